@@ -1,0 +1,171 @@
+"""Every error that stagescope raises, in one tree.
+
+* `StagescopeError`
+    * `InvalidInput` - what a caller handed over has a wrong shape, dtype, name or value (422)
+        * `InvalidTensor` - a tensor of a payload (422)
+        * `InvalidEvent` - an event that cannot be read, or of an unknown schema number (422)
+        * `InvalidPlan` - a plan, a capture or an msprobe configuration (422)
+    * `NotFound` - no such run, attempt, step, stage or capture (404)
+    * `Unauthorized` - no token, or a wrong one (401)
+    * `Forbidden` - a token that may read but not operate, or a path outside the allowed roots (403)
+    * `Conflict` - the request contradicts what is in force (409)
+    * `NotReady` - the service is starting, or its catalogue cannot be opened: retry (503)
+    * `Unreachable` - the service, a node or an artifact cannot be reached (502)
+    * `StoreError` - the catalogue or the data directory refused (500)
+        * `CatalogueUnavailable` - it cannot be opened or written now (503)
+    * `CaptureError` - msprobe could not be started, or broke off (500)
+    * `PayloadLost` - a payload's owner, node or process died before it was read (410)
+
+Each message says what was wrong, what was expected and what to do::
+
+    try:
+        session.step(5).metrics()
+    except stagescope.StagescopeError as error:
+        print(error.status, error.code, error)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CaptureError",
+    "CatalogueUnavailable",
+    "Conflict",
+    "Forbidden",
+    "InvalidEvent",
+    "InvalidInput",
+    "InvalidPlan",
+    "InvalidTensor",
+    "NotFound",
+    "NotReady",
+    "PayloadLost",
+    "StagescopeError",
+    "StoreError",
+    "Unauthorized",
+    "Unreachable",
+]
+
+
+class StagescopeError(Exception):
+    """Base of every error of this project; `status` is its HTTP status, `code` its stable name."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "error"
+
+    def __init__(self, wrong: str, *, expected: str = "", advice: str = "") -> None:
+        self.wrong = wrong
+        self.expected = expected
+        self.advice = advice
+        super().__init__(wrong)
+
+    def __str__(self) -> str:
+        parts = [self.wrong]
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        if self.advice:
+            parts.append(self.advice)
+        return "; ".join(parts)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # Exceptions with keyword-only arguments do not survive pickling (Ray) without this.
+        return (_rebuild, (type(self), self.wrong, self.expected, self.advice))
+
+
+def _rebuild(
+    kind: type[StagescopeError], wrong: str, expected: str, advice: str
+) -> StagescopeError:
+    return kind(wrong, expected=expected, advice=advice)
+
+
+class InvalidInput(StagescopeError):
+    """Raised by any call whose arguments cannot be right."""
+
+    status = 422
+    code = "invalid_input"
+
+
+class InvalidTensor(InvalidInput):
+    """Raised when a tensor of a payload has a wrong shape, dtype or value."""
+
+    code = "invalid_tensor"
+
+
+class InvalidEvent(InvalidInput):
+    """Raised when an event cannot be read; only that event is refused."""
+
+    code = "invalid_event"
+
+
+class InvalidPlan(InvalidInput):
+    """Raised when a plan, a capture or an msprobe configuration cannot be carried out."""
+
+    code = "invalid_plan"
+
+
+class NotFound(StagescopeError):
+    """Raised when what was asked for is not in the catalogue."""
+
+    status = 404
+    code = "not_found"
+
+
+class Unauthorized(StagescopeError):
+    """Raised when a request has no token or a wrong one."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(StagescopeError):
+    """Raised when a token may not do this, or a path leaves its allowed roots."""
+
+    status = 403
+    code = "forbidden"
+
+
+class Conflict(StagescopeError):
+    """Raised when a request contradicts what is already in force."""
+
+    status = 409
+    code = "conflict"
+
+
+class NotReady(StagescopeError):
+    """Raised while the service cannot answer yet; the same call may be made again."""
+
+    status = 503
+    code = "not_ready"
+
+
+class Unreachable(StagescopeError):
+    """Raised when the service, a node or an artifact cannot be reached."""
+
+    status = 502
+    code = "unreachable"
+
+
+class StoreError(StagescopeError):
+    """Raised when the catalogue or the data directory refused an operation."""
+
+    code = "store"
+
+
+class CatalogueUnavailable(StoreError):
+    """Raised when the catalogue cannot be opened or written at the moment."""
+
+    status = 503
+    code = "catalogue_unavailable"
+
+
+class CaptureError(StagescopeError):
+    """Raised, only when strict, when msprobe could not be started or broke off."""
+
+    code = "capture"
+
+
+class PayloadLost(StagescopeError):
+    """Raised when a payload's owner, node or process died before it was read."""
+
+    status = 410
+    code = "payload_lost"

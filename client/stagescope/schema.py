@@ -1,0 +1,276 @@
+"""The words on the wire: what a training process and the service say to each other.
+
+Everything sent is a tuple, list or dict of built-in types with a schema number in front, so that
+a service that lives for months understands jobs that bring other versions. Unknown fields are
+kept; an unknown schema number is refused for that event alone.
+
+A batch is `record_events(sender=Sender(...).wire(), events=[event, ...], payloads={seq: payload})`:
+
+* sender: `(schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, clock_error)`
+* event: `(schema, kind, seq, wall, mono, fields)`; `seq` counts from 1 inside an incarnation,
+  `wall` is Unix time and `mono` the process's monotonic clock, both in seconds
+* payload: one Ray object ref (or the value) of `{"schema": 1, "tensors": {name: tensor},
+  "strings": {name: [str, ...]}, "meta": {...}}`, or of a raw caller `{name: ref or array}`
+* tensor: `(dtype tag, shape, flat or shaped numpy buffer, offsets or None)`; bfloat16 travels as
+  uint16, offsets (int64 [rows + 1]) make a packed tensor of rows (cu_seqlens, jagged, lists)
+
+The fields of each kind are listed at the constants below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope.errors import InvalidEvent, InvalidInput
+
+SCHEMA: Final = 1
+
+# --- kinds of events, with the fields of each -----------------------------------------------
+HELLO: Final = "hello"
+"""world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
+resumed_from_step, pid. Unknown is absent."""
+BEGIN: Final = "begin"
+"""work fields (WORK_FIELDS), device_time."""
+END: Final = "end"
+"""work fields, begin_wall, begin_mono, status 'ok' | 'failed', error_type, error_message, scalars
+{name: float}, payload (PAYLOAD_FIELDS) or None, device_seconds."""
+LOG: Final = "log"
+"""work fields (stage may be None: a scalar of the step), scalars {name: float}."""
+END_STEP: Final = "end_step"
+"""step."""
+FINISH: Final = "finish"
+"""The process takes leave; everything that it announced was sent before."""
+DROPPED: Final = "dropped"
+"""what 'event' | 'payload' | 'scalar', count, bytes, reason, and, where known, work fields."""
+REFUSED: Final = "refused"
+"""A call with bad input in the training process: what, message, work fields."""
+DUMP: Final = "dump"
+"""work fields, capture_id, path, state 'armed' | 'complete' | 'truncated' | 'failed' | 'missed' |
+'skipped', bytes, files, seconds, error, task, level, overrides [str], estimate {...}."""
+
+KINDS: Final = frozenset({HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP})
+
+PART_FIELDS: Final = ("occurrence", "epoch", "minibatch", "microbatch")
+WORK_FIELDS: Final = ("step", "policy_version", "stage", *PART_FIELDS)
+PAYLOAD_FIELDS: Final = ("tensors", "bytes", "meta")
+"""tensors {name: [dtype tag, shape, rows or None]}, bytes (all tensors), meta {...} as recorded."""
+
+ROLES: Final = ("actor", "ref", "critic", "reward_model", "rollout")
+STAGES: Final = (
+    "rollout_generate",
+    "actor_compute_log_prob",
+    "ref_compute_log_prob",
+    "compute_values",
+    "compute_rm_score",
+    "critic_update",
+    "actor_update",
+    "weight_sync",
+)
+WHOLE_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
+"""The order in which the stage of a step's whole is chosen: the first that has both streams."""
+
+LAYOUT_COLUMNS: Final = (
+    "cluster", "node", "host", "device_kind", "device_index", "device_serial",
+    "dp_rank", "dp_size", "tp_rank", "tp_size", "pp_rank", "pp_size", "vpp_rank", "vpp_size",
+    "cp_rank", "cp_size", "sp_rank", "sp_size", "ep_rank", "ep_size", "etp_rank", "etp_size",
+    "engine", "engine_version", "framework", "framework_version",
+)  # fmt: skip
+
+STREAM_TENSORS: Final[Mapping[str, str]] = {
+    "rollout": "rollout_log_probs",
+    "old": "old_log_probs",
+    "current": "log_probs",
+    "ref": "ref_log_probs",
+    "recomputed": "recomputed_log_probs",
+}
+"""Stream -> the name of its tensor in a payload (`ref_log_prob` is read as `ref_log_probs`)."""
+
+PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"))
+"""(p, q) of the statistics that a payload gives, in order of preference: mismatch from the first
+pair that is there, the noise floor from ('old', 'recomputed')."""
+
+PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
+    "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
+    "responses": "token ids, as wide as the mask",
+    "positions": "position of each token in its sample (context-parallel parts, zigzag)",
+    "round_ids": "round of each token, where the mask alone cannot tell it (split samples)",
+    "turn_ids": "true turn of each token",
+    "versions": "policy version of each token ([rows, tokens]) or sample ([rows])",
+    "token_offset": "[rows] position of a row's first token in its sample",
+    "round_offset": "[rows] round of a row's first run in its sample",
+    "rewards": "[rows] or as wide as the mask",
+    "advantages": "as wide as the mask",
+    "cu_seqlens": "[rows + 1] makes every other tensor of the payload packed [tokens]",
+}
+PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
+    "sample_ids": "sample_uid of each row: unique in a step",
+    "group_ids": "group_id of each row",
+}
+
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+_RUN_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
+
+
+def check_run_name(run: object) -> str:
+    """Return `run` if it is a valid name of a run, else raise `InvalidInput`."""
+    if isinstance(run, str) and _RUN_NAME.match(run) and run not in {".", ".."}:
+        return run
+    raise InvalidInput(f"run name {run!r} is not valid", expected="1 to 100 of A-Z a-z 0-9 . _ -")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sender:
+    """Who sends a batch; said with every batch, so that a lost `hello` loses nothing else."""
+
+    incarnation: str
+    run: str
+    attempt_key: str | None
+    role: str
+    rank: int
+    node_id: str | None = None
+    clock_offset: float | None = None
+    """Service's wall clock minus this process's, in seconds, from poll round trips."""
+    clock_error: float | None = None
+    """Half of the best round trip, in seconds: the offset is known to within it."""
+
+    def wire(self) -> tuple[Any, ...]:
+        """Return the tuple that travels."""
+        return (SCHEMA, *(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @classmethod
+    def parse(cls, wire: object) -> Sender:
+        """Read what `wire()` made, also of a later version that appended fields.
+
+        Raises:
+            InvalidEvent: not a sender of this schema.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(wire, tuple | list) or len(wire) < 6 or wire[0] != SCHEMA:
+            raise InvalidEvent(
+                f"sender {wire!r:.200} cannot be read",
+                expected=f"({SCHEMA}, {', '.join(names)})",
+            )
+        values = dict(zip(names, wire[1:], strict=False))
+        run, role, rank = check_run_name(values["run"]), values["role"], values["rank"]
+        if not isinstance(role, str) or not role or not isinstance(rank, int) or rank < 0:
+            raise InvalidEvent(
+                f"sender with role {role!r} and rank {rank!r}",
+                expected="a role's name and a rank from 0",
+            )
+        return cls(**{**values, "run": run})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One event as the service reads it; `fields` keeps what this version does not know."""
+
+    kind: str
+    seq: int
+    wall: float
+    mono: float
+    fields: Mapping[str, Any]
+
+    def wire(self) -> tuple[Any, ...]:
+        """Return the tuple that travels."""
+        return (SCHEMA, self.kind, self.seq, self.wall, self.mono, dict(self.fields))
+
+    @classmethod
+    def parse(cls, wire: object) -> Event:
+        """Read one event.
+
+        Raises:
+            InvalidEvent: malformed, of an unknown schema number or of an unknown kind.
+        """
+        if not isinstance(wire, tuple | list) or len(wire) < 6:
+            raise InvalidEvent(
+                f"event {wire!r:.200} cannot be read",
+                expected="(schema, kind, seq, wall, mono, fields)",
+            )
+        schema, kind, seq, wall, mono, fields = wire[:6]
+        if schema != SCHEMA:
+            raise InvalidEvent(
+                f"event {seq!r} has schema number {schema!r}",
+                expected=f"schema number {SCHEMA}",
+                advice="bring the service and the job to versions that share a schema",
+            )
+        if kind not in KINDS:
+            raise InvalidEvent(f"event {seq!r} is of kind {kind!r}", expected=f"one of {KINDS}")
+        numbers_ok = (
+            isinstance(seq, int) and isinstance(wall, float | int) and isinstance(mono, float | int)
+        )
+        if not numbers_ok or not isinstance(fields, dict):
+            raise InvalidEvent(
+                f"event {wire!r:.200} has fields of wrong types",
+                expected="seq int, wall and mono float, fields dict",
+            )
+        return cls(kind, seq, float(wall), float(mono), fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Which piece of a stage: (occurrence, epoch, minibatch, microbatch), each from 0."""
+
+    occurrence: int = 0
+    epoch: int = 0
+    minibatch: int = 0
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.occurrence}.{self.epoch}.{self.minibatch}.{self.microbatch}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What a process worked on: one part of one stage of one step (or policy version)."""
+
+    step: int | None
+    policy_version: int | None
+    stage: str | None
+    part: Part = Part()
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Work:
+        """Read the work fields of an event.
+
+        Raises:
+            InvalidEvent: a step, version or part that is not an int, or an empty stage.
+        """
+        numbers: dict[str, int | None] = {}
+        for name in ("step", "policy_version", *PART_FIELDS):
+            value = fields.get(name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise InvalidEvent(f"{name} is {value!r}", expected="an int or None")
+            numbers[name] = value
+        stage = fields.get("stage")
+        if stage is not None and (not isinstance(stage, str) or not 0 < len(stage) <= 200):
+            raise InvalidEvent(f"stage is {stage!r:.200}", expected="a name of 1 to 200 characters")
+        part = Part(*(numbers[name] or 0 for name in PART_FIELDS))
+        return cls(numbers["step"], numbers["policy_version"], stage, part)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the work fields of an event."""
+        part = self.part
+        return {
+            "step": self.step,
+            "policy_version": self.policy_version,
+            "stage": self.stage,
+            "occurrence": part.occurrence,
+            "epoch": part.epoch,
+            "minibatch": part.minibatch,
+            "microbatch": part.microbatch,
+        }
+
+    @property
+    def key(self) -> str:
+        """The identity of this work inside a process: `step|policy_version|stage|part`."""
+        step = "" if self.step is None else self.step
+        # A step is the clock where there is one; the version then is a property, not identity.
+        version = self.policy_version if self.step is None else None
+        return f"{step}|{'' if version is None else version}|{self.stage or ''}|{self.part}"
