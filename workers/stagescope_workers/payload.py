@@ -1,0 +1,259 @@
+"""Tensors of a training process as the flat host buffers that travel.
+
+`host_tensor` reads what trainers hold (torch dense, nested or jagged on any device, numpy, lists)
+and answers a `WireTensor`: `(dtype tag, shape, numpy buffer, offsets or None)`. bfloat16, which
+numpy lacks, is a uint16 view of the same bits. A list of 1-D tensors and a jagged tensor become
+one packed buffer with offsets int64 [rows + 1].
+
+torch is never imported here: a value can only be a torch tensor where torch is loaded already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from stagescope.errors import InvalidTensor
+from stagescope.schema import DTYPE_BYTES, PAYLOAD_STRINGS
+
+WireTensor: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any], IntArray | None]"
+Array: TypeAlias = "np.ndarray[Any, Any]"
+IntArray: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+_EXPECTED: Final = f"one of {', '.join(DTYPE_BYTES)}"
+# numpy has unsigned types that the wire lacks; the next wider signed one holds the same values.
+_WIDER: Final = {"uint16": "int32", "uint32": "int64"}
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without reading its data."""
+
+    tag: str
+    shape: tuple[int, ...]
+    rows: int | None
+    """Rows of a packed tensor, else None."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data (offsets not counted)."""
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPE_BYTES[self.tag]
+
+
+def host_tensor(name: str, value: object) -> WireTensor:
+    """Return `value` as a host buffer, sharing its memory where that is possible.
+
+    A tensor on a device is copied to the host, and the call waits for it.
+
+    Args:
+        name: the tensor's name in the payload, for messages.
+        value: a torch tensor (dense, nested or jagged), a numpy array, a list or tuple of numbers
+            or of 1-D tensors, arrays or lists.
+
+    Raises:
+        InvalidTensor: a dtype, layout or nesting that has no place on the wire.
+    """
+    if is_torch(value):
+        return _from_torch(name, value)
+    if isinstance(value, list | tuple):
+        return _from_sequence(name, value)
+    return _from_array(name, value)
+
+
+def owned_tensor(name: str, value: object) -> WireTensor:
+    """Return `host_tensor(name, value)` in memory that nobody else writes: one copy, no more."""
+    tag, shape, buffer, offsets = host_tensor(name, value)
+    if not _is_fresh(value):
+        buffer = np.array(buffer, order="C", copy=True)
+        offsets = None if offsets is None else offsets.copy()
+    return tag, shape, np.ascontiguousarray(buffer).reshape(shape), offsets
+
+
+def spec_of(tensor: WireTensor) -> Spec:
+    """Return the description of a tensor on the host."""
+    tag, shape, _, offsets = tensor
+    return Spec(tag, shape, None if offsets is None else len(offsets) - 1)
+
+
+def is_torch(value: object) -> bool:
+    """Say whether `value` is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, "Tensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_tensor_like(value: object) -> bool:
+    """Say whether `record` takes `value` as a tensor (else it is metadata)."""
+    if is_torch(value) or isinstance(value, np.ndarray):
+        return True
+    if not isinstance(value, list | tuple):
+        return False
+    return all(
+        is_tensor_like(item) or isinstance(item, bool | int | float | np.number | np.bool_)
+        for item in value
+    )
+
+
+def strings_of(name: str, value: object) -> list[str] | None:
+    """Return `value` as a list of strings if it is one (numpy object arrays too), else None.
+
+    Raises:
+        InvalidTensor: `name` is a list of ids by the schema, and `value` is no 1-D sequence.
+    """
+    is_ids = name in PAYLOAD_STRINGS
+    if isinstance(value, np.ndarray) and (is_ids or value.dtype.kind in "OUS") and value.ndim == 1:
+        value = value.tolist()
+    elif is_ids and is_torch(value):
+        value = host_tensor(name, value)[2].tolist()
+    if isinstance(value, list | tuple):
+        if is_ids:
+            return [str(item) for item in value]
+        if value and all(isinstance(item, str) for item in value):
+            return list(value)
+    if is_ids:
+        raise InvalidTensor(
+            f"{name} is {describe(value)}", expected="a list with one id for each row"
+        )
+    return None
+
+
+def describe(value: object) -> str:
+    """Say in a few words what `value` is: type, shape, dtype."""
+    shape = getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    kind = type(value).__name__
+    if shape is None:
+        length = f" of {len(value)}" if isinstance(value, Sequence) else ""
+        return f"a {kind}{length}"
+    return f"a {kind} of shape {tuple(shape)} and dtype {str(dtype).removeprefix('torch.')}"
+
+
+def _invalid(name: str, value: object, expected: str, advice: str = "") -> InvalidTensor:
+    return InvalidTensor(f"{name} is {describe(value)}", expected=expected, advice=advice)
+
+
+def _is_fresh(value: object) -> bool:
+    """Say whether `host_tensor` had to make new memory for `value`."""
+    if is_torch(value):
+        return bool(value.device.type != "cpu")  # type: ignore[attr-defined]
+    return isinstance(value, list | tuple)
+
+
+def _from_torch(name: str, value: Any) -> WireTensor:
+    tensor = value.detach()
+    check_torch(name, tensor)
+    if not tensor.is_nested:
+        return _from_dense(name, tensor)
+    packed = jagged_parts(tensor)
+    if packed is None:
+        return _from_sequence(name, [_whole_row(row) for row in tensor.unbind()])
+    values, offsets = packed
+    tag, shape, buffer, _ = _from_dense(name, values)
+    return tag, shape, buffer, _from_dense(name, offsets)[2].astype(np.int64, copy=False)
+
+
+def check_torch(name: str, tensor: Any) -> None:
+    """Refuse the torch tensors whose data cannot be copied as it is.
+
+    Raises:
+        InvalidTensor: a DTensor, a sparse, quantised or meta tensor, or a dtype without a tag.
+    """
+    if hasattr(tensor, "device_mesh"):
+        raise _invalid(
+            name, tensor, "a local tensor", "record tensor.to_local() with its own rows and tokens"
+        )
+    if tensor.device.type == "meta" or tensor.is_sparse or tensor.is_quantized:
+        raise _invalid(name, tensor, "a dense or jagged tensor with data")
+    if str(tensor.dtype).removeprefix("torch.") not in {*DTYPE_BYTES, *_WIDER}:
+        raise _invalid(name, tensor, _EXPECTED, "cast it, for example with .float()")
+
+
+def jagged_parts(tensor: Any) -> tuple[Any, Any] | None:
+    """Return (values, offsets) of a jagged tensor whose rows lie gaplessly, else None."""
+    if not str(tensor.layout).endswith("jagged"):
+        return None
+    # Rows with lengths of their own have gaps between them; a transposed one is ragged elsewhere.
+    if tensor.lengths() is not None or getattr(tensor, "_ragged_idx", 1) != 1:
+        return None
+    return tensor.values(), tensor.offsets()
+
+
+def _whole_row(row: Any) -> Any:
+    return row.detach()
+
+
+def _from_dense(name: str, tensor: Any) -> WireTensor:
+    tag = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(int(size) for size in tensor.shape)
+    try:
+        host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        if tag == "bfloat16":
+            host = host.view(sys.modules["torch"].int16)
+            return tag, shape, host.numpy().view(np.uint16), None
+        return _from_array(name, host.resolve_neg().numpy())
+    except (RuntimeError, TypeError) as error:
+        raise _invalid(name, tensor, "a tensor whose data can be read", str(error)) from error
+
+
+def _from_array(name: str, value: object) -> WireTensor:
+    if not isinstance(value, np.ndarray | np.generic | bool | int | float):
+        raise _invalid(name, value, "a tensor, an array, or a list of numbers or of 1-D tensors")
+    array = np.asarray(value)
+    tag = array.dtype.name
+    if tag == "bfloat16":  # ml_dtypes, as JAX and safetensors readers give it
+        return tag, array.shape, array.view(np.uint16), None
+    if tag in _WIDER:
+        tag = _WIDER[tag]
+        array = array.astype(tag)
+    if tag not in DTYPE_BYTES:
+        raise _invalid(name, value, _EXPECTED, "cast it, for example with .astype('float32')")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return tag, array.shape, array, None
+
+
+def _from_sequence(name: str, items: Sequence[object]) -> WireTensor:
+    """Pack rows into one buffer; a flat list of numbers is an ordinary 1-D tensor."""
+    if all(isinstance(item, bool | int | float | np.generic) for item in items):
+        return _from_numbers(name, items)
+    rows = [host_tensor(f"{name}[{i}]", item) for i, item in enumerate(items)]
+    if all(shape == () for _, shape, _, _ in rows):
+        rows = [(tag, (1,), buffer.reshape(1), None) for tag, _, buffer, _ in rows]
+        tag, shape, buffer, _ = _packed(name, items, rows)
+        return tag, shape, buffer, None
+    return _packed(name, items, rows)
+
+
+def _from_numbers(name: str, items: Sequence[object]) -> WireTensor:
+    try:
+        array = np.array(items)
+    except OverflowError as error:
+        raise _invalid(name, items, "numbers that fit in int64 or float64") from error
+    return _from_array(name, array)
+
+
+def _packed(name: str, items: Sequence[object], rows: list[WireTensor]) -> WireTensor:
+    # An empty Python list has no dtype of its own: the other rows say it.
+    typed = [row for row, item in zip(rows, items, strict=True) if not _is_empty_list(item)] or rows
+    tags = {row[0] for row in typed}
+    tails = {row[1][1:] for row in typed if len(row[1]) > 0}
+    flat = all(len(row[1]) == 1 and row[3] is None for row in rows)
+    uniform = all(len(row[1]) >= 1 and row[3] is None for row in typed) and len(tails) == 1
+    if len(tags) != 1 or not (flat or uniform):
+        kinds = sorted({f"{tag}{list(shape)}" for tag, shape, _, _ in rows})
+        raise InvalidTensor(
+            f"{name} is a list of {len(rows)} with {', '.join(kinds[:4])}",
+            expected="1-D rows of one dtype",
+        )
+    tag = typed[0][0]
+    lengths = [row[1][0] for row in rows]
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    buffer = np.concatenate([row[2] for row in typed])
+    return tag, buffer.shape, buffer, offsets
+
+
+def _is_empty_list(item: object) -> bool:
+    return isinstance(item, list | tuple) and not item
