@@ -5,6 +5,7 @@
         * `InvalidTensor` - a tensor of a payload (422)
         * `InvalidEvent` - an event that cannot be read, or of an unknown schema number (422)
         * `InvalidPlan` - a plan, a capture or an msprobe configuration (422)
+        * `TooLarge` - a request's body over the service's limit (413)
     * `NotFound` - no such run, attempt, step, stage or capture (404)
     * `Unauthorized` - no token, or a wrong one (401)
     * `Forbidden` - a token that may read but not operate, or a path outside the allowed roots (403)
@@ -42,6 +43,7 @@ __all__ = [
     "PayloadLost",
     "StagescopeError",
     "StoreError",
+    "TooLarge",
     "Unauthorized",
     "Unreachable",
 ]
@@ -101,6 +103,13 @@ class InvalidPlan(InvalidInput):
     """Raised when a plan, a capture or an msprobe configuration cannot be carried out."""
 
     code = "invalid_plan"
+
+
+class TooLarge(InvalidInput):
+    """Raised when a request's body is larger than the service takes."""
+
+    status = 413
+    code = "too_large"
 
 
 class NotFound(StagescopeError):

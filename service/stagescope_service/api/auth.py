@@ -1,0 +1,283 @@
+"""Who may ask: two bearer tokens, and the checks on Host and Origin.
+
+The read token answers GET; the operate token does that and everything else, `POST /events` and
+`POST /poll` included: who can feed the service numbers can mislead whoever reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stagescope.errors import Forbidden, InvalidInput, StagescopeError, TooLarge, Unauthorized
+from stagescope_service.api.problems import error_response
+from stagescope_service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+Grade = Literal["read", "operate"]
+
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
+"""Answered without a token: what a supervisor asks."""
+READ_METHODS: Final = frozenset({"GET", "HEAD"})
+USER_HEADER: Final = "x-stagescope-user"
+TOKEN_BYTES: Final = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """The two tokens of a service; their text appears in no repr and no log."""
+
+    read: str = dataclasses.field(repr=False)
+    operate: str = dataclasses.field(repr=False)
+
+    @classmethod
+    def load(cls, settings: Settings) -> Tokens:
+        """Read the tokens from the settings or from their files, which are made when absent.
+
+        Raises:
+            Forbidden: a token's file is not a plain file of this user.
+            InvalidInput: a token is too short, or both are one.
+        """
+        given = {"read": settings.read_token, "operate": settings.operate_token}
+        found = {
+            grade: secret.get_secret_value() if secret else _token_file(settings.home, grade)
+            for grade, secret in given.items()
+        }
+        for grade, token in found.items():
+            if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
+                raise InvalidInput(
+                    f"the {grade} token cannot be used",
+                    expected="16 or more printable ASCII characters without spaces",
+                    advice=f"delete {token_path(settings.home, grade)} to have a new one made",
+                )
+        if hmac.compare_digest(found["read"], found["operate"]):
+            raise InvalidInput("the read and the operate token are one", expected="two tokens")
+        return cls(**found)
+
+    def grade(self, token: str) -> Grade | None:
+        """Return what `token` allows, in a time that does not depend on its content."""
+        presented = token.encode("utf-8", "surrogateescape")
+        may_operate = hmac.compare_digest(presented, self.operate.encode())
+        may_read = hmac.compare_digest(presented, self.read.encode())
+        return "operate" if may_operate else "read" if may_read else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Who made a request, for the audit."""
+
+    user: str
+    grade: Grade | Literal["open"]
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.user} ({self.grade} token, {self.address})"
+
+
+def token_path(home: Path, grade: str) -> Path:
+    """Return where the token of `grade` lies."""
+    return home / f"{grade}.token"
+
+
+def check_bind(settings: Settings, tokens: Tokens | None) -> None:
+    """Refuse to serve others without tokens.
+
+    Raises:
+        Forbidden: a bind beyond loopback, and no tokens.
+    """
+    if tokens is None and not _is_loopback(settings.host):
+        raise Forbidden(
+            f"a bind to {settings.host} without tokens would let anybody operate the service",
+            expected="auth = true, or a loopback host",
+            advice="leave STAGESCOPE_AUTH unset, or bind 127.0.0.1 and use a tunnel",
+        )
+
+
+class Guard:
+    """ASGI middleware: Host, Origin, token and declared size, before any route sees a request.
+
+    Here and not in the routes, so that no route can forget it and no body is read before.
+    """
+
+    def __init__(self, app: ASGIApp, *, settings: Settings, tokens: Tokens | None) -> None:
+        self.app = app
+        self.tokens = tokens
+        self.max_body_bytes = settings.max_body_bytes
+        self.hosts = _own_names(settings)
+        self.origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer with a problem."""
+        if scope["type"] != "http":
+            # No route is a websocket, and a handshake carries no token.
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        try:
+            scope.setdefault("state", {})["caller"] = self.check(scope)
+        except StagescopeError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def check(self, scope: Scope) -> Caller:
+        """Return who asks.
+
+        Raises:
+            Forbidden: a foreign Host or Origin, or a token that may not do this.
+            Unauthorized: no token, or a wrong one.
+            TooLarge: a declared body over the limit.
+        """
+        headers = Headers(scope=scope)
+        self._check_host(headers.get("host", ""))
+        if (origin := headers.get("origin")) is not None:
+            self._check_origin(origin, headers.get("host", ""))
+        caller = self._caller(scope, headers)
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length[:20]) > self.max_body_bytes:
+            raise TooLarge(
+                f"a body of {length[:20]} bytes", expected=f"at most {self.max_body_bytes} bytes"
+            )
+        return caller
+
+    def _check_host(self, host: str) -> None:
+        name = _host_name(host)
+        # A page that rebinds its own name to this address sends its own name: addresses are safe.
+        if name in self.hosts or _is_address(name):
+            return
+        raise Forbidden(
+            f"the Host header says {host!r:.100}",
+            expected=f"one of {sorted(self.hosts)}, or an IP address",
+            advice="add the name with STAGESCOPE_ALLOWED_HOSTS when the service is started",
+        )
+
+    def _check_origin(self, origin: str, host: str) -> None:
+        origin = origin.rstrip("/").lower()
+        if origin.partition("://")[2] == host.lower() and "://" in origin:
+            return
+        if origin not in self.origins:
+            raise Forbidden(
+                f"a page of {origin!r:.100} may not ask this service",
+                expected="the service's own page, or an origin of STAGESCOPE_ALLOWED_ORIGINS",
+            )
+
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        user = headers.get(USER_HEADER, "") or "unknown"
+        if len(user) > 100 or not user.isprintable():
+            raise InvalidInput(
+                f"{USER_HEADER} is {user!r:.100}", expected="up to 100 printable characters"
+            )
+        address = (scope.get("client") or ("local", 0))[0]
+        if scope["path"] in OPEN_PATHS:
+            return Caller(user, "open", address)
+        if self.tokens is None:
+            return Caller(user, "operate", address)
+        grade = self._grade(headers.get("authorization", ""))
+        if grade == "read" and scope["method"] not in READ_METHODS:
+            raise Forbidden(
+                f"the read token may not {scope['method']} {scope['path']:.100}",
+                expected="the operate token (home/operate.token)",
+            )
+        return Caller(user, grade, address)
+
+    def _grade(self, authorization: str) -> Grade:
+        assert self.tokens is not None
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthorized(
+                "the request has no bearer token",
+                expected="Authorization: Bearer <token>",
+                advice="the tokens are in read.token and operate.token of the service's home",
+            )
+        grade = self.tokens.grade(token.strip())
+        if grade is None:
+            raise Unauthorized(
+                "the bearer token is not one of this service",
+                expected="the content of read.token or operate.token of the service's home",
+            )
+        return grade
+
+
+def _token_file(home: Path, grade: str) -> str:
+    path = token_path(home, grade)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.is_symlink() and not path.exists():
+        _create(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise Forbidden(
+            f"the token file {path} cannot be read ({error.strerror})",
+            expected="a plain file of the service's user",
+        ) from error
+    with os.fdopen(descriptor, "r", encoding="ascii", errors="replace") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise Forbidden(
+                f"the token file {path} is not a plain file of this user",
+                expected=f"a file of user {os.geteuid()}",
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            log.warning("token file %s could be read by others: its mode is now 0600", path)
+            os.fchmod(file.fileno(), 0o600)
+        return file.read(1000).strip()
+
+
+def _create(path: Path) -> None:
+    # Linked into place when whole: a second service that starts now sees no half of a token.
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def _own_names(settings: Settings) -> frozenset[str]:
+    names: Iterable[str] = ("localhost", settings.host, socket.gethostname(), socket.getfqdn())
+    return frozenset(name.lower() for name in (*names, *settings.allowed_hosts) if name)
+
+
+def _host_name(host: str) -> str:
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def caller_of(request: Any) -> Caller:
+    """Return who made `request` (as the guard found)."""
+    caller: Caller = request.state.caller
+    return caller

@@ -1,0 +1,142 @@
+"""Errors as problem+json (RFC 9457): one handler for the whole tree of `stagescope.errors`.
+
+A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (the whole sentence),
+`instance` (the path), and, so that a program need not read the sentence, `code`, `wrong`,
+`expected` and `advice`.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from stagescope.errors import InvalidInput, NotReady, StagescopeError
+from stagescope_service.api.encoding import encode
+
+MEDIA_TYPE: Final = "application/problem+json"
+RETRY_SECONDS: Final = 1
+
+log = logging.getLogger(__name__)
+
+PROBLEM_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "code"],
+    "properties": {
+        "type": {"type": "string", "examples": ["urn:stagescope:not_found"]},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "What was wrong, expected, and advised."},
+        "instance": {"type": "string", "description": "The path that was asked."},
+        "code": {"type": "string", "description": "Stable name of the kind of error."},
+        "wrong": {"type": "string"},
+        "expected": {"type": "string", "description": "What would have been right."},
+        "advice": {"type": "string"},
+    },
+}
+
+
+def problem(
+    status: int, code: str, wrong: str, *, expected: str = "", advice: str = "", path: str = ""
+) -> dict[str, Any]:
+    """Return the body of a problem."""
+    detail = "; ".join(
+        part for part in (wrong, f"expected {expected}" if expected else "", advice) if part
+    )
+    return {
+        "type": f"urn:stagescope:{code}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "instance": path,
+        "code": code,
+        "wrong": wrong,
+        "expected": expected,
+        "advice": advice,
+    }
+
+
+def error_response(error: StagescopeError, path: str) -> Response:
+    """Return the answer that stands for `error`."""
+    body = problem(
+        error.status,
+        error.code,
+        error.wrong,
+        expected=error.expected,
+        advice=error.advice,
+        path=path,
+    )
+    headers = {}
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = 'Bearer realm="stagescope"'
+    return Response(encode(body), error.status, headers, MEDIA_TYPE)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Make every error of `app` a problem."""
+    app.add_exception_handler(StagescopeError, _stagescope)
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def check_ready(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return the coordinator's `reply`, which may say that it cannot serve yet.
+
+    Raises:
+        NotReady: it says so.
+    """
+    if reply.get("not_ready"):
+        raise NotReady(
+            f"the coordinator is not ready: {reply['not_ready']}",
+            advice="nothing was taken; send the same again in a moment",
+        )
+    return reply
+
+
+async def _stagescope(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StagescopeError)
+    return error_response(error, request.url.path)
+
+
+async def _validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    wrongs = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        wrongs.append(f"{where} {item.get('input')!r:.100}: {item['msg']}")
+    return error_response(InvalidInput("; ".join(wrongs)), request.url.path)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    expected = ""
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        wrong, code = f"there is no route {request.url.path:.200}", "not_found"
+        expected = "one of the routes that /openapi.json lists"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        wrong, code = f"{request.method} is not possible here", "method_not_allowed"
+        expected = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow", "")
+    else:
+        wrong, code = str(error.detail), "http"
+    body = problem(error.status_code, code, wrong, expected=expected, path=request.url.path)
+    return Response(encode(body), error.status_code, error.headers, MEDIA_TYPE)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    # The message may hold anything, a path or a row among it: it goes to the log, not out.
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = problem(
+        500,
+        "internal",
+        f"the service failed with {type(error).__name__}",
+        advice="the service's log has the traceback",
+        path=request.url.path,
+    )
+    return Response(encode(body), 500, media_type=MEDIA_TYPE)

@@ -1,0 +1,153 @@
+"""Every setting of the service, with its default; each may be set as `STAGESCOPE_<NAME>`.
+
+Sizes are bytes, times are seconds. What changes while the service runs (captures, triggers) is
+not here: that is the plan.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """How one service runs; read once at its start.
+
+    Lists are given in the environment as paths joined by `:` (`allowed_roots`) or names joined
+    by `,` (`allowed_hosts`, `allowed_origins`).
+
+    Usage:
+        >>> Settings(data_dir="/data/stagescope", port=0)   # everything else by default
+        >>> Settings()                                      # STAGESCOPE_DATA_DIR and so on
+    """
+
+    model_config = SettingsConfigDict(env_prefix="STAGESCOPE_", extra="forbid", frozen=True)
+
+    home: Path = Field(
+        default=Path("~/.stagescope"),
+        description="Directory of the two tokens and of service.json (made with mode 0700).",
+    )
+    data_dir: Path | None = Field(
+        default=None,
+        description="Directory of the catalogue, the ring and the kept files; default home/data.",
+    )
+    database_url: str | None = Field(
+        default=None,
+        description="SQLAlchemy URL of the catalogue; default SQLite at data_dir/catalogue.db.",
+    )
+
+    host: str = Field(default="127.0.0.1", description="Address that the API binds.")
+    port: int = Field(default=8700, ge=0, le=65535, description="Port of the API; 0 = any free.")
+    auth: bool = Field(
+        default=True,
+        description="Ask for bearer tokens. False is refused for a bind beyond loopback.",
+    )
+    read_token: SecretStr | None = Field(
+        default=None, description="Token to read; default: the file home/read.token."
+    )
+    operate_token: SecretStr | None = Field(
+        default=None, description="Token to operate; default: the file home/operate.token."
+    )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Names accepted in the Host header beside localhost, this host and addresses.",
+    )
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="Web origins accepted beside the API's own."
+    )
+    allowed_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(),
+        description="Directories in which a capture's data_dir and config_path may lie, beside "
+        "the service's data_dir.",
+    )
+
+    max_body_bytes: int = Field(
+        default=256 * MIB, ge=1024, description="Largest body of a request (413 beyond)."
+    )
+    max_json_bytes: int = Field(
+        default=16 * MIB, ge=1024, description="Largest JSON in a request (413 beyond)."
+    )
+    max_events: int = Field(default=10_000, ge=1, description="Most events of one batch.")
+    body_seconds: float = Field(
+        default=60.0, gt=0, description="Longest that a request's body may take to arrive."
+    )
+    max_bodies: int = Field(
+        default=4, ge=1, description="Batches of events read at one time; others wait."
+    )
+    page_size: int = Field(default=50, ge=1, description="Rows of a list where none is asked.")
+    max_page_size: int = Field(default=1000, ge=1, description="Most rows that may be asked.")
+    cache_steps: int = Field(
+        default=64, ge=0, description="Closed steps whose decoded whole is kept in memory."
+    )
+    prometheus_runs: int = Field(
+        default=20, ge=0, description="Newest runs that /metrics tells about."
+    )
+
+    poll_seconds: float = Field(
+        default=20.0, gt=0, le=60, description="Longest wait of a poll; it renews the lease."
+    )
+    lease_seconds: float = Field(
+        default=45.0, gt=0, description="A process that has not polled for so long is gone."
+    )
+
+    ring_bytes: int = Field(
+        default=2 * GIB, ge=0, description="Disk for the last steps' tensors, on each node."
+    )
+    ingestor_bytes: int = Field(
+        default=4 * GIB, ge=64 * MIB, description="Memory that one ingestor may use."
+    )
+    keep_steps: int = Field(
+        default=2000,
+        ge=1,
+        description="Newest steps of an attempt that keep every summary; older ones keep their "
+        "whole and their rounds.",
+    )
+    keep_attempts: int = Field(
+        default=20, ge=1, description="Newest attempts of a run that keep every summary."
+    )
+
+    @field_validator("home", mode="after")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @field_validator("data_dir", mode="after")
+    @classmethod
+    def _absolute_or_none(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @field_validator("allowed_roots", mode="before")
+    @classmethod
+    def _paths(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [part for part in value.split(os.pathsep) if part]
+        return tuple(Path(part).expanduser().absolute() for part in value)
+
+    @field_validator("allowed_hosts", "allowed_origins", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        return tuple(value)
+
+    @property
+    def data_path(self) -> Path:
+        """The data directory, absolute."""
+        return self.data_dir or self.home / "data"
+
+    @property
+    def catalogue_url(self) -> str:
+        """The catalogue's SQLAlchemy URL."""
+        return self.database_url or f"sqlite:///{self.data_path / 'catalogue.db'}"
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """The directories in which a capture may read and write, the data directory first."""
+        return (self.data_path, *self.allowed_roots)
