@@ -1,0 +1,84 @@
+"""The column types of the catalogue, the same in SQLite and PostgreSQL.
+
+SQLite's tables are STRICT: a value of a wrong type is refused by the database, as PostgreSQL does,
+and not stored as something else. STRICT knows INTEGER, REAL, TEXT and BLOB, so every type here
+has one of those names on SQLite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+Int: Final[TypeEngine[int]] = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+Real: Final[TypeEngine[float]] = sa.Double().with_variant(sa.REAL(), "sqlite")
+Text: Final[TypeEngine[str]] = sa.Text()
+Blob: Final[TypeEngine[bytes]] = sa.LargeBinary()
+
+_NAMES: Final = {math.inf: "inf", -math.inf: "-inf"}
+
+
+def nonfinite_name(value: float) -> str | None:
+    """Return 'nan', 'inf' or '-inf', or None where `value` is finite."""
+    return None if math.isfinite(value) else _NAMES.get(value, "nan")
+
+
+def dump_json(value: Any) -> str:
+    """Write strict JSON: non-finite floats become the strings 'nan', 'inf', '-inf'.
+
+    Raises:
+        TypeError: a value that JSON has no word for.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # rare, so that the usual value is walked once, in C
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return nonfinite_name(value) or value
+    if isinstance(value, dict):
+        return {_finite(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class StrictJson(TypeDecorator[Any]):
+    """JSON as TEXT, so that every tool reads it; None is NULL, which means unknown."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        """Write JSON."""
+        return None if value is None else dump_json(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        """Read JSON."""
+        return None if value is None else json.loads(value)
+
+
+class Flag(TypeDecorator[bool]):
+    """A bool; an INTEGER on SQLite, whose STRICT tables have no BOOLEAN."""
+
+    impl = sa.Boolean
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """Choose the database's own type."""
+        return dialect.type_descriptor(sa.Integer() if dialect.name == "sqlite" else sa.Boolean())
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> bool | None:
+        """Write a bool."""
+        return None if value is None else bool(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> bool | None:
+        """Read a bool."""
+        return None if value is None else bool(value)

@@ -1,0 +1,230 @@
+"""Engines on the catalogue, and what a refusal of the database means to the caller.
+
+SQLite is opened in WAL mode with `synchronous=FULL`: a commit is on disk when it returns, and
+readers in other processes never wait for the writer. WAL needs shared memory between those
+processes, so the file must lie on a filesystem of this host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+
+from stagescope.errors import CatalogueUnavailable
+
+BUSY_SECONDS: Final = 5.0
+"""How long a statement waits for a lock of another process before it is refused."""
+
+_OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables; upserts are older
+_SHARED_FILESYSTEMS: Final = re.compile(
+    r"nfs\d?|lustre|gpfs|cifs|smb\w*|9p|afs|beegfs|ceph|wekafs|ocfs2|gfs2?|glusterfs|pvfs2|orangefs"
+    r"|juicefs|virtiofs|fuse\.(?!fuse-overlayfs|overlay|ext|ntfs).*"
+)
+_MOVE: Final = "give a path on a local disk, or use PostgreSQL (postgresql+psycopg://...)"
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file that a SQLite URL names, or None where the URL is of another database.
+
+    Raises:
+        CatalogueUnavailable: not a URL, or a SQLite database in memory.
+    """
+    try:
+        parsed = sa.engine.make_url(url)
+    except exc.ArgumentError as error:
+        raise CatalogueUnavailable(
+            f"catalogue {url!r:.100} is not a database URL",
+            expected="sqlite:////path/catalogue.db or postgresql+psycopg://host/database",
+        ) from error
+    if parsed.get_backend_name() != "sqlite":
+        return None
+    if not parsed.database or parsed.database == ":memory:":
+        raise CatalogueUnavailable(
+            "a SQLite catalogue in memory",
+            expected="sqlite:////path/catalogue.db: other processes read it",
+        )
+    return Path(parsed.database).absolute()
+
+
+def filesystem_of(path: Path, mountinfo: str) -> tuple[str, str]:
+    """Return (mount point, filesystem type) of `path` after the text of /proc/self/mountinfo."""
+    found = ("/", "")
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields = left.split(" ")
+        if len(fields) < 5 or not right:
+            continue
+        mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
+        if path.is_relative_to(mount) and len(mount) >= len(found[0]):
+            found = (mount, right.split(" ")[0])
+    return found
+
+
+def check_local(path: Path, mountinfo: str | None = None) -> None:
+    """Refuse a file on a filesystem that several hosts share.
+
+    Args:
+        path: where the catalogue is or will be.
+        mountinfo: the text of /proc/self/mountinfo; None reads it, where the system has one.
+
+    Raises:
+        CatalogueUnavailable: NFS, Lustre, GPFS and their kin, with where to put it.
+    """
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(errors="replace")
+        except OSError:
+            return
+    mount, kind = filesystem_of(path.resolve(), mountinfo)
+    if _SHARED_FILESYSTEMS.fullmatch(kind):
+        raise CatalogueUnavailable(
+            f"catalogue {path} lies on {kind} (mounted at {mount}), where SQLite's WAL breaks",
+            expected="a filesystem of this host",
+            advice=_MOVE,
+        )
+
+
+def writer_engine(url: str) -> sa.Engine:
+    """Return the engine of the one writer; SQLite's file and its directory are made."""
+    path = sqlite_path(url)
+    if path is None:
+        return _server_engine(url)
+    if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+        raise CatalogueUnavailable(
+            f"SQLite is {sqlite3.sqlite_version}", expected="3.37 or later", advice=_MOVE
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_local(path)
+    engine = _sqlite_engine(path, mode="rwc")
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, record: Any) -> None:
+        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        if mode != "wal":
+            raise CatalogueUnavailable(
+                f"SQLite refused WAL for {path} (it stays in mode {mode!r})", advice=_MOVE
+            )
+        connection.execute("PRAGMA synchronous=FULL")
+
+    return engine
+
+
+def reader_engine(url: str) -> sa.Engine:
+    """Return an engine that cannot write, for any process; nothing is created."""
+    path = sqlite_path(url)
+    if path is None:
+        engine = _server_engine(url)
+        return engine.execution_options(postgresql_readonly=True)
+    engine = _sqlite_engine(path, mode="rw")  # a WAL cannot always be read with mode=ro
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, record: Any) -> None:
+        connection.execute("PRAGMA query_only=ON")
+
+    return engine
+
+
+def _server_engine(url: str) -> sa.Engine:
+    try:
+        return sa.create_engine(url, pool_pre_ping=True)
+    except (exc.ArgumentError, ImportError) as error:
+        raise CatalogueUnavailable(
+            f"no driver for catalogue {url.partition('://')[0]!r}: {error}",
+            advice="install it, for PostgreSQL: pip install 'psycopg[binary]'",
+        ) from error
+
+
+def _sqlite_engine(path: Path, *, mode: str) -> sa.Engine:
+    uri = f"file:{urllib.parse.quote(str(path))}?mode={mode}"
+
+    def connect() -> sqlite3.Connection:
+        # isolation_level None: BEGIN is ours to say, the driver would begin only at the first
+        # write, and a reader's queries would not be of one moment.
+        return sqlite3.connect(
+            uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+
+    engine = sa.create_engine(
+        "sqlite://", creator=connect, poolclass=sa.QueuePool, pool_size=4, max_overflow=12
+    )
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        # A writer that begins with a read may be refused later, when it asks for the lock.
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if mode == "rwc" else "BEGIN")
+
+    return engine
+
+
+def file_id(path: Path) -> tuple[int, int] | None:
+    """Return what tells one file from another at the same path; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def is_transient(error: BaseException) -> bool:
+    """Say whether the same write may succeed later, when something outside has changed."""
+    if isinstance(error, CatalogueUnavailable | OSError):
+        return True
+    if isinstance(error, exc.TimeoutError):  # the pool's
+        return True
+    if not isinstance(error, exc.DBAPIError):
+        return False
+    if error.connection_invalidated or isinstance(error, exc.OperationalError):
+        return True
+    # sqlite3 raises the bare class for a damaged file or one that is no database.
+    return type(error) in (exc.DatabaseError, exc.InternalError)
+
+
+def explain(error: BaseException, where: str) -> CatalogueUnavailable:
+    """Turn a transient refusal into the error that says what to do."""
+    if isinstance(error, CatalogueUnavailable):
+        return error
+    cause = getattr(error, "orig", None) or error
+    text = str(cause)
+    advice = next((advice for key, advice in _ADVICE.items() if key in text), "")
+    return CatalogueUnavailable(f"catalogue {where}: {text}", advice=advice)
+
+
+_ADVICE: Final = {
+    "disk is full": "free space on its disk; what is queued is written as soon as there is some",
+    "No space left": "free space on its disk; what is queued is written as soon as there is some",
+    "locked": "another process holds a write lock; end it (a backup, an sqlite3 shell)",
+    "unable to open": "check that the directory exists and may be written by this user",
+    "readonly": "check that file and directory may be written by this user",
+    "Permission denied": "check that file and directory may be written by this user",
+    "malformed": "the file is damaged; stop the service and restore or move it away",
+    "not a database": "the file is not a catalogue; move it away or give another path",
+    "no such table": "it has not been made yet; start the service first",
+    "no such column": "it is of an earlier version; start this version's service first",
+    "disk I/O error": "check the disk under it",
+}
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Raise `CatalogueUnavailable` for every refusal of the database that may pass."""
+    try:
+        yield
+    except (exc.SQLAlchemyError, OSError) as error:
+        if not is_transient(error):
+            raise
+        raise explain(error, where) from error
+
+
+def shown(url: str) -> str:
+    """Return `url` without its password, for messages."""
+    path = sqlite_path(url)
+    return str(path) if path else sa.engine.make_url(url).render_as_string(hide_password=True)

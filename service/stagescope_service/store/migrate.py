@@ -1,0 +1,52 @@
+"""Bring a catalogue to this version's tables, inside one transaction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+
+from stagescope.errors import CatalogueUnavailable
+
+HEAD: Final = "0001"
+"""The newest revision in migrations/versions; a test holds the two equal."""
+
+_FOLDER: Final = Path(__file__).parent / "migrations"
+
+
+def current(connection: sa.Connection) -> str | None:
+    """Return the revision of a catalogue; None for an empty database."""
+    if not sa.inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+
+
+def upgrade(connection: sa.Connection) -> None:
+    """Create or upgrade the tables; does nothing on a catalogue of this version.
+
+    Args:
+        connection: inside a transaction that the caller commits. Two services that start at once
+            are kept apart by its lock.
+
+    Raises:
+        CatalogueUnavailable: the catalogue is of a later version than this package.
+    """
+    revision = current(connection)
+    if revision == HEAD:
+        return
+    # Only here: the import takes longer than opening a catalogue that needs nothing.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if revision is not None and revision not in known:
+        raise CatalogueUnavailable(
+            f"the catalogue is of revision {revision!r}, later than this package",
+            expected=f"{HEAD!r} or earlier",
+            advice="install the newer stagescope again, or give another catalogue",
+        )
+    command.upgrade(config, HEAD)

@@ -1,0 +1,118 @@
+"""What a new coordinator reads at its start."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from stagescope_service.store.base import Row, Snapshot
+from stagescope_service.store.tables import (
+    attempts,
+    captures,
+    findings,
+    meta,
+    payloads,
+    processes,
+    runs,
+    stages,
+    steps,
+)
+
+_STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "whole"]
+
+
+def rows(connection: sa.Connection, query: sa.Select[Any]) -> list[Row]:
+    """Return plain dicts."""
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def newest_attempts() -> sa.Select[Any]:
+    """Select the attempt_id of each run's newest attempt."""
+    # attempt_id grows with time, but numbers are what a run counts by.
+    numbered = sa.select(
+        attempts.c.attempt_id,
+        sa.func.row_number()
+        .over(partition_by=attempts.c.run, order_by=attempts.c.number.desc())
+        .label("place"),
+    ).subquery()
+    return sa.select(numbered.c.attempt_id).where(numbered.c.place == 1)
+
+
+def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
+    """Read a `Snapshot` inside the caller's transaction.
+
+    Args:
+        connection: in a read transaction, so that all tables are of one moment.
+        closed_steps: how many closed steps of each attempt to read.
+    """
+    newest = newest_attempts()
+    live = sa.select(attempts.c.attempt_id).where(
+        attempts.c.ended_wall.is_(None) | attempts.c.attempt_id.in_(newest)
+    )
+    chosen = _chosen_steps(closed_steps).subquery()
+    at_chosen = sa.and_(stages.c.attempt_id == chosen.c.attempt_id, stages.c.step == chosen.c.step)
+    is_open = stages.c.end_wall.is_(None) & sa.func.coalesce(stages.c.status, "open").in_(["open"])
+    kept_stages = [
+        # Two selects and not one OR: each then has an index.
+        sa.select(stages).where(is_open),
+        sa.select(stages)
+        .join(chosen, at_chosen)
+        .where(chosen.c.attempt_id.in_(live), sa.not_(is_open)),
+    ]
+    return Snapshot(
+        runs=rows(connection, sa.select(runs)),
+        attempts=rows(connection, sa.select(attempts).order_by(attempts.c.attempt_id)),
+        processes=rows(connection, _processes(newest)),
+        steps=rows(
+            connection,
+            sa.select(*_STEP_COLUMNS).join(
+                chosen,
+                sa.and_(steps.c.attempt_id == chosen.c.attempt_id, steps.c.step == chosen.c.step),
+            ),
+        ),
+        stages=[row for query in kept_stages for row in rows(connection, query)],
+        payloads=rows(connection, sa.select(payloads).where(_literal_state("announced"))),
+        captures=rows(connection, sa.select(captures)),
+        findings=rows(
+            connection,
+            sa.select(findings).where(
+                findings.c.attempt_id.is_(None) | findings.c.attempt_id.in_(newest)
+            ),
+        ),
+        last_attempt_id=connection.scalar(sa.select(sa.func.max(attempts.c.attempt_id))) or 0,
+        last_revision=connection.scalar(sa.select(sa.func.max(captures.c.revision))) or 0,
+        meta={row["key"]: row["value"] for row in rows(connection, sa.select(meta))},
+    )
+
+
+def _literal_state(state: str) -> sa.ColumnElement[bool]:
+    # A literal, not a parameter: SQLite takes the partial index only for the same text.
+    return payloads.c.state == sa.literal_column(f"'{state}'")
+
+
+def _processes(newest: sa.Select[Any]) -> sa.Select[Any]:
+    gone = processes.c.finished_wall.is_not(None) | processes.c.lapsed_wall.is_not(None)
+    return (
+        sa.select(processes)
+        .where(sa.not_(gone) | processes.c.attempt_id.in_(newest))
+        .order_by(processes.c.first_wall)
+    )
+
+
+def _chosen_steps(closed_steps: int) -> sa.Select[Any]:
+    """Select (attempt_id, step) of open steps and of the last `closed_steps` closed ones."""
+    place = (
+        sa.func.row_number()
+        .over(partition_by=steps.c.attempt_id, order_by=steps.c.step.desc())
+        .label("place")
+    )
+    closed = (
+        sa.select(steps.c.attempt_id, steps.c.step, place)
+        .where(steps.c.closed_wall.is_not(None))
+        .subquery()
+    )
+    last = sa.select(closed.c.attempt_id, closed.c.step).where(closed.c.place <= closed_steps)
+    still_open = sa.select(steps.c.attempt_id, steps.c.step).where(steps.c.closed_wall.is_(None))
+    union = sa.union_all(still_open, last).subquery()
+    return sa.select(union.c.attempt_id, union.c.step)

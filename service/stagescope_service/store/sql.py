@@ -1,0 +1,287 @@
+"""The store on a SQL database: one thread that commits what is queued in groups.
+
+A commit costs a disk flush, whatever it holds. So nobody commits alone: while one flush is under
+way everything that arrives queues up, and goes into the next transaction together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Final
+
+import sqlalchemy as sa
+
+from stagescope.errors import CatalogueUnavailable, StoreError
+from stagescope_service.store import connect, migrate
+from stagescope_service.store.base import Health, Snapshot, Write
+from stagescope_service.store.snapshot import read_snapshot
+from stagescope_service.store.upsert import Batch, check
+
+logger = logging.getLogger(__name__)
+
+GROUP_ROWS: Final = 20_000
+"""Rows after which a group is closed, so that no caller waits for an endless transaction."""
+
+_FIRST_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Submission:
+    writes: Sequence[Write]
+    future: Future[None]
+
+
+class SqlStore:
+    """`Store` on SQLite or PostgreSQL; see `base.Store` for what it promises.
+
+    Args:
+        url: SQLAlchemy's database URL, `sqlite:////data/catalogue.db` or `postgresql+psycopg://...`.
+
+    Raises:
+        CatalogueUnavailable: not the URL of a database that can be used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._path = connect.sqlite_path(url)
+        self._where = connect.shown(url)
+        self._file: tuple[int, int] | None = None
+        self._writer: sa.Engine | None = None
+        self._reader: sa.Engine | None = None
+        self._thread: threading.Thread | None = None
+        self._opening = threading.Lock()
+        self._queue: deque[_Submission] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._give_up_at: float | None = None
+        self._health = Health(False, "the catalogue is not open yet")
+
+    def open(self) -> None:
+        """Create or upgrade the catalogue and begin to write; again on an open store: nothing.
+
+        Raises:
+            CatalogueUnavailable: it cannot be opened now; the message says what to do.
+        """
+        with self._opening:
+            if self._thread is not None:
+                return
+            self._connect()
+            self._closed, self._give_up_at = False, None
+            self._health = Health(True)
+            self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
+            self._thread.start()
+
+    def submit(self, puts: Sequence[Write]) -> Future[None]:
+        """Queue writes that stand or fall together; never waits for the disk.
+
+        Before the first `open` they wait for it.
+        """
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # a caller that stops waiting does not unwrite
+        try:
+            for put in puts:
+                check(put)
+        except StoreError as error:
+            future.set_exception(error)
+            return future
+        with self._changed:
+            if not self._closed:
+                self._queue.append(_Submission(puts, future))
+                self._changed.notify()
+                return future
+        future.set_exception(CatalogueUnavailable(f"catalogue {self._where} is closed"))
+        return future
+
+    def health(self) -> Health:
+        """Say whether writes get through at the moment."""
+        health = self._health
+        waiting = len(self._queue)
+        if health.healthy or not waiting:
+            return health
+        return Health(False, f"{health.reason} ({waiting} writes wait)")
+
+    def snapshot(self, closed_steps: int = 8) -> Snapshot:
+        """Read what is committed, as of one moment.
+
+        Raises:
+            CatalogueUnavailable: it cannot be read now.
+        """
+        if self._reader is None:
+            raise CatalogueUnavailable(f"catalogue {self._where} is not open", advice="open it")
+        with connect.explained(self._where), self._reader.begin() as connection:
+            return read_snapshot(connection, closed_steps)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Write what is queued and stop; what cannot be written in `timeout` seconds fails."""
+        with self._opening:
+            with self._changed:
+                self._closed, self._give_up_at = True, time.monotonic() + timeout
+                self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join()
+            self._thread = None
+            self._fail(self._drain(), CatalogueUnavailable(f"catalogue {self._where} is closed"))
+            self._dispose()
+            self._health = Health(False, "the catalogue is closed")
+
+    # --- the writer's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        while group := self._take():
+            self._write(group)
+
+    def _take(self) -> list[_Submission]:
+        """Wait for submissions; an empty list says that the store is closed and all is written."""
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            group: list[_Submission] = []
+            rows = 0
+            while self._queue and rows < GROUP_ROWS:
+                group.append(self._queue.popleft())
+                rows += len(group[-1].writes)
+            return group
+
+    def _write(self, group: list[_Submission]) -> None:
+        """Commit a group, however long the database refuses, and resolve its futures."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                failures = self._commit(group)
+                break
+            except Exception as error:  # every other one was sorted out by _commit
+                reason = connect.explain(error, self._where)
+                self._say(Health(False, str(reason)))
+                if not self._wait(pause):
+                    self._fail([*group, *self._drain()], reason)
+                    return
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        self._say(Health(True))
+        for submission, failure in zip(group, failures, strict=True):
+            if failure is None:
+                submission.future.set_result(None)
+            else:
+                submission.future.set_exception(failure)
+
+    def _commit(self, group: list[_Submission]) -> list[StoreError | None]:
+        """Write a group in one transaction; return for each submission why it cannot be written.
+
+        Raises:
+            Exception: nothing is written, and the same group may be tried again.
+        """
+        self._check_file()
+        try:
+            with self._begin() as connection:
+                Batch(write for one in group for write in one.writes).execute(connection)
+                self._check_file()
+            return [None] * len(group)
+        except Exception as error:
+            if connect.is_transient(error):
+                self._forget_connections(error)
+                raise
+        # Some row of the group is poison: find out whose, and write the others.
+        try:
+            with self._begin() as connection:
+                failures = [self._apart(connection, one) for one in group]
+                self._check_file()
+            return failures
+        except Exception as error:
+            self._forget_connections(error)
+            raise
+
+    def _apart(self, connection: sa.Connection, one: _Submission) -> StoreError | None:
+        try:
+            with connection.begin_nested():
+                Batch(one.writes).execute(connection)
+        except Exception as error:
+            if connect.is_transient(error):
+                raise
+            cause = getattr(error, "orig", None) or error
+            tables = ", ".join(sorted({write.table for write in one.writes}))
+            logger.error("The catalogue refused rows of %s: %s", tables, cause)
+            return StoreError(f"the catalogue refused rows of {tables}: {cause}")
+        return None
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait before the next try; return False when the store is to give up instead."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            # A submission wakes this too, and is no reason to try sooner.
+            while (now := time.monotonic()) < (
+                until if self._give_up_at is None else min(until, self._give_up_at)
+            ):
+                end = until if self._give_up_at is None else min(until, self._give_up_at)
+                self._changed.wait(end - now)
+            return self._give_up_at is None or now < self._give_up_at
+
+    def _say(self, health: Health) -> None:
+        before, self._health = self._health, health
+        if before.healthy and not health.healthy:
+            logger.error("Writing is held back: %s", health.reason)
+        elif health.healthy and not before.healthy:
+            logger.warning("Writing works again")
+
+    def _drain(self) -> list[_Submission]:
+        with self._changed:
+            rest = list(self._queue)
+            self._queue.clear()
+            return rest
+
+    @staticmethod
+    def _fail(submissions: list[_Submission], error: CatalogueUnavailable) -> None:
+        for submission in submissions:
+            submission.future.set_exception(error)
+
+    # --- connections ------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._dispose()
+        with connect.explained(self._where):
+            writer = connect.writer_engine(self.url)
+            try:
+                with writer.begin() as connection:
+                    migrate.upgrade(connection)
+            except BaseException:
+                writer.dispose()
+                raise
+            self._file = connect.file_id(self._path) if self._path else None
+            self._writer, self._reader = writer, connect.reader_engine(self.url)
+
+    def _begin(self) -> AbstractContextManager[sa.Connection]:
+        assert self._writer is not None
+        return self._writer.begin()
+
+    def _check_file(self) -> None:
+        """Refuse to write into a file that is no longer the one at its path.
+
+        SQLite goes on writing a file that was deleted, and what it says is durable is then lost.
+        """
+        if self._path is None or (found := connect.file_id(self._path)) == self._file:
+            return
+        if found is None:
+            raise CatalogueUnavailable(
+                f"catalogue {self._where} was removed while it was open",
+                advice="put it back, or start the service again to begin a new one",
+            )
+        logger.warning("Catalogue %s was replaced by another file: opening that", self._where)
+        self._connect()
+        raise CatalogueUnavailable(f"catalogue {self._where} was replaced while it was open")
+
+    def _forget_connections(self, error: BaseException) -> None:
+        """Drop connections that an error of the disk or the server may have left useless."""
+        if self._writer is not None and "locked" not in str(error):
+            self._writer.dispose()
+
+    def _dispose(self) -> None:
+        for engine in (self._writer, self._reader):
+            if engine is not None:
+                engine.dispose()
+        self._writer = self._reader = None

@@ -1,0 +1,121 @@
+"""Many submitted writes as few statements, with the outcome of one after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from stagescope.errors import StoreError
+from stagescope_service.store.base import Put, Write
+from stagescope_service.store.columns import nonfinite_name
+from stagescope_service.store.tables import TABLES
+
+_COLUMNS: Final = {name: frozenset(table.columns.keys()) for name, table in TABLES.items()}
+_KEYS: Final = {
+    name: tuple(column.name for column in table.primary_key) for name, table in TABLES.items()
+}
+_GET_KEY: Final = {name: itemgetter(*key) for name, key in _KEYS.items()}
+_NUMBERED: Final = frozenset({"audit"})
+"""Tables whose rows get their key from the database: inserted, never merged."""
+
+
+def check(write: Write) -> None:
+    """Refuse a write that no database could take.
+
+    Raises:
+        StoreError: an unknown table or column, a part of the key missing, an empty `where`.
+    """
+    columns = _COLUMNS.get(write.table)
+    if columns is None:
+        raise StoreError(f"no table {write.table!r}", expected=f"one of {', '.join(_COLUMNS)}")
+    given = write.row if isinstance(write, Put) else write.where
+    if not given.keys() <= columns:
+        raise StoreError(
+            f"table {write.table} has no columns {sorted(given.keys() - columns)}",
+            expected=f"some of {sorted(columns)}",
+        )
+    if not isinstance(write, Put):
+        if not given:
+            raise StoreError(f"a delete of all rows of {write.table}", expected="a condition")
+        return
+    for name in _KEYS[write.table]:
+        if given.get(name) is None and write.table not in _NUMBERED:
+            raise StoreError(
+                f"a row of {write.table} without {name}", expected=f"{_KEYS[write.table]}"
+            )
+
+
+class Batch:
+    """Writes in the order of their submission, executed with as few statements as possible.
+
+    Rows of one key become one row, later columns over earlier ones; that is what upserting them
+    one after the other leaves. A delete stands between what came before and what comes after.
+    """
+
+    def __init__(self, writes: Iterable[Write]) -> None:
+        self._phases: list[dict[str, dict[Any, Mapping[str, Any]]] | sa.Delete] = [{}]
+        for write in writes:
+            if isinstance(write, Put):
+                self._put(write.table, write.row)
+            else:
+                self._phases += [_delete(write.table, write.where), {}]
+
+    def _put(self, name: str, row: Mapping[str, Any]) -> None:
+        phase = self._phases[-1]
+        assert isinstance(phase, dict)
+        rows = phase.setdefault(name, {})
+        if name in _NUMBERED:
+            rows[len(rows)] = row
+            return
+        if name == "scalars" and "value" in row:
+            row = {**row, **split_value(row["value"])}
+        key = _GET_KEY[name](row)
+        before = rows.get(key)
+        rows[key] = row if before is None else {**before, **row}
+
+    def execute(self, connection: sa.Connection) -> None:
+        """Run the statements; errors of the database pass through."""
+        for phase in self._phases:
+            if isinstance(phase, sa.Delete):
+                connection.execute(phase)
+                continue
+            for name, rows in phase.items():
+                groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+                for row in rows.values():
+                    groups.setdefault(tuple(row), []).append(row)
+                for columns, group in groups.items():
+                    statement = _upsert(connection.dialect.name, name, frozenset(columns))
+                    connection.execute(statement, group)
+
+
+def split_value(value: float | None) -> dict[str, Any]:
+    """Return the columns `value` and `nonfinite` of a scalar."""
+    if value is None:
+        return {"value": None, "nonfinite": None}
+    value = float(value)  # numpy's scalars are no floats to a database
+    name = nonfinite_name(value)
+    return {"value": None if name else value, "nonfinite": name}
+
+
+def _delete(name: str, where: Mapping[str, Any]) -> sa.Delete:
+    columns = TABLES[name].columns
+    return sa.delete(TABLES[name]).where(*(columns[key] == value for key, value in where.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _upsert(dialect: str, name: str, columns: frozenset[str]) -> sa.Insert:
+    if name in _NUMBERED:
+        return sa.insert(TABLES[name])
+    # The two have the same words; each compiles only on its own database.
+    insert = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(TABLES[name])
+    others = sorted(columns - set(_KEYS[name]))
+    if not others:
+        return insert.on_conflict_do_nothing(index_elements=_KEYS[name])
+    return insert.on_conflict_do_update(
+        index_elements=_KEYS[name], set_={other: insert.excluded[other] for other in others}
+    )
