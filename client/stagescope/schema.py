@@ -6,7 +6,8 @@ kept; an unknown schema number is refused for that event alone.
 
 A batch is `record_events(sender=Sender(...).wire(), events=[event, ...], payloads={seq: payload})`:
 
-* sender: `(schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, clock_error)`
+* sender: `(schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, clock_error,
+  started)`
 * event: `(schema, kind, seq, wall, mono, fields)`; `seq` counts from 1 inside an incarnation,
   `wall` is Unix time and `mono` the process's monotonic clock, both in seconds
 * payload: one Ray object ref (or the value) of `{"schema": 1, "tensors": {name: tensor},
@@ -139,6 +140,9 @@ class Sender:
     """Service's wall clock minus this process's, in seconds, from poll round trips."""
     clock_error: float | None = None
     """Half of the best round trip, in seconds: the offset is known to within it."""
+    started: float | None = None
+    """Wall clock at which this incarnation began: of two that did the same work, the later
+    answers."""
 
     def wire(self) -> tuple[Any, ...]:
         """Return the tuple that travels."""

@@ -1,0 +1,1 @@
+"""The coordinator and the ingestors: events in, what happened and what follows out."""

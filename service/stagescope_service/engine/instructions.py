@@ -1,0 +1,41 @@
+"""What the state machine asks of the shell around it: nothing else reaches the outside."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from stagescope_service.store.base import Delete, Put
+
+__all__ = ["Assemble", "Delete", "Ingest", "Instruction", "PayloadKey", "Put", "Settled"]
+
+
+class PayloadKey(NamedTuple):
+    """The delivery identity of a payload: the END event that announced it."""
+
+    incarnation: str
+    seq: int
+
+
+class Ingest(NamedTuple):
+    """Hand a payload's refs to the ingestor of `node_id` (any, where it is None)."""
+
+    key: PayloadKey
+    node_id: str | None
+    job: dict[str, Any]
+
+
+class Settled(NamedTuple):
+    """A payload reached its end: its receipt may go out once everything before is committed."""
+
+    key: PayloadKey
+    state: str
+
+
+class Assemble(NamedTuple):
+    """The whole of a closed step must be formed (again)."""
+
+    attempt_id: int
+    step: int
+
+
+Instruction = Put | Delete | Ingest | Settled | Assemble
