@@ -1,3 +1,92 @@
-"""stagescope: a debugging service for RL post-training on Ray (vocabulary and reading side)."""
+"""stagescope: a debugging service for RL post-training on Ray (vocabulary and reading side).
+
+Usage::
+
+    import stagescope
+
+    session = stagescope.attach()           # the running service, or attach("http://head:8700")
+    session.step("latest").metrics()        # exact mismatch of the last step
+    session.step(5).rounds().to_pandas()    # which round went wrong
+
+Training processes import this package for its vocabulary (`stagescope.schema`,
+`stagescope.errors`), so the reading side and its HTTP library are loaded at their first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from stagescope.errors import (
+    CaptureError,
+    CatalogueUnavailable,
+    Conflict,
+    Forbidden,
+    InvalidEvent,
+    InvalidInput,
+    InvalidPlan,
+    InvalidTensor,
+    MissingExtra,
+    NotFound,
+    NotReady,
+    PayloadLost,
+    StagescopeError,
+    StoreError,
+    TooLarge,
+    Unauthorized,
+    Unreachable,
+)
+
+if TYPE_CHECKING:
+    from stagescope.answers import Metrics, Record
+    from stagescope.frames import Table
+    from stagescope.session import Session, Step, attach
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "CatalogueUnavailable",
+    "Conflict",
+    "Forbidden",
+    "InvalidEvent",
+    "InvalidInput",
+    "InvalidPlan",
+    "InvalidTensor",
+    "Metrics",
+    "MissingExtra",
+    "NotFound",
+    "NotReady",
+    "PayloadLost",
+    "Record",
+    "Session",
+    "StagescopeError",
+    "Step",
+    "StoreError",
+    "Table",
+    "TooLarge",
+    "Unauthorized",
+    "Unreachable",
+    "attach",
+]
+
+_LAZY = {
+    "Metrics": "stagescope.answers",
+    "Record": "stagescope.answers",
+    "Session": "stagescope.session",
+    "Step": "stagescope.session",
+    "Table": "stagescope.frames",
+    "attach": "stagescope.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

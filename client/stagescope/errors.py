@@ -16,6 +16,7 @@
         * `CatalogueUnavailable` - it cannot be opened or written now (503)
     * `CaptureError` - msprobe could not be started, or broke off (500)
     * `PayloadLost` - a payload's owner, node or process died before it was read (410)
+    * `MissingExtra` - a library of an extra is not installed (also an `ImportError`)
 
 Each message says what was wrong, what was expected and what to do::
 
@@ -38,6 +39,7 @@ __all__ = [
     "InvalidInput",
     "InvalidPlan",
     "InvalidTensor",
+    "MissingExtra",
     "NotFound",
     "NotReady",
     "PayloadLost",
@@ -178,3 +180,9 @@ class PayloadLost(StagescopeError):
 
     status = 410
     code = "payload_lost"
+
+
+class MissingExtra(StagescopeError, ImportError):
+    """Raised when a call needs a library that only an extra of this package brings."""
+
+    code = "missing_extra"

@@ -1,0 +1,222 @@
+"""Answers that are not tables: `Metrics` of one step, and `Record`, one thing with named fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from stagescope import nonfinite, render
+from stagescope.frames import Table, context, no_column
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
+
+class Metrics(Mapping[str, float]):
+    """The metrics of one step: a mapping of published names to floats, and what they rest on.
+
+    Usage:
+        >>> metrics = session.step(5).metrics()
+        >>> metrics["rollout_corr/k3_kl"]
+        >>> metrics.under("per_round/")          # a part of them
+        >>> metrics.complete, metrics.missing    # may be 'unknown'; ranks that have not arrived
+        >>> metrics.comparability                # verdicts to read before a number is trusted
+    """
+
+    __slots__ = ("_about", "_values")
+
+    def __init__(self, values: Mapping[str, float], about: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self._about = dict(about)
+
+    @classmethod
+    def from_answer(cls, answer: Mapping[str, Any]) -> Metrics:
+        """Return the metrics of an answer of `/steps/{step}/metrics`."""
+        about = {name: value for name, value in answer.items() if name != "metrics"}
+        for name in ("noise_floor", "rollout_is", "coverage"):
+            about[name] = nonfinite.numbers(about.get(name))
+        return cls(nonfinite.numbers(answer.get("metrics") or {}), about)
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run that answered."""
+        return self._about.get("run")
+
+    @property
+    def attempt(self) -> int | None:
+        """Number of the attempt that answered."""
+        return self._about.get("attempt")
+
+    @property
+    def step(self) -> int | None:
+        """The step."""
+        return self._about.get("step")
+
+    @property
+    def stage(self) -> str | None:
+        """The one stage from which the numbers are taken."""
+        return self._about.get("stage")
+
+    @property
+    def complete(self) -> bool | str | None:
+        """Whether every expected rank has arrived; `'unknown'` where nobody said how many."""
+        return self._about.get("complete")
+
+    @property
+    def missing(self) -> list[Any]:
+        """What is expected and has not arrived."""
+        return list(self._about.get("missing") or [])
+
+    @property
+    def comparability(self) -> list[dict[str, Any]]:
+        """Verdicts on whether the two streams can be compared at all."""
+        return list(self._about.get("comparability") or [])
+
+    @property
+    def noise_floor(self) -> dict[str, float] | None:
+        """The same statistics of the trainer against itself; None where it was not measured."""
+        return self._about.get("noise_floor")
+
+    @property
+    def nonfinite(self) -> Mapping[str, Any]:
+        """Counts of NaN, +inf and -inf under the mask, per stream."""
+        return self._about.get("nonfinite") or {}
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Everything that the answer said beside the metrics."""
+        return MappingProxyType(self._about)
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self._values:
+            raise no_column(name, tuple(self._values), what="metric")
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def under(self, prefix: str) -> Metrics:
+        """Return the metrics whose names begin with `prefix`."""
+        kept = {name: value for name, value in self._values.items() if name.startswith(prefix)}
+        return Metrics(kept, self._about)
+
+    def table(self) -> Table:
+        """Return the metrics as a table of name and value."""
+        about = {n: v for n, v in self._about.items() if n in ("run", "attempt", "step")}
+        return Table(self._columns(), title="metrics", about=about)
+
+    def _columns(self) -> dict[str, tuple[Any, ...]]:
+        return {"name": tuple(self._values), "value": tuple(self._values.values())}
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return one dict of name and value a metric."""
+        return self.table().to_dicts()
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a pandas DataFrame of name and value."""
+        return self.table().to_pandas()
+
+    def to_polars(self) -> polars.DataFrame:
+        """Return a polars DataFrame of name and value."""
+        return self.table().to_polars()
+
+    def to_arrow(self) -> pyarrow.Table:
+        """Return a pyarrow Table of name and value."""
+        return self.table().to_arrow()
+
+    @property
+    def heading(self) -> str:
+        """What the numbers are, on one line."""
+        source = " ".join(str(self._about[n]) for n in ("role", "stage") if self._about.get(n))
+        return ", ".join(p for p in ("metrics", context(self._about), source) if p)
+
+    def notes(self) -> list[str]:
+        """Return what a reader must know beside the numbers, a sentence a line."""
+        notes = []
+        if self.complete is not True:
+            state = "unknown" if self.complete in (None, "unknown") else "no"
+            missing = f", missing: {render.format_value(self.missing)}" if self.missing else ""
+            notes.append(f"complete: {state}{missing}")
+        for item in self.comparability:
+            text = ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
+            notes.append(f"comparable? {text}")
+        bad = {stream: kinds for stream, kinds in self.nonfinite.items() if _any_counted(kinds)}
+        if bad:
+            notes.append(f"non-finite under the mask: {json.dumps(bad)}")
+        if self._about.get("superseded_by") is not None:
+            notes.append(f"superseded by: {render.format_value(self._about['superseded_by'])}")
+        if self._about.get("also_live"):
+            notes.append(f"also live: {render.format_value(self._about['also_live'])}")
+        return [render.printable(note) for note in notes]
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return the metrics as lines of text of at most `width` columns, without the heading."""
+        return [
+            *(render.clip(note, width) for note in self.notes()),
+            *self.table().lines(width=width),
+        ]
+
+    def __repr__(self) -> str:
+        return "\n".join([render.clip(self.heading, 80), *self.lines()])
+
+    def _repr_html_(self) -> str:
+        return render.html_table(self._columns(), units={}, caption=self.heading, foot=self.notes())
+
+
+class Record(Mapping[str, Any]):
+    """One thing with named fields, such as the service's status; a read-only mapping."""
+
+    __slots__ = ("_fields", "_title")
+
+    def __init__(self, fields: Mapping[str, Any], *, title: str = "") -> None:
+        self._fields = dict(fields)
+        self._title = title
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._fields:
+            raise no_column(name, tuple(self._fields), what="field")
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    @property
+    def heading(self) -> str:
+        """What this is."""
+        return self._title
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return a line a field, values that do not fit on the lines below."""
+        left = max((render.width_of(name) for name in self._fields), default=0)
+        lines = []
+        for name, value in self._fields.items():
+            text = render.format_value(value, render.unit_of(name))
+            indent = " " * (left + len(render.GAP))
+            room = max(width - len(indent), 20)
+            pieces = [text[at : at + room] for at in range(0, len(text), room)] or [""]
+            lines.append(f"{name:<{left}}{render.GAP}{pieces[0]}")
+            lines += [indent + piece for piece in pieces[1:]]
+        return lines
+
+    def __repr__(self) -> str:
+        return "\n".join([self._title, *self.lines()] if self._title else self.lines())
+
+    def _repr_html_(self) -> str:
+        columns = {"field": tuple(self._fields), "value": tuple(self._fields.values())}
+        return render.html_table(columns, units={}, caption=self._title)
+
+
+def _any_counted(kinds: Any) -> bool:
+    if isinstance(kinds, Mapping):
+        return any(map(_any_counted, kinds.values()))
+    return isinstance(kinds, int | float) and kinds != 0

@@ -1,0 +1,362 @@
+"""The command line: `stagescope NOUN`, the same questions as the session's methods.
+
+Commands of the service (`serve`, `stop`) join by the entry-point group `stagescope.commands`, so
+that this module imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from stagescope import __version__, discovery, terminal
+from stagescope.answers import Metrics, Record
+from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.frames import Table
+from stagescope.session import Session, Step, attach
+
+GROUP: Final = "stagescope.commands"
+SERVICE_COMMANDS: Final = ("serve", "stop")
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_Ask = Callable[..., Table | Metrics | Record]
+
+
+class Commands(click.Group):
+    """This module's commands and those that other packages add; errors as lines, not traces."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return every command's name."""
+        return sorted({*super().list_commands(ctx), *_entry_points(), *SERVICE_COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, loaded from its package if it is not of this one."""
+        if (own := super().get_command(ctx, cmd_name)) is not None:
+            return own
+        point = _entry_points().get(cmd_name)
+        if point is None and cmd_name not in SERVICE_COMMANDS:
+            return None
+        try:
+            if point is None:
+                raise ModuleNotFoundError("no such package", name="stagescope_service")
+            command = point.load()
+        except ImportError as error:
+            problem = terminal.needs_extra(error, "service")
+            return terminal.stub(cmd_name, lambda: problem)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of this project becomes two lines and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except StagescopeError as error:
+            if ctx.params.get("debug") or ctx.meta.get("stagescope.debug"):
+                raise
+            terminal.report(error)
+            ctx.exit(terminal.exit_code(error))
+
+
+def _entry_points() -> dict[str, metadata.EntryPoint]:
+    return {point.name: point for point in metadata.entry_points(group=GROUP)}
+
+
+_EPILOG: Final = "\b\nExit codes:\n" + "\n".join(
+    f"  {code}  {meaning}" for code, meaning in terminal.EXIT_CODES.items()
+)
+
+
+@click.group(cls=Commands, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="stagescope")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Ask a running stagescope service, or start one with `stagescope serve`.
+
+    The service is found by --url, then STAGESCOPE_URL, then the file that `serve` wrote
+    (~/.stagescope/service.json); the token by --token-file, then STAGESCOPE_TOKEN, then that file.
+    """
+
+
+def _connection(command: _Command) -> _Command:
+    """Add the options by which a service is found, and `--json`."""
+
+    def remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta["stagescope.debug"] = True
+
+    for option in (
+        click.option(
+            "--debug",
+            is_flag=True,
+            expose_value=False,
+            callback=remember_debug,
+            help="Show the traceback of an error.",
+        ),
+        click.option(
+            "--timeout", type=click.FloatRange(min=0.1), default=10.0, metavar="SECONDS",
+            show_default=True, help="Deadline of each call.",
+        ),
+        click.option(
+            "--token-file", type=click.Path(path_type=Path), help="File that holds the token."
+        ),
+        click.option("--url", help="The service, such as http://head:8700."),
+        click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _read_step(_: click.Context, __: click.Parameter, value: str) -> int | str:
+    if value == "latest":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor 'latest'") from None
+
+
+_STEP: Final = click.argument(
+    "step", callback=_read_step, default="latest", metavar="[STEP|latest]"
+)
+_RUN: Final = click.option("--run", help="Name of the run (default: the one that is live).")
+_ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
+_STAGE: Final = click.option("--stage", help="Only this stage.")
+_RANK: Final = click.option("--rank", type=click.IntRange(min=0), help="Only this rank.")
+_ROUND: Final = click.option("--round", type=click.IntRange(min=0), help="Only this round.")
+_LIMIT: Final = click.option(
+    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Most rows."
+)
+
+
+def _session(url: str | None, token_file: Path | None, timeout: float) -> Session:
+    token = None if token_file is None else discovery.read_token(token_file)
+    return attach(url, token=token, timeout=timeout)
+
+
+def _print(answer: Table | Metrics | Record, as_json: bool) -> None:
+    if not as_json:
+        terminal.show(answer)
+    elif isinstance(answer, Table):
+        terminal.show_json(
+            {**answer.about, "truncated": answer.truncated, "rows": answer.to_dicts()}
+        )
+    elif isinstance(answer, Metrics):
+        terminal.show_json({**answer.about, "metrics": dict(answer)})
+    else:
+        terminal.show_json(dict(answer))
+
+
+def _question(*options: Callable[[Any], Any]) -> Callable[[_Ask], click.Command]:
+    """Make a command of a function that asks a session; its docstring is the help."""
+
+    def command(ask: _Ask) -> click.Command:
+        @functools.wraps(ask)
+        def run(
+            *, url: str | None, token_file: Path | None, timeout: float, as_json: bool, **own: Any
+        ) -> None:
+            token = None if token_file is None else discovery.read_token(token_file)
+            with attach(url, token=token, timeout=timeout) as session:
+                _print(ask(session, **own), as_json)
+
+        body: Any = _connection(run)
+        for option in reversed(options):
+            body = option(body)
+        return main.command(ask.__name__.replace("_", "-"))(body)
+
+    return command
+
+
+def _step_of(session: Session, step: int | str, run: str | None, attempt: int | None) -> Step:
+    return session.step("latest" if isinstance(step, str) else step, run=run, attempt=attempt)
+
+
+@_question()
+def status(session: Session) -> Record:
+    """Whether the service is ready, and what it knows."""
+    return session.status()
+
+
+@_question(_LIMIT)
+def runs(session: Session, limit: int) -> Table:
+    """The runs that have reported."""
+    return session.runs(limit=limit)
+
+
+@_question(_RUN, _LIMIT)
+def attempts(session: Session, run: str | None, limit: int) -> Table:
+    """A run's attempts; with --json their fingerprints."""
+    return session.attempts(run, limit=limit)
+
+
+@_question(_RUN, _ATTEMPT, _LIMIT)
+def steps(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
+    """The steps, and how complete each is."""
+    return session.steps(run, attempt, limit=limit)
+
+
+@_question(
+    _STEP,
+    _RUN,
+    _ATTEMPT,
+    _STAGE,
+    _RANK,
+    _ROUND,
+    click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
+)
+def metrics(session: Session, step: int | str, only: str | None, **place: Any) -> Metrics:
+    """A step's metrics: rollout against training, in exact numbers."""
+    filters = {name: place.pop(name) for name in ("stage", "rank", "round")}
+    found = _step_of(session, step, **place).metrics(**filters)
+    if only is None:
+        return found
+    kept = {name: value for name, value in found.items() if fnmatch.fnmatchcase(name, only)}
+    if not kept:
+        raise NotFound(
+            f"no metric of this step matches {only!r}", expected=f"one of {', '.join(found)}"
+        )
+    return Metrics(kept, found.about)
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+def rounds(session: Session, step: int | str, **options: Any) -> Table:
+    """A step's mismatch round by round."""
+    return _noun(session, step, options).rounds(**options)
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _LIMIT)
+def ranks(session: Session, step: int | str, **options: Any) -> Table:
+    """A step's mismatch rank by rank."""
+    return _noun(session, step, options).ranks(**options)
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _ROUND, _LIMIT)
+def tokens(session: Session, step: int | str, **options: Any) -> Table:
+    """A step's worst tokens, the worst first."""
+    return _noun(session, step, options).tokens(**options)
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+def stages(session: Session, step: int | str, **options: Any) -> Table:
+    """Who was in which stage of a step, and who has not arrived."""
+    return _noun(session, step, options).stages(**options)
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+def scalars(session: Session, step: int | str, **options: Any) -> Table:
+    """The scalars that ranks handed over in a step."""
+    return _noun(session, step, options).scalars(**options)
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+def dumps(session: Session, step: int | str, **options: Any) -> Table:
+    """msprobe's dumps of a step: place, size and state."""
+    return _noun(session, step, options).dumps(**options)
+
+
+def _noun(session: Session, step: int | str, options: dict[str, Any]) -> Step:
+    return _step_of(session, step, options.pop("run"), options.pop("attempt"))
+
+
+@_question(_RUN, _ATTEMPT, _LIMIT)
+def losses(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
+    """What was announced and never arrived, with the reasons."""
+    return session.losses(run, attempt, limit=limit)
+
+
+@_question(_RUN, _ATTEMPT, _LIMIT)
+def findings(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
+    """What the service noticed to be wrong."""
+    return session.findings(run, attempt, limit=limit)
+
+
+@_question()
+def plan(session: Session) -> Table:
+    """The captures in force."""
+    return session.plan()
+
+
+@_question(
+    click.option("--run", help="Name of the run (default: every run)."),
+    click.option("--steps", required=True, metavar="5,6,10-12|all", help="Which steps."),
+    click.option("--stages", required=True, metavar="NAME,...|all", help="Which stages."),
+    click.option("--ranks", default="all", show_default=True, metavar="0,4-7|all"),
+    click.option("--roles", metavar="NAME,...", help="Which roles (default: every role)."),
+    click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="msprobe's config.json on this machine; its content travels.",
+    ),
+    click.option("--keep", metavar="NAME,...", help="Tensors of the payload to keep."),
+)
+def capture(
+    session: Session,
+    steps: str,
+    stages: str,
+    ranks: str,
+    roles: str | None,
+    config: Path | None,
+    keep: str | None,
+    run: str | None,
+) -> Record:
+    """Order a capture on a live run (needs the operate token)."""
+    spec: dict[str, Any] = {
+        "run": run,
+        "steps": _ints(steps, "--steps"),
+        "stages": stages if stages == "all" else _words(stages),
+        "ranks": _ints(ranks, "--ranks"),
+    }
+    if roles:
+        spec["roles"] = _words(roles)
+    if config:
+        spec["config"] = _json_file(config)
+    if keep:
+        spec["keep"] = _words(keep)
+    return session.capture(**spec)
+
+
+@_question(click.argument("capture_id"))
+def remove_capture(session: Session, capture_id: str) -> Record:
+    """Take a capture out of the plan; what it collected stays."""
+    session.remove_capture(capture_id)
+    return Record({"capture_id": capture_id, "state": "removed"}, title="capture")
+
+
+_LONGEST_RANGE: Final = 100_000
+
+
+def _words(text: str) -> list[str]:
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
+def _ints(text: str, option: str) -> list[int] | str:
+    """Read `5,6,10-12` or `all`."""
+    if text == "all":
+        return text
+    found: list[int] = []
+    for word in _words(text):
+        first, dash, last = word.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise click.BadParameter(
+                f"{word!r} is not a number, a range or 'all'", param_hint=option
+            )
+        ends = int(first), int(last if dash else first)
+        if ends[1] - ends[0] >= _LONGEST_RANGE:
+            raise click.BadParameter(f"{word!r} is too long a range", param_hint=option)
+        found += range(ends[0], ends[1] + 1)
+    return found
+
+
+def _json_file(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"{str(path)!r} cannot be read as JSON ({error})", expected="an msprobe config.json"
+        ) from error

@@ -1,0 +1,239 @@
+"""`Table`: rows as the service answers them, by columns, shown as a table and converted to frames.
+
+pandas, polars and pyarrow are imported when asked for (extra `notebook`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, overload
+
+from stagescope import convert, nonfinite, render
+from stagescope.errors import InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
+SHOWN_ROWS: Final = 20
+"""Rows in a text repr; HTML shows five times as many."""
+
+
+class Table:
+    """Rows of one kind, kept by columns; immutable.
+
+    Missing values are None; non-finite numbers are floats. `about` holds what the answer said
+    beside its rows (run, attempt, completeness, ...). `truncated` says that the service had
+    more rows than were asked for.
+
+    Usage:
+        >>> table = session.step(5).rounds()
+        >>> table[0]                    # first row, a dict
+        >>> table["abs_diff_mean"]      # a column, a tuple
+        >>> table.where(stage="actor_update").to_pandas()
+    """
+
+    __slots__ = ("_about", "_columns", "_length", "_title", "_truncated", "_units")
+
+    def __init__(
+        self,
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        title: str = "",
+        units: Mapping[str, str] | None = None,
+        about: Mapping[str, Any] | None = None,
+        truncated: bool = False,
+    ) -> None:
+        lengths = {name: len(values) for name, values in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise InvalidInput(f"columns of lengths {lengths}", expected="one length")
+        self._columns = {name: tuple(values) for name, values in columns.items()}
+        self._length = next(iter(lengths.values()), 0)
+        self._title = title
+        self._units = {name: unit for name in columns if (unit := render.unit_of(name))}
+        self._units.update(units or {})
+        self._about = dict(about or {})
+        self._truncated = truncated
+
+    @classmethod
+    def from_rows(
+        cls, rows: Iterable[Mapping[str, Any]], *, order: Sequence[str] = (), **keywords: Any
+    ) -> Table:
+        """Return a table of `rows` as the service sends them, columns of `order` first.
+
+        A field that a row lacks is None in it; the strings "nan", "inf" and "-inf" become floats
+        in columns of numbers.
+        """
+        rows = list(rows)
+        found = dict.fromkeys(name for row in rows for name in row)
+        names = [name for name in order if name in found]
+        names += [name for name in found if name not in names]
+        columns = {name: nonfinite.column(name, [row.get(name) for row in rows]) for name in names}
+        return cls(columns, **keywords)
+
+    @property
+    def title(self) -> str:
+        """What the rows are, for a reader."""
+        return self._title
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns' names, in order."""
+        return tuple(self._columns)
+
+    @property
+    def units(self) -> Mapping[str, str]:
+        """Units of columns that have one: `B`, `s`, `unix` (seconds since 1970, UTC)."""
+        return MappingProxyType(self._units)
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the answer said beside its rows."""
+        return MappingProxyType(self._about)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the service had more rows than were asked for."""
+        return self._truncated
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._row(index) for index in range(self._length))
+
+    @overload
+    def __getitem__(self, key: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, key: slice) -> Table: ...
+    @overload
+    def __getitem__(self, key: str) -> tuple[Any, ...]: ...
+    def __getitem__(self, key: int | slice | str) -> dict[str, Any] | Table | tuple[Any, ...]:
+        if isinstance(key, str):
+            if key not in self._columns:
+                raise no_column(key, self.names)
+            return self._columns[key]
+        if isinstance(key, slice):
+            return self._with({name: values[key] for name, values in self._columns.items()})
+        if not -self._length <= key < self._length:
+            raise IndexError(f"row {key} of a table of {self._length} rows")
+        return self._row(key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Table):
+            return NotImplemented
+        return self._columns == other._columns and self._about == other._about
+
+    def select(self, *names: str) -> Table:
+        """Return the table with these columns only."""
+        return self._with({name: self[name] for name in names})
+
+    def where(self, **equal: Any) -> Table:
+        """Return the rows whose columns have these values."""
+        for name in equal:
+            if name not in self._columns:
+                raise no_column(name, self.names)
+        kept = [
+            row
+            for row in range(self._length)
+            if all(self._columns[name][row] == value for name, value in equal.items())
+        ]
+        return self._with({n: [v[row] for row in kept] for n, v in self._columns.items()})
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as dicts."""
+        return list(self)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a pandas DataFrame.
+
+        A column of ints with missing values is `Int64`, of bools `boolean`; among floats a missing
+        value is NaN, as pandas has it (polars and arrow keep the two apart).
+        """
+        return convert.to_pandas(self._columns)
+
+    def to_polars(self) -> polars.DataFrame:
+        """Return a polars DataFrame; lists stay lists, other nested values are JSON text."""
+        return convert.to_polars(self._columns)
+
+    def to_arrow(self) -> pyarrow.Table:
+        """Return a pyarrow Table; lists stay lists, other nested values are JSON text."""
+        return convert.to_arrow(self._columns)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """Export by the Arrow PyCapsule interface: `polars.DataFrame(table)`, duckdb and others."""
+        return self.to_arrow().__arrow_c_stream__(requested_schema)
+
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        """Return the table as lines of text of at most `width` columns, without its title."""
+        columns, _ = self._shown(rows)
+        if not columns:
+            return ["(no rows)"]
+        return [*render.text_table(columns, units=self._units, width=width), *self._foot(rows)]
+
+    @property
+    def heading(self) -> str:
+        """Title, run and attempt on one line."""
+        return ", ".join(part for part in (self._title, context(self._about)) if part)
+
+    def __repr__(self) -> str:
+        count = f"{self._length} row{'' if self._length == 1 else 's'}"
+        heading = f"{self.heading} ({count})" if self.heading else count
+        return "\n".join([render.clip(heading, 80), *self.lines(rows=SHOWN_ROWS)])
+
+    def _repr_html_(self) -> str:
+        rows = 5 * SHOWN_ROWS
+        columns, _ = self._shown(rows)
+        foot = self._foot(rows) if columns else ["(no rows)"]
+        return render.html_table(columns, units=self._units, caption=self.heading, foot=foot)
+
+    def _shown(self, rows: int | None) -> tuple[dict[str, tuple[Any, ...]], int]:
+        # What is the same in every row and named in the heading needs no column.
+        said = {
+            name
+            for name, value in self._about.items()
+            if name in ("run", "attempt", "step") and set(self._columns.get(name, ())) == {value}
+        }
+        columns = {n: v[:rows] for n, v in self._columns.items() if n not in said}
+        return columns, len(said)
+
+    def _foot(self, rows: int | None) -> list[str]:
+        foot = []
+        if rows is not None and self._length > rows:
+            foot.append(f"... {self._length - rows} more rows")
+        if self._truncated:
+            foot.append(f"truncated at {self._length} rows: the service has more (see limit)")
+        return foot
+
+    def _row(self, index: int) -> dict[str, Any]:
+        return {name: values[index] for name, values in self._columns.items()}
+
+    def _with(self, columns: Mapping[str, Sequence[Any]]) -> Table:
+        return Table(
+            columns,
+            title=self._title,
+            units={name: unit for name, unit in self._units.items() if name in columns},
+            about=self._about,
+            truncated=self._truncated,
+        )
+
+
+def no_column(name: str, names: Sequence[str], *, what: str = "column") -> NotFound:
+    """Return the error of a name that is not there."""
+    return _NoSuchName(f"there is no {what} {name!r}", expected=f"one of {', '.join(names)}")
+
+
+class _NoSuchName(NotFound, KeyError):
+    """Also a KeyError, so that `get` and `in` of a mapping work."""
+
+
+def context(about: Mapping[str, Any]) -> str:
+    """Return run, attempt and step as words."""
+    parts = [
+        f"{name} {about[name]}"
+        for name in ("run", "attempt", "step")
+        if about.get(name) is not None
+    ]
+    return ", ".join(map(render.printable, parts))

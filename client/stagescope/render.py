@@ -1,0 +1,212 @@
+"""Tables as text and as HTML: columns in, strings out; no I/O and no colours.
+
+Text fits a width (80 columns unless told) by shortening the widest words first and then leaving
+out the last columns, which it names. HTML has no script and no colour of its own, so that it reads
+on a dark page as on a light one; everything in it is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import textwrap
+import unicodedata
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any, Final
+
+MISSING: Final = "-"
+"""How an unknown value (null) is written; a NaN is written nan."""
+GAP: Final = "  "
+_NARROWEST: Final = 8
+_WIDEST: Final = 48
+
+Columns = Mapping[str, Sequence[Any]]
+
+
+def unit_of(name: str) -> str:
+    """Return the unit that a column's name implies: `B`, `s`, `unix` (a wall clock) or none."""
+    if name == "bytes" or name.endswith("_bytes"):
+        return "B"
+    if name.endswith(("_wall", "_at")) or name in ("wall", "created", "started", "ended", "since"):
+        return "unix"
+    if name == "seconds" or name.endswith("_seconds"):
+        return "s"
+    return ""
+
+
+def format_value(value: Any, unit: str = "") -> str:
+    """Return one value as a person reads it, on one line, without control characters."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return _format_number(value, unit)
+    if isinstance(value, Mapping):
+        return f"{{{len(value)} fields}}" if len(value) > 3 else printable(_json(value))
+    if isinstance(value, list | tuple):
+        return ", ".join(format_value(item, unit) for item in value) or MISSING
+    return printable(str(value))
+
+
+def _format_number(value: float, unit: str) -> str:
+    if not math.isfinite(value):
+        return str(float(value))
+    if unit == "unix":
+        return f"{datetime.fromtimestamp(value, timezone.utc):%Y-%m-%d %H:%M:%S}Z"
+    if unit == "B":
+        return format_bytes(value)
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def format_bytes(count: float) -> str:
+    """Return `count` bytes with a decimal prefix: 301000000000 is `301 GB`."""
+    for prefix in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 999.5 or prefix == "TB":
+            return f"{count:.3g} {prefix}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters spelled: a name must not steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def width_of(text: str) -> int:
+    """Return the terminal columns that `text` takes (wide characters take two)."""
+    if text.isascii():
+        return len(text)
+    widths = (
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+    return sum(widths)
+
+
+def clip(text: str, width: int) -> str:
+    """Return `text` in at most `width` columns, `..` at its end where something is left out."""
+    if width_of(text) <= width:
+        return text
+    kept = ""
+    for character in text:
+        if width_of(kept + character) > width - 2:
+            break
+        kept += character
+    return kept + ".."
+
+
+def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -> list[str]:
+    """Return the lines of a table: a header, a rule, and one line a row.
+
+    A last line names the columns for which there was no room.
+    """
+    cells = {
+        name: [format_value(value, units.get(name, "")) for value in values]
+        for name, values in columns.items()
+    }
+    widths, left_out = _fit(cells, width)
+    numeric = {name for name in widths if _is_numeric(columns[name])}
+
+    def line(texts: Mapping[str, str]) -> str:
+        parts = (_pad(clip(texts[n], widths[n]), widths[n], right=n in numeric) for n in widths)
+        return GAP.join(parts).rstrip()
+
+    lines = [line({name: name for name in widths}), GAP.join("-" * w for w in widths.values())]
+    count = len(next(iter(cells.values()), []))
+    lines += [line({name: cells[name][row] for name in widths}) for row in range(count)]
+    if left_out:
+        lines += textwrap.wrap(
+            "more columns: " + ", ".join(left_out), width=width, subsequent_indent="  "
+        )
+    return lines
+
+
+def _fit(cells: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str, int], list[str]]:
+    """Return the width of each column that is shown, and the names of those that are not."""
+    names = {name: printable(name) for name in cells}
+    natural = {
+        name: min(_WIDEST, max(map(width_of, (names[name], *cells[name])))) for name in cells
+    }
+    kept = list(cells)
+    left_out: list[str] = []
+    while kept:
+        widths = {name: natural[name] for name in kept}
+        excess = sum(widths.values()) + len(GAP) * (len(kept) - 1) - width
+        while excess > 0:
+            widest = max(widths, key=lambda name: widths[name])
+            if widths[widest] <= max(_NARROWEST, min(width_of(names[widest]), _WIDEST // 3)):
+                break
+            widths[widest] -= 1
+            excess -= 1
+        if excess <= 0:
+            return widths, left_out[::-1]
+        left_out.append(kept.pop())
+    return {}, left_out[::-1]
+
+
+def _is_numeric(values: Sequence[Any]) -> bool:
+    present = [value for value in values if value is not None]
+    return bool(present) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in present
+    )
+
+
+def _pad(text: str, width: int, *, right: bool) -> str:
+    space = " " * (width - width_of(text))
+    return space + text if right else text + space
+
+
+def html_table(
+    columns: Columns, *, units: Mapping[str, str], caption: str, foot: Sequence[str] = ()
+) -> str:
+    """Return a table as HTML, its caption above it and the lines of `foot` below."""
+    rule = "border-bottom:1px solid rgba(128,128,128,.5)"
+    style = "padding:.2em .8em .2em 0;color:inherit;background:transparent;vertical-align:top"
+    align = {name: "right" if _is_numeric(columns[name]) else "left" for name in columns}
+    head = "".join(
+        f'<th style="{style};text-align:{align[name]};{rule}">{_header(name, units)}</th>'
+        for name in columns
+    )
+    count = len(next(iter(columns.values()), ()))
+    rows = "".join(
+        "<tr>"
+        + "".join(
+            f'<td style="{style};text-align:{align[name]}">'
+            f"{_html_cell(columns[name][row], units.get(name, ''))}</td>"
+            for name in columns
+        )
+        + "</tr>"
+        for row in range(count)
+    )
+    notes = "".join(f"<div>{html.escape(printable(line))}</div>" for line in foot)
+    return (
+        '<div style="overflow-x:auto;color:inherit">'
+        f"<div><b>{html.escape(printable(caption))}</b></div>"
+        f'<table style="border-collapse:collapse;color:inherit"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table>{notes}</div>"
+    )
+
+
+def _header(name: str, units: Mapping[str, str]) -> str:
+    unit = {"s": " [s]"}.get(units.get(name, ""), "")
+    return html.escape(printable(name) + unit)
+
+
+def _html_cell(value: Any, unit: str) -> str:
+    text = html.escape(format_value(value, unit))
+    if not isinstance(value, Mapping) or len(value) <= 3:
+        return text
+    body = html.escape(_json(value, indent=2))
+    return (
+        f"<details><summary>{text}</summary>"
+        f'<pre style="color:inherit;background:transparent">{body}</pre></details>'
+    )
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str, indent=indent)

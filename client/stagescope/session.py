@@ -1,0 +1,342 @@
+"""A connection to the running service: `attach()`, `Session` and `Step`.
+
+Usage::
+
+    import stagescope
+
+    session = stagescope.attach()                     # or attach("http://head:8700", token=...)
+    session.runs()
+    step = session.step("latest")
+    step.metrics()["rollout_corr/k3_kl"]
+    step.rounds().to_pandas()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal
+from urllib.parse import quote
+
+from stagescope import discovery
+from stagescope.answers import Metrics, Record
+from stagescope.errors import InvalidInput, NotFound, NotReady, StagescopeError, Unreachable
+from stagescope.frames import Table
+from stagescope.transport import Transport
+
+LIMIT: Final = 1000
+"""Rows of a table unless `limit` says otherwise."""
+_PAGE: Final = 500
+
+# Columns that are shown first: a table in 80 columns leaves out the last.
+_PLAN_ORDER: Final = ("capture_id", "run", "steps", "stages", "ranks", "roles", "by", "created")
+_LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")
+_TOKEN_ORDER: Final = ("abs_diff", "p", "q", "round", "token_id", "sample_uid", "position", "rank")
+_STAGE_ORDER: Final = ("stage", "role", "rank", "part", "status", "seconds", "begin_wall")
+_DUMP_ORDER: Final = ("stage", "role", "rank", "state", "bytes", "path")
+_SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
+
+
+def attach(url: str | None = None, *, token: str | None = None, timeout: float = 10.0) -> Session:
+    """Connect to the service of this machine's user, or to the one at `url`.
+
+    Where no `url` is given: `STAGESCOPE_URL`, then `$STAGESCOPE_HOME/service.json`, which
+    `stagescope serve` wrote. Where no `token` is given: `STAGESCOPE_TOKEN`, then that file's
+    tokens if the URL is its own. `timeout` is the deadline of each call in seconds, retries
+    included.
+
+    Raises:
+        Unreachable: no service is known, or nothing answers there.
+        Unauthorized: the service does not accept the token, or wants one.
+    """
+    session = Session(discovery.find(url, token), timeout=timeout)
+    try:
+        session.check()
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+class Session:
+    """What the service knows, a method a noun; usable from several threads.
+
+    Each answer names the run and attempt that it is about. Without `run` that is the run whose
+    training stage began last, without `attempt` its latest.
+    """
+
+    def __init__(self, place: discovery.Place, *, timeout: float = 10.0) -> None:
+        self._place = place
+        self._transport = Transport(place, timeout=timeout)
+
+    @property
+    def url(self) -> str:
+        """The service's URL."""
+        return self._place.url
+
+    def close(self) -> None:
+        """Close the connections; the session cannot be used afterwards."""
+        self._transport.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<stagescope.Session {self.url}, found by {self._place.found}>"
+
+    def check(self) -> None:
+        """Return if the service answers and accepts the token.
+
+        Raises:
+            Unreachable: nothing answers, or something else does.
+            Unauthorized: no token, or a wrong one.
+        """
+        alive = self._transport.get("/healthz", patient=False)
+        if not isinstance(alive, dict):
+            raise Unreachable(
+                f"what answers at {self.url} is not a stagescope service", advice="check the URL"
+            )
+        try:
+            self._transport.get("/runs", {"limit": 1}, patient=False)
+        except NotReady:
+            # It lives and will answer; a later call waits for it with its own deadline.
+            return
+
+    def get(self, path: str, **params: Any) -> Any:
+        """Return what a route answers, as it came; a query parameter of None is left out."""
+        return self._transport.get(path, params)
+
+    def table(
+        self,
+        path: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        title: str = "",
+        order: Sequence[str] = (),
+        limit: int = LIMIT,
+    ) -> Table:
+        """Return the rows of a route, its pages followed up to `limit` rows."""
+        if limit < 1:
+            raise InvalidInput(f"limit is {limit}", expected="a number of rows from 1")
+        asked = dict(params or {})
+        rows: list[Mapping[str, Any]] = []
+        about: dict[str, Any] = {}
+        seen: set[str] = set()
+        while True:
+            asked["limit"] = min(limit - len(rows), _PAGE)
+            answer = self._transport.get(path, asked)
+            if not isinstance(answer, dict) or not isinstance(answer.get("rows"), list):
+                raise StagescopeError(
+                    f"{path} answered without rows",
+                    advice="bring service and client to versions that belong together",
+                )
+            rows += answer["rows"]
+            following = answer.get("next")
+            about = about or {n: v for n, v in answer.items() if n not in ("rows", "next")}
+            # A page that leads to itself would never end.
+            if following is None or len(rows) >= limit or following in seen:
+                break
+            seen.add(following)
+            asked["cursor"] = following
+        return Table.from_rows(
+            rows[:limit],
+            order=order,
+            title=title,
+            about=about,
+            truncated=following is not None or len(rows) > limit,
+        )
+
+    def status(self) -> Record:
+        """Return how the service is: ready or why not, versions, what it knows."""
+        return Record(self.get("/status"), title=f"stagescope at {self.url}")
+
+    def runs(self, *, limit: int = LIMIT) -> Table:
+        """Return the runs, the one that was active last first."""
+        return self.table("/runs", title="runs", order=("run",), limit=limit)
+
+    def attempts(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+        """Return a run's attempts with their fingerprints."""
+        name = run if run is not None else self._newest_run()
+        return self.table(
+            f"/runs/{_segment(name)}/attempts",
+            title="attempts",
+            order=("attempt", "state", "begun", "ended", "attempt_key"),
+            limit=limit,
+        )
+
+    def steps(
+        self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
+    ) -> Table:
+        """Return the steps, with how complete each is, the newest first."""
+        params = {"run": run, "attempt": attempt}
+        return self.table("/steps", params, title="steps", order=("step", "complete"), limit=limit)
+
+    def step(
+        self,
+        step: int | Literal["latest"] = "latest",
+        *,
+        run: str | None = None,
+        attempt: int | None = None,
+    ) -> Step:
+        """Return one step, or the latest; it stays at the run and attempt that answer now.
+
+        Raises:
+            NotFound: no such step.
+        """
+        said = self.get(f"/steps/{_step_word(step)}/stages", run=run, attempt=attempt, limit=1)
+        return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
+
+    def plan(self) -> Table:
+        """Return the captures in force; `about["revision"]` is the plan's revision."""
+        answer = self.get("/plan")
+        rows = answer.get("captures") or []
+        about = {name: value for name, value in answer.items() if name != "captures"}
+        title = f"plan, revision {answer.get('revision')}"
+        return Table.from_rows(rows, order=_PLAN_ORDER, title=title, about=about)
+
+    def losses(
+        self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
+    ) -> Table:
+        """Return what was announced and never arrived, with the reasons."""
+        params = {"run": run, "attempt": attempt}
+        return self.table("/losses", params, title="losses", order=_LOSS_ORDER, limit=limit)
+
+    def findings(
+        self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
+    ) -> Table:
+        """Return what the service noticed to be wrong, with its evidence."""
+        params = {"run": run, "attempt": attempt}
+        return self.table("/findings", params, title="findings", limit=limit)
+
+    def capture(self, **spec: Any) -> Record:
+        """Order a capture; the fields are those of `stagescope.captures.CAPTURE_FIELDS`.
+
+        Usage:
+            >>> session.capture(run="r", steps=[120], stages=["actor_update"], ranks=[0],
+            ...                 config={"task": "statistics", "level": "L1"})
+
+        Raises:
+            InvalidPlan: a field that cannot be carried out.
+            Forbidden: the token may only read, or a path lies outside the allowed roots.
+        """
+        steps = spec.get("steps")
+        if isinstance(steps, int) and not isinstance(steps, bool):
+            spec["steps"] = [steps]
+        return Record(self._transport.change("POST", "/captures", spec) or {}, title="capture")
+
+    def remove_capture(self, capture_id: str) -> None:
+        """Take a capture out of the plan; what it has collected stays.
+
+        Raises:
+            NotFound: no such capture is in force.
+        """
+        self._transport.change("DELETE", f"/captures/{_segment(capture_id)}")
+
+    def _newest_run(self) -> str:
+        runs = self.runs(limit=1)
+        if not len(runs):
+            raise NotFound("the service has no run yet", advice="start a training that reports")
+        return str(runs[0]["run"])
+
+
+class Step:
+    """One step of one attempt of one run: a method a question."""
+
+    def __init__(
+        self, session: Session, step: int, *, run: str | None, attempt: int | None
+    ) -> None:
+        self._session = session
+        self.step = step
+        self.run = run
+        self.attempt = attempt
+
+    def __repr__(self) -> str:
+        return f"<stagescope.Step {self.step} of run {self.run}, attempt {self.attempt}>"
+
+    def metrics(
+        self,
+        *,
+        rank: int | None = None,
+        stage: str | None = None,
+        round: int | None = None,
+    ) -> Metrics:
+        """Return the step's metrics: of the whole, or of one rank, stage or round.
+
+        Raises:
+            NotFound: nothing was measured there.
+        """
+        return Metrics.from_answer(
+            self._session.get(
+                self._path("metrics"), **self._params(rank=rank, stage=stage, round=round)
+            )
+        )
+
+    def rounds(
+        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+    ) -> Table:
+        """Return the mismatch round by round."""
+        return self._table("rounds", ("round",), limit, stage=stage, rank=rank)
+
+    def ranks(self, *, stage: str | None = None, limit: int = LIMIT) -> Table:
+        """Return the mismatch rank by rank, with where each rank ran."""
+        return self._table("ranks", ("stage", "role", "rank"), limit, stage=stage)
+
+    def tokens(
+        self,
+        *,
+        stage: str | None = None,
+        rank: int | None = None,
+        round: int | None = None,
+        limit: int = LIMIT,
+    ) -> Table:
+        """Return the worst tokens, the largest |old - rollout| first."""
+        return self._table("tokens", _TOKEN_ORDER, limit, stage=stage, rank=rank, round=round)
+
+    def stages(
+        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+    ) -> Table:
+        """Return who was in which stage, when, and who has not arrived."""
+        return self._table("stages", _STAGE_ORDER, limit, stage=stage, rank=rank)
+
+    def dumps(
+        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+    ) -> Table:
+        """Return msprobe's dumps: place, size and state."""
+        return self._table("dumps", _DUMP_ORDER, limit, stage=stage, rank=rank)
+
+    def scalars(
+        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+    ) -> Table:
+        """Return the scalars that ranks handed over."""
+        return self._table("scalars", _SCALAR_ORDER, limit, stage=stage, rank=rank)
+
+    def _table(self, noun: str, order: Sequence[str], limit: int, **params: Any) -> Table:
+        return self._session.table(
+            self._path(noun), self._params(**params), title=noun, order=order, limit=limit
+        )
+
+    def _path(self, noun: str) -> str:
+        return f"/steps/{self.step}/{noun}"
+
+    def _params(self, **params: Any) -> dict[str, Any]:
+        return {"run": self.run, "attempt": self.attempt, **params}
+
+
+def _segment(text: str) -> str:
+    if text in ("", ".", ".."):
+        raise InvalidInput(f"{text!r} is not a name", expected="a name")
+    return quote(text, safe="")
+
+
+def _step_word(step: Any) -> str:
+    if step == "latest" or (isinstance(step, int) and not isinstance(step, bool)):
+        return str(step)
+    raise InvalidInput(f"step is {step!r}", expected="an int, or 'latest'")

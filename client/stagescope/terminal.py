@@ -1,0 +1,119 @@
+"""What the command line says: answers on stdout, errors on stderr, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+import click
+
+from stagescope import nonfinite, render
+from stagescope.errors import (
+    Forbidden,
+    InvalidInput,
+    MissingExtra,
+    NotFound,
+    NotReady,
+    StagescopeError,
+    Unauthorized,
+    Unreachable,
+)
+
+EXIT_CODES: Final[Mapping[int, str]] = {
+    0: "an answer was given",
+    1: "the service, or this command, failed",
+    2: "the command was not understood",
+    3: "the service cannot be reached, or is not ready",
+    4: "what was asked for is not there",
+    5: "the token is missing, wrong, or may not do this",
+}
+
+_CODES: Final[tuple[tuple[type[StagescopeError], int], ...]] = (
+    (Unreachable, 3),
+    (NotReady, 3),
+    (NotFound, 4),
+    (Unauthorized, 5),
+    (Forbidden, 5),
+    (InvalidInput, 2),
+)
+
+
+class Shown(Protocol):
+    """An answer with a heading and lines: a Table, Metrics or Record."""
+
+    @property
+    def heading(self) -> str:
+        """What it is, on one line."""
+        ...
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return it as lines of text."""
+        ...
+
+
+def report(error: StagescopeError) -> None:
+    """Print what was wrong on stderr, and below it what was expected and what to do."""
+    click.echo(f"{style('error:', fg='red', err=True)} {_plain(error.wrong)}", err=True)
+    expected = f"expected {error.expected}" if error.expected else ""
+    hint = "; ".join(part for part in (expected, error.advice) if part)
+    if hint:
+        click.echo(f"  {_plain(hint)}", err=True)
+
+
+def exit_code(error: StagescopeError) -> int:
+    """Return the exit code that stands for `error`."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), 1)
+
+
+def width() -> int:
+    """Return the columns to fill: the terminal's, 80 where there is none."""
+    return max(shutil.get_terminal_size((80, 24)).columns, 40)
+
+
+def style(text: str, *, err: bool = False, **styles: Any) -> str:
+    """Return `text` styled where a terminal that wants colours shows it."""
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return click.style(text, **styles)
+
+
+def show(answer: Shown) -> None:
+    """Print an answer for a reader."""
+    columns = width()
+    click.echo(style(render.clip(answer.heading, columns), bold=True))
+    for line in answer.lines(width=columns):
+        click.echo(line)
+
+
+def show_json(value: Any) -> None:
+    """Print strict JSON: non-finite numbers are the strings "nan", "inf" and "-inf"."""
+    click.echo(nonfinite.dumps(value))
+
+
+def needs_extra(error: ImportError, extra: str) -> MissingExtra:
+    """Return the error of a command whose extra is not installed."""
+    return MissingExtra(
+        f"this command needs {error.name or 'a library'}, which is not installed",
+        advice=f"pip install 'stagescope[{extra}]'",
+    )
+
+
+def stub(name: str, explain: Callable[[], StagescopeError]) -> click.Command:
+    """Return a command that stands for one that cannot be loaded, and says why when called."""
+
+    def refuse() -> None:
+        raise explain()
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    text = "(not installed: pip install 'stagescope[service]')"
+    return click.Command(
+        name, callback=refuse, help=text, context_settings=settings, add_help_option=False
+    )
+
+
+def _plain(text: str) -> str:
+    return " ".join(render.printable(line) for line in text.splitlines())

@@ -1,0 +1,207 @@
+"""HTTP to the service: tokens, retries inside a deadline, answers or errors of this project.
+
+What is retried: any call on 503 "not ready" (nothing was taken), and reading calls on a broken
+connection, on 502 and on 504, so that a notebook outlives a restart of the API. Never a call
+that changes something and may have arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import httpx
+
+from stagescope import errors
+from stagescope.discovery import Place, is_loopback
+from stagescope.errors import (
+    CatalogueUnavailable,
+    Conflict,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    NotReady,
+    StagescopeError,
+    Unauthorized,
+    Unreachable,
+)
+
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 1.0
+
+_BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
+    400: InvalidInput,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    405: NotFound,
+    409: Conflict,
+    413: InvalidInput,
+    422: InvalidInput,
+    502: Unreachable,
+    503: NotReady,
+    504: Unreachable,
+}
+
+
+_BY_CODE: Final[Mapping[str, type[StagescopeError]]] = {
+    kind.code: kind for kind in (getattr(errors, name) for name in errors.__all__)
+}
+
+
+class Transport:
+    """One service's HTTP connections; `timeout` is the deadline of a whole call, in seconds."""
+
+    def __init__(self, place: Place, *, timeout: float) -> None:
+        self.place = place
+        self.timeout = timeout
+        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach our own loopback.
+        self._client = httpx.Client(
+            headers={"accept": "application/json"}, trust_env=not is_loopback(place.url)
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def get(
+        self, path: str, params: Mapping[str, Any] | None = None, *, patient: bool = True
+    ) -> Any:
+        """Return the JSON that `path` answers; `patient` retries broken connections too.
+
+        Raises:
+            Unreachable: nothing answered before the deadline.
+            StagescopeError: the service refused, as the class of its code.
+        """
+        return self._call("GET", path, params=params, patient=patient)
+
+    def change(self, method: str, path: str, body: Any = None) -> Any:
+        """Ask for a change with the operator's token; return the JSON of the answer, or None.
+
+        Raises:
+            StagescopeError: as `get`; after `Unreachable` the change may have been made.
+        """
+        return self._call(method, path, body=body, operate=True)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        body: Any = None,
+        operate: bool = False,
+        patient: bool = False,
+    ) -> Any:
+        deadline = time.monotonic() + self.timeout
+        pause = _FIRST_PAUSE
+        request = self._request(method, path, params=params, body=body, operate=operate)
+        while True:
+            left = max(deadline - time.monotonic(), 0.05)
+            request.extensions["timeout"] = httpx.Timeout(left).as_dict()
+            wait = pause
+            try:
+                response = self._client.send(request)
+            except httpx.TransportError as error:
+                problem: StagescopeError = self._unreachable(error)
+                again = patient
+            else:
+                if response.is_success:
+                    return self._json(response)
+                problem = self._problem(response)
+                again = _may_repeat(problem, response.status_code, patient)
+                wait = _asked_pause(response, pause)
+            if not again or time.monotonic() + wait >= deadline:
+                raise problem
+            time.sleep(wait)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, Any] | None,
+        body: Any,
+        operate: bool,
+    ) -> httpx.Request:
+        token = self.place.operate_token if operate else self.place.read_token
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        given = {name: value for name, value in (params or {}).items() if value is not None}
+        return self._client.build_request(
+            method,
+            self.place.url + path,
+            params=given or None,
+            headers=headers,
+            content=None if body is None else json.dumps(body, allow_nan=False),
+        )
+
+    def _json(self, response: httpx.Response) -> Any:
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise Unreachable(
+                f"what answers at {self.place.url} is not a stagescope service",
+                expected="JSON",
+                advice="check the URL",
+            ) from error
+
+    def _unreachable(self, error: httpx.TransportError) -> Unreachable:
+        # The text names hosts and errno only: no header, hence no token, is in it.
+        reason = str(error) or type(error).__name__
+        if isinstance(error, httpx.TimeoutException):
+            reason = f"no answer within {self.timeout:g} s"
+        advice = "is it running? `stagescope serve` starts it"
+        if not is_loopback(self.place.url) and _proxy(self.place.url):
+            advice += f"; a proxy is set ({_proxy(self.place.url)}): NO_PROXY leaves it out"
+        return Unreachable(
+            f"the service at {self.place.url} (from {self.place.found}) cannot be reached: "
+            f"{reason}",
+            advice=advice,
+        )
+
+    def _problem(self, response: httpx.Response) -> StagescopeError:
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            body = {}
+        status = response.status_code
+        kind = _BY_CODE.get(str(body.get("code"))) or _BY_STATUS.get(status, StagescopeError)
+        wrong = body.get("wrong") or body.get("detail") or body.get("title")
+        advice = str(body.get("advice") or "")
+        if not isinstance(wrong, str):
+            wrong = f"{self.place.url} answered {status} {response.reason_phrase}".rstrip()
+            if status < 400 or not body:
+                advice = advice or "check the URL: something else may answer there"
+        if kind is Unauthorized:
+            advice = _token_advice(advice, self.place)
+        return kind(wrong, expected=str(body.get("expected") or ""), advice=advice)
+
+
+def _may_repeat(problem: StagescopeError, status: int, patient: bool) -> bool:
+    if status == 503 and type(problem) is NotReady:
+        return True
+    return patient and (status in (502, 504) or isinstance(problem, CatalogueUnavailable))
+
+
+def _asked_pause(response: httpx.Response, pause: float) -> float:
+    asked = response.headers.get("retry-after", "")
+    return max(pause, float(asked)) if asked.isdecimal() else pause
+
+
+def _proxy(url: str) -> str | None:
+    scheme = httpx.URL(url).scheme
+    names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    return next((name for name in names if os.environ.get(name)), None)
+
+
+def _token_advice(advice: str, place: Place) -> str:
+    hint = "give token=, STAGESCOPE_TOKEN or, on the command line, --token-file"
+    return "; ".join(part for part in (advice, place.note, hint) if part)

@@ -1,0 +1,120 @@
+"""The service's own commands: `stagescope serve` and `stagescope stop`.
+
+They join the command line by the entry-point group `stagescope.commands`. Importing this module
+loads neither ray nor the settings' library, so that `stagescope --help` stays quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from stagescope import terminal
+from stagescope.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from stagescope_service.serve import ServiceInfo
+    from stagescope_service.settings import Settings
+
+_CLUSTER: Final = {
+    "joined": "joined the Ray cluster at {}",
+    "running": "joined the Ray cluster that runs here, at {}",
+    "embedded": "started a Ray cluster of its own, at {}",
+}
+
+_ADDRESS: Final = click.option(
+    "--address",
+    metavar="HOST:PORT",
+    help="Ray cluster to join (default: RAY_ADDRESS, else the one that runs here).",
+)
+_JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
+
+
+@click.command()
+@_ADDRESS
+@click.option("--host", help="Address that the API binds [default: 127.0.0.1].")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="Port of the API, 0 = any free [default: 8700]."
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of the catalogue and the kept files [default: ~/.stagescope/data].",
+)
+@click.option("--database-url", help="Catalogue elsewhere, without a password in it.")
+@click.option(
+    "--ring-bytes", type=click.IntRange(min=0), help="Disk for the last steps' tensors, a node."
+)
+@_JSON
+def serve(address: str | None, as_json: bool, **given: Any) -> None:
+    """Start the service on a Ray cluster, or say where it already runs.
+
+    It joins the cluster at --address, else RAY_ADDRESS, else the one that runs on this machine;
+    where there is none it starts one. The service outlives this command and every training job;
+    `stagescope stop` ends it. Each setting can also be given as STAGESCOPE_<NAME>.
+    """
+    settings = _settings(given)
+    try:
+        from stagescope_service.serve import start_service
+    except ImportError as error:
+        raise terminal.needs_extra(error, "service") from error
+    info = start_service(settings, address=address)
+    if as_json:
+        terminal.show_json(_described(info))
+    else:
+        _announce(info)
+
+
+@click.command()
+@_ADDRESS
+@_JSON
+def stop(address: str | None, as_json: bool) -> None:
+    """Stop the service; what it has stored stays."""
+    settings = _settings({})
+    try:
+        from stagescope_service.serve import stop_service
+    except ImportError as error:
+        raise terminal.needs_extra(error, "service") from error
+    stopped = stop_service(settings, address=address)
+    if as_json:
+        terminal.show_json({"stopped": stopped})
+    else:
+        click.echo("stopped" if stopped else "no service was running")
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    try:
+        from pydantic import ValidationError
+
+        from stagescope_service.settings import Settings
+    except ImportError as error:
+        raise terminal.needs_extra(error, "service") from error
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        # Not str(error): it repeats the value, which may be a token.
+        wrongs = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise InvalidInput(
+            f"a setting is wrong: {'; '.join(wrongs)}",
+            advice="options, and STAGESCOPE_<NAME> in the environment, are the settings",
+        ) from None
+
+
+def _described(info: ServiceInfo) -> dict[str, Any]:
+    names = ("url", "token_file", "operate_token_file", "address", "cluster", "already_running")
+    described = {name: getattr(info, name) for name in names}
+    return {n: str(v) if isinstance(v, Path) else v for n, v in described.items()}
+
+
+def _announce(info: ServiceInfo) -> None:
+    how = _CLUSTER.get(info.cluster, info.cluster).format(info.address)
+    click.echo(f"stagescope is already running ({how})" if info.already_running else how)
+    click.echo(f"url            {terminal.style(info.url, bold=True)}")
+    click.echo(f"token          {info.token_file}  (to read)")
+    click.echo(f"operate token  {info.operate_token_file}  (to order captures)")
+    click.echo()
+    click.echo("try            stagescope status")
+    click.echo(f'               curl -H "Authorization: Bearer $(cat {info.token_file})" \\')
+    click.echo(f"                    {info.url}/steps/latest/metrics")
