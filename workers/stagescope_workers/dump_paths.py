@@ -1,0 +1,151 @@
+"""Where a capture's files go: one directory each, never over another's.
+
+* our captures: `{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]/step0/rank{R}/`
+* verl's own block: `{data_dir}/step_{N}/{stage}/...` for the first attempt that writes there (as
+  verl does), `{data_dir}/attempt_{key}/step_{N}/{stage}/...` for later ones. Whose directory it is
+  stands in `.stagescope-attempt`.
+
+`step0/rank{R}` is msprobe's part of the path. A directory that already exists (two roles with one
+stage name, a rank made anew in the same attempt) is left alone: the dump goes to `again_1`, ....
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import CaptureError
+from stagescope.schema import Part
+
+OWNER_FILE: Final = ".stagescope-attempt"
+_MSPROBE_PATH: Final = re.compile(r"[A-Za-z0-9_.:/-]+\Z")
+_MOST_TRIES: Final = 10_000
+
+
+def safe_name(name: str) -> str:
+    """Return `name` as one path component of `[A-Za-z0-9._-]`, at most 150 characters long."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
+    # A component of dots alone would climb out of its directory.
+    return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
+
+
+def stage_directory(root: Path, step: int | None, stage: str, part: Part) -> Path:
+    """Return `{root}/step_{N}/{stage}[/part]`; an unknown step is `step_unknown`, as in verl."""
+    directory = root / f"step_{'unknown' if step is None else step}" / safe_name(stage)
+    return directory / str(part) if part != Part() else directory
+
+
+def attempt_directory(data_dir: Path, *, run: str, attempt_key: str, verl: bool) -> Path:
+    """Return the directory that holds the steps of this attempt.
+
+    Raises:
+        OSError: the directory cannot be made or its ownership not be marked.
+    """
+    if not verl:
+        return data_dir / safe_name(run) / safe_name(attempt_key)
+    data_dir.mkdir(parents=True, exist_ok=True)
+    owner = _claim(data_dir, {"run": run, "attempt_key": attempt_key})
+    if owner.get("run") == run and owner.get("attempt_key") == attempt_key:
+        return data_dir
+    return data_dir / f"attempt_{safe_name(attempt_key)}"
+
+
+def _claim(directory: Path, claim: dict[str, str]) -> dict[str, Any]:
+    """Mark `directory` as this attempt's unless it is another's; return the owner.
+
+    The file appears with its content or not at all (a link to a complete one), so that a rank on
+    another node never reads half a claim.
+    """
+    target = directory / OWNER_FILE
+    if not target.exists():
+        descriptor, temporary = tempfile.mkstemp(prefix=OWNER_FILE, dir=directory)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(claim, file)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, target)
+        finally:
+            Path(temporary).unlink()
+    try:
+        owner = json.loads(target.read_text(encoding="utf-8"))
+    except ValueError:
+        owner = None
+    # A file that is not ours to understand belongs to somebody else.
+    return owner if isinstance(owner, dict) else {}
+
+
+def check_path(directory: Path) -> None:
+    """Refuse a path that msprobe refuses, with a message that says why.
+
+    Raises:
+        CaptureError: a character that msprobe does not take, or too long.
+    """
+    resolved = os.path.realpath(directory)
+    if not _MSPROBE_PATH.match(resolved):
+        bad = sorted(set(re.findall(r"[^A-Za-z0-9_.:/-]", resolved)))
+        raise CaptureError(
+            f"msprobe refuses the path {resolved!r} because of {', '.join(map(repr, bad))}",
+            expected="only A-Z a-z 0-9 _ . : / - in the resolved path",
+            advice="choose another data_dir",
+        )
+    # The longest name that msprobe adds below is a tensor's file, up to 255.
+    if len(resolved) > 4096 - 300 or any(len(name) > 255 for name in resolved.split("/")):
+        raise CaptureError(f"the path {resolved[:200]!r}... is too long for msprobe")
+
+
+def claim_rank_directory(directory: Path, rank: int) -> tuple[Path, Path]:
+    """Make the directory of this rank's dump, which nobody else has.
+
+    Returns:
+        The `dump_path` for msprobe and, inside it, `step0/rank{R}`, both existing.
+
+    Raises:
+        CaptureError: msprobe refuses the path.
+        OSError: it cannot be made.
+    """
+    check_path(directory)
+    for number in range(_MOST_TRIES):
+        dump_path = directory / f"again_{number}" if number else directory
+        (dump_path / "step0").mkdir(parents=True, exist_ok=True)
+        files = dump_path / "step0" / f"rank{rank}"
+        with contextlib.suppress(FileExistsError):
+            files.mkdir()
+            return dump_path, files
+    raise CaptureError(f"{directory} holds {_MOST_TRIES} dumps of rank {rank} already")
+
+
+def measure(directory: Path) -> tuple[int, int]:
+    """Return (bytes, files) below `directory`; what vanishes meanwhile is not counted."""
+    total = files = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+                files += 1
+    return total, files
+
+
+def write_done(directory: Path, content: dict[str, Any]) -> None:
+    """Write DONE.json beside dump.json, whole or not at all.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    descriptor, temporary = tempfile.mkstemp(prefix=".done-", dir=directory)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, directory / "DONE.json")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise

@@ -1,0 +1,353 @@
+"""Captures with msprobe around a stage of a training process.
+
+`Capturer.begin` arms one where a stage begins, `ArmedCapture.finish` ends it where the stage ends,
+also by an exception, and says what became of it as the fields of a DUMP event. Nothing raises here
+unless the capture says `strict`: not msprobe, not a full disk, not a wrong configuration. Neither
+msprobe nor torch is imported before the first capture is armed.
+
+One process collects one stage at a time: a capture that would overlap another is `skipped`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
+from stagescope.schema import Part
+from stagescope_workers import capture_estimate, dump_paths
+from stagescope_workers.capture_estimate import Estimate, History, ModelSize
+from stagescope_workers.msprobe_config import MsprobeConfig, check_bench, resolve_config
+from stagescope_workers.msprobe_session import MsprobeSession, Watch, free_bytes
+
+__all__ = ["ArmedCapture", "Capturer", "save"]
+
+_log = logging.getLogger(__name__)
+
+_NEEDS_MODEL: Final = ("L0", "mix")
+
+# msprobe is a singleton of the process, so these are too.
+_busy = threading.Lock()
+_session = MsprobeSession()
+_history = History()
+_said: set[str] = set()
+
+
+def save(variable: Any, name: str, save_backward: bool = True) -> None:
+    """Save a value, and its gradient, in a capture of level debug; otherwise do nothing.
+
+    Args:
+        variable: a tensor or number, or lists and dicts of them.
+        name: under which it stands in debug.json; each call counts up.
+        save_backward: whether the gradient is saved when it is computed inside the stage.
+    """
+    _session.save(variable, name, save_backward)
+
+
+class ArmedCapture:
+    """A capture that was begun: running, or already known not to run."""
+
+    def __init__(self, fields: dict[str, Any], *, strict: bool) -> None:
+        self._fields = fields
+        self._strict = strict
+        self._result: dict[str, Any] | None = None
+        self._running: _Running | None = None
+
+    @property
+    def collecting(self) -> bool:
+        """Whether msprobe is collecting for this capture."""
+        return self._running is not None and self._result is None
+
+    def finish(self, exc: BaseException | None) -> dict[str, Any]:
+        """End the capture and return the fields of its DUMP event; a second call returns the same.
+
+        Args:
+            exc: what the stage raised, or None. A dump that it broke off is written and stands as
+                `truncated`.
+
+        Raises:
+            CaptureError: strict, and msprobe failed; never when the stage itself raised.
+        """
+        if self._result is None:
+            if self._running is not None:
+                self._fields.update(self._running.end(exc))
+            self._result = self._fields
+            if self._result["state"] != "complete":
+                _say_once(self._result)
+            if self._strict and exc is None and self._result["state"] == "failed":
+                raise CaptureError(f"the capture failed: {self._result['error']}")
+        return dict(self._result)
+
+
+class Capturer:
+    """Arms captures in this process."""
+
+    def begin(
+        self,
+        capture: Mapping[str, Any],
+        *,
+        run: str,
+        attempt_key: str,
+        stage: str,
+        step: int | None,
+        part: Part,
+        role: str,
+        rank: int,
+        model: object,
+        data_root: str | None,
+    ) -> ArmedCapture | None:
+        """Begin to collect a stage.
+
+        Args:
+            capture: the order; whether it concerns this stage, step and rank is the caller's
+                question (`stagescope.captures.matches`). Beside its own fields, `force` arms it
+                although the estimate does not fit, and `limits` may hold `reserve_bytes` (kept
+                free on the disk, 256 MB by default) and `tokens` (of the stage, for the estimate).
+            run, attempt_key, stage, step, part, role, rank: the work that is captured.
+            model: the module (or list of modules) that runs in the stage; levels L0 and mix need
+                one, and the estimate is made from it.
+            data_root: where dumps go when the capture names no `data_dir`.
+
+        Returns:
+            The capture, also when it is skipped or failed (`finish` says so), or None where it
+            orders nothing of msprobe: it only keeps tensors, or orders all stages and this one is
+            rollout_generate, which runs in an inference engine.
+
+        Raises:
+            InvalidPlan, CaptureError: strict, and it cannot be carried out.
+        """
+        if capture.get("config") is None and capture.get("config_path") is None:
+            return None
+        if stage == "rollout_generate" and not _names_generation(capture):
+            return None
+        strict = bool(capture.get("strict"))
+        order = _Order(capture, run, attempt_key, stage, step, part, role, rank, data_root)
+        armed = ArmedCapture(order.fields, strict=strict)
+        if not _busy.acquire(blocking=False):
+            order.end_early("skipped", "another stage of this process is being captured")
+            return armed
+        try:
+            armed._running = order.arm(model)
+        except StagescopeError as error:
+            order.end_early("skipped" if isinstance(error, Conflict) else "failed", str(error))
+            if strict and not isinstance(error, Conflict):
+                raise
+        except Exception as error:
+            order.end_early("failed", f"{type(error).__name__}: {error}")
+            if strict:
+                raise CaptureError(f"the capture could not be armed: {error}") from error
+        finally:
+            if armed._running is None:
+                _busy.release()
+        return armed
+
+
+def _names_generation(capture: Mapping[str, Any]) -> bool:
+    stages = capture.get("stages", "all")
+    return capture.get("source") != "verl" and stages != "all" and "rollout_generate" in stages
+
+
+class _Order:
+    """What is asked for, on the way to being armed."""
+
+    def __init__(
+        self,
+        capture: Mapping[str, Any],
+        run: str,
+        attempt_key: str,
+        stage: str,
+        step: int | None,
+        part: Part,
+        role: str,
+        rank: int,
+        data_root: str | None,
+    ) -> None:
+        self.capture = capture
+        self.run, self.attempt_key, self.stage = run, str(attempt_key), stage
+        self.step, self.part, self.role, self.rank = step, part, role, rank
+        self.data_root = data_root
+        self.limits: Mapping[str, Any] = capture.get("limits") or {}
+        self.fields: dict[str, Any] = {
+            "capture_id": capture.get("capture_id"),
+            "path": None,
+            "state": "armed",
+            "bytes": 0,
+            "files": 0,
+            "seconds": 0.0,
+            "error": None,
+            "task": None,
+            "level": None,
+            "overrides": [],
+            "estimate": None,
+        }
+        if capture.get("notes"):
+            self.fields["notes"] = list(capture["notes"])
+
+    def end_early(self, state: str, error: str) -> None:
+        self.fields.update(state=state, error=error[:2000])
+
+    def arm(self, model: Any) -> _Running | None:
+        """Start msprobe, or return None with the reason in the fields."""
+        began = time.monotonic()
+        config = resolve_config(self.capture, dump_path="", step=self.step)
+        self.fields.update(task=config.task, level=config.level)
+        if config.level in _NEEDS_MODEL and (model is None or model in ([], ())):
+            raise InvalidPlan(
+                f"level {config.level!r} needs the model of stage {self.stage!r}",
+                expected="probe.stage(..., model=model), or level 'L1'",
+            )
+        check_bench(config, self.rank)
+        target = self._directory()
+        cost = self._cost(model, config)
+        reserve = capture_estimate.disk_reserve(self.limits.items())
+        too_large = capture_estimate.too_large(cost, config, free_bytes(target.parent), reserve)
+        if too_large and not self.capture.get("force"):
+            self.end_early("skipped", too_large)
+            return None
+        dump_path, files = dump_paths.claim_rank_directory(target, self.rank)
+        self.fields["path"] = str(files)
+        config = resolve_config(self.capture, dump_path=str(dump_path), step=self.step)
+        self.fields["overrides"] = list(config.overrides)
+        watch = Watch(
+            files,
+            most_bytes=self.limits.get("bytes"),
+            most_seconds=self.limits.get("seconds"),
+            reserve=reserve,
+        )
+        running = _Running(self, config, files, watch, began)
+        try:
+            _session.open(config, dump_path=dump_path, model=model, rank=self.rank, watch=watch)
+        except Exception as error:
+            running.write_done("skipped" if isinstance(error, Conflict) else "failed", str(error))
+            raise
+        return running
+
+    def _directory(self) -> Path:
+        given = self.capture.get("data_dir") or self.data_root
+        if not given:
+            raise InvalidPlan(
+                "nobody said where the dump goes",
+                expected="data_dir in the capture, or the service's data_dir",
+            )
+        # verl's block is laid out as verl does only where it names the directory itself.
+        verl = self.capture.get("source") == "verl" and bool(self.capture.get("data_dir"))
+        root = dump_paths.attempt_directory(
+            Path(given).expanduser().absolute(),
+            run=self.run,
+            attempt_key=self.attempt_key,
+            verl=verl,
+        )
+        directory = dump_paths.stage_directory(root, self.step, self.stage, self.part)
+        dump_paths.check_path(directory)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def _cost(self, model: Any, config: MsprobeConfig) -> Estimate:
+        tokens = self.limits.get("tokens") or capture_estimate.ASSUMED_TOKENS
+        try:
+            cost = _history.estimate(ModelSize.of(model), config, self.stage, int(tokens))
+        except Exception as error:
+            # Something that only looks like a model: the caps still hold.
+            _log.debug("no estimate for %r: %s", type(model).__name__, error)
+            cost = Estimate(0, 0.0, "unknown")
+        self.fields["estimate"] = cost.fields()
+        return cost
+
+
+class _Running:
+    """A capture that msprobe collects."""
+
+    def __init__(
+        self, order: _Order, config: MsprobeConfig, files: Path, watch: Watch, began: float
+    ) -> None:
+        self._order = order
+        self._config = config
+        self._files = files
+        self._watch = watch
+        self._began = began
+
+    def end(self, exc: BaseException | None) -> dict[str, Any]:
+        try:
+            failure = self._close()
+        finally:
+            _busy.release()
+        state, error = self._verdict(exc, failure)
+        size, files = dump_paths.measure(self._files)
+        seconds = time.monotonic() - self._began
+        if state == "complete":
+            # Without the time that arming took: importing msprobe, once, takes seconds.
+            _history.add(self._config, self._order.stage, size, self._watch.seconds)
+        told = self.write_done(state, error)
+        return {
+            "state": state,
+            "error": "; ".join(filter(None, (error, told))) or None,
+            "bytes": size,
+            "files": files,
+            "seconds": seconds,
+        }
+
+    @staticmethod
+    def _close() -> Exception | None:
+        try:
+            return _session.close()
+        except Exception as error:
+            return error
+
+    def _verdict(
+        self, exc: BaseException | None, failure: Exception | None
+    ) -> tuple[str, str | None]:
+        """Return the state and what to say; the first thing that went wrong is said first."""
+        said = [] if self._watch.reason is None else [self._watch.reason]
+        if failure is not None:
+            cause = failure.__cause__
+            said.append(f"{type(failure).__name__}: {failure}" + (f" ({cause})" if cause else ""))
+        if exc is not None:
+            said.append(f"the stage raised {type(exc).__name__}: {exc}")
+        text = "; ".join(said)[:2000] or None
+        if failure is not None or not self._written():
+            return "failed", text or "msprobe wrote nothing"
+        return ("truncated", text) if said else ("complete", None)
+
+    def _written(self) -> bool:
+        name = "debug.json" if self._config.level == "debug" else "dump.json"
+        if self._config.level == "L2" or (name == "debug.json" and not self._watch.ended):
+            return True
+        return (self._files / name).exists()
+
+    def write_done(self, state: str, error: str | None) -> str | None:
+        """Write DONE.json; return what kept it from being written."""
+        order = self._order
+        content = {
+            "state": state,
+            "ok": state == "complete",
+            "error": error,
+            "seconds": round(time.monotonic() - self._began, 3),
+            "run": order.run,
+            "attempt": order.attempt_key,
+            "step": order.step,
+            "stage": order.stage,
+            "part": str(order.part),
+            "role": order.role,
+            "rank": order.rank,
+            "capture_id": order.fields["capture_id"],
+            "task": self._config.task,
+            "level": self._config.level,
+            "overrides": list(self._config.overrides),
+        }
+        try:
+            dump_paths.write_done(self._files, content)
+        except OSError as problem:
+            return f"DONE.json could not be written: {problem}"
+        return None
+
+
+def _say_once(result: Mapping[str, Any]) -> None:
+    text = f"capture {result['capture_id']}: {result['state']}: {result['error']}"
+    key = f"{result['capture_id']}|{result['state']}|{result['error']}"
+    if key not in _said:
+        _said.add(key)
+        _log.warning("%s", text)

@@ -1,0 +1,261 @@
+"""msprobe's config.json as a capture orders it: checked, completed by the plan, handed over.
+
+Every key passes through, known or not. Where the plan decides (rank, step, dump_path) the plan's
+value goes to msprobe and the difference is listed in `overrides`. What msprobe would refuse with an
+empty message (it logs the reason and raises a bare code) is refused here with a readable one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import InvalidPlan
+
+TASKS: Final = ("statistics", "tensor", "structure", "acc_check", "diff_check", "nan_check")
+LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
+SUMMARY_MODES: Final = ("statistics", "md5", "xor")
+DATA_MODES: Final = ("all", "input", "output", "forward", "backward")
+RISK_LEVELS: Final = ("CORE", "FOCUS", "ALL")
+PRECISIONS: Final = ("low", "high")
+
+_MOST_BYTES: Final = 4 << 20
+"""A config.json is a page of text; a longer file is not one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MsprobeConfig:
+    """What is handed to msprobe, and what the plan changed in it."""
+
+    content: Mapping[str, Any]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> str:
+        """Msprobe's task: what is collected of each operator."""
+        return str(self.content.get("task") or "statistics")
+
+    @property
+    def level(self) -> str:
+        """Msprobe's level: L0 modules, L1 API calls, mix both, L2 kernels, debug saved values."""
+        return str(self.content.get("level") or "L1")
+
+    @property
+    def section(self) -> Mapping[str, Any]:
+        """The task's own block."""
+        block = self.content.get(self.task)
+        return block if isinstance(block, Mapping) else {}
+
+    @property
+    def summary_mode(self) -> str:
+        """statistics, md5 or xor."""
+        return str(self.section.get("summary_mode") or "statistics")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether only a part of the operators is collected."""
+        return bool(self.section.get("list") or self.section.get("scope"))
+
+    @property
+    def signature(self) -> str:
+        """Equal for two configurations that one debugger can serve."""
+        content = {key: value for key, value in self.content.items() if key != "dump_path"}
+        return json.dumps(content, sort_keys=True, default=repr)
+
+
+def load_config(path: str) -> dict[str, Any]:
+    """Read an msprobe config.json.
+
+    Raises:
+        InvalidPlan: it cannot be read, or is not a JSON object.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise InvalidPlan(
+            f"config_path {path!r} cannot be read on this host: {error.strerror or error}",
+            expected="the path of an msprobe config.json that every captured rank can read",
+        ) from error
+    if len(raw) > _MOST_BYTES:
+        raise InvalidPlan(f"config_path {path!r} is over {_MOST_BYTES} bytes long")
+    try:
+        content = json.loads(raw)
+    except ValueError as error:
+        raise InvalidPlan(f"config_path {path!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidPlan(f"config_path {path!r} holds {type(content).__name__}, not an object")
+    return content
+
+
+def resolve_config(
+    capture: Mapping[str, Any], *, dump_path: str, step: int | None
+) -> MsprobeConfig:
+    """Return the configuration of one capture on one rank, checked and with the plan's values.
+
+    Args:
+        capture: the order; `config` or `config_path` holds msprobe's side of it.
+        dump_path: the directory of this capture.
+        step: the step that the plan chose.
+
+    Raises:
+        InvalidPlan: a value that msprobe refuses.
+    """
+    given = capture.get("config")
+    if given is None:
+        given = load_config(str(capture["config_path"]))
+    check_config(given)
+    content = json.loads(json.dumps(given))
+    overrides = _overrides(content, capture, dump_path, step)
+    # Both filters stay empty: msprobe counts steps from 0 in each process and would stop for good
+    # after the last of its list; which rank and step it is was decided before msprobe was started.
+    content.update({"rank": [], "step": [], "dump_path": dump_path})
+    if content.get("dump_enable") is False:
+        content["dump_enable"] = True
+        overrides.append("dump_enable: config.json says false, the plan orders a dump: true")
+    return MsprobeConfig(content, tuple(overrides))
+
+
+def _overrides(
+    content: Mapping[str, Any], capture: Mapping[str, Any], dump_path: str, step: int | None
+) -> list[str]:
+    said = []
+    ranks, steps = capture.get("ranks", "all"), capture.get("steps", "all")
+    if content.get("rank") and content["rank"] != ranks:
+        said.append(f"rank: config.json says {content['rank']}, the plan says {ranks}")
+    if content.get("step") and content["step"] != steps:
+        said.append(
+            f"step: config.json says {content['step']}, the plan says {steps} (now step {step})"
+        )
+    if content.get("dump_path") and content["dump_path"] != dump_path:
+        said.append(
+            f"dump_path: config.json says {content['dump_path']!r}, the plan says {dump_path!r}"
+        )
+    return said
+
+
+def check_config(config: object) -> None:
+    """Check the keys that this version knows; leave the others alone.
+
+    Raises:
+        InvalidPlan: a value that msprobe 26.2 refuses.
+    """
+    if not isinstance(config, Mapping):
+        raise InvalidPlan(f"config is {config!r:.200}", expected="msprobe's config.json, an object")
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:
+        raise InvalidPlan(f"config cannot be written as JSON: {error}") from error
+    _one_of(config, "task", TASKS)
+    _one_of(config, "level", LEVELS)
+    _one_of(config, "risk_level", RISK_LEVELS)
+    _one_of(config, "precision", PRECISIONS)
+    for name in ("extra_info", "async_dump", "dump_enable"):
+        if config.get(name) is not None and not isinstance(config[name], bool):
+            raise InvalidPlan(f"config.{name} is {config[name]!r}", expected="true or false")
+    for name in ("rank", "step"):
+        if config.get(name) is not None and not isinstance(config[name], list):
+            raise InvalidPlan(f"config.{name} is {config[name]!r:.200}", expected="a list")
+    resolved = MsprobeConfig(config)
+    block = config.get(resolved.task)
+    if block is not None and not isinstance(block, Mapping):
+        raise InvalidPlan(f"config.{resolved.task} is {block!r:.200}", expected="an object")
+    _check_section(resolved)
+
+
+def _one_of(config: Mapping[str, Any], name: str, allowed: tuple[str, ...], at: str = "") -> None:
+    value = config.get(name)
+    if value and value not in allowed:
+        raise InvalidPlan(f"config.{at}{name} is {value!r:.200}", expected=f"one of {allowed}")
+
+
+def _check_section(config: MsprobeConfig) -> None:
+    section, at = config.section, f"{config.task}."
+    for name in ("scope", "list", "tensor_list", "data_mode"):
+        value = section.get(name)
+        strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if value is not None and not strings:
+            raise InvalidPlan(f"config.{at}{name} is {value!r:.200}", expected="a list of strings")
+    modes = section.get("data_mode") or []
+    unknown = [mode for mode in modes if mode not in DATA_MODES]
+    if unknown or ("all" in modes and len(modes) > 1):
+        raise InvalidPlan(
+            f"config.{at}data_mode is {modes!r:.200}",
+            expected=f"['all'], or some of {DATA_MODES[1:]}",
+        )
+    _one_of(section, "summary_mode", SUMMARY_MODES, at)
+    diff_nums = section.get("diff_nums")
+    whole = isinstance(diff_nums, int) and not isinstance(diff_nums, bool)
+    if diff_nums is not None and not (whole and (diff_nums == -1 or diff_nums > 0)):
+        raise InvalidPlan(
+            f"config.{at}diff_nums is {diff_nums!r:.200}", expected="-1 or a number over 0"
+        )
+    bench_path = section.get("bench_path")
+    if bench_path is not None and not isinstance(bench_path, str):
+        raise InvalidPlan(f"config.{at}bench_path is {bench_path!r:.200}", expected="a path")
+    _check_combinations(config)
+
+
+def _check_combinations(config: MsprobeConfig) -> None:
+    """Combinations that msprobe's own constructor refuses."""
+    section = config.section
+    one_api = len(section.get("list") or []) == 1 and not section.get("scope")
+    if config.level == "L2" and not (config.task == "tensor" and one_api):
+        raise InvalidPlan(
+            "config.level is 'L2' with other settings than it takes",
+            expected="task 'tensor', no scope, and a list of one API name",
+        )
+    if config.task == "nan_check" and config.level != "L1":
+        raise InvalidPlan("config.task is 'nan_check'", expected="level 'L1', and an NPU")
+    if not config.content.get("async_dump"):
+        return
+    if config.summary_mode == "md5":
+        raise InvalidPlan(
+            "config.async_dump is true with summary_mode 'md5'",
+            expected="summary_mode 'statistics' or 'xor', or async_dump false",
+        )
+    if config.task == "tensor" and config.level != "debug" and not section.get("list"):
+        raise InvalidPlan(
+            "config.async_dump is true with task 'tensor' and no list",
+            expected="the names of the operators in tensor.list, or async_dump false",
+        )
+
+
+def check_bench(config: MsprobeConfig, rank: int) -> None:
+    """Check that the dump to compare with has this rank, where `bench_path` names one.
+
+    Raises:
+        InvalidPlan: it has not; msprobe would fail with an unreadable message.
+    """
+    bench_path = config.section.get("bench_path")
+    if config.task != "tensor" or not bench_path:
+        return
+    wanted = Path(bench_path) / "step0" / f"rank{rank}"
+    if not wanted.is_dir():
+        raise InvalidPlan(
+            f"bench_path {bench_path!r} has no directory step0/rank{rank}",
+            expected="the directory of an earlier capture of the same stage (it holds step0/)",
+        )
+
+
+@contextlib.contextmanager
+def temporary_config(config: MsprobeConfig, directory: Path) -> Iterator[str]:
+    """Write the configuration as a JSON file that only its owner may read; remove it at the end.
+
+    It lies in the dump's own directory, whose path msprobe accepts: it refuses a configuration in
+    a path with, say, a space, and `TMPDIR` may have one.
+    """
+    descriptor, path = tempfile.mkstemp(prefix="config-", suffix=".json", dir=directory)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(config.content, file)
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
