@@ -94,12 +94,15 @@ class Store(Protocol):
             CatalogueUnavailable: it cannot be opened now; the message says what to do. The same
                 call may be made again.
         """
+        ...
 
     def submit(self, puts: Sequence[Write]) -> Future[None]:
         """Queue writes that stand or fall together; never waits for the disk."""
+        ...
 
     def health(self) -> Health:
         """Say whether writes get through at the moment."""
+        ...
 
     def snapshot(self, closed_steps: int = 8) -> Snapshot:
         """Read what is committed, as of one moment.
@@ -107,9 +110,11 @@ class Store(Protocol):
         Raises:
             CatalogueUnavailable: it cannot be read now.
         """
+        ...
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what is queued and stop; what cannot be written in `timeout` seconds fails.
 
         Futures of such writes get `CatalogueUnavailable`. A closed store may be opened again.
         """
+        ...

@@ -32,6 +32,12 @@ _SHARED_FILESYSTEMS: Final = re.compile(
 _MOVE: Final = "give a path on a local disk, or use PostgreSQL (postgresql+psycopg://...)"
 
 
+def catalogue_url(data_dir: str | Path) -> str:
+    """Return the URL of the SQLite catalogue in a data directory."""
+    path = Path(data_dir).absolute() / "catalogue.db"
+    return sa.URL.create("sqlite", database=str(path)).render_as_string()
+
+
 def sqlite_path(url: str) -> Path | None:
     """Return the file that a SQLite URL names, or None where the URL is of another database.
 

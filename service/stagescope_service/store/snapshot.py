@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import sqlalchemy as sa
 
@@ -19,15 +19,17 @@ from stagescope_service.store.tables import (
     steps,
 )
 
+Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
+
 _STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "whole"]
 
 
-def rows(connection: sa.Connection, query: sa.Select[Any]) -> list[Row]:
+def rows(connection: sa.Connection, query: Query) -> list[Row]:
     """Return plain dicts."""
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
-def newest_attempts() -> sa.Select[Any]:
+def newest_attempts() -> Query:
     """Select the attempt_id of each run's newest attempt."""
     # attempt_id grows with time, but numbers are what a run counts by.
     numbered = sa.select(
@@ -91,7 +93,7 @@ def _literal_state(state: str) -> sa.ColumnElement[bool]:
     return payloads.c.state == sa.literal_column(f"'{state}'")
 
 
-def _processes(newest: sa.Select[Any]) -> sa.Select[Any]:
+def _processes(newest: Query) -> Query:
     gone = processes.c.finished_wall.is_not(None) | processes.c.lapsed_wall.is_not(None)
     return (
         sa.select(processes)
@@ -100,7 +102,7 @@ def _processes(newest: sa.Select[Any]) -> sa.Select[Any]:
     )
 
 
-def _chosen_steps(closed_steps: int) -> sa.Select[Any]:
+def _chosen_steps(closed_steps: int) -> Query:
     """Select (attempt_id, step) of open steps and of the last `closed_steps` closed ones."""
     place = (
         sa.func.row_number()

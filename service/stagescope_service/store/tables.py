@@ -71,8 +71,8 @@ attempts = _table(
     *_columns(Int, "resumed_from_step first_step last_closed_step"),
     Column("fingerprint", StrictJson()),
     Column("unkeyed", Flag()),
-    sa.UniqueConstraint("run", "number"),
     sa.UniqueConstraint("run", "key"),
+    sa.UniqueConstraint("run", "number"),
 )
 
 processes = _table(
@@ -137,6 +137,12 @@ stages = _table(
         "attempt_id",
         sqlite_where=sa.text("end_wall IS NULL"),
         postgresql_where=sa.text("end_wall IS NULL"),
+    ),
+    Index(  # answers: whose training stage began last
+        "ix_stages_training",
+        "begin_wall",
+        sqlite_where=sa.text("stage <> 'rollout_generate'"),
+        postgresql_where=sa.text("stage <> 'rollout_generate'"),
     ),
     rowid=False,
 )

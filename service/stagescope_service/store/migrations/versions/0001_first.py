@@ -179,6 +179,13 @@ def upgrade() -> None:
         sqlite_where=sa.text("end_wall IS NULL"),
         postgresql_where=sa.text("end_wall IS NULL"),
     )
+    op.create_index(
+        "ix_stages_training",
+        "stages",
+        ["begin_wall"],
+        sqlite_where=sa.text("stage <> 'rollout_generate'"),
+        postgresql_where=sa.text("stage <> 'rollout_generate'"),
+    )
     op.create_table(
         "scalars",
         sa.Column("incarnation", Text, autoincrement=False, nullable=False),

@@ -1,0 +1,182 @@
+"""The catalogue's queries over several tables."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from stagescope_service.store import tables
+from stagescope_service.store.snapshot import Query
+from stagescope_service.store.tables import dumps, findings, losses, payloads, processes, stages
+
+_ALIVE: Final = sa.and_(processes.c.finished_wall.is_(None), processes.c.lapsed_wall.is_(None))
+
+
+def _activity() -> sa.Subquery:
+    """Select per attempt: when it was last heard, how many processes, how many alive."""
+    return (
+        sa.select(
+            processes.c.attempt_id,
+            sa.func.max(processes.c.last_wall).label("last_wall"),
+            sa.func.count().label("processes"),
+            sa.func.sum(sa.case((_ALIVE, 1), else_=0)).label("alive"),
+        )
+        .group_by(processes.c.attempt_id)
+        .subquery()
+    )
+
+
+def attempts(
+    run: str | None = None,
+    *,
+    attempt_id: int | None = None,
+    number: int | None = None,
+    step: int | None = None,
+) -> Query:
+    """Select attempts, newest first, with `last_wall`, `processes`, `live`."""
+    activity = _activity()
+    query = (
+        sa.select(
+            tables.attempts,
+            sa.func.coalesce(activity.c.last_wall, tables.attempts.c.opened_wall).label(
+                "last_wall"
+            ),
+            sa.func.coalesce(activity.c.processes, 0).label("processes"),
+            _live(activity).label("live"),
+        )
+        .outerjoin(activity, activity.c.attempt_id == tables.attempts.c.attempt_id)
+        .order_by(tables.attempts.c.run, tables.attempts.c.number.desc())
+    )
+    if run is not None:
+        query = query.where(tables.attempts.c.run == run)
+    if attempt_id is not None:
+        query = query.where(tables.attempts.c.attempt_id == attempt_id)
+    if number is not None:
+        query = query.where(tables.attempts.c.number == number)
+    if step is not None:
+        having = sa.select(tables.steps.c.attempt_id).where(tables.steps.c.step == step)
+        query = query.where(tables.attempts.c.attempt_id.in_(having))
+    return query
+
+
+def _live(activity: sa.Subquery) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        tables.attempts.c.ended_wall.is_(None), sa.func.coalesce(activity.c.alive, 0) > 0
+    )
+
+
+def runs(run: str | None = None) -> Query:
+    """Select runs, last active first, with their newest attempt."""
+    activity = _activity()
+    ranked = (
+        sa.select(
+            tables.attempts,
+            activity.c.last_wall,
+            _live(activity).label("live"),
+            sa.func.row_number()
+            .over(partition_by=tables.attempts.c.run, order_by=tables.attempts.c.number.desc())
+            .label("place"),
+            sa.func.count().over(partition_by=tables.attempts.c.run).label("attempts"),
+            sa.func.max(activity.c.last_wall)
+            .over(partition_by=tables.attempts.c.run)
+            .label("run_last_wall"),
+            sa.func.max(sa.case((_live(activity), 1), else_=0))
+            .over(partition_by=tables.attempts.c.run)
+            .label("run_live"),
+        )
+        .outerjoin(activity, activity.c.attempt_id == tables.attempts.c.attempt_id)
+        .subquery()
+    )
+    last = sa.func.coalesce(
+        ranked.c.run_last_wall, ranked.c.opened_wall, tables.runs.c.created_wall
+    )
+    query = (
+        sa.select(
+            tables.runs,
+            sa.func.coalesce(ranked.c.attempts, 0).label("attempts"),
+            ranked.c.attempt_id,
+            ranked.c.number.label("attempt"),
+            ranked.c.key.label("attempt_key"),
+            ranked.c.last_closed_step,
+            last.label("last_wall"),
+            (sa.func.coalesce(ranked.c.run_live, 0) == 1).label("live"),
+        )
+        .outerjoin(ranked, sa.and_(ranked.c.run == tables.runs.c.run, ranked.c.place == 1))
+        .order_by(sa.func.coalesce(last, 0.0).desc(), tables.runs.c.run)
+    )
+    return query if run is None else query.where(tables.runs.c.run == run)
+
+
+def training_attempt() -> Query:
+    """Select the attempt whose training stage began last, with that stage's `begin_wall`."""
+    return (
+        sa.select(tables.attempts, stages.c.begin_wall, stages.c.step)
+        .join(stages, stages.c.attempt_id == tables.attempts.c.attempt_id)
+        .where(
+            # A literal: SQLite takes the partial index only for the same text.
+            stages.c.stage != sa.literal_column("'rollout_generate'"),
+            stages.c.begin_wall.is_not(None),
+        )
+        .order_by(stages.c.begin_wall.desc())
+    )
+
+
+def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
+    """Select steps, newest first, without their blobs."""
+    query = (
+        sa.select(
+            *(column for column in tables.steps.columns if column.name != "whole"),
+            tables.steps.c.whole.is_not(None).label("has_whole"),
+            tables.attempts.c.run,
+            tables.attempts.c.number.label("attempt"),
+        )
+        .outerjoin(tables.attempts, tables.attempts.c.attempt_id == tables.steps.c.attempt_id)
+        .order_by(tables.steps.c.step.desc(), tables.steps.c.attempt_id.desc())
+    )
+    if attempt_id is not None:
+        query = query.where(tables.steps.c.attempt_id == attempt_id)
+    if run is not None:
+        query = query.where(tables.attempts.c.run == run)
+    if before is not None:
+        query = query.where(tables.steps.c.step < before)
+    return query
+
+
+def counts() -> dict[str, Query]:
+    """Return the queries behind /metrics: labels and `count`, each over an index or few rows.
+
+    * `processes_live` (run, role), `stages_open` (run, stage), `steps_open` (run)
+    * `payloads_announced` (run): announced and not yet settled; `payload_bytes_announced` beside
+    * `losses` (run, kind), `findings` (run, kind, severity), `dumps` (run, state), `attempts` (run)
+    """
+    count = sa.func.count().label("count")
+    run = tables.attempts.c.run
+
+    def by_run(table: sa.Table, *labels: Any, where: Any = None) -> Query:
+        query = sa.select(run, *labels, count).select_from(
+            table.join(tables.attempts, tables.attempts.c.attempt_id == table.c.attempt_id)
+        )
+        query = query if where is None else query.where(where)
+        return query.group_by(run, *labels).order_by(run, *labels)
+
+    announced = payloads.c.state == sa.literal_column("'announced'")
+    is_open = stages.c.end_wall.is_(None) & (sa.func.coalesce(stages.c.status, "open") == "open")
+    lost = sa.func.sum(sa.func.coalesce(losses.c.count, 1)).label("count")
+    seen = sa.func.sum(sa.func.coalesce(findings.c.count, 1)).label("count")
+    return {
+        "processes_live": by_run(processes, processes.c.role, where=_ALIVE),
+        "stages_open": by_run(stages, stages.c.stage, where=is_open),
+        "steps_open": by_run(tables.steps, where=tables.steps.c.closed_wall.is_(None)),
+        "payloads_announced": by_run(payloads, where=announced).add_columns(
+            sa.func.sum(payloads.c.bytes).label("bytes")
+        ),
+        "losses": sa.select(losses.c.run, losses.c.kind, lost).group_by(
+            losses.c.run, losses.c.kind
+        ),
+        "findings": sa.select(findings.c.run, findings.c.kind, findings.c.severity, seen).group_by(
+            findings.c.run, findings.c.kind, findings.c.severity
+        ),
+        "dumps": by_run(dumps, dumps.c.state),
+        "attempts": sa.select(run, count).group_by(run).order_by(run),
+    }

@@ -1,0 +1,136 @@
+"""Merging: a batch leaves what its writes leave one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.stores import url_of
+
+from stagescope.errors import StoreError
+from stagescope_service.store import connect, migrate
+from stagescope_service.store.base import Delete, Put, Write
+from stagescope_service.store.snapshot import rows
+from stagescope_service.store.tables import TABLES
+from stagescope_service.store.upsert import Batch, _upsert, check
+
+_KEYS = st.fixed_dictionaries(
+    {
+        "incarnation": st.sampled_from(["a", "b"]),
+        "work_key": st.sampled_from(["1", "2"]),
+        "name": st.sampled_from(["loss"]),
+    }
+)
+_COLUMNS = st.fixed_dictionaries(
+    {},
+    optional={
+        "step": st.none() | st.integers(0, 3),
+        "value": st.none() | st.floats(),
+        "role": st.none() | st.text(max_size=3),
+        "wall": st.floats(0, 10),
+    },
+)
+_PUT = st.builds(lambda key, row: Put("scalars", {**key, **row}), _KEYS, _COLUMNS)
+_RUN = st.builds(
+    lambda run, row: Put("runs", {"run": run, **row}),
+    st.sampled_from("xyz"),
+    st.fixed_dictionaries(
+        {}, optional={"settings": st.integers(), "created_wall": st.floats(0, 9)}
+    ),
+)
+_DELETE = st.builds(
+    lambda where: Delete("scalars", where),
+    st.sampled_from([{"incarnation": "a"}, {"incarnation": "b", "work_key": "1"}, {"step": 1}]),
+)
+_WRITES = st.lists(st.one_of(_PUT, _PUT, _RUN, _DELETE), max_size=30)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    engine = connect.writer_engine(url_of(tmp_path_factory.mktemp("upsert")))
+    with engine.begin() as connection:
+        migrate.upgrade(connection)
+    yield engine
+    engine.dispose()
+
+
+def _outcome(engine: sa.Engine, groups: list[list[Write]]) -> Any:
+    with engine.connect() as connection, connection.begin() as transaction:
+        for group in groups:
+            Batch(group).execute(connection)
+        found = [
+            sorted(rows(connection, TABLES[name].select()), key=repr)
+            for name in ("scalars", "runs")
+        ]
+        transaction.rollback()
+    return repr(found)
+
+
+_FEW = settings(max_examples=150, deadline=None)
+
+
+@_FEW
+@given(_WRITES, st.integers(1, 10))
+def test_any_grouping_leaves_the_same(engine: sa.Engine, writes: list[Write], size: int) -> None:
+    one_by_one = _outcome(engine, [[write] for write in writes])
+    grouped = [writes[start : start + size] for start in range(0, len(writes), size)]
+    assert _outcome(engine, grouped) == one_by_one
+    assert _outcome(engine, [writes]) == one_by_one
+
+
+@_FEW
+@given(_WRITES, st.data())
+def test_resubmission_leaves_the_same(
+    engine: sa.Engine, writes: list[Write], data: st.DataObject
+) -> None:
+    # A sender that saw no receipt says again everything from some point on.
+    again = data.draw(st.integers(0, len(writes)))
+    assert _outcome(engine, [writes, writes[again:]]) == _outcome(engine, [writes])
+
+
+@_FEW
+@given(st.lists(_PUT, max_size=12, unique_by=lambda put: put.row["incarnation"]), st.randoms())
+def test_the_order_between_rows_does_not_matter(
+    engine: sa.Engine, puts: list[Write], random: Any
+) -> None:
+    shuffled = [*puts, *puts]
+    random.shuffle(shuffled)
+    assert _outcome(engine, [shuffled]) == _outcome(engine, [puts])
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (Put("nowhere", {"a": 1}), "no table"),
+        (Put("runs", {"run": "a", "color": 1}), "no columns"),
+        (Put("runs", {"created_wall": 1.0}), "without run"),
+        (Put("scalars", {"incarnation": "a", "work_key": None, "name": "n"}), "without work_key"),
+        (Delete("runs", {}), "all rows"),
+        (Delete("runs", {"color": 1}), "no columns"),
+    ],
+)
+def test_what_no_database_could_take_is_refused(write: Write, message: str) -> None:
+    with pytest.raises(StoreError, match=message):
+        check(write)
+
+
+def test_upserts_compile_for_postgresql() -> None:
+    statement = _upsert("postgresql", "runs", frozenset({"run", "settings"}))
+    text = str(statement.compile(dialect=sa.engine.make_url("postgresql://").get_dialect()()))
+    assert "ON CONFLICT (run) DO UPDATE SET settings = excluded.settings" in text
+    key_alone = _upsert("postgresql", "runs", frozenset({"run"}))
+    assert "DO NOTHING" in str(
+        key_alone.compile(dialect=sa.engine.make_url("postgresql://").get_dialect()())
+    )
+
+
+def test_a_catalogue_needs_no_parent_directory(tmp_path: Path) -> None:
+    engine = connect.writer_engine(url_of(tmp_path / "a" / "b c?#%"))
+    with engine.begin() as connection:
+        migrate.upgrade(connection)
+    engine.dispose()
+    assert (tmp_path / "a" / "b c?#%" / "catalogue.db").exists()

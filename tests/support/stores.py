@@ -1,0 +1,104 @@
+"""Helpers for tests that write a real catalogue."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from stagescope_service.store.base import Put
+from stagescope_service.store.connect import catalogue_url
+from stagescope_service.store.snapshot import rows
+from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.tables import TABLES
+
+
+def url_of(directory: Path) -> str:
+    """The URL of a SQLite catalogue in `directory`."""
+    return catalogue_url(directory)
+
+
+def write(store: SqlStore, *puts: Put) -> None:
+    """Submit and wait for the receipt."""
+    store.submit(puts).result(30)
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """Wait until `condition()` is true, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+    return found
+
+
+def stage_row(rank: Any, step: int, **columns: Any) -> Put:
+    """A stage as a rank's begin event makes it."""
+    row = {
+        "incarnation": f"incarnation-{rank}",
+        "work_key": f"{step}||actor_update|0.0.0.0",
+        "revision": 0,
+        "attempt_id": 1,
+        "role": "actor",
+        "rank": rank,
+        "step": step,
+        "stage": "actor_update",
+        "begin_seq": step,
+        "begin_wall": 1000.0 + step,
+        "begin_mono": float(step),
+    }
+    return Put("stages", {**row, **columns})
+
+
+def training(attempt_id: int = 1, run: str = "r", number: int = 1) -> list[Put]:
+    """A run with one attempt and one process."""
+    return [
+        Put("runs", {"run": run, "created_wall": 1.0}),
+        Put(
+            "attempts",
+            {
+                "attempt_id": attempt_id,
+                "run": run,
+                "number": number,
+                "key": f"key-{number}",
+                "opened_wall": 10.0 * number,
+                "unkeyed": False,
+            },
+        ),
+        Put(
+            "processes",
+            {
+                "incarnation": f"incarnation-{attempt_id}-0",
+                "attempt_id": attempt_id,
+                "role": "actor",
+                "rank": 0,
+                "tp_size": 2,
+                "host": "a",
+                "first_wall": 10.0 * number,
+                "last_wall": 10.0 * number + 5,
+            },
+        ),
+    ]
+
+
+def rows_of(store: SqlStore, table: str) -> list[dict[str, Any]]:
+    """All rows of a table, read on the store's own reader."""
+    assert store._reader is not None
+    with store._reader.begin() as connection:
+        return rows(connection, TABLES[table].select())
+
+
+def keyed(rows: Iterable[dict[str, Any]], *key: str) -> dict[Any, dict[str, Any]]:
+    """Rows by their key."""
+    return {tuple(row[name] for name in key): row for row in rows}
+
+
+def fill(ballast: Path) -> None:
+    """Write `ballast` until its disk is full."""
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert shutil.disk_usage(ballast.parent).free == 0
