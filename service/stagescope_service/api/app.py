@@ -1,0 +1,111 @@
+"""The API as one FastAPI app, put together from its collaborators."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from fastapi import Depends, FastAPI
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+
+from stagescope_service.api import health, live, problems, runs, steps
+from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
+from stagescope_service.api.commands import Commands
+from stagescope_service.api.desk import Desk
+from stagescope_service.api.measures import Measures
+from stagescope_service.api.requests import Answer, check_query
+from stagescope_service.api.target import Finder
+from stagescope_service.settings import Settings
+from stagescope_service.store.catalogue import Catalogue
+
+DESCRIPTION: Final = """\
+Which round, which token, which rank, which operator went wrong.
+
+**Tokens.** `Authorization: Bearer <token>`. The read token answers GET; the operate token also
+POST and DELETE, `/events` and `/poll` included. `/healthz` and `/readyz` need none.
+
+**Numbers.** A number that is not finite is the string `"nan"`, `"inf"` or `"-inf"`: JSON has no
+such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds of the service's
+clock, durations (`seconds`) are monotonic seconds of the process.
+
+**Which run.** Without `run` the run whose training stage began last answers; without `attempt`
+its newest attempt that has the step. Every answer names both; other live runs stand in
+`also_live`. A step that a later attempt did again says so in `superseded_by`.
+
+**Lists** hold `rows` and `next`: give that as `cursor` for the next page, `null` ends it.
+
+**Errors** are `application/problem+json` (RFC 9457) with `code`, `wrong`, `expected`, `advice`.
+"""
+
+
+def make_app(
+    *,
+    catalogue: Catalogue,
+    commands: Commands,
+    settings: Settings,
+    tokens: Tokens | None,
+    clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """Return the app.
+
+    Args:
+        catalogue: the store's reading side; opened by whoever made it.
+        commands: the coordinator's calls.
+        settings: limits, allowed roots, names.
+        tokens: who may ask; None lets everybody on loopback do everything.
+        clock: Unix seconds of the service.
+
+    Raises:
+        Forbidden: no tokens, and a bind beyond loopback.
+    """
+    check_bind(settings, tokens)
+    app = FastAPI(
+        title="stagescope",
+        description=DESCRIPTION,
+        docs_url=None,  # both load their scripts from elsewhere; the page is offline
+        redoc_url=None,
+        dependencies=[Depends(check_query)],
+        default_response_class=Answer,
+        responses={
+            "4XX": {"description": "A problem", "content": {problems.MEDIA_TYPE: _PROBLEM}},
+            "5XX": {"description": "A problem", "content": {problems.MEDIA_TYPE: _PROBLEM}},
+        },
+        generate_unique_id_function=_operation_id,
+    )
+    app.state.settings = settings
+    app.state.bodies = asyncio.Semaphore(settings.max_bodies)
+    app.state.desk = Desk(
+        catalogue=catalogue,
+        commands=commands,
+        settings=settings,
+        clock=clock,
+        finder=Finder(catalogue),
+        measures=Measures(catalogue, settings.cache_steps),
+    )
+    problems.add_handlers(app)
+    app.add_middleware(Guard, settings=settings, tokens=tokens)
+    for router in (health.router, runs.router, steps.router, live.router):
+        app.include_router(router, dependencies=[Depends(_BEARER)])
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+_PROBLEM: Final[dict[str, Any]] = {"schema": problems.PROBLEM_SCHEMA}
+
+# For the OpenAPI document alone: the guard has checked the token before any route is looked up.
+_BEARER: Final = HTTPBearer(auto_error=False, description="The read or the operate token.")
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    document = FastAPI.openapi(app)
+    for path in OPEN_PATHS & set(document["paths"]):
+        for operation in document["paths"][path].values():
+            operation.pop("security", None)
+    return document

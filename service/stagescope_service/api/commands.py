@@ -1,0 +1,49 @@
+"""What the API asks of the engine: it reads the store itself, and changes nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+Reply = dict[str, Any]
+
+
+class Commands(Protocol):
+    """The coordinator's calls, as the routes make them.
+
+    Each is made on the server's event loop and must not block it. A reply with `not_ready` says
+    that nothing was taken. An error of `stagescope.errors` becomes the answer's problem; where
+    the coordinator cannot be reached, `Unreachable` or `NotReady` is expected.
+    """
+
+    async def record_events(
+        self,
+        *,
+        sender: Sequence[Any],
+        events: Sequence[Sequence[Any]],
+        payloads: Mapping[int, Any] | None = None,
+    ) -> Reply:
+        """Take in a batch; returns after its commit."""
+        ...
+
+    async def poll(
+        self, *, sender: Sequence[Any], revision: int, unreceipted: Sequence[int], wait: float
+    ) -> Reply:
+        """Renew the sender's lease; returns news of the plan and receipts, after `wait` at most."""
+        ...
+
+    async def plan(self) -> Reply:
+        """Return the plan in force: `{"revision", "captures"}`."""
+        ...
+
+    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
+        """Put a validated capture in force and return it with its id."""
+        ...
+
+    async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
+        """Withdraw a capture and return it."""
+        ...
+
+    async def status(self) -> Reply:
+        """Return the coordinator's state; `not_ready` in it is the reason why it cannot serve."""
+        ...

@@ -1,0 +1,209 @@
+"""Routes that reach the engine: events and polls of processes without Ray, plan and captures."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Path, Query, Request
+
+from stagescope.captures import CAPTURE_FIELDS
+from stagescope.errors import InvalidInput
+from stagescope.schema import Sender
+from stagescope_service.api import framing
+from stagescope_service.api.auth import caller_of
+from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.problems import check_ready
+from stagescope_service.api.requests import Answer, PageOf, read_body, read_json
+from stagescope_service.engine.plans import validate_capture
+
+router = APIRouter()
+
+MAX_WAIT: Final = 20.0
+MAX_UNRECEIPTED: Final = 100_000
+
+_BINARY: Final[dict[str, Any]] = {"type": "string", "format": "binary"}
+_EVENTS_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {
+        framing.MEDIA_TYPE: {"schema": _BINARY},
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["sender", "events"],
+                "properties": {
+                    "sender": {"type": "array", "items": {}},
+                    "events": {"type": "array", "items": {"type": "array", "items": {}}},
+                    "payloads": {"type": "object"},
+                },
+            }
+        },
+    },
+}
+_POLL_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["sender"],
+                "properties": {
+                    "sender": {"type": "array", "items": {}},
+                    "revision": {"type": "integer", "default": -1},
+                    "unreceipted": {"type": "array", "items": {"type": "integer"}},
+                    "wait": {"type": "number", "minimum": 0, "maximum": MAX_WAIT},
+                },
+            }
+        }
+    },
+}
+_CAPTURE_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["stages", "steps"],
+                "properties": {
+                    name: {"description": text} for name, text in CAPTURE_FIELDS.items()
+                },
+                "additionalProperties": False,
+            }
+        }
+    },
+}
+
+
+@router.post("/events", tags=["processes"], openapi_extra={"requestBody": _EVENTS_BODY})
+async def events(request: Request, desk: AtDesk) -> Answer:
+    """Take in a batch of events, with payloads, of a process without Ray; needs the operate token.
+
+    `application/vnd.stagescope.events`: 8 bytes of length (little-endian), that much JSON
+    `{"sender", "events", "payloads": {seq: {"tensors": {name: {"dtype", "shape", "offsets"}},
+    "strings", "meta"}}}`, then safetensors with entries `{seq}/{name}` and
+    `{seq}/{name}/offsets`. `application/json`: the JSON alone, for events without tensors.
+    Answers after the commit: `{"coordinator", "wall", "received", "refused", "receipts",
+    "revision"}`. A batch may be sent again: nothing counts twice.
+    """
+    framed = _is_framed(request)
+    settings = desk.settings
+    # Bodies are held in memory whole: no more of them at a time than the settings say.
+    async with request.app.state.bodies:
+        body = await read_body(
+            request, limit=settings.max_body_bytes, seconds=settings.body_seconds
+        )
+        batch = await asyncio.to_thread(
+            framing.parse,
+            body,
+            framed=framed,
+            max_json=settings.max_json_bytes,
+            max_events=settings.max_events,
+        )
+        del body
+        reply = await desk.commands.record_events(
+            sender=batch.sender, events=batch.events, payloads=batch.payloads or None
+        )
+    return Answer(check_ready(reply))
+
+
+@router.post("/poll", tags=["processes"], openapi_extra={"requestBody": _POLL_BODY})
+async def poll(request: Request, desk: AtDesk) -> Answer:
+    """Renew a process's lease and wait for news of the plan or of receipts; needs operate.
+
+    Ends after `wait` seconds (20 at most), or as soon as the plan's revision differs from
+    `revision` or a payload of `unreceipted` is settled: `{"coordinator", "wall", "revision",
+    "plan", "receipts", "poll_seconds"}`; `plan` is null where nothing changed.
+    """
+    said = await read_json(request, desk.settings)
+    unknown = sorted(set(said) - {"sender", "revision", "unreceipted", "wait"})
+    if unknown:
+        raise InvalidInput(
+            f"a poll has no field {', '.join(map(repr, unknown[:5]))}",
+            expected="sender, revision, unreceipted, wait",
+        )
+    Sender.parse(said.get("sender"))
+    reply = await desk.commands.poll(
+        sender=tuple(said["sender"]),
+        revision=_integer(said.get("revision", -1), "revision"),
+        unreceipted=_integers(said.get("unreceipted", [])),
+        wait=min(_seconds(said.get("wait", MAX_WAIT)), MAX_WAIT, desk.settings.poll_seconds),
+    )
+    return Answer(check_ready(reply))
+
+
+@router.get("/plan", tags=["captures"])
+async def plan(desk: AtDesk) -> Answer:
+    """Return the plan in force: its revision and its captures."""
+    return Answer(check_ready(await desk.commands.plan()))
+
+
+@router.get("/captures", tags=["captures"])
+def captures(
+    desk: AtDesk,
+    page: PageOf,
+    run: Annotated[
+        str | None, Query(max_length=100, description="Only those ordered for this run.")
+    ] = None,
+) -> Answer:
+    """List the captures that were ever ordered, newest first, withdrawn ones too."""
+    return Answer(page.cut(desk.catalogue.captures(run=run)))
+
+
+@router.post(
+    "/captures", tags=["captures"], status_code=201, openapi_extra={"requestBody": _CAPTURE_BODY}
+)
+async def add_capture(request: Request, desk: AtDesk) -> Answer:
+    """Order a capture and return it with its id; needs the operate token.
+
+    Its paths must lie inside the allowed roots. Who ordered it (header `X-Stagescope-User`, which
+    token, from where) is kept in the audit.
+    """
+    spec = await read_json(request, desk.settings)
+    capture = await asyncio.to_thread(_validated, desk, spec)
+    reply = await desk.commands.add_capture(spec=capture, by=str(caller_of(request)))
+    return Answer(check_ready(reply), 201)
+
+
+@router.delete("/captures/{capture_id}", tags=["captures"])
+async def remove_capture(
+    request: Request,
+    desk: AtDesk,
+    capture_id: Annotated[str, Path(max_length=100, description="The capture's id.")],
+) -> Answer:
+    """Withdraw a capture and return it; what it has collected stays. Needs the operate token."""
+    reply = await desk.commands.remove_capture(capture_id=capture_id, by=str(caller_of(request)))
+    return Answer(check_ready(reply))
+
+
+def _validated(desk: Desk, spec: dict[str, Any]) -> dict[str, Any]:
+    # In a thread: resolving a path's links may wait for a slow file system.
+    return validate_capture(spec, allowed_roots=[str(root) for root in desk.settings.roots])
+
+
+def _is_framed(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in (framing.MEDIA_TYPE, "application/json"):
+        raise InvalidInput(
+            f"content type {kind!r:.100}", expected=f"{framing.MEDIA_TYPE} or application/json"
+        )
+    return kind == framing.MEDIA_TYPE
+
+
+def _integer(value: Any, name: str) -> int:
+    if type(value) is not int:
+        raise InvalidInput(f"{name} is {value!r:.100}", expected="an integer")
+    return value
+
+
+def _integers(value: Any) -> list[int]:
+    if not isinstance(value, list) or len(value) > MAX_UNRECEIPTED:
+        raise InvalidInput(
+            f"unreceipted is {value!r:.100}", expected=f"a list of at most {MAX_UNRECEIPTED} seq"
+        )
+    return [_integer(item, "a seq of unreceipted") for item in value]
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise InvalidInput(f"wait is {value!r:.100}", expected=f"seconds from 0 to {MAX_WAIT:g}")
+    return float(value)

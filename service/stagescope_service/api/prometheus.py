@@ -1,0 +1,170 @@
+"""The text of /metrics: the service's own state, and each run's newest measured step.
+
+Cardinality is bounded: the newest runs of the settings, a fixed list of metrics, and labels that
+the project names itself (role, kind, state); never a rank, a step or an attempt in a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from stagescope.schema import ROLES, STAGES
+from stagescope_service.api.measures import Measures
+from stagescope_service.settings import Settings
+from stagescope_service.store.catalogue import Catalogue
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+MAIN_METRICS: Final = (
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "training/rollout_probs_diff_std",
+    "training/rollout_actor_probs_pearson_corr",
+    "per_round/total_rounds",
+    "per_round/max_round_diff",
+    "per_round/max_diff_value",
+    "rollout_corr/kl",
+    "rollout_corr/k3_kl",
+    "rollout_corr/ppl_ratio",
+    "rollout_corr/chi2_token",
+    "train_rollout_logprob_abs_diff",
+    "token_mult_prob_error",
+)
+OTHER: Final = "other"
+"""The label of a name that jobs made up: their number is not ours to bound."""
+
+_COUNTS: Final[Mapping[str, tuple[str, str, str | None]]] = {
+    "attempts": ("attempts", "Attempts of a run.", None),
+    "processes_live": ("processes_live", "Processes that hold their lease.", "role"),
+    "stages_open": ("stages_open", "Stages begun and not ended.", "stage"),
+    "steps_open": ("steps_open", "Steps that are not closed.", None),
+    "payloads_announced": (
+        "payloads_announced", "Payloads announced and not yet settled: the lag.", None
+    ),
+    "losses": ("lost", "What was announced and never arrived, or was dropped.", "kind"),
+    "findings": ("findings", "Findings.", "kind"),
+    "dumps": ("dumps", "Dumps by state.", "state"),
+}  # fmt: skip
+_KNOWN: Final[Mapping[str, frozenset[str]]] = {
+    "role": frozenset(ROLES),
+    "stage": frozenset(STAGES),
+    "state": frozenset({"armed", "complete", "truncated", "failed", "missed", "skipped"}),
+}
+_MAX_KINDS: Final = 40
+
+
+def text(catalogue: Catalogue, measures: Measures, settings: Settings, now: float) -> bytes:
+    """Return the exposition text.
+
+    Raises:
+        CatalogueUnavailable: the catalogue cannot be read now.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Fixed(list(_families(catalogue, measures, settings, now))))
+    return generate_latest(registry)
+
+
+class _Fixed(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what was gathered."""
+        yield from self._families
+
+
+def _families(
+    catalogue: Catalogue, measures: Measures, settings: Settings, now: float
+) -> Iterator[Metric]:
+    runs = catalogue.runs(limit=settings.prometheus_runs)
+    names = {str(row["run"]) for row in runs}
+    for key, rows in catalogue.counts().items():
+        if key in _COUNTS:
+            yield _count(*_COUNTS[key], rows, names)
+        if key == "payloads_announced":
+            family = _gauge("payload_bytes_announced", "Bytes of these payloads.", "run")
+            for row in rows:
+                if row["run"] in names:
+                    family.add_metric([row["run"]], float(row["bytes"] or 0))
+            yield family
+    size = catalogue.bytes_on_disk()
+    if size is not None:
+        family = _gauge("catalogue_bytes", "Bytes of the catalogue's files.")
+        family.add_metric([], float(size))
+        yield family
+    yield from _run_families(catalogue, measures, runs, now)
+
+
+def _run_families(
+    catalogue: Catalogue, measures: Measures, runs: list[dict[str, Any]], now: float
+) -> Iterator[Metric]:
+    live = _gauge("run_live", "1 where a process of the run holds its lease.", "run")
+    silence = _gauge("run_silent_seconds", "Time since a process of the run was heard.", "run")
+    newest = _gauge("run_newest_step", "Newest step of the run's newest attempt.", "run")
+    lag = _gauge("run_step_lag", "Steps between the newest and the newest measured one.", "run")
+    number = _gauge("run_attempt", "Number of the run's newest attempt.", "run")
+    step = _gauge("step", "The measured step that the metrics are of.", "run")
+    metric = _gauge("step_metric", "Main metrics of that step.", "run", "metric")
+    for row in runs:
+        run = str(row["run"])
+        live.add_metric([run], float(bool(row["live"])))
+        if row["last_wall"] is not None:
+            silence.add_metric([run], max(now - row["last_wall"], 0.0))
+        if row["attempt_id"] is None:
+            continue
+        number.add_metric([run], float(row["attempt"]))
+        steps = catalogue.steps(row["attempt_id"], limit=_LOOK_BACK)
+        measured = next((item for item in steps if item["has_whole"]), None)
+        if steps:
+            newest.add_metric([run], float(steps[0]["step"]))
+        if measured is not None:
+            step.add_metric([run], float(measured["step"]))
+            lag.add_metric([run], float(steps[0]["step"] - measured["step"]))
+            found = measures.published(row["attempt_id"], measured["step"])
+            for name in MAIN_METRICS:
+                if name in found:
+                    metric.add_metric([run, name], float(found[name]))
+    yield from (live, silence, newest, lag, number, step, metric)
+
+
+_LOOK_BACK: Final = 16
+"""Newest steps of an attempt among which the newest measured one is looked for."""
+
+
+def _count(
+    name: str, help_text: str, label: str | None, rows: list[dict[str, Any]], runs: set[str]
+) -> Metric:
+    labels = ("run",) if label is None else ("run", label)
+    sums: dict[tuple[str, ...], float] = {}
+    kinds: set[str] = set()
+    for row in rows:
+        if row["run"] not in runs:
+            continue
+        key = [str(row["run"])]
+        if label is not None:
+            key.append(_bounded(label, str(row[label]), kinds))
+        sums[tuple(key)] = sums.get(tuple(key), 0.0) + float(row["count"] or 0)
+    family = _gauge(name, help_text, *labels)
+    for values, value in sorted(sums.items()):
+        family.add_metric(list(values), value)
+    return family
+
+
+def _bounded(label: str, value: str, kinds: set[str]) -> str:
+    known = _KNOWN.get(label)
+    if known is not None:
+        return value if value in known else OTHER
+    if value not in kinds and len(kinds) >= _MAX_KINDS:
+        return OTHER
+    kinds.add(value)
+    return value
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"stagescope_{name}", help_text, labels=labels)

@@ -1,0 +1,147 @@
+"""Routes about runs, attempts, steps in lists, and what the service noticed or lost."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+
+from stagescope_service.api import rows as shape
+from stagescope_service.api.completeness import ALL_ROWS, arrival
+from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.requests import Answer, Page, PageOf, cursor
+from stagescope_service.api.target import Target, superseded_by
+
+router = APIRouter(tags=["runs"])
+
+StepFilter = Annotated[int | None, Query(description="Only this step.")]
+
+
+@router.get("/runs")
+def runs(desk: AtDesk, page: PageOf) -> Answer:
+    """List the runs, the one that was active last first, each with its newest attempt."""
+    found = desk.catalogue.runs(limit=page.limit + 1, offset=page.offset)
+    rows = [shape.run_row(row) for row in found[: page.limit]]
+    return Answer(page.answer(rows, more=len(found) > page.limit))
+
+
+@router.get("/runs/{run}/attempts")
+def attempts(
+    desk: AtDesk, page: PageOf, run: Annotated[str, Path(description="The run's name.")]
+) -> Answer:
+    """List a run's attempts, newest first: fingerprint, where it resumed, what was done again.
+
+    `superseded` names the steps of an attempt that later attempts did again: from `from_step` on,
+    by attempt `by`.
+    """
+    target = desk.finder.attempt(run)
+    found = desk.catalogue.attempts(target.run)
+    again = shape.superseded_steps(found)
+    rows = [{**shape.attempt_row(row), "superseded": again[row["number"]]} for row in found]
+    return Answer({"run": target.run, "also_live": target.also_live, **page.cut(rows)})
+
+
+@router.get("/steps")
+def steps(
+    desk: AtDesk,
+    page: PageOf,
+    run: Run = None,
+    attempt: Annotated[
+        int | None, Query(ge=1, lt=1 << 31, description="Only this attempt; default: all.")
+    ] = None,
+) -> Answer:
+    """List a run's steps, newest first: whether each is complete, and which ranks are missing.
+
+    Without `attempt` the steps of every attempt are listed; those that a later attempt did again
+    say so in `superseded_by`.
+    """
+    target = desk.finder.attempt(run, attempt)
+    found, following = _steps_page(desk, target, page, attempt)
+    everything = desk.catalogue.attempts(target.run)
+    by_id = {row["attempt_id"]: row for row in everything}
+    rows = []
+    for row in found:
+        own = by_id[row["attempt_id"]]
+        judged = None
+        if row["closed_wall"] is None:
+            at = desk.catalogue.stages(row["attempt_id"], row["step"], limit=ALL_ROWS)
+            judged = arrival(desk.catalogue, own, row, at)
+        rows.append(shape.step_row(row, superseded_by(row, own["number"], everything), judged))
+    return Answer({**target.heading(), "attempt": attempt, "rows": rows, "next": following})
+
+
+def _steps_page(
+    desk: Desk, target: Target, page: Page, attempt: int | None
+) -> tuple[list[Row], str | None]:
+    """Return a page of steps and the cursor of the next.
+
+    The cursor says the last step and how many rows with it were given: steps that begin meanwhile
+    move nothing.
+    """
+    only = None if attempt is None else target.attempt_id
+    before = page.at[0] if page.at else None
+    skip = page.at[1] if len(page.at) > 1 else 0
+    rows = desk.catalogue.steps(only, run=target.run, before=before, limit=page.limit + skip + 1)[
+        skip:
+    ]
+    more = len(rows) > page.limit
+    rows = rows[: page.limit]
+    if not more:
+        return rows, None
+    last = rows[-1]["step"]
+    given = sum(row["step"] == last for row in rows)
+    if before is not None and last + 1 == before:
+        given += skip
+    return rows, cursor(last + 1, given)
+
+
+@router.get("/losses")
+def losses(
+    desk: AtDesk,
+    page: PageOf,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    step: StepFilter = None,
+    kind: Annotated[str | None, Query(max_length=200, description="Only this kind.")] = None,
+) -> Answer:
+    """List what was announced and never arrived, or was dropped, with the reason; last first."""
+    scope, numbers, said = _scope(desk, run, attempt)
+    found = desk.catalogue.losses(
+        **scope, step=step, kind=kind, limit=page.limit + 1, offset=page.offset
+    )
+    rows = shape.numbered(found[: page.limit], numbers)
+    return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
+
+
+@router.get("/findings")
+def findings(
+    desk: AtDesk,
+    page: PageOf,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    step: StepFilter = None,
+    kind: Annotated[str | None, Query(max_length=200, description="Only this kind.")] = None,
+    severity: Annotated[str | None, Query(max_length=50, description="Only these.")] = None,
+) -> Answer:
+    """List what the service noticed to be wrong, with evidence and advice; last seen first."""
+    scope, numbers, said = _scope(desk, run, attempt)
+    found = desk.catalogue.findings(
+        **scope,
+        step=step,
+        kind=kind,
+        severity=severity,
+        limit=page.limit + 1,
+        offset=page.offset,
+    )
+    rows = shape.numbered(found[: page.limit], numbers)
+    return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
+
+
+def _scope(desk: Desk, run: str | None, attempt: int | None) -> tuple[Row, dict[int, int], Row]:
+    """Return the filters, attempt_id -> number, and what the answer says first."""
+    target = desk.finder.attempt(run, attempt)
+    numbers = {row["attempt_id"]: row["number"] for row in desk.catalogue.attempts(target.run)}
+    said = {**target.heading(), "attempt": attempt}
+    if attempt is None:
+        return {"run": target.run}, numbers, said
+    return {"attempt_id": target.attempt_id}, numbers, said

@@ -1,0 +1,191 @@
+"""uvicorn in a thread: the API of a process that has something else to do, such as an actor."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from stagescope.errors import Conflict, InvalidInput, NotReady, StagescopeError
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS: Final = 2
+"""How long answers under way (polls above all) may still take when the server stops."""
+BACKLOG: Final = 2048
+
+
+class ApiServer:
+    """Serves one app on one address; `start` and `stop` may be called again and from any thread.
+
+    Usage:
+        >>> server = ApiServer(app, host="127.0.0.1", port=8700)
+        >>> server.start()
+        >>> server.url
+        >>> server.stop()
+    """
+
+    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 8700) -> None:
+        self.app = app
+        self.host = host
+        self._asked_port = port
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the server accepts connections."""
+        thread, server = self._thread, self._server
+        return thread is not None and thread.is_alive() and server is not None and server.started
+
+    @property
+    def port(self) -> int:
+        """The port that is bound; the one that was asked for while none is."""
+        return self._asked_port if self._socket is None else int(self._socket.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """The URL for a client on this host."""
+        name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        if ":" in name and not name.startswith("["):
+            name = f"[{name}]"
+        return f"http://{name}:{self.port}"
+
+    def start(self, *, wait_for_port: float = 0.0, timeout: float = 15.0) -> None:
+        """Bind and serve; on a running server nothing.
+
+        Args:
+            wait_for_port: seconds to wait for a port that another process still holds (the one
+                that this one replaces).
+            timeout: seconds until the server must have begun.
+
+        Raises:
+            Conflict: the port is taken.
+            InvalidInput: the address is not one of this host.
+            NotReady: the server did not begin in time.
+        """
+        with self._lock:
+            if self.running:
+                return
+            self._stop(timeout=1.0)
+            self._socket = _bind_patiently(self.host, self._asked_port, wait_for_port)
+            config = uvicorn.Config(
+                self.app,
+                lifespan="off",
+                ws="none",
+                log_config=None,  # the process's own logging stands
+                access_log=False,  # a request line may hold what somebody put into a URL
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+            )
+            self._server = uvicorn.Server(config)
+            self._thread = threading.Thread(
+                target=self._server.run, args=([self._socket],), name="api-server", daemon=True
+            )
+            self._thread.start()
+            self._await_start(timeout)
+        log.info("The API answers at %s", self.url)
+
+    def stop(self, *, timeout: float = 10.0) -> None:
+        """Finish what is under way, for a short while, and let go of the port."""
+        with self._lock:
+            self._stop(timeout)
+
+    def _await_start(self, timeout: float) -> None:
+        assert self._server is not None
+        assert self._thread is not None
+        deadline = time.monotonic() + timeout
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                self._stop(timeout=1.0)
+                raise NotReady(
+                    f"the API did not begin to serve {self.host}:{self._asked_port}",
+                    advice="the log says why",
+                )
+            self._thread.join(0.005)
+
+    def _stop(self, timeout: float) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive() and self._server is not None:
+                self._server.force_exit = True
+                self._thread.join(timeout)
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self._server = self._thread = None
+
+
+def _bind_patiently(host: str, port: int, patience: float) -> socket.socket:
+    deadline = time.monotonic() + patience
+    pause = threading.Event()
+    while True:
+        try:
+            return bind(host, port)
+        except Conflict:
+            if time.monotonic() >= deadline:
+                raise
+        pause.wait(0.1)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        Conflict: the port is taken, or needs rights that this user lacks.
+        InvalidInput: the address is not one of this host.
+    """
+    with _explained(host, port):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            # A port whose last owner was killed is ours at once; a living owner still refuses.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+            listening.set_inheritable(False)
+        except BaseException:
+            listening.close()
+            raise
+        return listening
+
+
+@contextlib.contextmanager
+def _explained(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _explanation(error, host, port) from error
+
+
+def _explanation(error: OSError, host: str, port: int) -> StagescopeError:
+    if error.errno == errno.EADDRINUSE:
+        return Conflict(
+            f"port {port} of {host} is taken by another process",
+            expected="a free port",
+            advice="stop it, or choose another with STAGESCOPE_PORT (0 = any free one)",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return Conflict(
+            f"port {port} of {host} may not be bound by this user", expected="a port over 1023"
+        )
+    return InvalidInput(
+        f"{host}:{port} cannot be bound ({error.strerror or error})",
+        expected="an address of this host",
+        advice="set STAGESCOPE_HOST",
+    )
