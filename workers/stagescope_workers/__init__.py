@@ -1,0 +1,54 @@
+"""What runs inside training processes: says which stage a rank is in, hands over tensors.
+
+::
+
+    from stagescope_workers import finish, init
+
+    probe = init(run="qwen3-8b-countdown", rank=rank, world_size=world_size)
+    with probe.stage("actor_update", step=step, model=model) as stage:
+        stage.record(old_log_probs=..., rollout_log_probs=..., response_mask=...)
+        stage.log(loss=loss)
+    finish(timeout=30)
+
+Nothing of it raises or waits in a training process, and importing it needs numpy only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from stagescope_workers.lifecycle import as_stage, current, finish, init
+from stagescope_workers.payload import host_tensor
+from stagescope_workers.probe import Probe
+from stagescope_workers.stage import Stage
+
+if TYPE_CHECKING:
+    from stagescope_workers.debug_metrics import calculate_debug_metrics
+    from stagescope_workers.msprobe_capture import save
+
+__all__ = [
+    "Probe",
+    "Stage",
+    "as_stage",
+    "calculate_debug_metrics",
+    "current",
+    "finish",
+    "host_tensor",
+    "init",
+    "save",
+]
+
+# Imported when asked for: the drop-in compiles its kernel with numba.
+_LAZY = {
+    "_calculate_per_round_metrics": "debug_metrics",
+    "_find_contiguous_segments": "debug_metrics",
+    "calculate_debug_metrics": "debug_metrics",
+    "save": "msprobe_capture",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

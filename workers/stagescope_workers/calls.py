@@ -1,0 +1,49 @@
+"""A call on its way to the service, and how long to wait before the next one."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final
+
+MOST_BACKOFF: Final = 2.0
+"""Seconds; the service may be back any moment, and ranks must not come back all at once."""
+
+
+class Call:
+    """One call on the way: its future, and when it left."""
+
+    def __init__(self, future: Future[dict[str, Any]], wake: Callable[[], None]) -> None:
+        self.future = future
+        self.wall = time.time()
+        self.mono = self.looked = time.monotonic()
+        self.answered = 0.0
+        self._wake = wake
+        future.add_done_callback(self._done)
+
+    def _done(self, _: object) -> None:
+        self.answered = time.monotonic()
+        self._wake()
+
+
+class Backoff:
+    """Exponential waiting with jitter, so that a thousand ranks do not come back at once."""
+
+    def __init__(self, first: float = 0.05, most: float = MOST_BACKOFF) -> None:
+        self._first = first
+        self._most = most
+        self._failures = 0
+        self.until = 0.0
+
+    def fail(self) -> None:
+        """Wait longer than last time."""
+        delay = min(self._most, self._first * 2.0 ** min(self._failures, 20))
+        self._failures += 1
+        self.until = time.monotonic() + delay * random.uniform(0.5, 1.0)
+
+    def succeed(self) -> None:
+        """Wait no more."""
+        self._failures = 0
+        self.until = 0.0

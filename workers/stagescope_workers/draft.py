@@ -1,0 +1,187 @@
+"""What one stage has handed over so far: its tensors, strings and metadata, each owned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope.schema import DTYPE_BYTES, PAYLOAD_STRINGS, PAYLOAD_TENSORS, SCHEMA, STREAM_TENSORS
+from stagescope_workers.device import HostCopy, PinnedPool, take_tensor
+from stagescope_workers.payload import Spec, WireTensor, describe, is_tensor_like, strings_of
+from stagescope_workers.payload import spec_of as wire_spec
+
+STREAM_NAMES: Final = (*STREAM_TENSORS.values(), "ref_log_prob")
+PER_TOKEN: Final = (
+    *STREAM_NAMES, "response_mask", "responses", "positions", "round_ids", "turn_ids", "advantages"
+)  # fmt: skip
+_KNOWN_TENSORS: Final = frozenset({*STREAM_NAMES, *PAYLOAD_TENSORS})
+_FLOATS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+_MAX_META_ITEMS: Final = 1000
+_MAX_META_TEXT: Final = 10_000
+
+
+class Draft:
+    """Accumulates what `Stage.record` is given; nothing in it is shared with the caller."""
+
+    def __init__(self, pool: PinnedPool) -> None:
+        self._pool = pool
+        self._tensors: dict[str, WireTensor | HostCopy] = {}
+        self._strings: dict[str, list[str]] = {}
+        self._meta: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tensors or self._strings or self._meta)
+
+    def add(self, values: Mapping[str, object]) -> Iterator[StagescopeError]:
+        """Take `values` in; yield what is wrong with single ones, the others are taken."""
+        for name, value in values.items():
+            try:
+                self._add(name, value)
+            except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
+                yield error
+
+    def _add(self, name: str, value: object) -> None:
+        if value is None:
+            return
+        if name in self._tensors or name in self._strings:
+            raise InvalidInput(
+                f"{name} was recorded twice in one stage",
+                expected="each name once in a stage",
+                advice="give each piece a stage of its own, with microbatch= or minibatch=",
+            )
+        # Names that hold one string a row are read first: numpy arrays of objects are such lists.
+        strings = strings_of(name, value)
+        if strings is not None:
+            self._strings[name] = strings
+        elif name in _KNOWN_TENSORS or is_tensor_like(value):
+            self._tensors[name] = take_tensor(name, value, self._pool)
+        else:
+            self._meta[name] = plain(value)
+
+    def specs(self) -> dict[str, Spec]:
+        """Return the description of each tensor."""
+        return {
+            name: item.spec if isinstance(item, HostCopy) else wire_spec(item)
+            for name, item in self._tensors.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that this holds until the payload's receipt."""
+        texts = sum(len(text) for texts in self._strings.values() for text in texts)
+        rows = sum((spec.rows or 0) + 1 for spec in self.specs().values())
+        return sum(spec.nbytes for spec in self.specs().values()) + texts + 8 * rows
+
+    def description(self) -> dict[str, Any]:
+        """Return the PAYLOAD_FIELDS of an END event."""
+        specs = self.specs()
+        return {
+            "tensors": {
+                name: [tag, list(shape), rows] for name, (tag, shape, rows) in specs.items()
+            },
+            "bytes": sum(spec.nbytes for spec in specs.values()),
+            "meta": dict(self._meta),
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Return the payload as it travels; waits for a device that still writes."""
+        return {
+            "schema": SCHEMA,
+            "tensors": {
+                name: item.finish() if isinstance(item, HostCopy) else item
+                for name, item in self._tensors.items()
+            },
+            "strings": dict(self._strings),
+            "meta": dict(self._meta),
+        }
+
+    def problems(self) -> list[InvalidTensor]:
+        """Return what is wrong between the tensors, by their shapes and dtypes alone."""
+        specs = self.specs()
+        found = list(_wrong_dtypes(specs))
+        streams = [name for name in STREAM_NAMES if name in specs]
+        if len(streams) > 1 and "response_mask" not in specs:
+            shapes = ", ".join(f"{name} {_form(specs[name])}" for name in streams)
+            found.append(
+                InvalidTensor(
+                    f"response_mask is missing beside {shapes}",
+                    expected=f"response_mask of the same shape as {streams[0]}",
+                    advice="record it in the same stage: 1 = model token, 0 = anything else",
+                )
+            )
+        found.extend(_wrong_shapes(specs))
+        found.extend(self._wrong_ids(specs))
+        return found
+
+    def _wrong_ids(self, specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
+        rows = _row_count(specs)
+        for name in PAYLOAD_STRINGS:
+            ids = self._strings.get(name)
+            if ids is not None and rows is not None and len(ids) != rows:
+                yield InvalidTensor(f"{name} has {len(ids)} ids", expected=f"one a row: {rows}")
+
+
+def _wrong_dtypes(specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
+    for name in STREAM_NAMES:
+        if name in specs and specs[name].tag not in _FLOATS:
+            yield InvalidTensor(
+                f"{name} is {specs[name].tag}", expected=f"log-probs as one of {sorted(_FLOATS)}"
+            )
+    for name in ("responses", "positions", "round_ids", "turn_ids", "cu_seqlens"):
+        if name in specs and specs[name].tag in _FLOATS:
+            integers = sorted(set(DTYPE_BYTES) - _FLOATS - {"bool"})
+            yield InvalidTensor(f"{name} is {specs[name].tag}", expected=f"one of {integers}")
+
+
+def _wrong_shapes(specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
+    names = [name for name in PER_TOKEN if name in specs]
+    reference = "response_mask" if "response_mask" in names else next(iter(names), None)
+    if reference is None:
+        return
+    wanted = specs[reference]
+    packed = "cu_seqlens" in specs
+    for name in names:
+        spec = specs[name]
+        if spec.shape != wanted.shape or (spec.rows != wanted.rows and not packed):
+            yield InvalidTensor(
+                f"{name} is {_form(spec)} and {reference} is {_form(wanted)}",
+                expected="the same rows and tokens in both",
+            )
+
+
+def _row_count(specs: Mapping[str, Spec]) -> int | None:
+    if "cu_seqlens" in specs and len(specs["cu_seqlens"].shape) == 1:
+        return specs["cu_seqlens"].shape[0] - 1
+    for name in PER_TOKEN:
+        if name in specs:
+            spec = specs[name]
+            if spec.rows is not None:
+                return spec.rows
+            return spec.shape[0] if len(spec.shape) == 2 else None
+    return None
+
+
+def _form(spec: Spec) -> str:
+    rows = "" if spec.rows is None else f" in {spec.rows} rows"
+    return f"{spec.tag}{list(spec.shape)}{rows}"
+
+
+def plain(value: object, depth: int = 6) -> Any:
+    """Return `value` as built-in types, which every version of the service can read."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value[:_MAX_META_TEXT]
+    if isinstance(value, np.generic):
+        return value.item()
+    if depth > 0 and isinstance(value, Mapping):
+        items = list(value.items())[:_MAX_META_ITEMS]
+        return {str(key): plain(item, depth - 1) for key, item in items}
+    if depth > 0 and isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, depth - 1) for item in list(value)[:_MAX_META_ITEMS]]
+    if hasattr(value, "shape"):
+        return describe(value)
+    return str(value)[:_MAX_META_TEXT]

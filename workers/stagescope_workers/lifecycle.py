@@ -1,0 +1,168 @@
+"""The probes of this process: made by `init`, flushed by `finish`, silent after a fork."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from stagescope.errors import StagescopeError
+from stagescope_workers import decorator
+from stagescope_workers.device import DEFAULT_PINNED_BYTES
+from stagescope_workers.link import NAMESPACE, RayLink
+from stagescope_workers.options import checked_options
+from stagescope_workers.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
+from stagescope_workers.probe import Probe
+
+_log = logging.getLogger("stagescope.workers")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_EXIT_SECONDS: Final = 2.0
+
+_probes: weakref.WeakSet[Probe] = weakref.WeakSet()
+_newest: Probe | None = None
+_runs: set[str] = set()
+
+
+def init(
+    run: str,
+    *,
+    role: str = "actor",
+    rank: int | None = None,
+    world_size: int | None = None,
+    data_rank: int | None = None,
+    attempt_key: str | None = None,
+    layout: Mapping[str, Any] | None = None,
+    resumed_from_step: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    plan: str | Path | Mapping[str, Any] | None = None,
+    data_root: str | None = None,
+    strict: bool = False,
+    url: str | None = None,
+    token: str | None = None,
+    max_pending_bytes: int = DEFAULT_MAX_BYTES,
+    max_pending_events: int = DEFAULT_MAX_EVENTS,
+    max_pinned_bytes: int = DEFAULT_PINNED_BYTES,
+    device_events: bool = False,
+    namespace: str = NAMESPACE,
+) -> Probe:
+    """Return this process's probe at once, whether or not a service runs.
+
+    Nothing is asked of Ray before the process has initialised it. Without Ray, and with
+    `STAGESCOPE_URL` set, everything goes over HTTP.
+
+    Args:
+        run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`.
+        role: actor, ref, critic, reward_model or rollout, or a role of your own.
+        rank: in the role; the variable RANK, else 0, where not given.
+        world_size: ranks of the role; the variable WORLD_SIZE where not given.
+        data_rank: the same for ranks that hold the same rows (TP, PP, replicas).
+        attempt_key: the same for every process of one start of the training; else the variable
+            STAGESCOPE_ATTEMPT, else Ray's session and job.
+        layout: parallel coordinates (`stagescope.schema.LAYOUT_COLUMNS`); host and device are
+            found where not given.
+        resumed_from_step: of the checkpoint that this start continues.
+        settings: of the run, kept with its fingerprint: `rollout_is`, `rollout_is_threshold`.
+        plan: captures in force from now on, without any service: see `plan.read_plan`.
+        data_root: where dumps go that name no directory; else the variable STAGESCOPE_DATA_DIR.
+        strict: raise on bad input, instead of reporting it.
+        url, token: of the API, to use it instead of Ray; else STAGESCOPE_URL, STAGESCOPE_TOKEN.
+        max_pending_bytes: payload bytes that may wait for their receipt.
+        max_pending_events: events that may wait; see `outbox` for what goes when it is full.
+        max_pinned_bytes: pinned host memory for tensors on their way from a device.
+        device_events: measure stages with device events too.
+        namespace: of the coordinator, in Ray.
+
+    Raises:
+        InvalidInput: only when strict.
+    """
+    global _newest
+    given = {**locals()}
+    try:
+        probe = Probe(checked_options(given))
+        probe.start()
+    except Exception as error:
+        if strict:
+            raise
+        known = isinstance(error, StagescopeError)
+        _log.warning("init was refused, nothing is reported: %s", error, exc_info=not known)
+        probe = Probe.inert()
+    else:
+        _probes.add(probe)
+        _runs.add(probe.run)
+    _newest = probe
+    return probe
+
+
+def current() -> Probe | None:
+    """Return the probe that `init` made last in this process."""
+    return _newest
+
+
+def as_stage(
+    name: str, *, model: object = None, step: int | None = None
+) -> Callable[[_Function], _Function]:
+    """Decorate a function as a stage of the process's newest probe, found when it is called.
+
+    For functions that are defined before `init` runs; see `decorator.as_stage`.
+    """
+    return decorator.as_stage(name, model=model, step=step, probe=current)
+
+
+def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NAMESPACE) -> bool:
+    """Wait, `timeout` seconds at most, until all that the run reported was received.
+
+    Called on the driver where training ends: Ray runs no atexit in its workers. Closes the probes
+    of this process, and asks the coordinator to wait for the receipts of every other process's.
+
+    Args:
+        timeout: seconds.
+        run: which run; else those of this process's probes, else all.
+        namespace: of the coordinator, in Ray.
+
+    Returns:
+        Whether everything was received. Never raises.
+    """
+    deadline = time.monotonic() + timeout
+    complete = _close_all(deadline)
+    try:
+        link = RayLink.find(namespace)
+        runs: list[str | None] = [run] if run is not None else [*sorted(_runs)] or [None]
+        for name in runs if link is not None else ():
+            assert link is not None
+            answer = link.drain(name, max(0.1, deadline - time.monotonic()))
+            complete = complete and bool(answer.get("drained", True))
+    except Exception as error:
+        _log.warning("finish could not wait for the service: %r", error)
+        return False
+    return complete
+
+
+def _close_all(deadline: float) -> bool:
+    complete = True
+    for probe in list(_probes):
+        complete = probe.close(deadline - time.monotonic()) and complete
+        _probes.discard(probe)
+    return complete
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for probe in list(_probes):
+        # A process that never met the service has nobody to wait for.
+        probe.close(_EXIT_SECONDS if probe.status()["connected"] else 0.0)
+
+
+def _silence() -> None:
+    for probe in list(_probes):
+        probe.forget()
+    _probes.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_silence)

@@ -1,0 +1,274 @@
+"""The two ways to the service: Ray actor calls, or HTTP where a process never joins Ray.
+
+Every call answers at once with a `concurrent.futures.Future`; nothing here waits for the service,
+except `drain`. ray is looked up only where the process imported it itself, and asked only once
+it is initialised: `ray.get_actor` in a process without Ray would start a cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, NamedTuple, Protocol
+
+from stagescope.errors import StagescopeError, Unauthorized, Unreachable
+from stagescope_workers.framing import MEDIA_TYPE, pack_batch
+
+COORDINATOR: Final = "DebugCoordinator"
+NAMESPACE: Final = "stagescope"
+_JOIN_SECONDS: Final = 5.0
+
+_log = logging.getLogger("stagescope.workers")
+_forked_from_ray = False
+
+
+class Link(Protocol):
+    """What the courier needs of a way to the service."""
+
+    def pack(self, payload: dict[str, Any]) -> object:
+        """Return `payload` in the form in which `record` sends it."""
+        ...
+
+    def record(
+        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
+    ) -> Future[dict[str, Any]]:
+        """Send a batch; the answer comes after its commit."""
+        ...
+
+    def poll(
+        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[dict[str, Any]]:
+        """Ask for the plan and receipts, and renew the lease."""
+        ...
+
+    def moved(self) -> bool:
+        """Say whether this link leads nowhere now and another one must be made."""
+        ...
+
+    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
+        """Wait, `timeout` seconds at most, for the receipts of a whole run."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+class RayPlace(NamedTuple):
+    """Where this process stands in a Ray cluster."""
+
+    attempt_key: str
+    node_id: str
+
+
+def _ray() -> Any:
+    """Return ray if this process has imported and initialised it, else None."""
+    ray = sys.modules.get("ray")
+    is_initialized = getattr(ray, "is_initialized", None)
+    if is_initialized is None or _forked_from_ray:
+        return None
+    return ray if is_initialized() else None
+
+
+def _note_fork() -> None:
+    # A forked child inherits "initialised" but none of the threads that would carry its calls.
+    global _forked_from_ray
+    _forked_from_ray = _forked_from_ray or _ray() is not None
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def ray_place() -> RayPlace | None:
+    """Return the attempt key and node id that Ray gives this process; None without Ray.
+
+    The key is the session (one start of a cluster) and the job: job ids begin at 01000000 again
+    on every new cluster.
+    """
+    ray = _ray()
+    if ray is None:
+        return None
+    context = ray.get_runtime_context()
+    try:
+        session = context.get_session_name()
+    except AttributeError:  # Ray before 2.5x
+        session = ray._private.worker.global_worker.node.session_name
+    return RayPlace(f"{session}-{context.get_job_id()}", str(context.get_node_id()))
+
+
+class RayLink:
+    """Calls to the detached coordinator of the cluster that this process has joined."""
+
+    def __init__(self, ray: Any, handle: Any, namespace: str) -> None:
+        self._ray = ray
+        self._handle = handle
+        self._namespace = namespace
+        self._answers: dict[Future[dict[str, Any]], Any] = {}
+
+    @classmethod
+    def find(cls, namespace: str = NAMESPACE) -> RayLink | None:
+        """Return a link, or None while Ray is not initialised or no coordinator has the name."""
+        ray = _ray()
+        if ray is None:
+            return None
+        try:
+            handle = ray.get_actor(COORDINATOR, namespace=namespace)
+        except ValueError:
+            return None
+        return cls(ray, handle, namespace)
+
+    def pack(self, payload: dict[str, Any]) -> object:
+        """Put `payload` into the object store, where an Ingestor of the same node reads it."""
+        return self._ray.put(payload)
+
+    def record(
+        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
+    ) -> Future[dict[str, Any]]:
+        """Send a batch; refs inside `payloads` are passed on, not read, by the coordinator."""
+        call = self._handle.record_events.remote
+        return self._future(call(sender=sender, events=events, payloads=payloads or None))
+
+    def poll(
+        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[dict[str, Any]]:
+        """Ask for the plan and receipts, and renew the lease."""
+        call = self._handle.poll.remote
+        return self._future(
+            call(sender=sender, revision=revision, unreceipted=unreceipted, wait=wait)
+        )
+
+    def moved(self) -> bool:
+        """Say whether the name is free, or belongs to another actor than the one called so far."""
+        try:
+            handle = self._ray.get_actor(COORDINATOR, namespace=self._namespace)
+        except Exception:
+            return True
+        return bool(handle._actor_id != self._handle._actor_id)
+
+    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
+        """Wait, `timeout` seconds at most, for the receipts of a whole run."""
+        ref = self._handle.drain.remote(run=run, timeout=timeout)
+        answer: Mapping[str, Any] = self._ray.get(ref, timeout=timeout + 1.0)
+        return answer
+
+    def close(self) -> None:
+        """Nothing to let go of: the actor is detached."""
+
+    def _future(self, ref: Any) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = ref.future()
+        # The ref must live as long as its future, or Ray forgets the answer.
+        self._answers[future] = ref
+        future.add_done_callback(self._answers.pop)
+        return future
+
+
+class HttpLink:
+    """Calls to the service's API, each in a daemon thread of its own."""
+
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 30.0) -> None:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout = timeout
+        self._errors = (httpx.HTTPError, OSError)
+        self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
+
+    def pack(self, payload: dict[str, Any]) -> object:
+        """Return `payload` as it is: it travels in the body."""
+        return payload
+
+    def record(
+        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
+    ) -> Future[dict[str, Any]]:
+        """Send a batch to `POST /events`."""
+        return _in_thread(lambda: self._record(sender, events, payloads))
+
+    def _record(
+        self, sender: Sequence[Any], events: Sequence[Sequence[Any]], payloads: Mapping[int, Any]
+    ) -> dict[str, Any]:
+        body = pack_batch(sender, events, payloads)
+        return self._answer("POST", "/events", content=body, headers={"Content-Type": MEDIA_TYPE})
+
+    def poll(
+        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[dict[str, Any]]:
+        """Ask `POST /poll` for the plan and receipts, and renew the lease."""
+        said = {
+            "sender": sender,
+            "revision": revision,
+            "unreceipted": unreceipted,
+            "wait": wait,
+        }
+        return _in_thread(
+            lambda: self._answer("POST", "/poll", json=said, timeout=wait + self._timeout)
+        )
+
+    def _answer(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        try:
+            response = self._client.request(method, path, **options)
+        except self._errors as error:
+            raise Unreachable(
+                f"{method} {self._client.base_url}{path}: {type(error).__name__}: {error}",
+                advice="is `stagescope serve` up, and STAGESCOPE_URL its address?",
+            ) from error
+        if response.status_code == 503:
+            return {"coordinator": None, "not_ready": response.text[:500]}
+        if response.status_code in {401, 403}:
+            raise Unauthorized(
+                f"the service answered {response.status_code} to {method} {path}",
+                expected="STAGESCOPE_TOKEN with the service's operate token",
+            )
+        if response.status_code >= 500 or response.status_code == 404:
+            raise Unreachable(f"{method} {path} was answered with {response.status_code}")
+        if response.status_code >= 400:
+            raise StagescopeError(f"{method} {path} was refused: {response.text[:500]}")
+        answer: dict[str, Any] = response.json()
+        for name in ("receipts", "refused"):
+            answer[name] = {int(seq): text for seq, text in (answer.get(name) or {}).items()}
+        return answer
+
+    def moved(self) -> bool:
+        """Never: an address stays."""
+        return False
+
+    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
+        """Nothing more to wait for than this process's own receipts, which `close` awaits."""
+        return {"run": run, "drained": True}
+
+    def close(self) -> None:
+        """Close the connections; a call in flight fails, in its own thread."""
+        self._client.close()
+
+
+def _in_thread(call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    """Run `call` in a daemon thread: an executor joins its own at exit, even one that hangs."""
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="stagescope-http", daemon=True).start()
+    return future
+
+
+def find_link(
+    url: str | None, token: str | None, namespace: str, *, url_only: bool, waited: float
+) -> Link | None:
+    """Return the way to the service that is open now, or None.
+
+    Ray goes first, unless `url_only` (the caller named an address). An address from the
+    environment serves processes that do not join Ray, or whose cluster has no coordinator; one
+    that imported ray is given some seconds (of `waited`) to join.
+    """
+    link = None if url_only else RayLink.find(namespace)
+    if link is not None or not url:
+        return link
+    may_join = "ray" in sys.modules and not url_only
+    return None if may_join and waited < _JOIN_SECONDS else HttpLink(url, token)

@@ -1,0 +1,93 @@
+"""What `init` was told, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stagescope.errors import InvalidInput
+from stagescope.schema import check_run_name
+from stagescope_workers.device import DEFAULT_PINNED_BYTES
+from stagescope_workers.link import NAMESPACE
+from stagescope_workers.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """What `stagescope_workers.init` was told; see there."""
+
+    run: str
+    role: str = "actor"
+    rank: int = 0
+    world_size: int | None = None
+    data_rank: int | None = None
+    attempt_key: str | None = None
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    resumed_from_step: int | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    plan: str | Path | Mapping[str, Any] | None = None
+    data_root: str | None = None
+    strict: bool = False
+    url: str | None = None
+    token: str | None = None
+    max_pending_bytes: int = DEFAULT_MAX_BYTES
+    max_pending_events: int = DEFAULT_MAX_EVENTS
+    max_pinned_bytes: int = DEFAULT_PINNED_BYTES
+    device_events: bool = False
+    namespace: str = NAMESPACE
+
+
+def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
+    """Return the options of a probe; what the environment says stands in for what is None.
+
+    Raises:
+        InvalidInput: a name or number that cannot be right.
+    """
+    options = {**given, "run": check_run_name(given["run"])}
+    stand_ins = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "attempt_key": "STAGESCOPE_ATTEMPT",
+        "data_root": "STAGESCOPE_DATA_DIR",
+        "token": "STAGESCOPE_TOKEN",
+    }
+    for name, variable in stand_ins.items():
+        if options.get(name) is None:
+            options[name] = os.environ.get(variable) or None
+    if options["rank"] is None:
+        options["rank"] = 0
+    for name in ("rank", "world_size", "data_rank", "resumed_from_step"):
+        value: Any = options.get(name)
+        options[name] = index(name, int(value) if _is_digits(value) else value)
+    role, rank = options.get("role", "actor"), options["rank"]
+    if not isinstance(role, str) or not role or rank < 0:
+        raise InvalidInput(
+            f"role {role!r} and rank {rank!r}", expected="a role's name and a rank from 0"
+        )
+    for name in ("layout", "settings"):
+        options[name] = dict(options.get(name) or {})
+    return ProbeOptions(**options)
+
+
+def _is_digits(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdigit()
+
+
+def index(name: str, value: object) -> int | None:
+    """Return `value` as an int (numpy ints and tensors of one int too), or None.
+
+    Raises:
+        InvalidInput: it is no whole number.
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"{name} is {value!r:.200}", expected="an int, or None") from error

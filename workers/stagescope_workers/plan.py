@@ -1,0 +1,135 @@
+"""The captures in force in this process: from a local file, and from the service's polls."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.captures import matches, validate_capture
+from stagescope.errors import InvalidPlan
+
+_HISTORY: Final = 1000  # steps remembered to tell a late capture
+_OWN_FIELDS: Final = ("capture_id", "source", "by", "created", "force")
+
+Missed = Callable[[Mapping[str, Any], int, str], None]
+"""Called with (capture, step, stage) of a capture that came after that stage had begun."""
+
+
+class PlanWatch:
+    """Holds the captures; training asks `matching`, the background thread calls `apply`."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        role: str,
+        rank: int,
+        local: Iterable[Mapping[str, Any]] = (),
+        on_missed: Missed = lambda capture, step, stage: None,
+    ) -> None:
+        self.run = run
+        self.role = role
+        self.rank = rank
+        self._local = tuple(local)
+        self._captures: tuple[Mapping[str, Any], ...] = self._local
+        self._on_missed = on_missed
+        self._revision = 0
+        self.data_dir: str | None = None
+        """The service's data_dir, where its plan says it."""
+        self._lock = threading.Lock()
+        self._begun: collections.OrderedDict[int, set[str]] = collections.OrderedDict()
+        self._seen: set[str] = {str(capture["capture_id"]) for capture in self._local}
+
+    @property
+    def revision(self) -> int:
+        """The revision of the service's plan that is in force here; 0 before the first."""
+        return self._revision
+
+    @property
+    def captures(self) -> tuple[Mapping[str, Any], ...]:
+        """The captures in force, the local ones first."""
+        return self._captures
+
+    def begin(self, step: int | None, stage: str) -> list[Mapping[str, Any]]:
+        """Note that a stage begins here, and return the captures that order it.
+
+        A capture that orders only tensors to keep is the service's to carry out, and not among
+        them.
+        """
+        with self._lock:
+            if step is not None:
+                self._begun.setdefault(step, set()).add(stage)
+                while len(self._begun) > _HISTORY:
+                    self._begun.popitem(last=False)
+            captures = self._captures
+        return [
+            capture
+            for capture in captures
+            if (capture.get("config") is not None or capture.get("config_path") is not None)
+            and self._matches(capture, step, stage)
+        ]
+
+    def apply(self, plan: Mapping[str, Any]) -> None:
+        """Put the service's plan in force; what came too late for a listed step is reported."""
+        captures = [dict(item) for item in plan.get("captures", ())]
+        missed = []
+        with self._lock:
+            for capture in captures:
+                if str(capture["capture_id"]) not in self._seen:
+                    self._seen.add(str(capture["capture_id"]))
+                    missed += [(capture, *late) for late in self._too_late(capture)]
+            self._captures = (*self._local, *captures)
+            self._revision = int(plan["revision"])
+            self.data_dir = plan.get("data_dir") or self.data_dir
+        for capture, step, stage in missed:
+            self._on_missed(capture, step, stage)
+
+    def _too_late(self, capture: Mapping[str, Any]) -> list[tuple[int, str]]:
+        if not isinstance(capture["steps"], list | tuple):
+            return []
+        return [
+            (step, stage)
+            for step in capture["steps"]
+            for stage in sorted(self._begun.get(step, ()))
+            if self._matches(capture, step, stage)
+        ]
+
+    def _matches(self, capture: Mapping[str, Any], step: int | None, stage: str) -> bool:
+        if capture.get("run") not in (None, self.run):
+            return False
+        return matches(capture, stage=stage, role=self.role, rank=self.rank, step=step)
+
+
+def read_plan(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the captures of a local plan: a file (see `local_captures`), or its content.
+
+    Raises:
+        InvalidPlan: the file cannot be read, or a capture in it cannot be carried out.
+    """
+    if not isinstance(source, Mapping):
+        from stagescope_workers.local_captures import captures_from_yaml
+
+        return captures_from_yaml(str(source))
+    if "global_profiler" in source:
+        from stagescope_workers.verl_blocks import captures_from_verl
+
+        return captures_from_verl(source)
+    captures = source.get("captures")
+    if not isinstance(captures, list) or not all(isinstance(item, Mapping) for item in captures):
+        raise InvalidPlan(
+            f"a plan with {', '.join(map(str, source)) or 'nothing'}",
+            expected="captures: a list of captures, or verl's global_profiler block",
+        )
+    return [_local_capture(capture, number) for number, capture in enumerate(captures)]
+
+
+def _local_capture(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+    own = {name: given[name] for name in _OWN_FIELDS if name in given}
+    spec = {name: value for name, value in given.items() if name not in _OWN_FIELDS}
+    # Whoever calls init can already do what the training may do: no root is closed.
+    capture = validate_capture(spec, allowed_roots=("/",))
+    defaults = {"capture_id": f"init-{number}", "source": "yaml", "by": "init", "created": 0.0}
+    return {**capture, **defaults, **own}
