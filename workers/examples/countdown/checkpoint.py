@@ -1,0 +1,101 @@
+"""Checkpoints: a folder a step, visible under its name only once it is whole.
+
+`step_000003/` holds weights as safetensors, optimizer and random states as `.pt` files that are
+read with `weights_only=True`, and `meta.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch
+
+_PREFIX: Final = "step_"
+_KEEP: Final = 3
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the empty folder into which every rank writes its part of the checkpoint."""
+    folder = root / f".writing-{_PREFIX}{step:06d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(folder: Path, step: int, settings: dict[str, Any]) -> Path:
+    """Name a complete folder as the checkpoint after `step`, durably, and drop old ones."""
+    (folder / "meta.json").write_text(json.dumps({"step": step, "settings": settings}, indent=1))
+    for path in [*folder.iterdir(), folder]:
+        _sync(path)
+    final = folder.parent / f"{_PREFIX}{step:06d}"
+    shutil.rmtree(final, ignore_errors=True)
+    folder.rename(final)
+    _sync(final.parent)
+    for old in _complete(folder.parent)[:-_KEEP]:
+        shutil.rmtree(old)
+    return final
+
+
+def latest(root: Path, settings: dict[str, Any]) -> tuple[int, Path] | None:
+    """Return the step and folder of the last complete checkpoint, or None.
+
+    Raises:
+        ValueError: it was written under other settings.
+    """
+    folders = _complete(root)
+    if not folders:
+        return None
+    meta = json.loads((folders[-1] / "meta.json").read_text())
+    mine = json.loads(json.dumps(settings))
+    if meta["settings"] != mine:
+        differ = sorted(k for k in mine if meta["settings"].get(k) != mine[k])
+        raise ValueError(f"{folders[-1]} was written with other settings: {', '.join(differ)}")
+    return meta["step"], folders[-1]
+
+
+def save_weights(path: Path, module: torch.nn.Module) -> None:
+    """Write a module's state dict to `{path}.safetensors`."""
+    from safetensors.torch import save_file
+
+    save_file(module.state_dict(), path.with_suffix(".safetensors"))
+
+
+def load_weights(path: Path, module: torch.nn.Module) -> None:
+    """Read what `save_weights` wrote; every name must be there."""
+    from safetensors.torch import load_file
+
+    module.load_state_dict(load_file(path.with_suffix(".safetensors")))
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a dict of tensors and numbers to `{path}.pt`."""
+    import torch
+
+    torch.save(state, path.with_suffix(".pt"))
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read what `save_state` wrote; nothing but tensors and built-in types is unpickled."""
+    import torch
+
+    state: dict[str, Any] = torch.load(path.with_suffix(".pt"), weights_only=True)
+    return state
+
+
+def _complete(root: Path) -> list[Path]:
+    return sorted(path.parent for path in root.glob(f"{_PREFIX}*/meta.json"))
+
+
+def _sync(path: Path) -> None:
+    with contextlib.suppress(OSError):  # not every filesystem syncs folders
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,90 @@
+"""Every number of the training in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from examples.countdown.tokenizer import ANSWER_ID, PAD_ID, VOCABULARY_SIZE
+
+ALGORITHMS: Final = ("grpo", "ppo")
+ENGINES: Final = ("int8", "float32")
+
+MODEL: Final[dict[str, Any]] = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "use_cache": False,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": None,
+    "eos_token_id": ANSWER_ID,
+}
+"""What Qwen2Config is made of. The engine takes its shapes from here too, without transformers."""
+
+ROPE_THETA: Final = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run is made of; a checkpoint keeps it, and resuming under another one is refused."""
+
+    algorithm: str = "grpo"
+    """'grpo': group-relative advantages; 'ppo': a critic and generalised advantage estimation."""
+    engine: str = "int8"
+    """Compute type of the rollout engine."""
+    world_size: int = 2
+    seed: int = 0
+    groups: int = 16
+    """Puzzles a step; dealt out to the ranks by whole groups."""
+    group_size: int = 4
+    """Samples of one puzzle."""
+    rounds: tuple[int, int] = (2, 4)
+    """Least and most rounds of a sample."""
+    round_tokens: int = 28
+    """Token budget of the model in one round."""
+    epochs: int = 2
+    minibatches: int = 2
+    learning_rate: float = 1e-3
+    critic_learning_rate: float = 1e-3
+    clip: float = 0.2
+    kl_coefficient: float = 0.01
+    entropy_coefficient: float = 0.0
+    discount: float = 1.0
+    gae_lambda: float = 0.95
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 150
+    """Supervised steps on worked examples before the first RL step: a random model never calls."""
+    warmup_rows: int = 32
+    warmup_learning_rate: float = 3e-3
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {self.algorithm!r}: expected one of {ALGORITHMS}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine {self.engine!r}: expected one of {ENGINES}")
+        if self.groups % (self.world_size * self.minibatches):
+            raise ValueError(
+                f"{self.groups} groups do not divide into {self.minibatches} mini-batches on "
+                f"{self.world_size} ranks"
+            )
+
+    @property
+    def samples(self) -> int:
+        """Samples a step, over all ranks."""
+        return self.groups * self.group_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pause:
+    """Makes one stage of one step last, so that someone can end the job in the middle of it."""
+
+    step: int
+    stage: str
+    seconds: float

@@ -1,0 +1,188 @@
+"""The puzzle and its calculator: four numbers, a target, and 2 to 4 rounds to reach it.
+
+A sample reads (model's tokens in capitals here, the environment's in small letters)::
+
+    03 05 07 12>024| [3 5 7 12]12*7= 84; [3 5 84]84/3= 28; [5 28] ... $
+    prompt           ROUND 0         env ROUND 1        env ROUND 2
+
+In a round the model writes what it has left and one operation, and ends it with `=`: the
+environment appends the calculator's answer and `;`. `$` after a number is the final answer. A
+round that uses up its budget without either is closed by the environment, which then writes the
+`=` itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from examples.countdown.config import Settings
+from examples.countdown.tokenizer import (
+    ANSWER,
+    ANSWER_ID,
+    CALL,
+    CALL_ID,
+    RESULT,
+    WRONG,
+    decode,
+    encode,
+)
+
+NUMBERS: Final = 4
+_LARGEST: Final = 999
+_OPERATION: Final = re.compile(r"(\d{1,4})([-+*/])(\d{1,4})\Z")
+_ANSWER: Final = re.compile(r"(\d{1,4})\Z")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Puzzle:
+    """Numbers to combine, each used at most once, and the target to reach."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: tuple[str, ...]
+    """Operations that reach the target, for worked examples; the model never sees them."""
+
+    @property
+    def prompt(self) -> str:
+        """Text of constant length, so that no prompt needs padding."""
+        return f"{' '.join(f'{number:02d}' for number in self.numbers)}>{self.target:03d}|"
+
+
+def calculate(expression: str) -> tuple[int, int, int] | None:
+    """Read `a op b` at the end of a text, with whole numbers.
+
+    Returns:
+        (a, b, result), or None where there is no such operation or its result is negative, above
+        999 or not whole.
+    """
+    found = _OPERATION.search(expression)
+    if found is None:
+        return None
+    a, sign, b = int(found[1]), found[2], int(found[3])
+    if sign == "/":
+        result = a // b if b and a % b == 0 else -1
+    else:
+        result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    return (a, b, result) if 0 <= result <= _LARGEST else None
+
+
+def make_puzzle(generator: random.Random) -> Puzzle:
+    """Draw numbers and walk 1 to 3 operations to a target, so that a solution exists."""
+    numbers = tuple(generator.randint(1, 20) for _ in range(NUMBERS))
+    left, solution, target = list(numbers), [], 0
+    for _ in range(generator.randint(1, NUMBERS - 1)):
+        while True:
+            a, b = generator.sample(range(len(left)), 2)
+            text = f"{left[a]}{generator.choice('++--**/')}{left[b]}"
+            step = calculate(text)
+            if step is not None:
+                break
+        target = step[2]
+        solution.append(text)
+        left = [*(n for i, n in enumerate(left) if i not in (a, b)), target]
+    return Puzzle(numbers, target, tuple(solution))
+
+
+class Sample:
+    """One trajectory as it grows; the tokens of a response carry mask, log-prob and turn."""
+
+    def __init__(self, puzzle: Puzzle, uid: str, settings: Settings) -> None:
+        self.puzzle = puzzle
+        self.uid = uid
+        self.prompt = encode(puzzle.prompt)
+        self.tokens: list[int] = []
+        self.mask: list[int] = []
+        self.log_probs: list[float] = []
+        self.turns: list[int] = []
+        self.done = False
+        self.answer: int | None = None
+        self.valid_calls = 0
+        self.calls = 0
+        self._least, self._most = settings.rounds
+        self._left = list(puzzle.numbers)
+        self._round = 0
+
+    @property
+    def context(self) -> list[int]:
+        """What the engine continues."""
+        return self.prompt + self.tokens
+
+    @property
+    def round_count(self) -> int:
+        """Rounds that the model has written."""
+        return self._round
+
+    def take_round(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Append what the model wrote in one round and what the environment answers to it."""
+        self._append(ids, log_probs, mask=1)
+        self._round += 1
+        last, text = ids[-1], decode(ids)
+        if last == ANSWER_ID and self._round >= self._least:
+            found = _ANSWER.search(text[:-1])
+            self.answer = int(found[1]) if found else None
+            self.done = True
+        elif self._round == self._most:
+            self.done = True
+        else:
+            closing = "" if last == CALL_ID else CALL
+            reply = encode(closing + self._call(text.rstrip(CALL + ANSWER)) + RESULT)
+            self._append(reply, [0.0] * len(reply), mask=0)
+
+    def _call(self, expression: str) -> str:
+        self.calls += 1
+        step = calculate(expression)
+        if step is None:
+            return WRONG
+        a, b, result = step
+        left = list(self._left)
+        for number in (a, b):
+            if number not in left:
+                return str(result)
+            left.remove(number)
+        self._left = [*left, result]
+        self.valid_calls += 1
+        return str(result)
+
+    def _append(self, ids: Sequence[int], log_probs: Sequence[float], mask: int) -> None:
+        self.tokens += ids
+        self.log_probs += log_probs
+        self.mask += [mask] * len(ids)
+        # The environment's answer belongs to the turn that asked for it.
+        self.turns += [self._round - (mask == 0)] * len(ids)
+
+
+def score(puzzle: Puzzle, answer: int | None, call_share: float) -> float:
+    """The rule that scores a sample, in [0, 1].
+
+    0.2 for the share of calls that used numbers at hand, 0.3 for how close the answer is and 0.5
+    if it is exact: a policy that is only a little better already earns more.
+    """
+    if answer is None:
+        return 0.2 * call_share
+    distance = abs(answer - puzzle.target)
+    closeness = max(0.0, 1.0 - distance / max(puzzle.target, 10))
+    return 0.2 * call_share + 0.3 * closeness + 0.5 * (distance == 0)
+
+
+def worked_example(puzzle: Puzzle, settings: Settings) -> Sample:
+    """Return the sample that a model which knows the solution would make."""
+    sample = Sample(puzzle, "example", settings)
+    left = list(puzzle.numbers)
+    for operation in puzzle.solution:
+        text = f"[{' '.join(map(str, left))}]{operation}{CALL}"
+        _write(sample, text)
+        a, b, result = calculate(operation) or (0, 0, 0)
+        left.remove(a)
+        left.remove(b)
+        left.append(result)
+    _write(sample, f"{puzzle.target}{ANSWER}")
+    return sample
+
+
+def _write(sample: Sample, text: str) -> None:
+    ids = encode(text)
+    sample.take_round(ids, [0.0] * len(ids))

@@ -1,0 +1,60 @@
+"""The rollout side: puzzles go in, finished multi-turn samples come out."""
+
+from __future__ import annotations
+
+import random
+
+from examples.countdown.batch import Batch, make_batch
+from examples.countdown.config import Settings
+from examples.countdown.engine import Engine, Weights
+from examples.countdown.environment import Sample, make_puzzle
+from stagescope_workers import Probe
+
+
+class Rollout:
+    """Plays the puzzles of a step with the policy that the engine holds."""
+
+    def __init__(self, settings: Settings, probe: Probe) -> None:
+        self.settings = settings
+        self.probe = probe
+        self.policy_version = -1
+        self._engine = Engine(settings.engine)
+
+    def weight_sync(self, step: int, weights: Weights) -> None:
+        """Convert the trainer's weights; from here on they are version `step - 1`."""
+        with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
+            self._engine.load(weights, seed=self.settings.seed * 100_003 + step)
+            self.policy_version = step - 1
+
+    def generate(self, step: int) -> Batch:
+        """Play this step's puzzles, `group_size` times each; depends on seed and step alone."""
+        settings = self.settings
+        generator = random.Random(f"puzzles {settings.seed} {step}")
+        with self.probe.stage(
+            "rollout_generate", step=step, policy_version=self.policy_version
+        ) as stage:
+            samples: list[Sample] = []
+            for group in range(settings.groups):
+                puzzle = make_puzzle(generator)
+                uids = (f"s{step}g{group}-{index}" for index in range(settings.group_size))
+                samples += [Sample(puzzle, uid, settings) for uid in uids]
+            while playing := [sample for sample in samples if not sample.done]:
+                rounds = self._engine.generate(
+                    [sample.context for sample in playing], settings.round_tokens
+                )
+                for sample, (ids, log_probs) in zip(playing, rounds, strict=True):
+                    sample.take_round(ids, log_probs)
+            batch = make_batch(samples, self.policy_version)
+            stage.record(
+                rollout_log_probs=batch.rollout_log_probs,
+                response_mask=batch.response_mask,
+                responses=batch.responses,
+                turn_ids=batch.turn_ids,
+                sample_ids=list(batch.sample_ids),
+                group_ids=list(batch.group_ids),
+            )
+            stage.log(
+                rounds=float(batch.round_counts.mean()),
+                response_tokens=float((batch.turn_ids >= 0).sum() / len(batch)),
+            )
+        return batch

@@ -1,0 +1,43 @@
+"""A character-level tokenizer: one token a character, so that every text is readable in a dump."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+PAD: Final = "_"
+CALL: Final = "="
+"""Ends a round: the text before it goes to the calculator."""
+ANSWER: Final = "$"
+"""Ends a sample: the number before it is the answer."""
+RESULT: Final = ";"
+"""Ends what the calculator says."""
+WRONG: Final = "?"
+"""What the calculator says of an expression that it cannot read."""
+
+TOKENS: Final = (PAD, ANSWER, CALL, RESULT, WRONG, *"0123456789", *"+-*/()", *" >|[]")
+"""Token id -> character; id 0 pads. Every character is its own token, also for the engine."""
+
+PAD_ID: Final = 0
+VOCABULARY_SIZE: Final = len(TOKENS)
+
+_IDS: Final = {token: index for index, token in enumerate(TOKENS)}
+CALL_ID: Final = _IDS[CALL]
+ANSWER_ID: Final = _IDS[ANSWER]
+
+
+def encode(text: str) -> list[int]:
+    """Return the token ids of `text`.
+
+    Raises:
+        ValueError: a character that is not in `TOKENS`.
+    """
+    try:
+        return [_IDS[character] for character in text]
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]!r} is not one of {''.join(TOKENS)!r}") from None
+
+
+def decode(ids: Iterable[int]) -> str:
+    """Return the text of token ids; padding shows as `_`."""
+    return "".join(TOKENS[index] for index in ids)

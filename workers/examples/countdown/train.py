@@ -1,0 +1,220 @@
+"""The driver: `python -m examples.countdown.train --address ADDRESS --run NAME --steps 6`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import ray
+
+from examples.countdown import checkpoint
+from examples.countdown.actors import RankActor, Report, RolloutActor
+from examples.countdown.advantages import critic_advantages, group_advantages
+from examples.countdown.batch import Batch
+from examples.countdown.config import ALGORITHMS, ENGINES, Pause, Settings
+from stagescope_workers import finish
+
+
+class Job:
+    """The processes of one attempt and the order in which a step goes through them."""
+
+    def __init__(self, settings: Settings, report: Report, pause: Pause | None = None) -> None:
+        self.settings = settings
+        # No CPU slot: a step is a chain, in which the processes mostly wait for each other.
+        remote: Any = ray.remote(num_cpus=0)
+        rank_actor, rollout_actor = remote(RankActor), remote(RolloutActor)
+        self.ranks = [
+            rank_actor.remote(settings, rank, report, pause) for rank in range(settings.world_size)
+        ]
+        self.rollout = rollout_actor.remote(settings, report)
+        port = ray.get(self.ranks[0].listen.remote())
+        ray.get([rank.join.remote(port) for rank in self.ranks])
+
+    def pids(self) -> dict[str, int]:
+        """Return the process id of each actor, by role and rank."""
+        names = [*(f"actor-{rank}" for rank in range(len(self.ranks))), "rollout-0"]
+        ids = ray.get([actor.pid.remote() for actor in [*self.ranks, self.rollout]])
+        return dict(zip(names, ids, strict=True))
+
+    def prepare(self, folder: Path | None) -> None:
+        """Load a checkpoint, or warm up where there is none."""
+        if folder is not None:
+            self._on_ranks("load", folder)
+        else:
+            losses = self._on_ranks("warm_up")
+            print(f"warm-up: {self.settings.warmup_steps} steps, loss {losses[0]:.3f}", flush=True)
+
+    def step(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """Run one step; returns the batch with all its columns and the update's scalars."""
+        weights = self._on_ranks("weight_sync", step)[0]
+        ray.get(self.rollout.weight_sync.remote(step, weights))
+        batch: Batch = ray.get(self.rollout.generate.remote(step))
+        batch = self._column(batch, "rewards", "compute_rm_score", step)
+        batch = self._column(batch, "old_log_probs", "compute_log_prob", step)
+        batch = self._column(batch, "ref_log_probs", "compute_ref_log_prob", step)
+        scalars: dict[str, float] = {}
+        rewards, mask = batch.columns["rewards"], batch.response_mask
+        if self.settings.algorithm == "ppo":
+            batch = self._column(batch, "values", "compute_values", step)
+            advantages, returns = critic_advantages(
+                rewards,
+                batch.columns["values"],
+                mask,
+                discount=self.settings.discount,
+                gae_lambda=self.settings.gae_lambda,
+            )
+            batch = batch.with_columns(advantages=advantages, returns=returns)
+            scalars |= self._on_ranks("update_critic", step, batch=batch)[0]
+        else:
+            batch = batch.with_columns(advantages=group_advantages(rewards, batch.group_ids, mask))
+        scalars |= self._on_ranks("update_actor", step, batch=batch)[0]
+        return batch, scalars
+
+    def save(self, root: Path, step: int) -> Path:
+        """Write the checkpoint after `step`."""
+        folder = checkpoint.begin(root, step)
+        self._on_ranks("save", folder)
+        return checkpoint.commit(folder, step, dataclasses.asdict(self.settings))
+
+    def close(self, timeout: float) -> None:
+        """Let every process send what is left; call where training ends."""
+        ray.get([actor.close.remote(timeout) for actor in [*self.ranks, self.rollout]])
+
+    def _column(self, batch: Batch, column: str, method: str, step: int) -> Batch:
+        parts = self._on_ranks(method, step, batch=batch)
+        return batch.with_columns(**{column: batch.scatter(parts)})
+
+    def _on_ranks(self, method: str, *arguments: Any, batch: Batch | None = None) -> list[Any]:
+        shards: Sequence[tuple[Batch, ...]] = [()] * len(self.ranks)
+        if batch is not None:
+            shards = [(shard,) for shard in batch.shards(len(self.ranks))]
+        calls = zip(self.ranks, shards, strict=True)
+        answers: list[Any] = ray.get(
+            [rank.do.remote(method, *arguments, *shard) for rank, shard in calls]
+        )
+        return answers
+
+
+def describe(step: int, batch: Batch, scalars: dict[str, float], seconds: float) -> str:
+    """Return one line on a step: what was learned, and how far the engine is from the trainer."""
+    mask = batch.response_mask == 1
+    distance = np.abs(batch.columns["old_log_probs"] - batch.rollout_log_probs)[mask]
+    exact = np.mean([a == p.target for a, p in zip(batch.answers, batch.puzzles, strict=True)])
+    return (
+        f"step {step}: reward {batch.columns['rewards'].mean():.3f}, exact {exact:.0%}, "
+        f"loss {scalars['loss']:+.4f}, entropy {scalars['entropy']:.3f}, "
+        f"mismatch mean |d| {distance.mean():.2e} max {distance.max():.2e}, "
+        f"{batch.round_counts.mean():.1f} rounds, {mask.sum()} tokens, {seconds:.1f} s"
+    )
+
+
+def train(
+    settings: Settings,
+    *,
+    address: str,
+    run: str,
+    steps: int,
+    root: Path,
+    resume: bool = False,
+    save_every: int = 1,
+    attempt_key: str | None = None,
+    capture: str | None = None,
+    pause: Pause | None = None,
+    pid_file: Path | None = None,
+) -> None:
+    """Train up to step `steps` on the Ray cluster at `address`; see the command's options."""
+    found = checkpoint.latest(root, dataclasses.asdict(settings)) if resume else None
+    last, folder = found or (0, None)
+    ray.init(
+        address=address, namespace="countdown", log_to_driver=True, logging_level=logging.WARNING
+    )
+    try:
+        report = Report(run, attempt_key, capture, last if found else None)
+        job = Job(settings, report, pause)
+        if pid_file is not None:
+            _write_pids(pid_file, job)
+        print(f"{'resumed after step ' + str(last) if found else 'started'}: {job.pids()}")
+        job.prepare(folder)
+        for step in range(last + 1, steps + 1):
+            begin = time.monotonic()
+            batch, scalars = job.step(step)
+            if step % save_every == 0 or step == steps:
+                job.save(root, step)
+            print(describe(step, batch, scalars, time.monotonic() - begin), flush=True)
+        job.close(timeout=30)
+        finish(run=run, timeout=30)
+    finally:
+        ray.shutdown()
+
+
+def _write_pids(path: Path, job: Job) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"driver": os.getpid(), "workers": job.pids()})
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+@click.command()
+@click.option("--address", required=True, help="Ray cluster to join, host:port or 'auto'.")
+@click.option("--run", default="countdown", show_default=True, help="Name of the run.")
+@click.option("--steps", default=6, show_default=True, help="Train up to this step.")
+@click.option("--algorithm", type=click.Choice(ALGORITHMS), default="grpo", show_default=True)
+@click.option("--engine", type=click.Choice(ENGINES), default="int8", show_default=True)
+@click.option("--ranks", default=2, show_default=True, help="Training processes.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--checkpoint-dir", default="checkpoints", show_default=True, type=Path)
+@click.option("--save-every", default=1, show_default=True, help="Steps between checkpoints.")
+@click.option("--resume", is_flag=True, help="Go on after the last complete checkpoint.")
+@click.option("--attempt-key", help="Names this start of the training; default: the Ray job.")
+@click.option("--capture", help="YAML file with captures, in force without the service.")
+@click.option("--pause-at-step", type=int, help="Make a stage of this step last --pause-seconds.")
+@click.option("--pause-stage", default="actor_update", show_default=True)
+@click.option("--pause-seconds", default=120.0, show_default=True)
+@click.option("--pid-file", type=Path, help="Write the process ids of driver and workers here.")
+def main(
+    address: str,
+    run: str,
+    steps: int,
+    algorithm: str,
+    engine: str,
+    ranks: int,
+    seed: int,
+    checkpoint_dir: Path,
+    save_every: int,
+    resume: bool,
+    attempt_key: str | None,
+    capture: str | None,
+    pause_at_step: int | None,
+    pause_stage: str,
+    pause_seconds: float,
+    pid_file: Path | None,
+) -> None:
+    """Train a small Qwen2 to reach targets by arithmetic, reporting to stagescope."""
+    settings = Settings(algorithm=algorithm, engine=engine, world_size=ranks, seed=seed)
+    pause = Pause(pause_at_step, pause_stage, pause_seconds) if pause_at_step else None
+    train(
+        settings,
+        address=address,
+        run=run,
+        steps=steps,
+        root=checkpoint_dir / run,
+        resume=resume,
+        save_every=save_every,
+        attempt_key=attempt_key,
+        capture=capture,
+        pause=pause,
+        pid_file=pid_file,
+    )
+
+
+if __name__ == "__main__":
+    main()
