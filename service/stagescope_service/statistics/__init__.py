@@ -1,0 +1,28 @@
+"""Arrays in, mergeable summaries out: exact mismatch statistics of two log-prob streams.
+
+`TokenBatch.from_tensors` checks a payload, `summarise` takes every statistic in one pass,
+`Summary.merge` adds summaries of disjoint tokens, `publish` names the numbers. No I/O, no Ray.
+"""
+
+from __future__ import annotations
+
+from stagescope_service.statistics.batch import TokenBatch, WireTensor, available_pairs
+from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.mismatch import publish, publish_cell
+from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.summarise import summarise, warm
+from stagescope_service.statistics.summary import Summary
+
+__all__ = [
+    "Cell",
+    "Field",
+    "Settings",
+    "Summary",
+    "TokenBatch",
+    "WireTensor",
+    "available_pairs",
+    "publish",
+    "publish_cell",
+    "summarise",
+    "warm",
+]

@@ -1,0 +1,267 @@
+"""One payload's tokens as flat arrays, checked: what the kernel reads.
+
+Padded `[rows, tokens]`, packed `[tokens]` with `cu_seqlens`, and ragged rows with offsets all
+become flat views and `row_offsets`; nothing is copied that lies contiguously in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidTensor
+from stagescope.schema import PAIRS, STREAM_TENSORS
+
+WireTensor = tuple[str, tuple[int, ...], npt.NDArray[Any], "npt.NDArray[Any] | None"]
+"""(dtype tag, shape, flat or shaped buffer, offsets int64 [rows + 1] or None)."""
+
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
+
+FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
+INTEGERS: Final = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_ONE_BITS: Final = {"float64": 0x3FF0 << 48, "float32": 0x3F80 << 16, "bfloat16": 0x3F80}
+_ONE_BITS_FLOAT16: Final = 0x3C00
+_ALIASES: Final = {"ref_log_probs": "ref_log_prob"}
+_SHAPES: Final = "[rows, tokens], [tokens] with cu_seqlens, or rows with offsets"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBatch:
+    """Flat tokens of `rows` rows; row r is `row_offsets[r]:row_offsets[r + 1]`.
+
+    Attributes:
+        p, q: [tokens] log-probs of the trainer and of the rollout; bfloat16 as uint16.
+        p_dtype, q_dtype: Their dtype tags.
+        mask: uint8 to uint64 [tokens], the bit patterns of the mask, `mask_one` that of 1.
+        positions, round_ids, turn_ids, token_ids: int64 [tokens] or None (token_ids any int).
+        versions: int64 [tokens] or [rows] or None.
+        token_offset, round_offset: int64 [rows] or None.
+        sample_ids: One sample_uid a row, or None.
+        policy_version: The trainer's, for staleness.
+    """
+
+    pair: tuple[str, str]
+    p: Array
+    p_dtype: str
+    q: Array
+    q_dtype: str
+    mask: Array
+    mask_one: int
+    row_offsets: Int64
+    positions: Int64 | None = None
+    round_ids: Int64 | None = None
+    turn_ids: Int64 | None = None
+    token_ids: Array | None = None
+    versions: Int64 | None = None
+    token_offset: Int64 | None = None
+    round_offset: Int64 | None = None
+    sample_ids: tuple[str, ...] | None = None
+    policy_version: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are, empty ones too."""
+        return len(self.row_offsets) - 1
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are, masked ones too."""
+        return int(self.row_offsets[-1])
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, WireTensor],
+        strings: Mapping[str, Sequence[str]] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        pair: tuple[str, str] = ("old", "rollout"),
+    ) -> TokenBatch:
+        """Check a payload and view it as flat tokens.
+
+        Raises:
+            InvalidTensor: a stream or the mask is missing, widths differ, a dtype does not fit;
+                the message names the tensor, the shapes and what was expected.
+        """
+        reader = _Reader(tensors)
+        p_name, q_name = (_present(tensors, STREAM_TENSORS[stream]) for stream in pair)
+        p, p_dtype, offsets = reader.tokens(p_name, FLOATS)
+        q, q_dtype, _ = reader.tokens(q_name, FLOATS, like=(p_name, offsets))
+        if "response_mask" not in tensors:
+            raise InvalidTensor(
+                f"response_mask is missing beside {p_name} and {q_name}",
+                expected=f"response_mask of shape {tensors[p_name][1]}: 1 = model token",
+                advice="record it with the same call",
+            )
+        mask, mask_dtype, _ = reader.tokens(
+            "response_mask", (*FLOATS, *INTEGERS), like=(p_name, offsets)
+        )
+        bits, one = mask_bits(mask, mask_dtype)
+        like, rows = (p_name, offsets), len(offsets) - 1
+        version = (meta or {}).get("policy_version")
+        responses = reader.optional("responses", like)
+        return cls(
+            pair=pair,
+            p=p, p_dtype=p_dtype, q=q, q_dtype=q_dtype, mask=bits, mask_one=one,
+            row_offsets=offsets,
+            positions=_int64(reader.optional("positions", like)),
+            round_ids=_int64(reader.optional("round_ids", like)),
+            turn_ids=_int64(reader.optional("turn_ids", like)),
+            token_ids=responses,
+            versions=_int64(reader.versions(like)),
+            token_offset=reader.per_row("token_offset", rows),
+            round_offset=reader.per_row("round_offset", rows),
+            sample_ids=_sample_ids(strings or {}, rows),
+            policy_version=version if isinstance(version, int) else None,
+        )  # fmt: skip
+
+
+def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of `schema.PAIRS` of which a payload has both streams' tensors."""
+    there = {
+        stream
+        for stream, name in STREAM_TENSORS.items()
+        if name in names or _ALIASES.get(name) in names
+    }
+    return tuple(pair for pair in PAIRS if there.issuperset(pair))
+
+
+def mask_bits(mask: Array, dtype: str) -> tuple[Array, int]:
+    """Return a mask's bit patterns as unsigned integers, and the pattern of 1."""
+    bits = mask.view(f"uint{8 * mask.dtype.itemsize}")
+    return bits, _ONE_BITS_FLOAT16 if dtype == "float16" else _ONE_BITS.get(dtype, 1)
+
+
+def _present(tensors: Mapping[str, WireTensor], name: str) -> str:
+    alias = _ALIASES.get(name)
+    return alias if name not in tensors and alias is not None and alias in tensors else name
+
+
+def _int64(values: Array | None) -> Int64 | None:
+    return None if values is None else values.astype(np.int64, copy=False)
+
+
+def _sample_ids(strings: Mapping[str, Sequence[str]], rows: int) -> tuple[str, ...] | None:
+    ids = strings.get("sample_ids")
+    if ids is None:
+        return None
+    if len(ids) != rows:
+        raise InvalidTensor(
+            f"sample_ids has {len(ids)} entries", expected=f"one a row: {rows}"
+        )  # fmt: skip
+    return tuple(str(name) for name in ids)
+
+
+class _Reader:
+    """Reads the tensors of one payload; its errors name tensor, shapes and expectation."""
+
+    def __init__(self, tensors: Mapping[str, WireTensor]) -> None:
+        self._tensors = tensors
+        self._packed: Int64 | None = None
+        if "cu_seqlens" in tensors:
+            values = self._flat("cu_seqlens", INTEGERS)[0].astype(np.int64, copy=False)
+            self._packed = _checked_offsets("cu_seqlens", values)
+
+    def tokens(
+        self, name: str, dtypes: tuple[str, ...], like: tuple[str, Int64] | None = None
+    ) -> tuple[Array, str, Int64]:
+        """Return (flat values, dtype tag, row offsets) of a tensor with one value a token."""
+        flat, dtype, shape, offsets = self._flat(name, dtypes)
+        if offsets is not None:
+            offsets = _checked_offsets(name, offsets)
+        elif self._packed is not None and (len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)):
+            offsets = self._packed
+        elif len(shape) == 2:
+            offsets = np.arange(shape[0] + 1, dtype=np.int64) * shape[1]
+        else:
+            raise InvalidTensor(f"{name} has shape {shape}", expected=_SHAPES)
+        if offsets[-1] != flat.size:
+            raise InvalidTensor(
+                f"{name} has {flat.size} values (shape {shape}), its rows end at {offsets[-1]}",
+                expected="offsets (cu_seqlens) that end at the number of tokens",
+            )
+        if like is not None and not np.array_equal(offsets, like[1]):
+            other = self._tensors[like[0]][1]
+            raise InvalidTensor(
+                f"{name} has shape {shape} where {like[0]} has {other}: "
+                f"{_lengths(offsets)} against {_lengths(like[1])}",
+                expected="the same rows, each as wide as in every tensor with one value a token",
+                advice=f"slice or pad {name} as {like[0]} is",
+            )
+        return flat, dtype, offsets
+
+    def optional(self, name: str, like: tuple[str, Int64]) -> Array | None:
+        """Return the flat values of an integer tensor with one value a token, if it is there."""
+        if name not in self._tensors:
+            return None
+        return self.tokens(name, INTEGERS, like)[0]
+
+    def versions(self, like: tuple[str, Int64]) -> Array | None:
+        """Return `versions`, one a token or one a row, if it is there."""
+        if "versions" in self._tensors:
+            flat, _, shape, offsets = self._flat("versions", INTEGERS)
+            if len(shape) == 1 and offsets is None and flat.size == len(like[1]) - 1:
+                return flat
+        return self.optional("versions", like)
+
+    def per_row(self, name: str, rows: int) -> Int64 | None:
+        """Return an integer tensor [rows], if it is there."""
+        if name not in self._tensors:
+            return None
+        flat, _, shape, _ = self._flat(name, INTEGERS)
+        if flat.size != rows:
+            raise InvalidTensor(f"{name} has shape {shape}", expected=f"[{rows}], one a row")
+        return flat.astype(np.int64, copy=False)
+
+    def _flat(
+        self, name: str, dtypes: tuple[str, ...]
+    ) -> tuple[Array, str, tuple[int, ...], Int64 | None]:
+        if name not in self._tensors:
+            raise InvalidTensor(
+                f"{name} is missing", expected=f"beside {sorted(self._tensors)}: {_SHAPES}"
+            )
+        dtype, shape, buffer, offsets = self._tensors[name]
+        if dtype not in dtypes:
+            raise InvalidTensor(
+                f"{name} (shape {tuple(shape)}) has dtype {dtype!r}",
+                expected=f"one of {', '.join(dtypes)}",
+            )
+        stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+        flat = np.ascontiguousarray(buffer).reshape(-1)
+        if flat.dtype == np.uint8 and stored != np.uint8 and flat.nbytes % stored.itemsize == 0:
+            flat = flat.view(stored) if flat.ctypes.data % stored.itemsize == 0 else flat
+        if flat.dtype != stored:
+            raise InvalidTensor(
+                f"{name} is tagged {dtype} but its buffer is {flat.dtype}", expected=f"{stored}"
+            )
+        if flat.size != int(np.prod(shape, dtype=np.int64)):
+            raise InvalidTensor(
+                f"{name} has {flat.size} values for shape {tuple(shape)}",
+                expected="as many values as the shape says",
+            )
+        if not flat.flags.aligned:
+            flat = flat.copy()
+        rows = None if offsets is None else np.asarray(offsets).astype(np.int64, copy=False)
+        return flat, dtype, tuple(shape), rows
+
+
+def _checked_offsets(name: str, offsets: Int64) -> Int64:
+    offsets = np.ascontiguousarray(offsets.reshape(-1))
+    if not offsets.size or offsets[0] != 0 or bool((np.diff(offsets) < 0).any()):
+        raise InvalidTensor(
+            f"the offsets of {name} are {offsets[:8].tolist()}{'...' if offsets.size > 8 else ''}",
+            expected="[rows + 1] int64 that begin at 0 and never fall",
+        )
+    return offsets
+
+
+def _lengths(offsets: Int64) -> str:
+    lengths = np.diff(offsets)
+    if lengths.size and bool((lengths == lengths[0]).all()):
+        return f"{lengths.size} rows of {lengths[0]}"
+    return f"{lengths.size} rows of {lengths[:6].tolist()}{'...' if lengths.size > 6 else ''}"

@@ -1,0 +1,237 @@
+"""A cell: everything the statistics know of a set of tokens, as one packed float64 vector.
+
+Cells of disjoint sets of tokens merge into the cell of their union: counts and sums add, extremes
+take the extreme, second moments follow Chan, Golub and LeVeque (Updating Formulae and a Pairwise
+Algorithm for Computing Sample Variances, 1979). The mean of a moment is its sum over `TOKENS`.
+
+d = p - q. `U` and `V` are e^p - 1 and e^q - 1: near certainty (1 - e^p ~ 1e-8) the moments of
+e^p itself would be rounding noise. `A` is |e^p - e^q|, `W` the applied importance weight minus 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+VERSION: Final = 1
+"""Raised whenever `Field` changes: a stored vector is read by the version that wrote it."""
+
+Float64 = npt.NDArray[np.float64]
+
+ABS_TAILS: Final = (0.1, 0.5, 1.0, 5.0)
+"""|d| above which a token counts as a tail."""
+RATIO_TAILS: Final = ((0.9, 1.1), (0.5, 2.0))
+"""Intervals of e^d outside which a token counts as a tail."""
+CLAMP: Final = 20.0
+"""Bound on d inside weights and chi-square, as verl's SAFETY_BOUND."""
+
+
+class Field(enum.IntEnum):
+    """Where each number lies in the vector. Order: sums, minima, maxima, second moments."""
+
+    TOKENS = 0
+    """Tokens that count: mask 1, both streams finite."""
+    MASKED = enum.auto()
+    """Tokens under the mask, the non-finite ones too."""
+    P_NAN = enum.auto()
+    P_POSINF = enum.auto()
+    P_NEGINF = enum.auto()
+    Q_NAN = enum.auto()
+    Q_POSINF = enum.auto()
+    Q_NEGINF = enum.auto()
+    P_LACKS = enum.auto()
+    """p is non-finite or exactly 0 where q is neither."""
+    Q_LACKS = enum.auto()
+    P_ZERO = enum.auto()
+    Q_ZERO = enum.auto()
+    P_POSITIVE = enum.auto()
+    Q_POSITIVE = enum.auto()
+    EQUAL = enum.auto()
+    """p and q are the same number."""
+    Q_GREATER = enum.auto()
+    ABS_OVER_0 = enum.auto()
+    ABS_OVER_1 = enum.auto()
+    ABS_OVER_2 = enum.auto()
+    ABS_OVER_3 = enum.auto()
+    RATIO_BELOW_0 = enum.auto()
+    RATIO_ABOVE_0 = enum.auto()
+    RATIO_BELOW_1 = enum.auto()
+    RATIO_ABOVE_1 = enum.auto()
+    IS_HIGH = enum.auto()
+    """Raw weight above the upper threshold of the run's settings."""
+    IS_LOW = enum.auto()
+    D_SUM = enum.auto()
+    D_ABS_SUM = enum.auto()
+    A_SUM = enum.auto()
+    P_SUM = enum.auto()
+    Q_SUM = enum.auto()
+    U_SUM = enum.auto()
+    V_SUM = enum.auto()
+    W_SUM = enum.auto()
+    RAW_SUM = enum.auto()
+    """Of e^clamp(d) - 1: the raw weight minus 1."""
+    K3_SUM = enum.auto()
+    CHI2_SUM = enum.auto()
+    EXP_ABS_SUM = enum.auto()
+    NEXT_N = enum.auto()
+    """Pairs (p of a token, q of the next one in its run), for the shift by one."""
+    NEXT_P_SUM = enum.auto()
+    NEXT_Q_SUM = enum.auto()
+    LAST_N = enum.auto()
+    """Pairs (p of a token, q of the one before it in its run)."""
+    LAST_P_SUM = enum.auto()
+    LAST_Q_SUM = enum.auto()
+    D_MIN = enum.auto()
+    A_MIN = enum.auto()
+    P_MIN = enum.auto()
+    Q_MIN = enum.auto()
+    W_MIN = enum.auto()
+    D_MAX = enum.auto()
+    A_MAX = enum.auto()
+    P_MAX = enum.auto()
+    Q_MAX = enum.auto()
+    W_MAX = enum.auto()
+    D_M2 = enum.auto()
+    A_M2 = enum.auto()
+    P_M2 = enum.auto()
+    Q_M2 = enum.auto()
+    U_M2 = enum.auto()
+    V_M2 = enum.auto()
+    W_M2 = enum.auto()
+    PQ_C = enum.auto()
+    UV_C = enum.auto()
+    NEXT_P_M2 = enum.auto()
+    NEXT_Q_M2 = enum.auto()
+    NEXT_C = enum.auto()
+    LAST_P_M2 = enum.auto()
+    LAST_Q_M2 = enum.auto()
+    LAST_C = enum.auto()
+
+
+WIDTH: Final = len(Field)
+MINIMA: Final = slice(Field.D_MIN, Field.D_MAX)
+MAXIMA: Final = slice(Field.D_MAX, Field.D_M2)
+SUMS: Final = slice(0, Field.D_MIN)
+SECOND: Final = slice(Field.D_M2, WIDTH)
+
+MOMENTS: Final = (
+    (Field.TOKENS, Field.D_SUM, Field.D_SUM, Field.D_M2),
+    (Field.TOKENS, Field.A_SUM, Field.A_SUM, Field.A_M2),
+    (Field.TOKENS, Field.P_SUM, Field.P_SUM, Field.P_M2),
+    (Field.TOKENS, Field.Q_SUM, Field.Q_SUM, Field.Q_M2),
+    (Field.TOKENS, Field.U_SUM, Field.U_SUM, Field.U_M2),
+    (Field.TOKENS, Field.V_SUM, Field.V_SUM, Field.V_M2),
+    (Field.TOKENS, Field.W_SUM, Field.W_SUM, Field.W_M2),
+    (Field.TOKENS, Field.P_SUM, Field.Q_SUM, Field.PQ_C),
+    (Field.TOKENS, Field.U_SUM, Field.V_SUM, Field.UV_C),
+    (Field.NEXT_N, Field.NEXT_P_SUM, Field.NEXT_P_SUM, Field.NEXT_P_M2),
+    (Field.NEXT_N, Field.NEXT_Q_SUM, Field.NEXT_Q_SUM, Field.NEXT_Q_M2),
+    (Field.NEXT_N, Field.NEXT_P_SUM, Field.NEXT_Q_SUM, Field.NEXT_C),
+    (Field.LAST_N, Field.LAST_P_SUM, Field.LAST_P_SUM, Field.LAST_P_M2),
+    (Field.LAST_N, Field.LAST_Q_SUM, Field.LAST_Q_SUM, Field.LAST_Q_M2),
+    (Field.LAST_N, Field.LAST_P_SUM, Field.LAST_Q_SUM, Field.LAST_C),
+)
+"""(count, sum of x, sum of y, co-moment of x and y) of every second moment, in `Field` order."""
+
+_N, _X, _Y, _M = (np.array(column) for column in zip(*MOMENTS, strict=True))
+
+
+def empty(*shape: int) -> Float64:
+    """Return cells `[*shape, WIDTH]` of no token: they change nothing that they merge with."""
+    cells = np.zeros((*shape, WIDTH))
+    cells[..., MINIMA] = np.inf
+    cells[..., MAXIMA] = -np.inf
+    return cells
+
+
+def merge(cells: Float64) -> Float64:
+    """Merge cells `[k, WIDTH]` of disjoint tokens into one `[WIDTH]`; of none into an empty one."""
+    merged = empty()
+    if not len(cells):
+        return merged
+    # An infinite sum (e^d may overflow) makes NaN moments, which is what they are then.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        merged[SUMS] = cells[:, SUMS].sum(axis=0)
+        merged[MINIMA] = cells[:, MINIMA].min(axis=0)
+        merged[MAXIMA] = cells[:, MAXIMA].max(axis=0)
+        counts, total = cells[:, _N], merged[_N]
+        x = _deviations(cells[:, _X], merged[_X], counts, total)
+        y = _deviations(cells[:, _Y], merged[_Y], counts, total)
+        merged[_M] = cells[:, _M].sum(axis=0) + (counts * x * y).sum(axis=0)
+    return merged
+
+
+def _deviations(sums: Float64, total_sum: Float64, counts: Float64, total: Float64) -> Float64:
+    means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
+    mean = np.divide(total_sum, total, out=np.zeros_like(total_sum), where=total > 0)
+    deviations: Float64 = np.where(counts > 0, means - mean, 0.0)
+    return deviations
+
+
+def merge_groups(groups: Sequence[int], slots: int, cells: Float64) -> Float64:
+    """Merge cells `[k, WIDTH]` by slot: cell i goes to row `groups[i]` of `[slots, WIDTH]`."""
+    merged, labels = empty(slots), np.asarray(groups, np.int64)
+    for slot in range(slots):
+        merged[slot] = merge(cells[labels == slot])
+    return merged
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A cell's vector read as statistics. All are NaN where no token counts."""
+
+    vector: Float64
+
+    def __getitem__(self, field: Field) -> float:
+        return float(self.vector[field])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that count."""
+        return int(self[Field.TOKENS])
+
+    @property
+    def masked(self) -> int:
+        """Tokens under the mask."""
+        return int(self[Field.MASKED])
+
+    def mean(self, total: Field) -> float:
+        """Mean over the counted tokens of the quantity whose sum is `total`."""
+        return self[total] / self.tokens if self.tokens else math.nan
+
+    def std(self, second: Field, low: Field, high: Field) -> float:
+        """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max."""
+        if self.tokens < 2:
+            return math.nan
+        if self[low] == self[high]:
+            return 0.0
+        return math.sqrt(max(self[second], 0.0) / (self.tokens - 1))
+
+    def extreme(self, field: Field) -> float:
+        """A minimum or maximum."""
+        return self[field] if self.tokens else math.nan
+
+    @property
+    def abs_max(self) -> float:
+        """Maximum of |d|."""
+        return max(abs(self[Field.D_MIN]), abs(self[Field.D_MAX])) if self.tokens else math.nan
+
+    def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
+        """Pearson's correlation; NaN where p or q is constant."""
+        if self[Field.P_MIN] >= self[Field.P_MAX] or self[Field.Q_MIN] >= self[Field.Q_MAX]:
+            return math.nan
+        scale = math.sqrt(max(self[x2], 0.0)) * math.sqrt(max(self[y2], 0.0))
+        if not scale > 0.0:
+            return math.nan
+        correlation = self[xy] / scale
+        return math.nan if math.isnan(correlation) else min(1.0, max(-1.0, correlation))
+
+    def share(self, *counts: Field) -> float:
+        """Share of the counted tokens."""
+        return sum(self[field] for field in counts) / self.tokens if self.tokens else math.nan

@@ -1,0 +1,196 @@
+"""Where the model's tokens lie: contiguous stretches of the mask, with their round.
+
+A **run** is a maximal stretch of 1s in a row, also ended where `positions` jump (context-parallel
+parts, zigzag). The round of a run is its number in the row, counted from `round_offset`, or what
+`round_ids` say. A **segment** is the part of a run over which round, turn and version stay the
+same and no token is skipped; a **stretch** is what a row covers of its sample's positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from stagescope_service.statistics.jit import entry, exact
+
+Int64 = npt.NDArray[np.int64]
+
+SEGMENT: Final = ("start", "stop", "row", "round", "turn", "version")
+COVER: Final = ("row", "first", "last")
+_BLOCK: Final = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """`table` int64 [segments, 6] by `SEGMENT`; `cover` int64 [stretches, 3]: row and positions
+    first to last (half open), trimmed to the model's tokens."""
+
+    table: Int64
+    cover: Int64
+    bad_mask: int
+    """Index of a mask value other than 0 and 1, else -1."""
+    bad_round: int
+    """Index of a negative round id under the mask, else -1."""
+
+
+def _readonly(kind: Any) -> Any:
+    """A type that takes writable arrays and those of Ray's object store alike."""
+    return numba.types.Array(kind, 1, "C", readonly=True)
+
+
+_Tuple: Any = numba.types.Tuple
+_I8 = _readonly(numba.int64)
+_RESULT = _Tuple((numba.int64[:, ::1], numba.int64[:, ::1], numba.int64, numba.int64))
+_MASKS = [_readonly(kind) for kind in (numba.uint8, numba.uint16, numba.uint32, numba.uint64)]
+
+
+@exact
+def _grown(rows: Any, used: int) -> Any:
+    if used < rows.shape[0]:
+        return rows
+    larger = np.empty((2 * rows.shape[0], rows.shape[1]), np.int64)
+    larger[:used] = rows[:used]
+    return larger
+
+
+@exact
+def _uniform(block: Any, value: Any) -> bool:
+    """Whether a block of the mask is `value` throughout; runs in vector lanes."""
+    difference = value ^ value
+    for i in range(block.size):
+        difference |= block[i] ^ value
+    return bool(difference == value ^ value)
+
+
+@entry(*(_RESULT(mask, numba.uint64, _I8, _I8, _I8) for mask in _MASKS))
+def _find_plain(mask: Any, one: int, offsets: Any, row_token: Any, row_round: Any) -> Any:
+    """Runs of 1s alone: whole blocks without a change are passed over in vector lanes."""
+    off = mask[0] ^ mask[0] if mask.size else one ^ one
+    on = (off + one) if mask.size else one
+    table, n = np.empty((64, 6), np.int64), 0
+    cover, c = np.empty((64, 3), np.int64), 0
+    for row in range(offsets.size - 1):
+        begin, end = offsets[row], offsets[row + 1]
+        before, number, start = n, row_round[row], -1
+        i = begin
+        while i < end:
+            stop = min(i + _BLOCK, end)
+            if _uniform(mask[i:stop], mask.dtype.type(on if start >= 0 else off)):
+                i = stop
+                continue
+            for j in range(i, stop):
+                if mask[j] == on:
+                    if start < 0:
+                        start = j
+                elif mask[j] != off:
+                    return table[:n], cover[:c], j, -1
+                elif start >= 0:
+                    table[n] = (start, j, row, number, -1, 0)
+                    n, number, start = n + 1, number + 1, -1
+                    table = _grown(table, n)
+            i = stop
+        if start >= 0:
+            table[n] = (start, end, row, number, -1, 0)
+            n += 1
+            table = _grown(table, n)
+        if n > before:
+            shift = row_token[row] - begin
+            cover[c] = (row, table[before, 0] + shift, table[n - 1, 1] + shift)
+            c += 1
+            cover = _grown(cover, c)
+    return table[:n], cover[:c], -1, -1
+
+
+@entry(_RESULT(_MASKS[0], numba.uint64, _I8, _I8, _I8, _I8, _I8, _I8, _I8, _MASKS[0]))
+def _find_general(
+    mask: Any, one: int, offsets: Any, row_token: Any, row_round: Any,
+    positions: Any, rounds: Any, turns: Any, versions: Any, skip: Any,
+) -> Any:  # fmt: skip
+    """As `_find_plain`, where something other than the mask can end a run or a segment."""
+    table, n = np.empty((64, 6), np.int64), 0
+    cover, c = np.empty((64, 3), np.int64), 0
+    for row in range(offsets.size - 1):
+        begin, end = offsets[row], offsets[row + 1]
+        number, start, inside = row_round[row] - 1, -1, False
+        first, last = -1, -1
+        for j in range(begin, end + 1):
+            on = False
+            if j < end:
+                on = mask[j] == one
+                if not on and mask[j] != 0:
+                    return table[:n], cover[:c], j, -1
+                if on and rounds.size > 0 and rounds[j] < 0:
+                    return table[:n], cover[:c], -1, j
+            jump = on and last >= 0 and positions.size > 0
+            jump = jump and positions[j] != positions[last] + (j - last)
+            skipped = on and skip.size > 0 and skip[j] != 0
+            cut = not on or jump or skipped
+            if start >= 0 and not cut:
+                cut = (
+                    (rounds.size > 0 and rounds[j] != rounds[start])
+                    or (turns.size > 0 and turns[j] != turns[start])
+                    or (versions.size > 0 and versions[j] != versions[start])
+                )
+            if start >= 0 and cut:
+                table[n, 0], table[n, 1], table[n, 2] = start, j, row
+                table[n, 3] = rounds[start] if rounds.size > 0 else number
+                table[n, 4] = turns[start] if turns.size > 0 else -1
+                table[n, 5] = versions[start] if versions.size > 0 else 0
+                n, start = n + 1, -1
+                table = _grown(table, n)
+            if first >= 0 and (jump or skipped or j == end):
+                cover[c, 0] = row
+                cover[c, 1] = positions[first] if positions.size else row_token[row] + first - begin
+                cover[c, 2] = cover[c, 1] + last + 1 - first
+                c, first = c + 1, -1
+                cover = _grown(cover, c)
+            number += on and (jump or not inside)
+            inside = on
+            if on:
+                last = j
+                if not skipped:
+                    start = j if start < 0 else start
+                    first = j if first < 0 else first
+    return table[:n], cover[:c], -1, -1
+
+
+NONE: Final[Int64] = np.empty(0, np.int64)
+NO_SKIP: Final[npt.NDArray[np.uint8]] = np.empty(0, np.uint8)
+
+
+def find(
+    mask: npt.NDArray[Any],
+    one: int,
+    row_offsets: Int64,
+    *,
+    token_offset: Int64 | None = None,
+    round_offset: Int64 | None = None,
+    positions: Int64 = NONE,
+    round_ids: Int64 = NONE,
+    turn_ids: Int64 = NONE,
+    versions: Int64 = NONE,
+    skip: npt.NDArray[np.uint8] = NO_SKIP,
+) -> Segments:
+    """Find the segments of a flat mask.
+
+    Args:
+        mask: uint8, uint16, uint32 or uint64 [tokens], the bit patterns of the mask's own dtype.
+        one: The bit pattern of 1 in that dtype.
+        row_offsets: int64 [rows + 1].
+        token_offset: int64 [rows], position of each row's first token in its sample; default 0.
+        round_offset: int64 [rows], round of each row's first run in its sample; default 0.
+        positions, round_ids, turn_ids, versions: int64 [tokens], or empty where not given.
+        skip: uint8 [tokens], 1 where a token must not count; it changes no round. Or empty.
+    """
+    zeros = np.zeros(len(row_offsets) - 1, np.int64)
+    row_token = zeros if token_offset is None else token_offset
+    row_round = zeros if round_offset is None else round_offset
+    common: tuple[Any, ...] = (mask, np.uint64(one), row_offsets, row_token, row_round)
+    optional: tuple[Any, ...] = (positions, round_ids, turn_ids, versions, skip)
+    if any(array.size for array in optional):
+        return Segments(*_find_general(*common, *optional))
+    return Segments(*_find_plain(*common))

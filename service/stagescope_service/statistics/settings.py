@@ -1,0 +1,89 @@
+"""What of a run's settings changes the statistics: the importance weights that it applies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidInput
+from stagescope_service.statistics.cell import CLAMP
+
+KEPT_TOKENS: Final = 64
+"""How many worst and how many non-finite tokens a summary keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """verl's `rollout_correction` settings, as far as they shape `rollout_is_*`.
+
+    Attributes:
+        rollout_is: 'token', 'sequence', or None where the run applies no weights: the statistics
+            are then of the untruncated weights, and say so.
+        rollout_is_threshold: U, above which a weight is cut to U (truncated importance sampling),
+            or 'L_U', outside which a weight is set to 0 (IcePop).
+        rollout_is_batch_normalize: Whether the run divides the weights by their mean.
+        worst: How many worst and how many non-finite tokens to keep.
+    """
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float | str | None = None
+    rollout_is_batch_normalize: bool = False
+    worst: int = KEPT_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.rollout_is not in (None, "token", "sequence"):
+            raise InvalidInput(
+                f"rollout_is is {self.rollout_is!r}", expected="'token', 'sequence' or None"
+            )
+        if not 1 <= self.worst <= 4096:
+            raise InvalidInput(f"worst is {self.worst}", expected="1 to 4096 tokens to keep")
+        _ = self.bounds
+
+    @property
+    def bounds(self) -> tuple[float, float, bool]:
+        """(L, U, whether weights outside become 0). L is 1/U where the settings give none."""
+        threshold = self.rollout_is_threshold
+        if self.rollout_is is None:
+            return 0.0, math.inf, False
+        try:
+            low, _, high = str(2.0 if threshold is None else threshold).rpartition("_")
+            upper = float(high)
+            lower = float(low) if low else 1.0 / upper
+        except (ValueError, ZeroDivisionError):
+            lower = upper = math.nan
+        if not 0.0 < lower <= upper < math.inf:
+            raise InvalidInput(
+                f"rollout_is_threshold is {threshold!r}",
+                expected="U > 0, or 'L_U' with 0 < L <= U",
+            )
+        return lower, upper, bool(low)
+
+    def weight_rule(self) -> npt.NDArray[np.float64]:
+        """Return what the kernel does to w - 1: (count above, count below, high, its value, low,
+        its value); a weight beyond `high` or `low` is replaced by the value."""
+        if self.rollout_is != "token":
+            return np.array([np.inf, -np.inf, np.inf, 0.0, -np.inf, 0.0])
+        lower, upper, drops = self.bounds
+        cut_low = lower - 1.0 if drops else -np.inf
+        high_value = -1.0 if drops else upper - 1.0
+        return np.array([upper - 1.0, lower - 1.0, upper - 1.0, high_value, cut_low, -1.0])
+
+    def apply(self, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the weights that the run applies for raw `weights` of any shape."""
+        lower, upper, drops = self.bounds
+        if drops:
+            return np.where((weights >= lower) & (weights <= upper), weights, 0.0)
+        return np.minimum(weights, upper)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as built-in types."""
+        return dataclasses.asdict(self)
+
+
+def clamped_exp(log_ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """e^x with x clamped to verl's safety bound of ±20."""
+    return np.exp(np.clip(log_ratio, -CLAMP, CLAMP))

@@ -1,0 +1,224 @@
+"""From a batch of tokens to its summary: find the segments, run the kernel, gather the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidTensor
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics import kernel, segments
+from stagescope_service.statistics.batch import TokenBatch
+from stagescope_service.statistics.histogram import Histogram
+from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.summary import (
+    UNKNOWN,
+    Sequences,
+    Slices,
+    Summary,
+    Tokens,
+    ordered,
+)
+
+Int64 = npt.NDArray[np.int64]
+Skip = npt.NDArray[np.uint8]
+
+_KINDS = {
+    "float64": kernel.FLOAT64,
+    "float32": kernel.FLOAT32,
+    "bfloat16": kernel.BFLOAT16,
+    "float16": kernel.FLOAT16,
+}
+_START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
+
+
+def summarise(
+    batch: TokenBatch, settings: Settings | None = None, *, skip: Skip | None = None, name: str = ""
+) -> Summary:
+    """Take every statistic of a batch in one pass over its model tokens.
+
+    Args:
+        batch: The tokens.
+        settings: What the run does with importance weights; default nothing.
+        skip: uint8 [tokens], 1 where a token counts elsewhere. Rounds stay as they are.
+        name: A name for this payload, shown where rows have no sample_uid.
+
+    Raises:
+        InvalidTensor: a mask value other than 0 and 1, or a negative round id.
+    """
+    settings = settings or Settings()
+    found = _segments(batch, skip)
+    table = found.table
+    round_keys, round_slots = np.unique(table[:, _ROUND], return_inverse=True)
+    turn_keys, turn_slots = _optional_slots(table[:, _TURN], batch.turn_ids is not None)
+    ages = batch.policy_version is not None and batch.versions is not None
+    age_keys, age_slots = _optional_slots((batch.policy_version or 0) - table[:, _VERSION], ages)
+    slots = np.stack([round_slots.reshape(-1), turn_slots, age_slots], axis=1).astype(np.int64)
+
+    round_cells, turn_cells, age_cells = (
+        cells.empty(len(keys)) for keys in (round_keys, turn_keys, age_keys)
+    )
+    row_values = np.zeros((batch.rows, len(kernel.ROW)))
+    counts = np.zeros((len(round_keys), 2 * kernel.HISTOGRAM_HALF), np.uint32)
+    worst, worst_ids = _kept(settings)
+    odd, odd_ids = _kept(settings)
+    worst_used, odd_used = kernel.accumulate(
+        batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
+        _KINDS[batch.q_dtype], table, slots, _keys(batch, table), settings.weight_rule(),
+        round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, odd, odd_ids,
+    )  # fmt: skip
+    sequences, index = _sequences(batch, found, row_values)
+    worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
+    odd_tokens = _tokens(odd_ids[:odd_used], batch, table, index)
+    filled_round, filled_bucket = np.nonzero(counts)
+    return Summary(
+        pair=batch.pair,
+        settings=settings,
+        dtypes={batch.pair[0]: (batch.p_dtype,), batch.pair[1]: (batch.q_dtype,)},
+        rounds=Slices(round_keys, round_cells),
+        turns=Slices(turn_keys, turn_cells),
+        staleness=Slices(age_keys, age_cells),
+        histogram=Histogram(
+            round_keys[filled_round],
+            filled_bucket - kernel.HISTOGRAM_HALF,
+            counts[filled_round, filled_bucket].astype(np.int64),
+        ),
+        worst=ordered(worst_tokens, sequences, by_d=True, keep=settings.worst),
+        non_finite=ordered(odd_tokens, sequences, by_d=False, keep=settings.worst),
+        sequences=sequences,
+        sources=(name,),
+        rows=batch.rows,
+        versions=_versions(batch, table),
+    )
+
+
+def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:
+    none, mask, one = segments.NONE, batch.mask, batch.mask_one
+    by_token = batch.versions is not None and batch.versions.size == batch.tokens
+    versions = batch.versions if by_token else None
+    special = (batch.positions, batch.round_ids, batch.turn_ids, versions, skip)
+    if any(array is not None for array in special) and mask.itemsize > 1:
+        mask, one = _narrow_mask(mask, one), 1
+    found = segments.find(
+        mask,
+        one,
+        batch.row_offsets,
+        token_offset=batch.token_offset,
+        round_offset=batch.round_offset,
+        positions=none if batch.positions is None else batch.positions,
+        round_ids=none if batch.round_ids is None else batch.round_ids,
+        turn_ids=none if batch.turn_ids is None else batch.turn_ids,
+        versions=none if versions is None else versions,
+        skip=segments.NO_SKIP if skip is None else skip,
+    )
+    if found.bad_round >= 0:
+        ids = batch.round_ids
+        raise InvalidTensor(
+            f"round_ids holds {'?' if ids is None else ids[found.bad_round]} under the mask",
+            expected="round numbers from 0",
+        )
+    if found.bad_mask >= 0:
+        row = int(np.searchsorted(batch.row_offsets, found.bad_mask, "right")) - 1
+        raise InvalidTensor(
+            f"response_mask (row {row}) holds a value other than 0 and 1",
+            expected="1 = model token, 0 = environment or padding",
+        )
+    if batch.versions is not None and not by_token:
+        found.table[:, _VERSION] = batch.versions[found.table[:, _ROW]]
+    return found
+
+
+def _narrow_mask(mask: npt.NDArray[np.generic], one: int) -> Skip:
+    """Return the mask as uint8; a wrong value becomes 2, which is still wrong."""
+    on = mask == mask.dtype.type(one)
+    return np.where(on, 1, np.where(mask == mask.dtype.type(0), 0, 2)).astype(np.uint8)
+
+
+def _optional_slots(values: Int64, known: bool) -> tuple[Int64, Int64]:
+    if not known:
+        return np.empty(0, np.int64), np.full(len(values), UNKNOWN, np.int64)
+    keys, slots = np.unique(values, return_inverse=True)
+    return keys, slots.reshape(-1)
+
+
+def _kept(settings: Settings) -> tuple[npt.NDArray[np.float64], Int64]:
+    return np.zeros((settings.worst, 3)), np.zeros((settings.worst, 2), np.int64)
+
+
+def _keys(batch: TokenBatch, table: Int64) -> Int64:
+    """Return, for each segment, the order of its sample and the position of its first token."""
+    row, start = table[:, _ROW], table[:, _START]
+    order = row
+    if batch.sample_ids is not None:
+        _, places = np.unique(np.array(batch.sample_ids, dtype=object), return_inverse=True)
+        order = places.reshape(-1)[row]
+    return np.stack([order, _positions(batch, row, start)], axis=1).astype(np.int64)
+
+
+def _positions(batch: TokenBatch, row: Int64, token: Int64) -> Int64:
+    if batch.positions is not None:
+        return batch.positions[token]
+    shift: Int64 = token - batch.row_offsets[row]
+    return shift if batch.token_offset is None else shift + batch.token_offset[row]
+
+
+def _sequences(
+    batch: TokenBatch, found: segments.Segments, values: npt.NDArray[np.float64]
+) -> tuple[Sequences, Int64]:
+    """Return the rows that have model tokens, and for each row its place among them."""
+    rows = np.unique(found.table[:, _ROW])
+    index = np.full(batch.rows, UNKNOWN, np.int64)
+    index[rows] = np.arange(len(rows))
+    cover = found.cover.copy()
+    cover[:, 0] = index[cover[:, 0]]
+    ids = batch.sample_ids
+    positions = batch.positions is not None or batch.token_offset is not None
+    rounds = batch.round_ids is not None or batch.round_offset is not None
+    return Sequences(
+        samples=tuple(ids[row] for row in rows) if ids is not None else ("",) * len(rows),
+        source=np.zeros(len(rows), np.int64),
+        row=rows,
+        placed=np.tile(np.array([positions, rounds]), (len(rows), 1)),
+        values=values[rows],
+        cover=cover,
+    ), index
+
+
+def _tokens(ids: Int64, batch: TokenBatch, table: Int64, index: Int64) -> Tokens:
+    token, segment = ids[:, 0], table[ids[:, 1]]
+    unknown = np.full(len(token), UNKNOWN, np.int64)
+    return Tokens(
+        sequence=index[segment[:, _ROW]],
+        position=_positions(batch, segment[:, _ROW], token),
+        round=segment[:, _ROUND],
+        turn=segment[:, _TURN],
+        token_id=unknown if batch.token_ids is None else batch.token_ids[token].astype(np.int64),
+        p=widened(batch.p[token], batch.p_dtype),
+        q=widened(batch.q[token], batch.q_dtype),
+    )
+
+
+def widened(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float64]:
+    """Return log-probs of any accepted dtype (bfloat16 as uint16) as float64."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return values.astype(np.float64)
+
+
+def _versions(batch: TokenBatch, table: Int64) -> tuple[int, ...]:
+    if batch.versions is None:
+        return ()
+    return tuple(int(version) for version in np.unique(table[:, _VERSION]))
+
+
+def warm() -> None:
+    """Compile everything, or load it from disk: seconds at a first start, then under one."""
+    values = np.array([-0.5, -1.0], np.float32)
+    offsets = np.array([0, 2], np.int64)
+    for mask in (np.uint8, np.uint16, np.uint32, np.uint64):
+        batch = TokenBatch(
+            pair=("old", "rollout"), p=values, p_dtype="float32", q=values, q_dtype="float32",
+            mask=np.array([1, 0], mask), mask_one=1, row_offsets=offsets,
+        )  # fmt: skip
+        summarise(batch)
+    summarise(batch, skip=np.zeros(2, np.uint8))

@@ -1,0 +1,299 @@
+"""A summary: all that is kept of one pair of streams over a set of tokens.
+
+Summaries of disjoint tokens merge; the parts of a summary are
+
+* cells by round, by true turn and by staleness (see `cell`),
+* the histogram of |d| by round,
+* the worst tokens and the non-finite tokens, K of each,
+* a vector for each fragment of a sample (a row that has model tokens), and which positions of
+  its sample it covers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidInput
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.histogram import Histogram
+from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.settings import Settings
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+UNKNOWN: Final = -1
+"""A round, turn or token id that is not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """Cells [n, WIDTH] by an ascending integer key [n] (round, turn or staleness)."""
+
+    keys: Int64
+    cells: Float64
+
+    @classmethod
+    def merge(cls, slices: Sequence[Slices]) -> Slices:
+        """Merge cells of one key; the order of the arguments decides the last bits."""
+        keys = np.concatenate([s.keys for s in slices]) if slices else np.empty(0, np.int64)
+        stacked = np.concatenate([s.cells for s in slices]) if slices else cells.empty(0)
+        unique, where = np.unique(keys, return_inverse=True)
+        return cls(unique, cells.merge_groups(where.reshape(-1), len(unique), stacked))
+
+    def get(self, key: int) -> Cell | None:
+        """Return the cell of a key."""
+        found = np.flatnonzero(self.keys == key)
+        return Cell(self.cells[found[0]]) if found.size else None
+
+    def items(self) -> list[tuple[int, Cell]]:
+        """Return (key, cell) pairs, ascending."""
+        return [(int(key), Cell(row)) for key, row in zip(self.keys, self.cells, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Single tokens, in the order in which they are shown; arrays of one length.
+
+    `sequence` is an index into the summary's sequences.
+    """
+
+    sequence: Int64
+    position: Int64
+    round: Int64
+    turn: Int64
+    token_id: Int64
+    p: Float64
+    q: Float64
+
+    COLUMNS = ("sequence", "position", "round", "turn", "token_id", "p", "q")
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def take(self, order: Int64) -> Tokens:
+        """Return the tokens at these places."""
+        return Tokens(*(getattr(self, name)[order] for name in self.COLUMNS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """One row for each fragment of a sample.
+
+    Attributes:
+        samples: sample_uid, or '' where the payload has none.
+        source: int64 [n], which payload (`Summary.sources`).
+        row: int64 [n], which row of that payload.
+        placed: bool [n, 2]: whether positions and rounds are those of the whole sample.
+        values: float64 [n, len(ROW)].
+        cover: int64 [stretches, 3]: sequence, first and last position (half open).
+    """
+
+    samples: tuple[str, ...]
+    source: Int64
+    row: Int64
+    placed: npt.NDArray[np.bool_]
+    values: Float64
+    cover: Int64
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def keys(self) -> list[tuple[str, int, int]]:
+        """Return what tells samples apart and orders them: the id, else (source, row)."""
+        return [
+            (sample, 0, 0) if sample else ("", int(source), int(row))
+            for sample, source, row in zip(self.samples, self.source, self.row, strict=True)
+        ]
+
+    def by_sample(self) -> tuple[list[tuple[str, int, int]], Float64]:
+        """Merge the fragments of each sample: (keys, values [samples, len(ROW)]), by key."""
+        keys = self.keys()
+        unique = sorted(set(keys))
+        place = {key: index for index, key in enumerate(unique)}
+        where = np.array([place[key] for key in keys], np.int64)
+        merged = np.zeros((len(unique), len(ROW)))
+        np.add.at(merged, where, self.values)
+        largest = ROW.index("d_abs_max")
+        merged[:, largest] = 0.0
+        np.maximum.at(merged[:, largest], where, self.values[:, largest])
+        return unique, merged
+
+    def fragmented(self) -> npt.NDArray[np.bool_]:
+        """[n]: fragments of samples of which another fragment is here, placed nowhere."""
+        keys = self.keys()
+        seen: dict[tuple[str, int, int], int] = {}
+        for key in keys:
+            seen[key] = seen.get(key, 0) + 1
+        shared = np.array([seen[key] > 1 for key in keys], bool)
+        return shared & ~self.placed.all(axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The statistics of one pair of streams over the tokens of one or more payloads."""
+
+    pair: tuple[str, str]
+    settings: Settings
+    dtypes: dict[str, tuple[str, ...]]
+    """Stream -> the dtypes in which it arrived."""
+    rounds: Slices
+    turns: Slices
+    staleness: Slices
+    histogram: Histogram
+    worst: Tokens
+    non_finite: Tokens
+    sequences: Sequences
+    sources: tuple[str, ...]
+    """A name for each payload."""
+    rows: int
+    """Rows of all payloads, those without a model token too."""
+    versions: tuple[int, ...]
+    """Policy versions under the mask, ascending; empty where not said."""
+
+    @property
+    def total(self) -> Cell:
+        """The cell of all tokens."""
+        return Cell(cells.merge(self.rounds.cells))
+
+    @property
+    def empty_rows(self) -> int:
+        """Rows without a model token; they are in no sequence mean."""
+        return self.rows - len(self.sequences)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the numbers: equal for bitwise equal streams in equal rows."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for array in (self.rounds.keys, self.rounds.cells, self.sequences.values):
+            hashed.update(np.ascontiguousarray(array).tobytes())
+        return hashed.hexdigest()
+
+    def named(self, *sources: str) -> Summary:
+        """Return the same summary with other names of its payloads."""
+        return dataclasses.replace(self, sources=sources)
+
+    @classmethod
+    def merge(cls, summaries: Sequence[Summary]) -> Summary:
+        """Merge summaries of disjoint tokens of one pair and one kind of settings.
+
+        Counts, extremes, histograms and kept tokens do not depend on the order; sums do in their
+        last bits: merge in a fixed order.
+
+        Raises:
+            InvalidInput: no summary, or different pairs or settings.
+        """
+        if not summaries:
+            raise InvalidInput("no summary to merge", expected="at least one")
+        head = summaries[0]
+        if any((s.pair, s.settings) != (head.pair, head.settings) for s in summaries):
+            raise InvalidInput(
+                f"summaries of pairs {sorted({s.pair for s in summaries})} and of "
+                f"{len({s.settings for s in summaries})} settings",
+                expected="one pair and one settings",
+            )
+        if len(summaries) == 1:
+            return head
+        sequences, starts = _merge_sequences(summaries)
+        streams = sorted({stream for s in summaries for stream in s.dtypes})
+        return cls(
+            pair=head.pair,
+            settings=head.settings,
+            dtypes={
+                stream: tuple(sorted({d for s in summaries for d in s.dtypes.get(stream, ())}))
+                for stream in streams
+            },
+            rounds=Slices.merge([s.rounds for s in summaries]),
+            turns=Slices.merge([s.turns for s in summaries]),
+            staleness=Slices.merge([s.staleness for s in summaries]),
+            histogram=Histogram.merge([s.histogram for s in summaries]),
+            worst=_merge_tokens([s.worst for s in summaries], starts, sequences, head, by_d=True),
+            non_finite=_merge_tokens(
+                [s.non_finite for s in summaries], starts, sequences, head, by_d=False
+            ),
+            sequences=sequences,
+            sources=tuple(name for s in summaries for name in s.sources),
+            rows=sum(s.rows for s in summaries),
+            versions=tuple(sorted({v for s in summaries for v in s.versions})),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the summary as the bytes of a safetensors file with JSON metadata."""
+        from stagescope_service.statistics import codec
+
+        return codec.pack(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Summary:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            InvalidInput: not such bytes, or of another version; nothing in them is trusted.
+        """
+        from stagescope_service.statistics import codec
+
+        return codec.unpack(data)
+
+
+def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]]:
+    """Put the sequences behind each other; return them and where each summary's begin."""
+    starts, sources, total, total_sources = [], [], 0, 0
+    for summary in summaries:
+        starts.append(total)
+        sources.append(total_sources)
+        total += len(summary.sequences)
+        total_sources += len(summary.sources)
+    parts = [s.sequences for s in summaries]
+    covers: list[Any] = []
+    for part, start in zip(parts, starts, strict=True):
+        covers.append(part.cover + np.array([start, 0, 0], np.int64))
+    merged = Sequences(
+        samples=tuple(sample for part in parts for sample in part.samples),
+        source=np.concatenate([p.source + s for p, s in zip(parts, sources, strict=True)]),
+        row=np.concatenate([part.row for part in parts]),
+        placed=np.concatenate([part.placed for part in parts]),
+        values=np.concatenate([part.values for part in parts]),
+        cover=np.concatenate(covers),
+    )
+    return merged, starts
+
+
+def _merge_tokens(
+    tables: Sequence[Tokens],
+    starts: Sequence[int],
+    sequences: Sequences,
+    head: Summary,
+    *,
+    by_d: bool,
+) -> Tokens:
+    moved = [
+        dataclasses.replace(table, sequence=table.sequence + start)
+        for table, start in zip(tables, starts, strict=True)
+    ]
+    joined = Tokens(
+        *(np.concatenate([getattr(table, name) for table in moved]) for name in Tokens.COLUMNS)
+    )
+    return ordered(joined, sequences, by_d=by_d, keep=head.settings.worst)
+
+
+def ordered(tokens: Tokens, sequences: Sequences, *, by_d: bool, keep: int) -> Tokens:
+    """Sort tokens by (|d| descending if `by_d`, sample, position) and keep the first ones."""
+    keys = sequences.keys()
+    size = np.abs(tokens.p - tokens.q) if by_d else np.zeros(len(tokens))
+    order = sorted(
+        range(len(tokens)),
+        key=lambda i: (-size[i], keys[int(tokens.sequence[i])], int(tokens.position[i])),
+    )
+    return tokens.take(np.array(order[:keep], np.int64))
+
+
+__all__ = [
+    "UNKNOWN", "Cell", "Field", "Histogram", "Sequences", "Settings", "Slices", "Summary", "Tokens",
+]  # fmt: skip
