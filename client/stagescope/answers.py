@@ -62,13 +62,13 @@ class Metrics(Mapping[str, float]):
         return self._about.get("stage")
 
     @property
-    def complete(self) -> bool | str | None:
-        """Whether every expected rank has arrived; `'unknown'` where nobody said how many."""
-        return self._about.get("complete")
+    def complete(self) -> str:
+        """How far the step has come: 'complete', 'partial', 'open', or 'unknown'."""
+        return str(self._about.get("complete") or "unknown")
 
     @property
-    def missing(self) -> list[Any]:
-        """What is expected and has not arrived."""
+    def missing(self) -> list[dict[str, Any]]:
+        """Who is expected and has not arrived: role, rank, stage, status, since."""
         return list(self._about.get("missing") or [])
 
     @property
@@ -140,10 +140,9 @@ class Metrics(Mapping[str, float]):
     def notes(self) -> list[str]:
         """Return what a reader must know beside the numbers, a sentence a line."""
         notes = []
-        if self.complete is not True:
-            state = "unknown" if self.complete in (None, "unknown") else "no"
-            missing = f", missing: {render.format_value(self.missing)}" if self.missing else ""
-            notes.append(f"complete: {state}{missing}")
+        if self.complete != "complete":
+            missing = ", ".join(map(_missing_text, self.missing))
+            notes.append(f"complete: {self.complete}" + (f", missing {missing}" if missing else ""))
         for item in self.comparability:
             text = ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
             notes.append(f"comparable? {text}")
@@ -153,7 +152,8 @@ class Metrics(Mapping[str, float]):
         if self._about.get("superseded_by") is not None:
             notes.append(f"superseded by: {render.format_value(self._about['superseded_by'])}")
         if self._about.get("also_live"):
-            notes.append(f"also live: {render.format_value(self._about['also_live'])}")
+            live = ", ".join(str(item.get("run")) for item in self._about["also_live"])
+            notes.append(f"also live: {live}")
         return [render.printable(note) for note in notes]
 
     def lines(self, *, width: int = 80) -> list[str]:
@@ -197,10 +197,11 @@ class Record(Mapping[str, Any]):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return a line a field, values that do not fit on the lines below."""
-        left = max((render.width_of(name) for name in self._fields), default=0)
+        fields = _flattened(self._fields)
+        left = max(map(render.width_of, fields), default=0)
         lines = []
-        for name, value in self._fields.items():
-            text = render.format_value(value, render.unit_of(name))
+        for name, value in fields.items():
+            text = render.format_value(value, render.unit_of(name.rpartition(".")[2]))
             indent = " " * (left + len(render.GAP))
             room = max(width - len(indent), 20)
             pieces = [text[at : at + room] for at in range(0, len(text), room)] or [""]
@@ -212,11 +213,26 @@ class Record(Mapping[str, Any]):
         return "\n".join([self._title, *self.lines()] if self._title else self.lines())
 
     def _repr_html_(self) -> str:
-        columns = {"field": tuple(self._fields), "value": tuple(self._fields.values())}
+        fields = _flattened(self._fields)
+        columns = {"field": tuple(fields), "value": tuple(fields.values())}
         return render.html_table(columns, units={}, caption=self._title)
+
+
+def _missing_text(item: Mapping[str, Any]) -> str:
+    place = f"{item.get('role')}/{item.get('rank')}"
+    return " ".join(str(part) for part in (place, item.get("stage"), item.get("status")) if part)
 
 
 def _any_counted(kinds: Any) -> bool:
     if isinstance(kinds, Mapping):
         return any(map(_any_counted, kinds.values()))
     return isinstance(kinds, int | float) and kinds != 0
+
+
+def _flattened(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as fields with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        key = render.printable(f"{prefix}{name}")
+        flat.update(_flattened(value, f"{key}.") if isinstance(value, Mapping) else {key: value})
+    return flat

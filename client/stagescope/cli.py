@@ -164,6 +164,8 @@ def _question(*options: Callable[[Any], Any]) -> Callable[[_Ask], click.Command]
             token = None if token_file is None else discovery.read_token(token_file)
             with attach(url, token=token, timeout=timeout) as session:
                 _print(ask(session, **own), as_json)
+            ctx = click.get_current_context()
+            ctx.exit(ctx.meta.get("stagescope.exit_code", 0))
 
         body: Any = _connection(run)
         for option in reversed(options):
@@ -179,8 +181,11 @@ def _step_of(session: Session, step: int | str, run: str | None, attempt: int | 
 
 @_question()
 def status(session: Session) -> Record:
-    """Whether the service is ready, and what it knows."""
-    return session.status()
+    """Whether the service is ready, and what it knows (exit code 3: not ready)."""
+    found = session.status()
+    if not found.get("ready", True):
+        click.get_current_context().meta["stagescope.exit_code"] = 3
+    return found
 
 
 @_question(_LIMIT)
@@ -324,8 +329,7 @@ def capture(
 @_question(click.argument("capture_id"))
 def remove_capture(session: Session, capture_id: str) -> Record:
     """Take a capture out of the plan; what it collected stays."""
-    session.remove_capture(capture_id)
-    return Record({"capture_id": capture_id, "state": "removed"}, title="capture")
+    return session.remove_capture(capture_id)
 
 
 _LONGEST_RANGE: Final = 100_000

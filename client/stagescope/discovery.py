@@ -53,7 +53,7 @@ def find(url: str | None = None, token: str | None = None) -> Place:
     elif os.environ.get("STAGESCOPE_URL"):
         url, found = os.environ["STAGESCOPE_URL"], "STAGESCOPE_URL"
     elif written:
-        url, found = written["url"], str(path)
+        url, found = str(written["url"]), str(path)
     else:
         raise Unreachable(
             f"no service is known here: no URL was given, STAGESCOPE_URL is not set, {problem}",

@@ -5,6 +5,7 @@ pandas, polars and pyarrow are imported when asked for (extra `notebook`).
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -171,7 +172,8 @@ class Table:
         columns, _ = self._shown(rows)
         if not columns:
             return ["(no rows)"]
-        return [*render.text_table(columns, units=self._units, width=width), *self._foot(rows)]
+        foot = [piece for line in self._foot(rows) for piece in textwrap.wrap(line, width)]
+        return [*render.text_table(columns, units=self._units, width=width), *foot]
 
     @property
     def heading(self) -> str:

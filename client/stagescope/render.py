@@ -21,6 +21,8 @@ MISSING: Final = "-"
 GAP: Final = "  "
 _NARROWEST: Final = 8
 _WIDEST: Final = 48
+_CALENDAR_END: Final = 253_402_300_800.0
+"""First second of the year 10000, which no datetime holds."""
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -54,7 +56,7 @@ def format_value(value: Any, unit: str = "") -> str:
 def _format_number(value: float, unit: str) -> str:
     if not math.isfinite(value):
         return str(float(value))
-    if unit == "unix":
+    if unit == "unix" and 0 <= value < _CALENDAR_END:
         return f"{datetime.fromtimestamp(value, timezone.utc):%Y-%m-%d %H:%M:%S}Z"
     if unit == "B":
         return format_bytes(value)

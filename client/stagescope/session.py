@@ -20,7 +20,14 @@ from urllib.parse import quote
 
 from stagescope import discovery
 from stagescope.answers import Metrics, Record
-from stagescope.errors import InvalidInput, NotFound, NotReady, StagescopeError, Unreachable
+from stagescope.errors import (
+    CatalogueUnavailable,
+    InvalidInput,
+    NotFound,
+    NotReady,
+    StagescopeError,
+    Unreachable,
+)
 from stagescope.frames import Table
 from stagescope.transport import Transport
 
@@ -29,6 +36,10 @@ LIMIT: Final = 1000
 _PAGE: Final = 500
 
 # Columns that are shown first: a table in 80 columns leaves out the last.
+_RUN_ORDER: Final = ("run", "live", "attempt", "last_closed_step", "last_wall")
+_ATTEMPT_ORDER: Final = ("attempt", "state", "first_step", "last_closed_step", "resumed_from_step")
+_STEPS_ORDER: Final = ("step", "attempt", "complete", "measured", "superseded_by", "missing")
+_FINDING_ORDER: Final = ("severity", "kind", "message", "step", "stage", "role", "rank", "count")
 _PLAN_ORDER: Final = ("capture_id", "run", "steps", "stages", "ranks", "roles", "by", "created")
 _LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")
 _TOKEN_ORDER: Final = ("abs_diff", "p", "q", "round", "token_id", "sample_uid", "position", "rank")
@@ -106,7 +117,7 @@ class Session:
             )
         try:
             self._transport.get("/runs", {"limit": 1}, patient=False)
-        except NotReady:
+        except (NotReady, CatalogueUnavailable):
             # It lives and will answer; a later call waits for it with its own deadline.
             return
 
@@ -160,7 +171,7 @@ class Session:
 
     def runs(self, *, limit: int = LIMIT) -> Table:
         """Return the runs, the one that was active last first."""
-        return self.table("/runs", title="runs", order=("run",), limit=limit)
+        return self.table("/runs", title="runs", order=_RUN_ORDER, limit=limit)
 
     def attempts(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
         """Return a run's attempts with their fingerprints."""
@@ -168,7 +179,7 @@ class Session:
         return self.table(
             f"/runs/{_segment(name)}/attempts",
             title="attempts",
-            order=("attempt", "state", "begun", "ended", "attempt_key"),
+            order=_ATTEMPT_ORDER,
             limit=limit,
         )
 
@@ -177,7 +188,7 @@ class Session:
     ) -> Table:
         """Return the steps, with how complete each is, the newest first."""
         params = {"run": run, "attempt": attempt}
-        return self.table("/steps", params, title="steps", order=("step", "complete"), limit=limit)
+        return self.table("/steps", params, title="steps", order=_STEPS_ORDER, limit=limit)
 
     def step(
         self,
@@ -202,6 +213,12 @@ class Session:
         title = f"plan, revision {answer.get('revision')}"
         return Table.from_rows(rows, order=_PLAN_ORDER, title=title, about=about)
 
+    def captures(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+        """Return the captures that were ever ordered, newest first, withdrawn ones too."""
+        return self.table(
+            "/captures", {"run": run}, title="captures", order=_PLAN_ORDER, limit=limit
+        )
+
     def losses(
         self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
     ) -> Table:
@@ -214,7 +231,7 @@ class Session:
     ) -> Table:
         """Return what the service noticed to be wrong, with its evidence."""
         params = {"run": run, "attempt": attempt}
-        return self.table("/findings", params, title="findings", limit=limit)
+        return self.table("/findings", params, title="findings", order=_FINDING_ORDER, limit=limit)
 
     def capture(self, **spec: Any) -> Record:
         """Order a capture; the fields are those of `stagescope.captures.CAPTURE_FIELDS`.
@@ -232,13 +249,14 @@ class Session:
             spec["steps"] = [steps]
         return Record(self._transport.change("POST", "/captures", spec) or {}, title="capture")
 
-    def remove_capture(self, capture_id: str) -> None:
-        """Take a capture out of the plan; what it has collected stays.
+    def remove_capture(self, capture_id: str) -> Record:
+        """Take a capture out of the plan and return it; what it has collected stays.
 
         Raises:
             NotFound: no such capture is in force.
         """
-        self._transport.change("DELETE", f"/captures/{_segment(capture_id)}")
+        answer = self._transport.change("DELETE", f"/captures/{_segment(capture_id)}")
+        return Record(answer or {"capture_id": capture_id}, title="withdrawn capture")
 
     def _newest_run(self) -> str:
         runs = self.runs(limit=1)

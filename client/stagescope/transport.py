@@ -1,16 +1,17 @@
 """HTTP to the service: tokens, retries inside a deadline, answers or errors of this project.
 
-What is retried: any call on 503 "not ready" (nothing was taken), and reading calls on a broken
-connection, on 502 and on 504, so that a notebook outlives a restart of the API. Never a call
-that changes something and may have arrived.
+What is retried: any call on 503 "not ready" (nothing was taken), and reading calls also on a
+broken connection, 502, 503 and 504, so that a notebook outlives a restart of the service. Never a
+call that changes something and may have arrived.
 """
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import httpx
@@ -18,7 +19,6 @@ import httpx
 from stagescope import errors
 from stagescope.discovery import Place, is_loopback
 from stagescope.errors import (
-    CatalogueUnavailable,
     Conflict,
     Forbidden,
     InvalidInput,
@@ -47,6 +47,9 @@ _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
 }
 
 
+_Retry = Callable[[StagescopeError, int | None], bool]
+"""Whether to ask again after a problem; the status is None where nothing answered."""
+
 _BY_CODE: Final[Mapping[str, type[StagescopeError]]] = {
     kind.code: kind for kind in (getattr(errors, name) for name in errors.__all__)
 }
@@ -60,7 +63,8 @@ class Transport:
         self.timeout = timeout
         # A cluster's images often set HTTP_PROXY, and a proxy cannot reach our own loopback.
         self._client = httpx.Client(
-            headers={"accept": "application/json"}, trust_env=not is_loopback(place.url)
+            headers={"accept": "application/json", "x-stagescope-user": _user()},
+            trust_env=not is_loopback(place.url),
         )
 
     def close(self) -> None:
@@ -70,13 +74,13 @@ class Transport:
     def get(
         self, path: str, params: Mapping[str, Any] | None = None, *, patient: bool = True
     ) -> Any:
-        """Return the JSON that `path` answers; `patient` retries broken connections too.
+        """Return the JSON that `path` answers; not `patient` asks once only.
 
         Raises:
             Unreachable: nothing answered before the deadline.
             StagescopeError: the service refused, as the class of its code.
         """
-        return self._call("GET", path, params=params, patient=patient)
+        return self._call("GET", path, params=params, retry=_any_gap if patient else _never)
 
     def change(self, method: str, path: str, body: Any = None) -> Any:
         """Ask for a change with the operator's token; return the JSON of the answer, or None.
@@ -84,7 +88,7 @@ class Transport:
         Raises:
             StagescopeError: as `get`; after `Unreachable` the change may have been made.
         """
-        return self._call(method, path, body=body, operate=True)
+        return self._call(method, path, body=body, operate=True, retry=_not_taken)
 
     def _call(
         self,
@@ -94,7 +98,7 @@ class Transport:
         params: Mapping[str, Any] | None = None,
         body: Any = None,
         operate: bool = False,
-        patient: bool = False,
+        retry: _Retry,
     ) -> Any:
         deadline = time.monotonic() + self.timeout
         pause = _FIRST_PAUSE
@@ -107,12 +111,12 @@ class Transport:
                 response = self._client.send(request)
             except httpx.TransportError as error:
                 problem: StagescopeError = self._unreachable(error)
-                again = patient
+                again = retry(problem, None)
             else:
                 if response.is_success:
                     return self._json(response)
                 problem = self._problem(response)
-                again = _may_repeat(problem, response.status_code, patient)
+                again = retry(problem, response.status_code)
                 wait = _asked_pause(response, pause)
             if not again or time.monotonic() + wait >= deadline:
                 raise problem
@@ -130,6 +134,8 @@ class Transport:
     ) -> httpx.Request:
         token = self.place.operate_token if operate else self.place.read_token
         headers = {"authorization": f"Bearer {token}"} if token else {}
+        if body is not None:
+            headers["content-type"] = "application/json"
         given = {name: value for name, value in (params or {}).items() if value is not None}
         return self._client.build_request(
             method,
@@ -185,15 +191,30 @@ class Transport:
         return kind(wrong, expected=str(body.get("expected") or ""), advice=advice)
 
 
-def _may_repeat(problem: StagescopeError, status: int, patient: bool) -> bool:
-    if status == 503 and type(problem) is NotReady:
-        return True
-    return patient and (status in (502, 504) or isinstance(problem, CatalogueUnavailable))
+def _never(problem: StagescopeError, status: int | None) -> bool:
+    return False
+
+
+def _not_taken(problem: StagescopeError, status: int | None) -> bool:
+    return status == 503 and type(problem) is NotReady
+
+
+def _any_gap(problem: StagescopeError, status: int | None) -> bool:
+    return status in (None, 502, 503, 504)
 
 
 def _asked_pause(response: httpx.Response, pause: float) -> float:
     asked = response.headers.get("retry-after", "")
     return max(pause, float(asked)) if asked.isdecimal() else pause
+
+
+def _user() -> str:
+    """Return who asks, for the service's audit; what it is worth the token says."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a user id without a name, as in many containers
+        name = ""
+    return "".join(c for c in name if c.isascii() and c.isprintable())[:100] or "unknown"
 
 
 def _proxy(url: str) -> str | None:

@@ -109,7 +109,7 @@ def _described(info: ServiceInfo) -> dict[str, Any]:
 
 
 def _announce(info: ServiceInfo) -> None:
-    how = _CLUSTER.get(info.cluster, info.cluster).format(info.address)
+    how = _CLUSTER[info.cluster].format(info.address)
     click.echo(f"stagescope is already running ({how})" if info.already_running else how)
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
     click.echo(f"token          {info.token_file}  (to read)")

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.support.answering import METRICS, OPERATE, READ, RUN, Answering, unused_port
+
+from stagescope import cli, terminal
+
+ASKING = [
+    ["status"],
+    ["runs"],
+    ["attempts"],
+    ["steps"],
+    ["metrics", "5"],
+    ["rounds", "5"],
+    ["ranks", "5"],
+    ["tokens", "5"],
+    ["stages", "5"],
+    ["scalars", "5"],
+    ["dumps", "5"],
+    ["losses"],
+    ["findings"],
+    ["plan"],
+]
+
+
+def ask(service: Answering, *words: str, token: str = READ, width: int = 80) -> Result:
+    env = {"STAGESCOPE_URL": service.url, "STAGESCOPE_TOKEN": token, "COLUMNS": str(width)}
+    return CliRunner().invoke(cli.main, words, env=env)
+
+
+def refuse_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.mark.parametrize("words", ASKING, ids=lambda words: words[0])
+def test_each_noun_answers_in_80_columns_and_in_json(service: Answering, words: list[str]) -> None:
+    text = ask(service, *words)
+    assert text.exit_code == 0, text.output
+    assert max(map(len, text.stdout.splitlines())) <= 80
+    assert "\x1b" not in text.stdout
+    as_json = ask(service, *words, "--json")
+    assert as_json.exit_code == 0
+    assert isinstance(json.loads(as_json.stdout, parse_constant=refuse_constant), dict)
+
+
+def test_json_spells_what_is_not_finite(service: Answering) -> None:
+    answer = json.loads(ask(service, "metrics", "5", "--json").stdout)
+    assert answer["metrics"] == METRICS
+    assert answer["run"] == RUN
+    rounds = json.loads(ask(service, "rounds", "5", "--json").stdout)
+    assert rounds["rows"][1]["abs_diff_mean"] == "nan"
+    assert rounds["truncated"] is False
+
+
+def test_metrics_by_name_and_of_the_latest_step(service: Answering) -> None:
+    result = ask(service, "metrics", "--only", "per_round/*", "--json")
+    assert set(json.loads(result.stdout)["metrics"]) == {n for n in METRICS if "per_round" in n}
+    missing = ask(service, "metrics", "--only", "nothing*")
+    assert missing.exit_code == 4
+    assert "nothing*" in missing.stderr
+
+
+def test_run_and_attempt_reach_the_service(service: Answering) -> None:
+    result = ask(service, "metrics", "5", "--run", RUN, "--attempt", "1", "--json")
+    assert json.loads(result.stdout)["attempt"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["metrics", "99"], 4, "a step from 0 to 5"),
+        (["metrics", "newest"], 2, "neither a number nor"),
+        (["nothing"], 2, "No such command"),
+        (["steps", "--attempt", "0"], 2, "--attempt"),
+        (["steps", "--token", "secret"], 2, "No such option"),
+        (["remove-capture", "c9"], 5, "read token"),
+        (["attempts", "--run", ".."], 2, "not a name"),
+    ],
+)
+def test_errors_are_a_line_or_two_and_a_code(
+    service: Answering, words: list[str], code: int, said: str
+) -> None:
+    result = ask(service, *words)
+    assert result.exit_code == code, result.output
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unreachable_service_is_3() -> None:
+    result = CliRunner().invoke(
+        cli.main, ["status"], env={"STAGESCOPE_URL": f"http://127.0.0.1:{unused_port()}"}
+    )
+    assert result.exit_code == 3
+    assert len(result.stderr.splitlines()) == 2
+    assert "from STAGESCOPE_URL" in result.stderr
+
+
+def test_no_service_known_is_3() -> None:
+    result = CliRunner().invoke(cli.main, ["status"])
+    assert result.exit_code == 3
+    assert "stagescope serve" in result.stderr
+
+
+def test_a_service_that_is_not_ready_is_3_and_says_why(service: Answering) -> None:
+    service.ready = False
+    result = ask(service, "status")
+    assert result.exit_code == 3
+    assert "the disk is full" in result.stdout
+
+
+def test_a_wrong_token_is_5(service: Answering, tmp_path: Path) -> None:
+    assert ask(service, "runs", token="wrong").exit_code == 5
+    assert ask(service, "runs", "--token-file", str(tmp_path / "none")).exit_code == 5
+    (tmp_path / "token").write_text(READ)
+    result = ask(service, "runs", "--token-file", str(tmp_path / "token"), token="wrong")
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_debug_shows_the_traceback(service: Answering, place: str) -> None:
+    words = ["metrics", "99"]
+    words = ["--debug", *words] if place == "before" else [*words, "--debug"]
+    result = ask(service, *words)
+    assert result.exit_code != 0
+    assert type(result.exception).__name__ == "NotFound"
+
+
+def test_a_capture_by_its_options(service: Answering, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"task": "statistics"}')
+    words = ["capture", "--steps", "5,7-9", "--stages", "actor_update,ref_compute_log_prob"]
+    words += ["--ranks", "0", "--config", str(config), "--keep", "old_log_probs", "--json"]
+    result = ask(service, *words, token=OPERATE)
+    assert result.exit_code == 0, result.output
+    capture = json.loads(result.stdout)
+    assert service.captures[capture["capture_id"]] == {
+        "capture_id": capture["capture_id"],
+        "run": None,
+        "steps": [5, 7, 8, 9],
+        "stages": ["actor_update", "ref_compute_log_prob"],
+        "ranks": [0],
+        "config": {"task": "statistics"},
+        "keep": ["old_log_probs"],
+    }
+    assert "5, 7, 8, 9" in ask(service, "plan").stdout
+    removed = ask(service, "remove-capture", capture["capture_id"], token=OPERATE)
+    assert removed.exit_code == 0
+    assert not service.captures
+
+
+@pytest.mark.parametrize("steps", ["x", "5-x", "-5", "0-99999999999"])
+def test_steps_that_cannot_be_read(service: Answering, steps: str) -> None:
+    result = ask(service, "capture", f"--steps={steps}", "--stages", "all", token=OPERATE)
+    assert result.exit_code == 2
+    assert not service.captures
+
+
+def test_a_config_that_is_not_json(service: Answering, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    words = ["capture", "--steps", "5", "--stages", "all", "--config"]
+    result = ask(service, *words, str(tmp_path / "config.json"), token=OPERATE)
+    assert result.exit_code == 2
+    assert "config.json" in result.stderr
+
+
+def test_a_narrow_terminal_is_kept_to(service: Answering) -> None:
+    narrow = ask(service, "tokens", "5", "--limit", "3", width=40).stdout
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert "truncated at 3 rows" in " ".join(narrow.split())
+
+
+def test_help_says_the_exit_codes_and_every_command() -> None:
+    result = CliRunner().invoke(cli.main, ["--help"])
+    assert result.exit_code == 0
+    for code, meaning in terminal.EXIT_CODES.items():
+        assert f"{code}  {meaning}" in result.stdout
+    for words in (*ASKING, ["capture"], ["remove-capture"], ["serve"], ["stop"]):
+        assert f"\n  {words[0]} " in result.stdout
+        assert CliRunner().invoke(cli.main, [words[0], "--help"]).exit_code == 0
+
+
+class OtherPoint:
+    """An entry point whose package lacks a library, as `metadata.EntryPoint` behaves then."""
+
+    name = "serve"
+
+    def load(self) -> None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+
+@pytest.mark.parametrize("points", [{}, {"serve": OtherPoint()}], ids=["absent", "broken"])
+def test_a_service_command_without_its_extra_says_how_to_install(
+    monkeypatch: pytest.MonkeyPatch, points: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(cli, "_entry_points", lambda: points)
+    result = CliRunner().invoke(cli.main, ["serve", "--port", "1"])
+    assert result.exit_code == 1
+    assert "pip install 'stagescope[service]'" in result.stderr
+    assert CliRunner().invoke(cli.main, ["--help"]).exit_code == 0
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from stagescope.cli import main; main()", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **env}, timeout=60, check=False
+    )
+
+
+def test_a_real_process_exits_with_the_codes(service: Answering) -> None:
+    good = run("runs", "--json", STAGESCOPE_URL=service.url, STAGESCOPE_TOKEN=READ)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert json.loads(good.stdout)["rows"][0]["run"] == RUN
+    missing = run("metrics", "99", STAGESCOPE_URL=service.url, STAGESCOPE_TOKEN=READ)
+    assert (missing.returncode, missing.stdout) == (4, "")
+    away = run("status", STAGESCOPE_URL=f"http://127.0.0.1:{unused_port()}")
+    assert (away.returncode, away.stdout) == (3, "")
+    assert "Traceback" not in missing.stderr + away.stderr
+    assert run("metrics", "--nothing").returncode == 2
+
+
+def test_an_answer_that_nobody_reads_to_its_end(service: Answering) -> None:
+    service.token_count = 5000
+    env = {**os.environ, "STAGESCOPE_URL": service.url, "STAGESCOPE_TOKEN": READ}
+    program = "from stagescope.cli import main; main()"
+    words = ["tokens", "5", "--limit", "5000", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+        process.wait(60)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.support.answering import READ, Answering, unused_port
+
+import stagescope
+from stagescope import discovery
+from stagescope.errors import InvalidInput, Unauthorized, Unreachable
+
+
+def write_service_file(url: str, **extra: object) -> Path:
+    home = Path(os.environ["STAGESCOPE_HOME"])
+    home.mkdir(exist_ok=True)
+    (home / "read.token").write_text("r" * 20 + "\n")
+    (home / "operate.token").write_text("o" * 20)
+    written = {
+        "url": url,
+        "read_token_file": str(home / "read.token"),
+        "operate_token_file": str(home / "operate.token"),
+        **extra,
+    }
+    path = home / "service.json"
+    path.write_text(json.dumps(written))
+    return path
+
+
+def test_nothing_known_says_what_was_tried() -> None:
+    with pytest.raises(Unreachable) as caught:
+        discovery.find()
+    text = str(caught.value)
+    assert "no URL was given" in text
+    assert "STAGESCOPE_URL is not set" in text
+    assert str(discovery.service_file()) in text
+    assert "stagescope serve" in text
+
+
+def test_the_file_that_serve_wrote() -> None:
+    path = write_service_file("http://127.0.0.1:8700")
+    place = discovery.find()
+    assert (place.url, place.found) == ("http://127.0.0.1:8700", str(path))
+    assert (place.read_token, place.operate_token) == ("r" * 20, "o" * 20)
+    assert "rrrr" not in repr(place)
+
+
+def test_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_service_file("http://127.0.0.1:8700")
+    monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700/")
+    monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
+    place = discovery.find()
+    assert (place.url, place.read_token) == ("http://head:8700", "from-environment")
+
+
+def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700")
+    monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
+    place = discovery.find("http://other:1", "given")
+    assert (place.url, place.read_token, place.operate_token) == (
+        "http://other:1",
+        "given",
+        "given",
+    )
+
+
+@pytest.mark.parametrize(
+    "url", ["http://head:8700", "https://127.0.0.1:8700", "http://127.0.0.1:8701", "http://evil"]
+)
+def test_the_files_tokens_go_to_its_own_url_only(url: str) -> None:
+    write_service_file("http://127.0.0.1:8700")
+    place = discovery.find(url)
+    assert place.read_token is None
+    assert place.operate_token is None
+
+
+def test_one_service_by_two_loopback_names() -> None:
+    write_service_file("http://127.0.0.1:8700")
+    assert discovery.find("http://localhost:8700/").read_token == "r" * 20
+
+
+def test_a_missing_read_token_is_replaced_by_the_other() -> None:
+    path = write_service_file("http://127.0.0.1:8700")
+    (path.parent / "read.token").unlink()
+    place = discovery.find()
+    assert place.read_token == "o" * 20
+    assert "read.token" in place.note
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"url": 5}', '{"url": "ftp://x"}', '"\xff"'])
+def test_a_damaged_file_is_said_not_raised_through(content: str) -> None:
+    write_service_file("http://x").write_bytes(content.encode("latin-1"))
+    with pytest.raises(Unreachable, match=r"service\.json"):
+        discovery.find()
+    assert discovery.find("http://head:8700").url == "http://head:8700"
+
+
+@pytest.mark.parametrize(
+    "url", ["head:8700", "ftp://head", "http://", "http://u:p@head", "http://head?x=1", ""]
+)
+def test_not_the_url_of_a_service(url: str) -> None:
+    with pytest.raises(InvalidInput, match="http://HOST:8700"):
+        discovery.find(url)
+
+
+@pytest.mark.parametrize("content", ["", "two words", "\u00e9"])
+def test_a_token_file_holds_one_word(tmp_path: Path, content: str) -> None:
+    (tmp_path / "token").write_text(content, encoding="utf-8")
+    with pytest.raises(Unauthorized):
+        discovery.read_token(tmp_path / "token")
+
+
+def test_attach_to_nobody_fails_at_once_and_names_the_url() -> None:
+    url = f"http://127.0.0.1:{unused_port()}"
+    with pytest.raises(Unreachable, match=url) as caught:
+        stagescope.attach(url, timeout=60.0)
+    assert "the URL given" in str(caught.value)
+
+
+def test_attach_refuses_a_wrong_token(service: Answering) -> None:
+    with pytest.raises(Unauthorized, match="STAGESCOPE_TOKEN"):
+        stagescope.attach(service.url, token="wrong", timeout=5.0)
+    with pytest.raises(Unauthorized) as caught:
+        stagescope.attach(service.url, timeout=5.0)
+    assert str(discovery.service_file()) in str(caught.value)
+
+
+def test_attach_finds_the_running_service(service: Answering) -> None:
+    path = write_service_file(service.url)
+    (path.parent / "read.token").write_text(READ)
+    with stagescope.attach(timeout=5.0) as session:
+        assert session.url == service.url
+        assert str(path) in repr(session)
+        assert READ not in repr(session)
+
+
+def test_a_proxy_is_not_asked_for_loopback(
+    service: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{unused_port()}")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with stagescope.attach(service.url, token=READ, timeout=5.0) as session:
+        assert len(session.runs()) == 2

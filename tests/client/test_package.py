@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import stagescope
+from stagescope import errors
+
+HEAVY = ("pandas", "polars", "pyarrow", "narwhals", "ray", "torch", "fastapi", "pydantic", "numba")
+OTHERS = ("stagescope_service", "stagescope_workers")
+MODULES = sorted(module.name for module in pkgutil.iter_modules(stagescope.__path__))
+
+
+def loaded_by(program: str) -> set[str]:
+    program += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    return set(output.split())
+
+
+def test_importing_the_package_is_light() -> None:
+    loaded = loaded_by("import stagescope, stagescope.schema, stagescope.captures")
+    assert loaded.isdisjoint({*HEAVY, *OTHERS, "httpx", "click", "numpy"})
+
+
+def test_attaching_and_the_command_line_load_no_heavy_library() -> None:
+    loaded = loaded_by("import stagescope.cli, stagescope.session; stagescope.attach")
+    assert "httpx" in loaded
+    assert loaded.isdisjoint({*HEAVY, *OTHERS})
+
+
+def test_help_with_the_services_commands_stays_light() -> None:
+    program = (
+        "from click.testing import CliRunner\nfrom stagescope import cli\n"
+        "result = CliRunner().invoke(cli.main, ['--help']); assert 'serve' in result.output"
+    )
+    assert loaded_by(program).isdisjoint(HEAVY)
+
+
+def test_what_is_exported_is_there_and_sorted() -> None:
+    assert stagescope.__all__ == sorted(stagescope.__all__)
+    assert set(errors.__all__) <= set(stagescope.__all__)
+    assert set(stagescope.__all__) <= set(dir(stagescope))
+    for name in stagescope.__all__:
+        assert getattr(stagescope, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        stagescope.nothing  # noqa: B018
+
+
+def test_the_tree_of_errors_is_drawn_whole() -> None:
+    for name in errors.__all__:
+        assert f"`{name}`" in (errors.__doc__ or "")
+    codes = [getattr(errors, name).code for name in errors.__all__]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    module = importlib.import_module(f"stagescope.{name}")
+    assert module.__doc__
+    for key, value in vars(module).items():
+        own = getattr(value, "__module__", None) == module.__name__
+        if key.startswith("_") or not own or not (inspect.isclass(value) or callable(value)):
+            continue
+        assert inspect.getdoc(value), f"{name}.{key}"
+        for method, body in vars(value).items() if inspect.isclass(value) else ():
+            if not method.startswith("_") and (callable(body) or isinstance(body, property)):
+                assert inspect.getdoc(body), f"{name}.{key}.{method}"

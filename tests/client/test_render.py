@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from stagescope import render
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (None, "", "-"),
+        (math.nan, "", "nan"),
+        (-math.inf, "B", "-inf"),
+        (True, "", "yes"),
+        (0.00371234567, "", "0.00371235"),
+        (123456789, "", "123456789"),
+        (301_000_000_000, "B", "301 GB"),
+        (999_600, "B", "1 MB"),
+        (0, "B", "0 B"),
+        (0.0, "unix", "1970-01-01 00:00:00Z"),
+        ([1, None, 3], "", "1, -, 3"),
+        ([], "", "-"),
+        ({"a": 1}, "", '{"a": 1}'),
+        (dict.fromkeys("abcd", 1), "", "{4 fields}"),
+        ("a\nb\x1b[2J", "", r"a\nb\x1b[2J"),
+    ],
+)
+def test_values_as_a_person_reads_them(value: object, unit: str, text: str) -> None:
+    assert render.format_value(value, unit) == text
+
+
+@pytest.mark.parametrize("wall", [1e300, -1e300, 1e18, -1e11])
+def test_a_wall_clock_beyond_the_calendar_is_a_number(wall: float) -> None:
+    assert render.format_value(wall, "unix") == f"{wall:.6g}"
+
+
+def test_a_table_fits_and_names_what_it_left_out() -> None:
+    columns = {f"column_{n:02}": [n * 1.5, "x" * 60, None] for n in range(12)}
+    for width in (40, 80, 120):
+        lines = render.text_table(columns, units={}, width=width)
+        assert max(map(len, lines)) <= width
+        shown = lines[0].split()
+        named = [name for name in columns if name in " ".join(lines[5:])]
+        assert len(shown) + len(named) == 12
+    assert "column_11" in "\n".join(lines)
+
+
+def test_columns_line_up_with_wide_characters() -> None:
+    lines = render.text_table({"text": ["中文", "ab"], "n": [1, 22]}, units={}, width=80)
+    assert {render.width_of(line) for line in lines} == {len("text") + 2 + 2}
+
+
+def test_numbers_stand_right_and_words_left() -> None:
+    lines = render.text_table({"rank": [1, 10], "word": ["a", "bcdef"]}, units={}, width=80)
+    assert lines[2:] == ["   1  a", "  10  bcdef"]
+
+
+def test_a_clipped_word_says_so() -> None:
+    assert render.clip("abcdefgh", 6) == "abcd.."
+    assert render.clip("中文中文", 6) == "中文.."
+    assert render.clip("abc", 3) == "abc"
+
+
+def test_html_escapes_everything() -> None:
+    bad = "<script>alert(1)</script>"
+    columns = {bad: [bad, {"k": bad, "b": 1, "c": 2, "d": 3}]}
+    text = render.html_table(columns, units={}, caption=bad, foot=[bad])
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") == 5
+    assert "<details>" in text
+
+
+def test_html_has_no_colour_of_its_own() -> None:
+    text = render.html_table({"a": [1]}, units={}, caption="c")
+    assert "color:inherit" in text
+    assert "background:transparent" in text
+    assert "#" not in text.replace("&#", "")

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.support.answering import OPERATE, READ, Answering
+
+import stagescope
+from stagescope import Session, errors
+from stagescope.discovery import Place
+from stagescope.transport import Transport
+
+NOT_READY = (503, {"code": "not_ready", "wrong": "the catalogue is being opened"})
+UNAVAILABLE = (503, {"code": "catalogue_unavailable", "wrong": "the disk is full"})
+
+
+def test_every_error_of_the_tree_comes_back_as_itself(service: Answering, session: Session) -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        # A status that is not retried; the code alone decides on the class.
+        body = {"code": kind.code, "wrong": "w", "expected": "e", "advice": "a"}
+        service.refusals.append((418, body))
+        with pytest.raises(errors.StagescopeError) as caught:
+            session.get("/runs")
+        assert type(caught.value) is kind, name
+        assert (caught.value.wrong, caught.value.expected) == ("w", "e")
+        assert caught.value.advice.startswith("a")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (401, errors.Unauthorized),
+        (403, errors.Forbidden),
+        (404, errors.NotFound),
+        (409, errors.Conflict),
+        (422, errors.InvalidInput),
+        (418, errors.StagescopeError),
+    ],
+)
+def test_an_unknown_code_falls_back_to_the_status(
+    service: Answering, session: Session, status: int, kind: type[errors.StagescopeError]
+) -> None:
+    service.refusals.append((status, {"code": "of_a_later_version", "detail": "said so"}))
+    with pytest.raises(errors.StagescopeError, match="said so") as caught:
+        session.get("/runs")
+    assert type(caught.value) is kind
+
+
+def test_a_service_that_is_not_ready_is_waited_for(service: Answering, session: Session) -> None:
+    service.refusals += [NOT_READY, NOT_READY, UNAVAILABLE]
+    assert len(session.runs()) == 2
+    assert len(service.seen) == 4
+
+
+def test_the_wait_ends_at_the_deadline_with_the_reason(service: Answering) -> None:
+    transport = Transport(Place(service.url, "the test", READ), timeout=0.5)
+    service.refusals += [NOT_READY] * 50
+    began = time.monotonic()
+    with pytest.raises(errors.NotReady, match="being opened"):
+        transport.get("/runs")
+    assert time.monotonic() - began < 5
+    assert 2 <= len(service.seen) < 10
+    transport.close()
+
+
+def test_a_change_is_repeated_only_where_nothing_was_taken(
+    service: Answering, session: Session
+) -> None:
+    service.refusals.append(NOT_READY)
+    session.capture(steps=[5])
+    assert len(service.captures) == 1
+    service.refusals.append(UNAVAILABLE)
+    with pytest.raises(errors.CatalogueUnavailable):
+        session.capture(steps=[6])
+    assert len(service.captures) == 1
+
+
+@contextmanager
+def answering_bytes(*answers: bytes) -> Iterator[str]:
+    """Something that is no stagescope service: a connection an answer, the last one for ever."""
+    left = list(answers)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def run() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(left.pop(0) if len(left) > 1 else left[0])
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+def http(body: bytes, status: str = "200 OK") -> bytes:
+    head = f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+def test_a_reading_call_outlives_broken_connections_and_gateways() -> None:
+    gaps = [b"", b"HTTP/1.1 200 OK\r\ncontent-le", http(b"", "502 Bad Gateway")]
+    with answering_bytes(*gaps, http(b'{"rows": []}')) as url:
+        transport = Transport(Place(url, "the test", READ), timeout=30.0)
+        assert transport.get("/runs") == {"rows": []}
+        transport.close()
+
+
+@pytest.mark.parametrize("gap", [b"", http(b"", "502 Bad Gateway"), http(b"{}", "500 Oh")])
+def test_a_change_that_may_have_arrived_is_not_repeated(gap: bytes) -> None:
+    with answering_bytes(gap, http(b"{}")) as url:
+        transport = Transport(Place(url, "the test", READ, READ), timeout=30.0)
+        with pytest.raises(errors.StagescopeError):
+            transport.change("POST", "/captures", {})
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http(b"<p/>"),
+        http(b"[]"),
+        b"HTTP/1.1 302 Found\r\nlocation: http://x/login\r\ncontent-length: 0\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"",
+    ],
+)
+def test_something_else_at_the_url(answer: bytes) -> None:
+    with answering_bytes(answer) as url, pytest.raises(errors.StagescopeError) as caught:
+        stagescope.attach(url, token=READ, timeout=5.0)
+    assert url in str(caught.value)
+    assert READ not in str(caught.value)
+
+
+def test_a_service_that_never_answers_ends_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(errors.Unreachable, match=r"no answer within 0\.5 s"):
+            stagescope.attach(url, token=READ, timeout=0.5)
+        assert time.monotonic() - began < 10
+
+
+def test_each_request_carries_its_own_token_and_who_asks(service: Answering) -> None:
+    transport = Transport(Place(service.url, "the test", READ, OPERATE), timeout=5.0)
+    transport.get("/runs", {"limit": 1, "cursor": None})
+    transport.change("POST", "/captures", {"steps": [1]})
+    transport.close()
+    assert [h["authorization"] for h in service.headers] == [f"Bearer {READ}", f"Bearer {OPERATE}"]
+    assert all(headers["x-stagescope-user"] for headers in service.headers)
+    assert service.seen[0] == ("GET", "/runs", {"limit": "1"})
+
+
+def test_a_service_that_is_starting_can_be_attached_to(service: Answering) -> None:
+    service.refusals += [NOT_READY] * 20
+    began = time.monotonic()
+    with stagescope.attach(service.url, token=READ, timeout=30.0) as session:
+        assert time.monotonic() - began < 10
+        service.refusals.clear()
+        assert len(session.runs()) == 2
