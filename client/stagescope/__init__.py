@@ -40,7 +40,8 @@ from stagescope.errors import (
 if TYPE_CHECKING:
     from stagescope.answers import Metrics, Record
     from stagescope.frames import Table
-    from stagescope.session import Session, Step, attach
+    from stagescope.session import Session, attach
+    from stagescope.step import Step
 
 __version__ = "0.1.0"
 
@@ -74,7 +75,7 @@ _LAZY = {
     "Metrics": "stagescope.answers",
     "Record": "stagescope.answers",
     "Session": "stagescope.session",
-    "Step": "stagescope.session",
+    "Step": "stagescope.step",
     "Table": "stagescope.frames",
     "attach": "stagescope.session",
 }

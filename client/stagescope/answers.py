@@ -141,8 +141,8 @@ class Metrics(Mapping[str, float]):
         """Return what a reader must know beside the numbers, a sentence a line."""
         notes = []
         if self.complete != "complete":
-            missing = ", ".join(map(_missing_text, self.missing))
-            notes.append(f"complete: {self.complete}" + (f", missing {missing}" if missing else ""))
+            missing = f", missing {render.format_value(self.missing)}" if self.missing else ""
+            notes.append(f"complete: {self.complete}{missing}")
         for item in self.comparability:
             text = ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
             notes.append(f"comparable? {text}")
@@ -216,11 +216,6 @@ class Record(Mapping[str, Any]):
         fields = _flattened(self._fields)
         columns = {"field": tuple(fields), "value": tuple(fields.values())}
         return render.html_table(columns, units={}, caption=self._title)
-
-
-def _missing_text(item: Mapping[str, Any]) -> str:
-    place = f"{item.get('role')}/{item.get('rank')}"
-    return " ".join(str(part) for part in (place, item.get("stage"), item.get("status")) if part)
 
 
 def _any_counted(kinds: Any) -> bool:

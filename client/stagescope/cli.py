@@ -1,7 +1,6 @@
 """The command line: `stagescope NOUN`, the same questions as the session's methods.
 
-Commands of the service (`serve`, `stop`) join by the entry-point group `stagescope.commands`, so
-that this module imports nothing of it.
+The service's own commands (`serve`, `stop`) join by an entry point: see `stagescope.plugins`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import fnmatch
 import functools
 import json
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -18,54 +16,13 @@ import click
 
 from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
-from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.errors import InvalidInput, NotFound
 from stagescope.frames import Table
+from stagescope.plugins import Commands
 from stagescope.session import Session, Step, attach
-
-GROUP: Final = "stagescope.commands"
-SERVICE_COMMANDS: Final = ("serve", "stop")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Ask = Callable[..., Table | Metrics | Record]
-
-
-class Commands(click.Group):
-    """This module's commands and those that other packages add; errors as lines, not traces."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return every command's name."""
-        return sorted({*super().list_commands(ctx), *_entry_points(), *SERVICE_COMMANDS})
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, loaded from its package if it is not of this one."""
-        if (own := super().get_command(ctx, cmd_name)) is not None:
-            return own
-        point = _entry_points().get(cmd_name)
-        if point is None and cmd_name not in SERVICE_COMMANDS:
-            return None
-        try:
-            if point is None:
-                raise ModuleNotFoundError("no such package", name="stagescope_service")
-            command = point.load()
-        except ImportError as error:
-            problem = terminal.needs_extra(error, "service")
-            return terminal.stub(cmd_name, lambda: problem)
-        assert isinstance(command, click.Command)
-        return command
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of this project becomes two lines and an exit code."""
-        try:
-            return super().invoke(ctx)
-        except StagescopeError as error:
-            if ctx.params.get("debug") or ctx.meta.get("stagescope.debug"):
-                raise
-            terminal.report(error)
-            ctx.exit(terminal.exit_code(error))
-
-
-def _entry_points() -> dict[str, metadata.EntryPoint]:
-    return {point.name: point for point in metadata.entry_points(group=GROUP)}
 
 
 _EPILOG: Final = "\b\nExit codes:\n" + "\n".join(
@@ -181,7 +138,7 @@ def _step_of(session: Session, step: int | str, run: str | None, attempt: int | 
 
 @_question()
 def status(session: Session) -> Record:
-    """Whether the service is ready, and what it knows (exit code 3: not ready)."""
+    """Whether the service is ready; exit code 3 if not."""
     found = session.status()
     if not found.get("ready", True):
         click.get_current_context().meta["stagescope.exit_code"] = 3
@@ -216,7 +173,7 @@ def steps(session: Session, run: str | None, attempt: int | None, limit: int) ->
     click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
 )
 def metrics(session: Session, step: int | str, only: str | None, **place: Any) -> Metrics:
-    """A step's metrics: rollout against training, in exact numbers."""
+    """A step's metrics, rollout against training."""
     filters = {name: place.pop(name) for name in ("stage", "rank", "round")}
     found = _step_of(session, step, **place).metrics(**filters)
     if only is None:

@@ -47,10 +47,18 @@ def format_value(value: Any, unit: str = "") -> str:
     if isinstance(value, int | float):
         return _format_number(value, unit)
     if isinstance(value, Mapping):
-        return f"{{{len(value)} fields}}" if len(value) > 3 else printable(_json(value))
+        return _format_mapping(value)
     if isinstance(value, list | tuple):
         return ", ".join(format_value(item, unit) for item in value) or MISSING
     return printable(str(value))
+
+
+def _format_mapping(value: Mapping[str, Any]) -> str:
+    if "role" in value and "rank" in value:  # a rank that has not arrived
+        place = f"{value['role']}/{value['rank']}"
+        words = (place, value.get("stage"), value.get("status"))
+        return printable(" ".join(str(word) for word in words if word))
+    return f"{{{len(value)} fields}}" if len(value) > 3 else printable(_json(value))
 
 
 def _format_number(value: float, unit: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import click
@@ -99,19 +99,6 @@ def needs_extra(error: ImportError, extra: str) -> MissingExtra:
     return MissingExtra(
         f"this command needs {error.name or 'a library'}, which is not installed",
         advice=f"pip install 'stagescope[{extra}]'",
-    )
-
-
-def stub(name: str, explain: Callable[[], StagescopeError]) -> click.Command:
-    """Return a command that stands for one that cannot be loaded, and says why when called."""
-
-    def refuse() -> None:
-        raise explain()
-
-    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    text = "(not installed: pip install 'stagescope[service]')"
-    return click.Command(
-        name, callback=refuse, help=text, context_settings=settings, add_help_option=False
     )
 
 

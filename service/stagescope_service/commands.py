@@ -49,7 +49,7 @@ _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON
 )
 @_JSON
 def serve(address: str | None, as_json: bool, **given: Any) -> None:
-    """Start the service on a Ray cluster, or say where it already runs.
+    """Start the service, or say where it runs already.
 
     It joins the cluster at --address, else RAY_ADDRESS, else the one that runs on this machine;
     where there is none it starts one. The service outlives this command and every training job;

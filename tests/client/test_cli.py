@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.support.answering import METRICS, OPERATE, READ, RUN, Answering, unused_port
 
-from stagescope import cli, terminal
+from stagescope import cli, plugins, terminal
 
 ASKING = [
     ["status"],
@@ -201,7 +201,7 @@ class OtherPoint:
 def test_a_service_command_without_its_extra_says_how_to_install(
     monkeypatch: pytest.MonkeyPatch, points: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(cli, "_entry_points", lambda: points)
+    monkeypatch.setattr(plugins, "_entry_points", lambda: points)
     result = CliRunner().invoke(cli.main, ["serve", "--port", "1"])
     assert result.exit_code == 1
     assert "pip install 'stagescope[service]'" in result.stderr

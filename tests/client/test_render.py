@@ -24,6 +24,7 @@ from stagescope import render
         ([], "", "-"),
         ({"a": 1}, "", '{"a": 1}'),
         (dict.fromkeys("abcd", 1), "", "{4 fields}"),
+        ([{"role": "actor", "rank": 1, "stage": "s", "status": "begun"}], "", "actor/1 s begun"),
         ("a\nb\x1b[2J", "", r"a\nb\x1b[2J"),
     ],
 )

@@ -46,7 +46,7 @@ METRICS: dict[str, Any] = {
     "per_round/round_0_abs_diff_mean": 0.003,
     "per_round/round_1_abs_diff_mean": 0.25,
 }
-ROUNDS = [
+ROUNDS: list[dict[str, Any]] = [
     {"round": 0, "abs_diff_mean": 0.003, "tokens": 41, "k3_kl": 1e-5},
     {"round": 1, "abs_diff_mean": "nan", "tokens": 0, "k3_kl": None},
 ]
