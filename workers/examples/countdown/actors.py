@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from examples.countdown.config import Pause, Settings
+from stagescope_workers import Probe, init
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,32 +30,21 @@ class Report:
 
 
 class RankActor:
-    """One training rank; every method name of `Trainer` may be called through `do`."""
+    """One training rank; every method of `Trainer` may be called through `do`."""
 
-    def __init__(self, settings: Settings, rank: int, report: Report, pause: Pause | None) -> None:
-        from stagescope_workers import init
+    def __init__(
+        self, settings: Settings, rank: int, report: Report, pause: Pause | None = None
+    ) -> None:
+        layout = {"dp_rank": rank, "dp_size": settings.world_size, "framework": "transformers"}
+        self._probes = [_probe(settings, role, rank, report, layout) for role in _roles(settings)]
 
-        self._probe = init(
-            run=report.run,
-            role="actor",
-            rank=rank,
-            world_size=settings.world_size,
-            attempt_key=report.attempt_key,
-            plan=report.capture,
-            resumed_from_step=report.resumed_from_step,
-            layout={
-                "dp_rank": rank,
-                "dp_size": settings.world_size,
-                "device_kind": "cpu",
-                "engine": "transformers",
-                "framework": "countdown",
-            },
-        )
         from examples.countdown.collective import Collective
         from examples.countdown.trainer import Trainer
 
         self._collective = Collective(rank, settings.world_size)
-        self._trainer = Trainer(settings, self._collective, self._probe, pause)
+        self._trainer = Trainer(
+            settings, self._collective, self._probes[0], self._probes[-1], pause
+        )
 
     def pid(self) -> int:
         """Return this process's id."""
@@ -75,24 +65,17 @@ class RankActor:
     def close(self, timeout: float) -> None:
         """Send what is left to the service: Ray runs no `atexit` in its workers."""
         self._collective.leave()
-        self._probe.close(timeout)
+        for probe in self._probes:
+            probe.close(timeout)
 
 
 class RolloutActor:
     """The process that holds the engine."""
 
     def __init__(self, settings: Settings, report: Report) -> None:
-        from stagescope_workers import init
+        layout = {"engine": f"ctranslate2 {settings.engine}"}
+        self._probe = _probe(settings, "rollout", 0, report, layout)
 
-        self._probe = init(
-            run=report.run,
-            role="rollout",
-            rank=0,
-            world_size=1,
-            attempt_key=report.attempt_key,
-            resumed_from_step=report.resumed_from_step,
-            layout={"device_kind": "cpu", "engine": f"ctranslate2-{settings.engine}"},
-        )
         from examples.countdown.rollout import Rollout
 
         self._rollout = Rollout(settings, self._probe)
@@ -112,3 +95,23 @@ class RolloutActor:
     def close(self, timeout: float) -> None:
         """Send what is left to the service."""
         self._probe.close(timeout)
+
+
+def _roles(settings: Settings) -> tuple[str, ...]:
+    return ("actor", "critic") if settings.algorithm == "ppo" else ("actor",)
+
+
+def _probe(
+    settings: Settings, role: str, rank: int, report: Report, layout: dict[str, Any]
+) -> Probe:
+    return init(
+        report.run,
+        role=role,
+        rank=rank,
+        world_size=1 if role == "rollout" else settings.world_size,
+        attempt_key=report.attempt_key,
+        layout={**layout, "device_kind": "cpu"},
+        resumed_from_step=report.resumed_from_step,
+        settings=dataclasses.asdict(settings),
+        plan=report.capture,
+    )

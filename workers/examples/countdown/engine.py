@@ -88,7 +88,7 @@ def convert(weights: Weights, compute_type: str) -> Any:
     The converter of CTranslate2 itself reads a saved Hugging Face directory through transformers:
     seconds of imports in a process that needs nothing else of it.
     """
-    spec = transformer_spec.TransformerDecoderModelSpec.from_config(
+    spec: Any = transformer_spec.TransformerDecoderModelSpec.from_config(
         MODEL["num_hidden_layers"],
         MODEL["num_attention_heads"],
         activation=common_spec.Activation.SWISH,

@@ -28,12 +28,19 @@ class Trainer:
     """The policy, the reference, the critic and their optimizers on one rank."""
 
     def __init__(
-        self, settings: Settings, collective: Collective, probe: Probe, pause: Pause | None = None
+        self,
+        settings: Settings,
+        collective: Collective,
+        probe: Probe,
+        critic_probe: Probe | None = None,
+        pause: Pause | None = None,
     ) -> None:
         torch.set_num_threads(1)
         self.settings = settings
         self.collective = collective
         self.probe = probe
+        # A role of its own, although it lives in the same process.
+        self.critic_probe = critic_probe or probe
         self._pause = pause
         self.policy = make_policy(settings.seed)
         self.reference = make_policy(settings.seed).requires_grad_(False)
@@ -133,7 +140,7 @@ class Trainer:
     def compute_values(self, step: int, batch: Batch) -> np.ndarray:
         """The critic's value before each token; float32 [rows, tokens]."""
         assert self.critic is not None
-        with self.probe.stage("compute_values", step=step, model=self.critic) as stage:
+        with self.critic_probe.stage("compute_values", step=step, model=self.critic) as stage:
             self._maybe_pause(step, "compute_values")
             values = self._values(batch)
             mask = torch.tensor(batch.response_mask)
@@ -146,7 +153,7 @@ class Trainer:
         assert self.critic_optimizer is not None
         total = 0.0
         for epoch, index, part in self._minibatches(batch):
-            with self.probe.stage(
+            with self.critic_probe.stage(
                 "critic_update", step=step, model=self.critic, epoch=epoch, minibatch=index
             ) as stage:
                 self._maybe_pause(step, "critic_update")
