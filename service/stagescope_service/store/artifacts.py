@@ -1,0 +1,102 @@
+"""Where the files of an attempt lie below data_dir, and which paths a caller may name.
+
+`{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]`, the same as msprobe's dumps of our own
+captures, so that everything of a step stands in one place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from stagescope.errors import Forbidden
+from stagescope.schema import Part
+from stagescope_service.store.tensorfile import (
+    TensorFile,
+    WireTensor,
+    Written,
+    read_tensors,
+    write_tensors,
+)
+
+__all__ = [
+    "TensorFile",
+    "WireTensor",
+    "Written",
+    "attempt_directory",
+    "confine",
+    "kept_path",
+    "read_tensors",
+    "ring_directory",
+    "safe_name",
+    "step_directory",
+    "write_tensors",
+]
+
+
+def safe_name(name: str) -> str:
+    """Return `name` as one path component of `[A-Za-z0-9._-]`, at most 150 characters long."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
+    # A component of dots alone would climb out of its directory.
+    return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
+
+
+def attempt_directory(data_dir: Path, run: str, key: str) -> Path:
+    """Return `{data_dir}/{run}/{attempt key}`."""
+    return data_dir / safe_name(run) / safe_name(key)
+
+
+def step_directory(
+    data_dir: Path, run: str, key: str, step: int | None, stage: str, part: Part | None = None
+) -> Path:
+    """Return `{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]`; nothing is made.
+
+    An unknown step is `step_unknown`; the first part has no directory of its own.
+    """
+    directory = attempt_directory(data_dir, run, key)
+    directory = directory / f"step_{'unknown' if step is None else step}" / safe_name(stage)
+    return directory if part is None or part == Part() else directory / str(part)
+
+
+def kept_path(directory: Path, role: str, rank: int, incarnation: str, seq: int) -> Path:
+    """Return the file of one payload's kept tensors.
+
+    The payload's own identity is in the name: attempts whose keys are one after cleaning, or a
+    rank that was made anew, never write over each other.
+    """
+    identity = hashlib.sha256(incarnation.encode(errors="surrogatepass")).hexdigest()[:12]
+    return directory / f"{safe_name(role)}_rank{rank}_{identity}_{seq}.safetensors"
+
+
+def ring_directory(data_dir: Path, node_id: str) -> Path:
+    """Return `{data_dir}/ring/{node}`."""
+    return data_dir / "ring" / safe_name(node_id)
+
+
+def confine(path: str | Path, roots: Iterable[str | Path]) -> Path:
+    """Return `path` resolved, after a check that it lies in one of `roots`.
+
+    Args:
+        path: absolute, or relative to the first root. It need not exist.
+        roots: directories. Symbolic links in them and in `path` are followed before the check,
+            so a link that leads out is refused.
+
+    Raises:
+        Forbidden: outside every root, or not a path at all.
+    """
+    allowed = [Path(root).resolve() for root in roots]
+    try:
+        if "\0" in str(path) or not allowed:
+            raise ValueError("a NUL in it" if allowed else "no root is allowed")
+        found = (allowed[0] / path).resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise Forbidden(f"path {str(path)!r:.200} cannot be used: {error}") from error
+    if not any(found.is_relative_to(root) for root in allowed):
+        raise Forbidden(
+            f"path {str(path)!r:.200} lies outside the directories that may be used",
+            expected=f"a path in {', '.join(map(str, allowed))}",
+            advice="add a root to the service's allowed_roots",
+        )
+    return found

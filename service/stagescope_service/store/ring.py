@@ -1,0 +1,300 @@
+"""The ring: payloads of the last steps on one node's disk, kept without any order.
+
+It holds at most `max_bytes`; the oldest that nobody pinned make room. It never fills the disk
+that others need, and it never raises into ingestion: what could not be kept is counted and said.
+
+Everything it knows is in the names of its files, so a new process goes on with what it finds:
+`{attempt_id}~{step}~{seq}~{incarnation}.safetensors`, and `{attempt_id}~{step}.pin` or
+`{name}.pin` for what is pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import urllib.parse
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope_service.store.base import Health
+from stagescope_service.store.tensorfile import (
+    TensorFile,
+    WireTensor,
+    check_file,
+    read_tensors,
+    size_of,
+    write_tensors,
+)
+
+DEFAULT_BYTES: Final = 2 << 30
+DEFAULT_RESERVE: Final = 512 << 20
+
+_SUFFIX: Final = ".safetensors"
+_PIN: Final = ".pin"
+
+
+class RingKey(NamedTuple):
+    """Which payload: the step it belongs to, and its identity (incarnation, seq)."""
+
+    attempt_id: int
+    step: int | None
+    incarnation: str
+    seq: int
+
+    @property
+    def name(self) -> str:
+        """The file's name without its suffix."""
+        return f"{self.place}~{self.seq}~{urllib.parse.quote(self.incarnation, safe='')}"
+
+    @property
+    def place(self) -> str:
+        """The name of the step that the payload belongs to."""
+        return _place(self.attempt_id, self.step)
+
+    @classmethod
+    def parse(cls, name: str) -> RingKey:
+        """Read what `name` made.
+
+        Raises:
+            ValueError: not such a name.
+        """
+        attempt_id, step, seq, incarnation = name.split("~", 3)
+        of_step = int(step) if step else None
+        key = cls(int(attempt_id), of_step, urllib.parse.unquote(incarnation), int(seq))
+        if key.name != name:
+            raise ValueError(name)
+        return key
+
+
+class RingEntry(NamedTuple):
+    """One payload in the ring."""
+
+    key: RingKey
+    path: Path
+    bytes: int
+    wall: float
+    """When it was written, in Unix seconds of the node's clock."""
+    pinned: bool
+
+
+class Ring:
+    """A bounded ring of payload files in `directory`; safe to use from several threads.
+
+    One process writes a directory. Usage::
+
+        ring = Ring(ring_directory(data_dir, node_id))
+        entry = ring.keep(RingKey(attempt_id, step, incarnation, seq), tensors, metadata)
+        ring.pin_step(attempt_id, step)
+        ring.read(entry.key).tensors["old_log_probs"]
+
+    Args:
+        directory: is made where it does not exist. Unfinished and broken files in it are removed.
+        max_bytes: the most that the files may take, pinned ones included. 0 keeps nothing.
+        reserve_bytes: what the ring leaves free on its disk for the catalogue and for others.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int = DEFAULT_BYTES,
+        *,
+        reserve_bytes: int = DEFAULT_RESERVE,
+    ) -> None:
+        self.directory = directory
+        self.max_bytes = max_bytes
+        self.reserve_bytes = reserve_bytes
+        self.not_kept = 0
+        """Payloads that were not kept since the start."""
+        self._lock = threading.RLock()
+        self._entries: OrderedDict[RingKey, RingEntry] = OrderedDict()  # the oldest first
+        self._bytes = 0
+        self._pins: set[str] = set()
+        self._health = Health(True)
+        self._evicted: deque[RingEntry] = deque(maxlen=10_000)
+        self._scanned = False
+        try:
+            self._scan()
+        except OSError as error:  # tried again by the next `keep`
+            self._health = Health(False, f"the ring in {directory} cannot be used: {error}")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files in the ring."""
+        return self._bytes
+
+    def health(self) -> Health:
+        """Say whether the last payload was kept, and if not, why and what to do."""
+        return self._health
+
+    def entries(self) -> list[RingEntry]:
+        """Return what the ring holds, the oldest first."""
+        with self._lock:
+            return list(self._entries.values())
+
+    def take_evicted(self) -> list[RingEntry]:
+        """Return what was evicted since the last call, so that the catalogue may hear of it."""
+        with self._lock:
+            evicted = list(self._evicted)
+            self._evicted.clear()
+            return evicted
+
+    def keep(
+        self,
+        key: RingKey,
+        tensors: Mapping[str, WireTensor],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> RingEntry | None:
+        """Keep a payload; None where that is not possible now, and `health()` says why.
+
+        The same key again replaces what is there. Never raises.
+        """
+        with self._lock:
+            try:
+                if not self._scanned:
+                    self._scan()
+                self.directory.mkdir(parents=True, exist_ok=True)
+                needed = size_of(tensors, metadata)
+                self._make_room(needed, key)
+                path = self.directory / (key.name + _SUFFIX)
+                written = write_tensors(path, tensors, metadata, durable=False)
+                entry = self._enter(key, path, written.bytes)
+            except (StagescopeError, OSError, ValueError, TypeError) as error:
+                self.not_kept += 1
+                self._health = Health(False, f"the ring kept nothing of {key.name:.100}: {error}")
+                return None
+            self._health = Health(True)
+            return entry
+
+    def read(self, key: RingKey) -> TensorFile:
+        """Read a payload.
+
+        Raises:
+            NotFound: it was never kept, or has been evicted.
+            StoreError: its file is damaged or the disk refused.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+        if entry is None:
+            raise NotFound(f"payload {key.name:.100} is not in the ring", advice="pin its step")
+        return read_tensors(entry.path)
+
+    def pin(self, key: RingKey) -> None:
+        """Let a payload stay until it is unpinned, also when it comes only later."""
+        self._set_pin(key.name, True)
+
+    def unpin(self, key: RingKey) -> None:
+        """Let a payload go when room is needed."""
+        self._set_pin(key.name, False)
+
+    def pin_step(self, attempt_id: int, step: int | None) -> None:
+        """Let every payload of a step stay, those that are still to come too."""
+        self._set_pin(_place(attempt_id, step), True)
+
+    def unpin_step(self, attempt_id: int, step: int | None) -> None:
+        """Let the payloads of a step go when room is needed."""
+        self._set_pin(_place(attempt_id, step), False)
+
+    # --- how --------------------------------------------------------------------------------
+
+    def _scan(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        found: list[tuple[float, RingKey, Path, int]] = []
+        for path in self.directory.iterdir():
+            if path.suffix == _PIN:
+                self._pins.add(path.stem)
+            elif path.suffix == ".tmp":
+                path.unlink(missing_ok=True)
+            elif path.suffix == _SUFFIX:
+                with contextlib.suppress(ValueError):  # somebody else's file: left alone
+                    key = RingKey.parse(path.stem)
+                    if size := _whole(path):
+                        found.append((path.stat().st_mtime, key, path, size))
+        for wall, key, path, size in sorted(found):
+            self._entries[key] = RingEntry(key, path, size, wall, self._is_pinned(key))
+            self._bytes += size
+        self._scanned = True
+        with contextlib.suppress(_NoRoom):  # a smaller max_bytes than before
+            self._evict_to(self.max_bytes)
+
+    def _enter(self, key: RingKey, path: Path, size: int) -> RingEntry:
+        entry = RingEntry(key, path, size, path.stat().st_mtime, self._is_pinned(key))
+        before = self._entries.pop(key, None)
+        self._bytes += size - (before.bytes if before else 0)
+        self._entries[key] = entry
+        return entry
+
+    def _is_pinned(self, key: RingKey) -> bool:
+        return key.name in self._pins or key.place in self._pins
+
+    def _make_room(self, needed: int, key: RingKey) -> None:
+        replaced = self._entries.get(key)
+        own = replaced.bytes if replaced else 0
+        if needed > self.max_bytes:
+            raise _NoRoom(
+                f"it has {needed} bytes and the ring takes {self.max_bytes}",
+                advice="give the ring more bytes",
+            )
+        self._evict_to(self.max_bytes - needed + own, but=key)
+        while (free := shutil.disk_usage(self.directory).free) < needed + self.reserve_bytes:
+            if not self._evict_oldest(but=key):
+                raise _NoRoom(
+                    f"its disk has {free} bytes free, of which {self.reserve_bytes} are left to "
+                    "others",
+                    advice="free space on the disk of data_dir",
+                )
+
+    def _evict_to(self, most: int, but: RingKey | None = None) -> None:
+        while self._bytes > most:
+            if not self._evict_oldest(but):
+                raise _NoRoom(
+                    f"pinned payloads fill it ({self._bytes} of {self.max_bytes} bytes)",
+                    advice="unpin steps, or give the ring more bytes",
+                )
+
+    def _evict_oldest(self, but: RingKey | None) -> bool:
+        """Remove the oldest entry that may go; return False if there is none."""
+        for key, entry in self._entries.items():
+            if not entry.pinned and key != but:
+                entry.path.unlink(missing_ok=True)
+                del self._entries[key]
+                self._bytes -= entry.bytes
+                self._evicted.append(entry)
+                return True
+        return False
+
+    def _set_pin(self, name: str, pinned: bool) -> None:
+        with self._lock:
+            marker = self.directory / (name + _PIN)
+            # On a full disk the marker may fail; the pin then holds in this process only.
+            with contextlib.suppress(OSError):
+                if pinned:
+                    marker.touch()
+                else:
+                    marker.unlink(missing_ok=True)
+            (self._pins.add if pinned else self._pins.discard)(name)
+            for key, entry in self._entries.items():
+                if name in (key.name, key.place):
+                    self._entries[key] = entry._replace(pinned=self._is_pinned(key))
+
+
+class _NoRoom(StagescopeError):
+    """Raised inside the ring when nothing more may be evicted."""
+
+
+def _place(attempt_id: int, step: int | None) -> str:
+    return f"{attempt_id}~{'' if step is None else step}"
+
+
+def _whole(path: Path) -> int:
+    """Return the bytes of a whole file; a broken one is removed and 0 returned."""
+    try:
+        return check_file(path)
+    except InvalidTensor:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass
+    return 0
