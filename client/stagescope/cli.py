@@ -19,7 +19,8 @@ from stagescope.answers import Metrics, Record
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.frames import Table
 from stagescope.plugins import Commands
-from stagescope.session import Session, Step, attach
+from stagescope.session import Session, attach
+from stagescope.step import Step
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Ask = Callable[..., Table | Metrics | Record]
