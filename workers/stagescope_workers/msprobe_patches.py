@@ -176,7 +176,7 @@ def start_owners() -> list[Any]:
 
 def remove_optimizer_hooks() -> None:
     """Remove msprobe's hooks on every optimizer's step."""
-    from torch.optim import optimizer
+    import torch.optim.optimizer as optimizer
 
     for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
         for key in [key for key, hook in hooks.items() if is_dump_code(hook)]:

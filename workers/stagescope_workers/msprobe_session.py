@@ -56,7 +56,8 @@ class Watch:
         self._began = time.monotonic()
         self._bytes = 0
         self._checked_bytes = 0
-        self._checked_at = self._began
+        # The first bytes are checked too: the estimate may have been forced aside.
+        self._checked_at = -_FREE_CHECK_SECONDS
         self.reason: str | None = None
         self.error: BaseException | None = None
 
@@ -190,6 +191,9 @@ class MsprobeSession:
             return
         collector = service.data_collector
         atexit.unregister(collector.write_json_at_exit)
+        # The registry outlives its debugger: at L0 its wrapper of view_as would come back.
+        for name in ("inner_used_ori_attr", "inner_used_wrapped_attr"):
+            getattr(service.api_register, name, {}).clear()
         executor = getattr(collector.data_processor, "_crc_executor", None)
         if executor is not None:
             executor.shutdown(wait=False)
