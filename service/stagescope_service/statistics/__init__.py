@@ -8,21 +8,41 @@ from __future__ import annotations
 
 from stagescope_service.statistics.batch import TokenBatch, WireTensor, available_pairs
 from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.comparability import Check, Comparability, examine
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.settings import Settings
 from stagescope_service.statistics.summarise import summarise, warm
 from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.whole import (
+    NOISE_PAIR,
+    PartRecord,
+    RankRow,
+    Restate,
+    Whole,
+    assemble,
+    skip_of,
+)
 
 __all__ = [
+    "NOISE_PAIR",
     "Cell",
+    "Check",
+    "Comparability",
     "Field",
+    "PartRecord",
+    "RankRow",
+    "Restate",
     "Settings",
     "Summary",
     "TokenBatch",
+    "Whole",
     "WireTensor",
+    "assemble",
     "available_pairs",
+    "examine",
     "publish",
     "publish_cell",
+    "skip_of",
     "summarise",
     "warm",
 ]

@@ -172,7 +172,7 @@ def _importance(cell: Cell, sequences: SequenceColumns, settings: Settings) -> M
 
 
 def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -> Metrics:
-    n, lower_upper = cell.tokens, settings.bounds
+    n, drops = cell.tokens, settings.bounds[2]
     mean = 1.0 + cell.mean(Field.W_SUM)
     variance = max(cell[Field.W_M2], 0.0) / n if n else math.nan
     if n and cell[Field.W_MIN] == cell[Field.W_MAX]:
@@ -186,11 +186,11 @@ def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -
     if settings.rollout_is is not None:
         values["ratio_fraction_high"] = cell.share(Field.IS_HIGH)
         values["ratio_fraction_low"] = cell.share(Field.IS_LOW)
-        if lower_upper[2]:
+        if drops:
             values["oob_ratio"] = cell.share(Field.IS_HIGH, Field.IS_LOW)
         if settings.rollout_is_batch_normalize:
             values["batch_norm_factor"] = _norm_factor(mean)
-    applied, raw = (1.0 + sequences[name] / sequences.n for name in ("w_sum", "raw_sum"))
+    applied, raw = (sequences[name] / sequences.n for name in ("w_sum", "raw_sum"))
     return {**values, **_by_sequence(applied, raw, settings)}
 
 
@@ -214,7 +214,7 @@ def _sequence_weights(sequences: SequenceColumns, settings: Settings) -> Metrics
         values["oob_ratio"] = float((n * outside).sum()) / total if total else math.nan
     if settings.rollout_is_batch_normalize:
         values["batch_norm_factor"] = _norm_factor(_mean(applied))
-    return {**values, **_by_sequence(applied, raw, settings)}
+    return {**values, **_by_sequence(applied - 1.0, raw - 1.0, settings)}
 
 
 def _spread(mean: float, variance: float, tokens: int) -> Metrics:
@@ -230,20 +230,21 @@ def _norm_factor(mean: float) -> float:
 
 
 def _by_sequence(applied: Float64, raw: Float64, settings: Settings) -> Metrics:
+    """Statistics of the sequences' mean weights, given as weight - 1, applied and raw."""
     if not applied.size:
         names = ("mean", "std", "max", "min", "max_deviation")
         return {f"seq_{name}": math.nan for name in names}
     values = {
-        "seq_mean": _mean(applied),
+        "seq_mean": 1.0 + _mean(applied),
         "seq_std": float(applied.std(ddof=1)) if applied.size > 1 else 0.0,
-        "seq_max": float(applied.max()),
-        "seq_min": float(applied.min()),
-        "seq_max_deviation": float(np.abs(applied - 1.0).max()),
+        "seq_max": 1.0 + float(applied.max()),
+        "seq_min": 1.0 + float(applied.min()),
+        "seq_max_deviation": float(np.abs(applied).max()),
     }
     if settings.rollout_is is not None:
         lower, upper, _ = settings.bounds
-        values["seq_fraction_high"] = _mean(raw > upper)
-        values["seq_fraction_low"] = _mean(raw < lower)
+        values["seq_fraction_high"] = _mean(1.0 + raw > upper)
+        values["seq_fraction_low"] = _mean(1.0 + raw < lower)
     return values
 
 

@@ -1,0 +1,377 @@
+"""A step's whole: the parts of one stage put together so that every token counts once.
+
+Where parts carry sample ids, a token is (sample, position), and what counted before does not count
+again: not a replica, not a second epoch, not the driver's copy of what the ranks hold. A part that
+repeats only some tokens is named in `Whole.restate`; the caller takes its statistics again with
+`skip_of(...)` and assembles again. Without ids the layout decides: of the ranks that hold the same
+rows (data_rank, else dp and cp rank) the one with tp 0 and the last pp counts, in the lowest epoch.
+
+Which of several equal parts counts depends on (epoch, occurrence, minibatch, microbatch, role,
+rank) alone, never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidInput
+from stagescope.schema import PAIRS, ROLES, WHOLE_STAGES, Part
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics import codec
+from stagescope_service.statistics.batch import TokenBatch
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.ledger import Ledger
+from stagescope_service.statistics.summary import Summary
+
+MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
+NOISE_PAIR: Final = ("old", "recomputed")
+
+REPLICA: Final = "replica"
+REPEATED: Final = "repeated"
+OTHER_ROLE: Final = "other role"
+LATER_EPOCH: Final = "later epoch"
+PARTIAL: Final = "restate"
+
+_FIRST_PART: Final = Part()
+
+
+@dataclasses.dataclass(frozen=True)
+class PartRecord:
+    """One rank's summary of one part of a stage.
+
+    Attributes:
+        key: The caller's name for it, unique among the parts handed over.
+        data_rank: Ranks with the same rows share it; None where not said.
+        layout: `schema.LAYOUT_COLUMNS` by name, as far as known.
+    """
+
+    key: str
+    summary: Summary
+    stage: str
+    role: str
+    rank: int
+    part: Part = _FIRST_PART
+    data_rank: int | None = None
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    incarnation: str = ""
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What decides which of several equal parts counts."""
+        part, role = self.part, _role_order(self.role)
+        piece = (part.epoch, part.occurrence, part.minibatch, part.microbatch)
+        # A driver's copy of the batch comes last: it would cut across what the ranks hold.
+        return (
+            self.role not in ROLES,
+            *piece,
+            *role,
+            self._place,
+            self.rank,
+            self.incarnation,
+            self.key,
+        )
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """tp 0 first, then the last pp, where they are known."""
+        return int(self.layout.get("tp_rank") or 0), -int(self.layout.get("pp_rank") or 0)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What ranks with the same tokens have in common."""
+        cp, dp = self.layout.get("cp_rank"), self.layout.get("dp_rank")
+        if self.data_rank is not None:
+            return (self.role, "data", self.data_rank, cp)
+        if dp is not None:
+            return (self.role, "dp", dp, cp)
+        return (self.role, "rank", self.rank, cp)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether every fragment names its sample."""
+        return all(self.summary.sequences.samples) and len(self.summary.sequences) > 0
+
+    @property
+    def cp_rank(self) -> object:
+        """The context-parallel rank, None where the sample is whole."""
+        return self.layout.get("cp_rank") if (self.layout.get("cp_size") or 1) > 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Restate:
+    """A part of which (row, first, last) positions counted elsewhere."""
+
+    key: str
+    skips: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRow:
+    """One rank's own tokens, whether or not they count in the whole."""
+
+    role: str
+    rank: int
+    cell: Cell
+    parts: int
+    counted_parts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A step's statistics, from one stage.
+
+    Attributes:
+        stage: The stage that it is taken from.
+        summary: The merged summary; `publish(whole.summary)` names its numbers.
+        ranks: Each rank's own cell, by (role, rank).
+        counted: Keys of the parts that counted.
+        left_out: Key -> why it did not count.
+        duplicates: Tokens under the mask that were left out since they counted elsewhere.
+        differing: (key, key of the counted replica) of replicas whose numbers differ.
+        restate: Parts to take again; until then their tokens are missing.
+        fragmented: Sequences in pieces that nobody placed: their sequence and round values
+            describe the pieces.
+    """
+
+    stage: str
+    summary: Summary
+    ranks: tuple[RankRow, ...]
+    counted: tuple[str, ...]
+    left_out: Mapping[str, str]
+    duplicates: int
+    differing: tuple[tuple[str, str], ...]
+    restate: tuple[Restate, ...]
+    fragmented: int
+
+    @property
+    def total(self) -> Cell:
+        """The cell of all counted tokens."""
+        return self.summary.total
+
+    def to_bytes(self) -> bytes:
+        """Return the whole as the bytes of a safetensors file with JSON metadata."""
+        arrays, document = codec.flatten(self.summary)
+        vectors = [row.cell.vector for row in self.ranks]
+        arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)
+        ranks = [[row.role, row.rank, row.parts, row.counted_parts] for row in self.ranks]
+        return codec.save(
+            arrays,
+            {
+                "kind": "whole",
+                "version": codec.VERSION,
+                "cell": cells.VERSION,
+                "summary": document,
+                "ranks": ranks,
+                "stage": self.stage,
+                "counted": list(self.counted),
+                "left_out": dict(self.left_out),
+                "duplicates": self.duplicates,
+                "differing": [list(pair) for pair in self.differing],
+                "restate": [[r.key, [list(skip) for skip in r.skips]] for r in self.restate],
+                "fragmented": self.fragmented,
+            },
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Whole:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            InvalidInput: not such bytes, or of another version; nothing in them is trusted.
+        """
+        arrays, document = codec.load(data, "whole", codec.VERSION)
+        try:
+            vectors = arrays.pop("rank_cells")
+            if vectors.dtype != np.float64 or vectors.shape != (
+                len(document["ranks"]),
+                cells.WIDTH,
+            ):
+                raise ValueError(f"rank_cells are {vectors.dtype} {vectors.shape}")
+            return cls(
+                stage=str(document["stage"]),
+                summary=codec.restore(arrays, document["summary"]),
+                ranks=tuple(
+                    RankRow(str(role), int(rank), Cell(vector), int(parts), int(counted))
+                    for (role, rank, parts, counted), vector in zip(
+                        document["ranks"], vectors, strict=True
+                    )
+                ),
+                counted=tuple(str(key) for key in document["counted"]),
+                left_out={str(k): str(why) for k, why in document["left_out"].items()},
+                duplicates=int(document["duplicates"]),
+                differing=tuple((str(a), str(b)) for a, b in document["differing"]),
+                restate=tuple(
+                    Restate(str(key), tuple((int(r), int(a), int(b)) for r, a, b in skips))
+                    for key, skips in document["restate"]
+                ),
+                fragmented=int(document["fragmented"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInput(
+                f"these bytes are no whole ({type(error).__name__}: {error})",
+                expected=f"a whole of version {codec.VERSION}",
+            ) from error
+
+
+def assemble(
+    parts: Sequence[PartRecord],
+    *,
+    stage: str | None = None,
+    pairs: Sequence[tuple[str, str]] = MISMATCH_PAIRS,
+) -> Whole:
+    """Put the parts of one stage together.
+
+    Args:
+        parts: Parts of a step, of any stages and pairs, in any order.
+        stage: The stage to take; default the first of `schema.WHOLE_STAGES` that is there.
+        pairs: Which pair to take, in order of preference; `[NOISE_PAIR]` for the noise floor.
+
+    Raises:
+        InvalidInput: no part has such a pair.
+    """
+    stage, chosen = _choose(parts, stage, pairs)
+    main_role = min((record.role for record in chosen), key=_role_order)
+    books = _Books(main_role)
+    for record in sorted(chosen, key=lambda record: record.order):
+        books.enter(record)
+    if books.counted:
+        summary = Summary.merge([record.summary.named(record.key) for record in books.counted])
+    else:
+        raise InvalidInput("no part of the step counts", expected="at least one new token")
+    return Whole(
+        stage=stage,
+        summary=summary,
+        ranks=_rank_rows(chosen, {record.key for record in books.counted}),
+        counted=tuple(record.key for record in books.counted),
+        left_out=books.left_out,
+        duplicates=books.duplicates,
+        differing=tuple(books.differing),
+        restate=tuple(books.restate),
+        fragmented=int(summary.sequences.fragmented().sum()),
+    )
+
+
+def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint8]:
+    """Return the `skip` array [tokens] of a batch for (row, first, last) positions."""
+    skip = np.zeros(batch.tokens, np.uint8)
+    for row, first, last in skips:
+        begin, end = batch.row_offsets[row], batch.row_offsets[row + 1]
+        if batch.positions is not None:
+            here = batch.positions[begin:end]
+            skip[begin:end] |= ((here >= first) & (here < last)).astype(np.uint8)
+        else:
+            shift = begin - (0 if batch.token_offset is None else batch.token_offset[row])
+            skip[max(first + shift, begin) : max(min(last + shift, end), begin)] = 1
+    return skip
+
+
+class _Books:
+    """Decides, record by record in the fixed order, what counts."""
+
+    def __init__(self, main_role: str) -> None:
+        self._main_role = main_role
+        self._ledger = Ledger()
+        self._holders: dict[tuple[Any, ...], PartRecord] = {}
+        self._epochs: dict[tuple[Any, ...], int] = {}
+        self._digests: dict[tuple[Any, ...], str] = {}
+        self.counted: list[PartRecord] = []
+        self.left_out: dict[str, str] = {}
+        self.duplicates = 0
+        self.differing: list[tuple[str, str]] = []
+        self.restate: list[Restate] = []
+
+    def enter(self, record: PartRecord) -> None:
+        """Count a record, leave it out, or ask for a restatement."""
+        if not len(record.summary.sequences):
+            # Rows without a model token name no sample: the layout tells replicas apart.
+            holder = self._holders.setdefault((*record.group, record.part), record)
+            if holder is record and record.part.epoch == 0:
+                self.counted.append(record)
+            else:
+                self.left_out[record.key] = REPLICA if holder is not record else LATER_EPOCH
+            return
+        why = self._by_sample(record) if record.has_ids else self._by_layout(record)
+        holder = self._holders.setdefault((*record.group, record.part), record)
+        if why is None:
+            self.counted.append(record)
+            return
+        self.left_out[record.key] = why
+        if why != PARTIAL:
+            self.duplicates += record.summary.total.masked
+        same_tokens = why in (REPLICA, REPEATED) and holder is not record
+        if same_tokens and holder.summary.digest != record.summary.digest:
+            self.differing.append((record.key, holder.key))
+
+    def _by_sample(self, record: PartRecord) -> str | None:
+        claim = self._ledger.claim(record.summary, record.cp_rank)
+        if claim.everything:
+            held = (*record.group, record.part) in self._holders
+            return REPLICA if held else REPEATED
+        if claim.skips:
+            self.restate.append(Restate(record.key, claim.skips))
+            return PARTIAL
+        return None
+
+    def _by_layout(self, record: PartRecord) -> str | None:
+        if record.role != self._main_role:
+            return OTHER_ROLE
+        if (*record.group, record.part) in self._holders:
+            return REPLICA
+        if record.part.epoch > self._epochs.setdefault(record.group, record.part.epoch):
+            return LATER_EPOCH
+        content = (*record.group, record.summary.digest)
+        if record.part.occurrence and content in self._digests:
+            return REPEATED
+        self._digests[content] = record.key
+        return None
+
+
+def _role_order(role: str) -> tuple[int, str]:
+    return (ROLES.index(role) if role in ROLES else len(ROLES), role)
+
+
+def _choose(
+    parts: Sequence[PartRecord], stage: str | None, pairs: Sequence[tuple[str, str]]
+) -> tuple[str, list[PartRecord]]:
+    usable = [record for record in parts if record.summary.pair in pairs]
+    there = {record.stage for record in usable}
+    order = [name for name in WHOLE_STAGES if name in there] + sorted(there - set(WHOLE_STAGES))
+    if stage is None and order:
+        stage = order[0]
+    if stage is None or stage not in there:
+        raise InvalidInput(
+            f"no part of {'any stage' if stage is None else f'stage {stage}'} has both streams",
+            expected=f"one of the pairs {list(pairs)}",
+        )
+    of_stage = [record for record in usable if record.stage == stage]
+    found = {record.summary.pair for record in of_stage}
+    pair = next(pair for pair in pairs if pair in found)
+    return stage, [record for record in of_stage if record.summary.pair == pair]
+
+
+def _rank_rows(records: Sequence[PartRecord], counted: set[str]) -> tuple[RankRow, ...]:
+    by_rank: dict[tuple[tuple[int, str], int], list[PartRecord]] = {}
+    for record in sorted(records, key=lambda record: record.order):
+        by_rank.setdefault((_role_order(record.role), record.rank), []).append(record)
+    rows = []
+    for (role, rank), own in sorted(by_rank.items()):
+        ledger, epoch = Ledger(), min(record.part.epoch for record in own)
+        vectors = [
+            record.summary.total.vector
+            for record in own
+            if (
+                not ledger.claim(record.summary, record.cp_rank).everything
+                if record.has_ids
+                else record.part.epoch == epoch
+            )
+        ]
+        cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
+        rows.append(
+            RankRow(role[1], rank, cell, len(own), sum(record.key in counted for record in own))
+        )
+    return tuple(rows)

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagescope.errors import InvalidInput
+from stagescope_service.statistics import (
+    Field,
+    Settings,
+    Summary,
+    publish,
+    publish_cell,
+    summarise,
+)
+from stagescope_service.statistics import cell as cells
+from tests.support.batches import batch_of, bfloat16, from_bfloat16, random_streams
+from tests.support.mismatch_reference import reference, tails, tokens_of
+
+CASES = st.tuples(
+    st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 300), st.sampled_from([1e-7, 0.05, 3])
+)
+
+
+def assert_close(found: dict[str, float], expected: dict[str, float], tolerance: float) -> None:
+    for name, value in expected.items():
+        if math.isnan(value):
+            assert math.isnan(found[name]), name
+        else:
+            assert found[name] == pytest.approx(value, rel=tolerance, abs=1e-300), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES)
+def test_every_number_agrees_with_the_plain_reference(case: tuple[int, int, int, float]) -> None:
+    seed, rows, width, noise = case
+    p, q, mask = random_streams(np.random.default_rng(seed), rows, width, noise)
+    tokens, _ = tokens_of(p.astype(float), q.astype(float), mask)
+    if len(tokens) < 3 or len({t.p for t in tokens}) < 2 or len({t.q for t in tokens}) < 2:
+        return
+    found = publish(summarise(batch_of(p, q, mask)))
+    expected = reference(tokens) | tails(tokens)
+    # kl is a difference of sums that may nearly cancel: compare it on the scale of its terms.
+    scale = float(np.mean([abs(t.d) for t in tokens]))
+    for name in ("rollout_corr/kl", "rollout_corr/log_ppl_diff", "rollout_corr/chi2_token"):
+        assert found[name] == pytest.approx(expected.pop(name), abs=1e-9 * scale, rel=1e-9)
+    assert_close(found, expected, 1e-9)
+    assert sum(v for k, v in found.items() if k.endswith("_token_count")) == len(tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES, st.data())
+def test_any_split_over_rows_merges_to_the_whole(
+    case: tuple[int, int, int, float], data: st.DataObject
+) -> None:
+    seed, rows, width, noise = case
+    rng = np.random.default_rng(seed)
+    p, q, mask = random_streams(rng, rows, width, noise)
+    p[rng.random(p.shape) < 0.01] = np.nan
+    q[rng.random(p.shape) < 0.01] = -np.inf
+    samples = [f"sample-{i}" for i in range(rows)]
+    whole = summarise(batch_of(p, q, mask, samples=samples))
+    owner = np.array(data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows)))
+    parts = [
+        summarise(
+            batch_of(p[owner == k], q[owner == k], mask[owner == k],
+                     samples=[samples[i] for i in np.flatnonzero(owner == k)])
+        )
+        for k in range(3)
+    ]  # fmt: skip
+    merged = Summary.merge([Summary.from_bytes(part.to_bytes()) for part in parts])
+    assert_same(merged, whole)
+
+
+def assert_same(merged: Summary, whole: Summary) -> None:
+    """Counts, extremes, histograms and kept tokens exactly; sums and moments closely."""
+    assert merged.rounds.keys.tolist() == whole.rounds.keys.tolist()
+    for (_, a), (_, b) in zip(merged.rounds.items(), whole.rounds.items(), strict=True):
+        assert_same_cell(a.vector, b.vector)
+    assert_same_cell(merged.total.vector, whole.total.vector)
+    for name in ("rounds", "buckets", "counts"):
+        assert np.array_equal(getattr(merged.histogram, name), getattr(whole.histogram, name))
+    for kept in ("worst", "non_finite"):
+        a, b = getattr(merged, kept), getattr(whole, kept)
+        for name in ("position", "round", "p", "q"):
+            assert np.array_equal(getattr(a, name), getattr(b, name), equal_nan=True), name
+        assert [merged.sequences.samples[i] for i in a.sequence] == [
+            whole.sequences.samples[i] for i in b.sequence
+        ]
+    found, expected = publish(merged), publish(whole)
+    assert found.keys() == expected.keys()
+    assert_close(found, {k: v for k, v in expected.items() if "kl" not in k}, 1e-9)
+
+
+def assert_same_cell(found: Any, expected: Any) -> None:
+    sums, last_count = list(range(Field.D_SUM, Field.D_MIN)), Field.IS_LOW
+    assert np.array_equal(found[: last_count + 1], expected[: last_count + 1])
+    extremes = slice(Field.D_MIN, Field.D_M2)
+    assert np.array_equal(found[extremes], expected[extremes])
+    absolute = {Field.D_SUM: Field.D_ABS_SUM}
+    for field in sums:
+        terms = abs(expected[absolute.get(Field(field), Field(field))])
+        assert abs(found[field] - expected[field]) <= 1e-12 * terms + 1e-290, Field(field)
+    for x, y, xy in (
+        (Field.P_M2, Field.Q_M2, Field.PQ_C),
+        (Field.U_M2, Field.V_M2, Field.UV_C),
+        (Field.D_M2, Field.A_M2, None),
+    ):
+        assert found[x] == pytest.approx(expected[x], rel=1e-9, abs=1e-24)
+        assert found[y] == pytest.approx(expected[y], rel=1e-9, abs=1e-24)
+        if xy is not None:
+            scale = math.sqrt(expected[x] * expected[y])
+            assert found[xy] == pytest.approx(expected[xy], abs=1e-9 * scale + 1e-24)
+
+
+@pytest.mark.parametrize("p_type", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("q_type", ["float64", "float16", "bfloat16"])
+def test_dtypes_are_widened_exactly(p_type: str, q_type: str) -> None:
+    rng = np.random.default_rng(1)
+    p, q, mask = random_streams(rng, 5, 200, 0.5)
+    p[0, :4] = [-65504.0, -6e-8, -3.1e-5, -0.0]
+
+    def cast(values: Any, kind: str) -> tuple[Any, Any]:
+        if kind == "bfloat16":
+            bits = bfloat16(values)
+            return bits, from_bfloat16(bits)
+        return values.astype(kind), values.astype(kind).astype(np.float64)
+
+    (p, p_wide), (q, q_wide) = cast(p, p_type), cast(q, q_type)
+    summary = summarise(batch_of(p, q, mask))
+    tokens, _ = tokens_of(p_wide, q_wide, mask)
+    found = publish(summary)
+    expected = {k: v for k, v in reference(tokens).items() if "kl" not in k and "ppl" not in k}
+    expected.pop("rollout_corr/chi2_token")
+    assert_close(found, expected, 1e-9)
+    assert summary.dtypes == {"old": (p_type,), "rollout": (q_type,)}
+
+
+def test_float16_and_bfloat16_keep_what_is_not_finite() -> None:
+    values = np.array([[np.nan, np.inf, -np.inf, -1.0]], np.float32)
+    mask = np.ones((1, 4), np.int64)
+    for stored in (values.astype(np.float16), bfloat16(values)):
+        found = publish(summarise(batch_of(stored, np.full((1, 4), -1.0), mask)))
+        kinds = {k: v for k, v in found.items() if k.startswith("nonfinite/old")}
+        assert list(kinds.values()) == [1.0, 1.0, 1.0]
+        assert found["counts/tokens"] == 1.0
+
+
+def test_non_finite_tokens_are_counted_by_kind_and_listed() -> None:
+    rng = np.random.default_rng(2)
+    p, q, _ = random_streams(rng, 4, 700)
+    mask = np.ones((4, 700), np.int64)
+    mask[:, ::50] = 0
+    p[1, 3], p[2, 5], p[3, 699] = np.nan, np.inf, -np.inf
+    q[1, 3], q[0, 301] = -np.inf, np.nan
+    p[0, 0] = np.nan  # Under no mask: not there at all.
+    tokens, odd = tokens_of(p, q, mask)
+    summary = summarise(batch_of(p, q, mask, responses=np.arange(2800).reshape(4, 700)))
+    found = publish(summary)
+    assert {k: found[f"nonfinite/{k}"] for k in odd} == odd
+    assert found["counts/masked_tokens"] - found["counts/tokens"] == 4
+    expected = {k: v for k, v in reference(tokens).items() if "kl" not in k}
+    assert_close(found, expected, 1e-9)
+    listed = summary.non_finite
+    assert summary.sequences.row[listed.sequence].tolist() == [0, 1, 2, 3]
+    assert listed.position.tolist() == [301, 3, 5, 699]
+    assert listed.token_id.tolist() == [301, 703, 1405, 2799]
+    assert listed.round.tolist() == [6, 0, 0, 13]
+
+
+def test_certain_tokens_keep_their_correlation() -> None:
+    # 1 - e^p is about 1e-8: power sums of e^p would see rounding noise only.
+    rng = np.random.default_rng(3)
+    x = rng.random(5000)
+    p, q = -1e-8 * (1 + x), -1e-8 * (1 + x + 0.5 * rng.random(5000))
+    summary = summarise(batch_of(p[None], q[None], np.ones((1, 5000), np.int64)))
+    expected = np.corrcoef(np.expm1(p), np.expm1(q))[0, 1]
+    assert 0.8 < expected < 0.95
+    name = "training/rollout_actor_probs_pearson_corr"
+    assert publish(summary)[name] == pytest.approx(expected, rel=1e-9)
+    halves = [
+        summarise(batch_of(p[None, part], q[None, part], np.ones((1, 2500), np.int64)))
+        for part in (slice(0, 2500), slice(2500, 5000))
+    ]
+    assert publish(Summary.merge(halves))[name] == pytest.approx(expected, rel=1e-9)
+
+
+def test_constant_streams_have_no_spread_and_no_correlation() -> None:
+    p, q = np.full((3, 1000), -0.3), np.full((3, 1000), -0.7)
+    found = publish(summarise(batch_of(p, q, np.ones((3, 1000), bool))))
+    assert found["training/rollout_probs_diff_std"] == 0.0
+    assert found["logprob/old_std"] == 0.0
+    assert found["rollout_corr/rollout_is_std"] == 0.0
+    assert found["logprob/old_min"] == found["logprob/old_max"] == -0.3
+    assert math.isnan(found["training/rollout_actor_probs_pearson_corr"])
+
+
+def test_no_token_that_counts() -> None:
+    found = publish(summarise(batch_of(np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 3)))))
+    assert found["training/rollout_probs_diff_valid"] == 0
+    assert math.isnan(found["training/rollout_probs_diff_mean"])
+    assert math.isnan(found["rollout_corr/kl"])
+    assert {k: v for k, v in found.items() if k.startswith("per_round/")} == {
+        "per_round/total_rounds": 0
+    }
+    assert found["counts/empty_rows"] == 2
+
+
+def test_one_token() -> None:
+    found = publish(summarise(batch_of(np.array([[-1.0]]), np.array([[-1.5]]), np.ones((1, 1)))))
+    assert math.isnan(found["training/rollout_probs_diff_std"])
+    assert math.isnan(found["training/rollout_actor_probs_pearson_corr"])
+    assert found["rollout_corr/rollout_is_std"] == 0.0
+    assert found["per_round/max_round_diff"] == 0
+    assert found["logprob_abs_diff/max"] == 0.5
+    assert found["logprob_abs_diff/p50"] == pytest.approx(0.5, rel=0.045)
+
+
+def test_rows_without_a_model_token_are_in_no_sequence_mean() -> None:
+    p, q, mask = random_streams(np.random.default_rng(4), 4, 50)
+    mask[1] = 0
+    alone = publish(summarise(batch_of(p[[0, 2, 3]], q[[0, 2, 3]], mask[[0, 2, 3]])))
+    found = publish(summarise(batch_of(p, q, mask)))
+    assert found.pop("counts/empty_rows") == alone.pop("counts/empty_rows") + 1
+    assert found == alone
+
+
+def test_extreme_differences_are_clamped_where_the_definition_says_so() -> None:
+    p = np.array([[-1.0, -120.0, -1.0, -5000.0, -700.0]])
+    q = np.array([[-100.0, -1.0, -1.0, -1.0, -0.5]])
+    found = publish(summarise(batch_of(p, q, np.ones(p.shape))))
+    d = (p - q)[0]
+    assert found["rollout_corr/k3_kl"] == pytest.approx(np.mean(np.expm1(d) - d), rel=1e-12)
+    expected = np.mean(np.expm1(2 * np.clip(d, -20, 20)))
+    assert found["rollout_corr/chi2_token"] == pytest.approx(expected, rel=1e-12)
+    assert found["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(20), rel=1e-12)
+    assert found["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-20), rel=1e-6)
+    gap = np.abs(np.exp(p) - np.exp(q))[0]
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(gap.mean(), rel=1e-12)
+    assert found["logprob_abs_diff/max"] == 4999.0
+
+
+def test_a_difference_beyond_float64_is_infinite_and_not_hidden() -> None:
+    p, q = np.array([[-1.0, -2.0]]), np.array([[-1000.0, -2.5]])
+    found = publish(summarise(batch_of(p, q, np.ones(p.shape))))
+    assert found["rollout_corr/k3_kl"] == math.inf
+    assert found["token_mult_prob_error"] == math.inf
+    assert math.isfinite(found["rollout_corr/chi2_token"])
+
+
+def test_the_worst_tokens_are_the_largest_then_the_first() -> None:
+    rng = np.random.default_rng(5)
+    q = np.zeros((6, 400))
+    p = -rng.integers(0, 40, (6, 400)) / 8.0
+    mask = np.ones((6, 400), np.int64)
+    samples = ["f", "e", "d", "c", "b", "a"]
+    summary = summarise(batch_of(p, q, mask, samples=samples))
+    everything = sorted(
+        (-abs(p[r, c]), samples[r], c) for r in range(6) for c in range(400) if p[r, c]
+    )[:64]
+    worst = summary.worst
+    found = [
+        (-abs(a - b), summary.sequences.samples[s], int(c))
+        for a, b, s, c in zip(worst.p, worst.q, worst.sequence, worst.position, strict=True)
+    ]
+    assert found == everything
+
+
+def test_sums_do_not_depend_on_where_a_cell_was_cut() -> None:
+    rng = np.random.default_rng(6)
+    p, q, mask = random_streams(rng, 8, 600)
+    vectors = summarise(batch_of(p, q, mask)).rounds.cells
+    assert_same_cell(cells.merge(vectors[::-1]), cells.merge(vectors))
+    nested = cells.merge(np.stack([cells.merge(vectors[:2]), cells.merge(vectors[2:])]))
+    assert_same_cell(nested, cells.merge(vectors))
+    assert_same_cell(cells.merge(np.stack([cells.empty(), vectors[0]])), vectors[0])
+    assert math.isnan(publish_cell(summarise(batch_of(p, q, mask * 0)).total)["rollout_corr/kl"])
+
+
+def test_summaries_of_other_pairs_or_settings_do_not_merge() -> None:
+    p, q, mask = random_streams(np.random.default_rng(7), 2, 20)
+    one = summarise(batch_of(p, q, mask))
+    with pytest.raises(InvalidInput, match="settings"):
+        Summary.merge([one, summarise(batch_of(p, q, mask), Settings(rollout_is="token"))])
+    with pytest.raises(InvalidInput, match="recomputed"):
+        Summary.merge([one, summarise(batch_of(p, q, mask, pair=("old", "recomputed")))])
+    with pytest.raises(InvalidInput, match="at least one"):
+        Summary.merge([])

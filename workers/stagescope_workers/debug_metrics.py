@@ -1,0 +1,362 @@
+"""A drop-in for verl's `calculate_debug_metrics`, with the per-round numbers beside it.
+
+    from stagescope_workers import calculate_debug_metrics
+
+The keys and values of verl's function come back as verl gives them (probabilities, over the whole
+batch, NaN where a NaN lies under the mask), but in float64. Beside them stand `per_round/*` as
+verl's pull request 5229 defines them, and `nonfinite/*`, which says why a value is NaN.
+
+It runs in the training process, so it needs numpy alone and compiles nothing; the service's own
+numbers, over the finite tokens, come from its statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidTensor
+from stagescope_workers.payload import host_tensor
+
+_logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+Bool = npt.NDArray[np.bool_]
+Float64 = npt.NDArray[np.float64]
+Metrics = dict[str, Any]
+
+_PREFIX: Final = "training/rollout_probs_diff"
+_PEARSON: Final = "training/rollout_actor_probs_pearson_corr"
+_BLOCK: Final = 1 << 16
+"""Tokens of a block."""
+_FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
+
+
+def calculate_debug_metrics(data: Any) -> Metrics:
+    """Compare the trainer's and the rollout's probabilities, and their log-probs by round.
+
+    Args:
+        data: A DataProto (anything with `.batch`), a TensorDict or a dict of torch or numpy
+            tensors: `rollout_log_probs`, `old_log_probs`, `responses` (for its width) and
+            `response_mask`, else `attention_mask` (its last columns), else every token counts.
+            [rows, tokens], or rows of different lengths (nested, lists) throughout.
+
+    Returns:
+        verl's five keys, `per_round/*` and `nonfinite/{stream}_{nan,posinf,neginf}`.
+
+    Raises:
+        KeyError: a log-prob tensor is missing.
+        InvalidTensor: shapes that cannot be compared.
+    """
+    batch = _tensors(data)
+    train, rows = _values("old_log_probs", batch["old_log_probs"], _FLOATS)
+    rollout, other_rows = _values("rollout_log_probs", batch["rollout_log_probs"], _FLOATS)
+    mask, mask_rows = _mask(batch, rollout, other_rows)
+    if rows is not None or other_rows is not None or mask_rows is not None:
+        _check_rows({"old": rows, "rollout": other_rows, "mask": mask_rows})
+    chosen = mask != 0
+    if not chosen.any():
+        _logger.warning("the mask covers no token: no mismatch is computed")
+        metrics = dict.fromkeys(
+            (*(f"{_PREFIX}_{name}" for name in ("valid", "max", "mean", "std")), _PEARSON),
+            math.nan,
+        )
+        return {
+            **metrics,
+            f"{_PREFIX}_valid": 0,
+            **_Scan().per_round(),
+            **_Scan().non_finite(),
+        }
+    if not train.shape == rollout.shape == chosen.shape:
+        return _unequal_shapes(train, rollout, chosen)
+    scan = _Scan()
+    if rows is None and train.ndim == 2:
+        for few in _row_blocks(train.shape):
+            scan.add(train[few], rollout[few], mask[few])
+    else:
+        scan.add(train, rollout, mask, None if rows is None else np.cumsum(rows))
+    return {**scan.probabilities(), **scan.per_round(), **scan.non_finite()}
+
+
+def _find_contiguous_segments(mask_1d: Any) -> list[tuple[int, int]]:
+    """Find the runs of 1s of a row's mask.
+
+    A 1 opens a run and a 0 closes it; any other value changes nothing.
+
+    Returns:
+        (start, end) of each run, end exclusive.
+    """
+    inside = _runs(np.asarray(_values("mask_1d", mask_1d)[0]).reshape(1, -1))[0]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]])))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def _calculate_per_round_metrics(
+    train_log_probs: Any, rollout_log_probs: Any, response_mask: Any
+) -> Metrics:
+    """Compare log-probs by round: the i-th run of 1s of each row, over the whole batch.
+
+    Args:
+        train_log_probs, rollout_log_probs, response_mask: [rows, tokens], equally wide.
+
+    Returns:
+        `per_round/total_rounds`; where there is a round also `round_{i}_abs_diff_mean` (weighted
+        by token), `round_{i}_token_count`, `max_round_diff` (the round of the largest mean, the
+        lowest of equals, -1 if every mean is NaN) and `max_diff_value` (that mean).
+
+    Raises:
+        InvalidTensor: the shapes differ.
+    """
+    train, _ = _values("train_log_probs", train_log_probs, _FLOATS)
+    rollout, _ = _values("rollout_log_probs", rollout_log_probs, _FLOATS)
+    mask, _ = _values("response_mask", response_mask)
+    if not train.shape == rollout.shape == mask.shape or mask.ndim != 2:
+        raise InvalidTensor(
+            f"train_log_probs {train.shape}, rollout_log_probs {rollout.shape} and response_mask "
+            f"{mask.shape} differ",
+            expected="three tensors [rows, tokens] of one shape",
+        )
+    scan = _Scan()
+    for few in _row_blocks(train.shape):
+        scan.add(train[few], rollout[few], mask[few], probabilities=False)
+    return scan.per_round()
+
+
+def _tensors(data: Any) -> Mapping[str, Any]:
+    batch = getattr(data, "batch", data)
+    return {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118 - TensorDict
+
+
+def _values(
+    name: str, value: Any, dtypes: tuple[str, ...] | None = None
+) -> tuple[Array, npt.NDArray[np.int64] | None]:
+    """Return a tensor as numpy (bfloat16 as float32), and its row lengths where it is ragged."""
+    dtype, shape, buffer, offsets = host_tensor(name, value)
+    if dtypes is not None and dtype not in dtypes:
+        raise InvalidTensor(
+            f"{name} of shape {shape} has dtype {dtype}", expected=f"one of {', '.join(dtypes)}"
+        )
+    array = np.asarray(buffer).reshape(shape)
+    if dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array, None if offsets is None else np.diff(offsets)
+
+
+def _mask(
+    batch: Mapping[str, Any], rollout: Array, rows: npt.NDArray[np.int64] | None
+) -> tuple[Array, npt.NDArray[np.int64] | None]:
+    name = next((n for n in ("response_mask", "attention_mask") if n in batch), None)
+    if name is None:
+        _logger.warning("no response_mask and no attention_mask: every token counts")
+        return np.ones(rollout.shape, np.int8), rows
+    mask, lengths = _values(name, batch[name])
+    if lengths is None and mask.ndim == 2 and "responses" in batch:
+        shape = host_tensor("responses", batch["responses"])[1]
+        # As verl slices: width 0 means the whole mask.
+        mask = mask[:, -shape[1] :] if len(shape) == 2 else mask
+    return mask, lengths
+
+
+def _check_rows(lengths: Mapping[str, npt.NDArray[np.int64] | None]) -> None:
+    first = next(value for value in lengths.values() if value is not None)
+    for name, value in lengths.items():
+        if value is None or not np.array_equal(value, first):
+            said = {n: "padded" if v is None else v.tolist()[:8] for n, v in lengths.items()}
+            raise InvalidTensor(
+                f"{name} has other rows than the rest: {said}",
+                expected="old_log_probs, rollout_log_probs and the mask with rows of one length",
+            )
+
+
+def _selected(values: Array, chosen: Bool) -> Float64:
+    return values[chosen].astype(np.float64)
+
+
+def _unequal_shapes(train: Array, rollout: Array, chosen: Bool) -> Metrics:
+    """Do as verl does with shapes that differ: broadcast, and call the correlation 0."""
+    try:
+        with np.errstate(all="ignore"):
+            u, v = (np.expm1(values.astype(np.float64)) for values in (train, rollout))
+            difference, mask = np.broadcast_arrays(np.abs(u - v), chosen)
+            metrics = _differences(difference[mask])
+    except ValueError as error:
+        raise InvalidTensor(
+            f"old_log_probs {train.shape}, rollout_log_probs {rollout.shape} and their mask "
+            f"{chosen.shape} cannot be compared",
+            expected="three tensors [rows, tokens] of one shape",
+        ) from error
+    return {**metrics, _PEARSON: 0}
+
+
+def _differences(difference: Float64) -> Metrics:
+    return {
+        f"{_PREFIX}_valid": 1,
+        f"{_PREFIX}_max": float(difference.max()),
+        f"{_PREFIX}_mean": float(difference.mean()),
+        f"{_PREFIX}_std": float(difference.std(ddof=1)) if difference.size > 1 else math.nan,
+    }
+
+
+def _runs(mask: Array) -> Bool:
+    """[rows, tokens]: whether a token lies in a run, where only 1 opens and only 0 closes."""
+    inside: Bool = mask == 1
+    if bool((inside | (mask == 0)).all()):
+        return inside
+    events = np.where(inside | (mask == 0), np.arange(mask.shape[1]), -1)
+    latest = np.maximum.accumulate(events, axis=1)
+    found: Bool = (latest >= 0) & np.take_along_axis(inside, np.maximum(latest, 0), axis=1)
+    return found
+
+
+def _numbers(inside: Bool, row_ends: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+    """[rows, tokens]: how many runs have begun in the row, this token's among them."""
+    opens = inside.copy()
+    opens[:, 1:] &= ~inside[:, :-1]
+    if row_ends is None:
+        return np.cumsum(opens, axis=1, dtype=np.int64)
+    # One packed row: a run also begins with each sample, where the count begins anew.
+    starts = np.concatenate([[0], row_ends[:-1]])
+    starts = starts[starts < inside.shape[1]]
+    opens[0, starts] = inside[0, starts]
+    total = np.cumsum(opens, axis=1, dtype=np.int64)
+    before: npt.NDArray[np.int64] = (total - opens)[0, starts]
+    lengths = np.diff(np.concatenate([starts, [inside.shape[1]]]))
+    numbers: npt.NDArray[np.int64] = total - np.repeat(before, lengths)[None, :]
+    return numbers
+
+
+def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
+    """Slices of few rows: what numpy makes in between then stays in the cache."""
+    step = max(1, _BLOCK // max(1, shape[1]))
+    return [slice(row, row + step) for row in range(0, shape[0], step)]
+
+
+class _Scan:
+    """Sums over blocks of rows; second moments merge by Chan's formulas."""
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._largest = -math.inf
+        self._total = 0.0
+        """Of |e^p - e^q|; unlike its running mean it stays inf once a value is."""
+        self._means = np.zeros(3)
+        """Of |e^p - e^q|, e^p - 1 and e^q - 1."""
+        self._seconds = np.zeros((3, 3))
+        self._low, self._high = np.full(2, np.inf), np.full(2, -np.inf)
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._sums = np.zeros(0)
+        self._odd = np.zeros((2, 3), np.int64)
+
+    def add(
+        self,
+        train: Array,
+        rollout: Array,
+        mask: Array,
+        row_ends: npt.NDArray[np.int64] | None = None,
+        *,
+        probabilities: bool = True,
+    ) -> None:
+        """Take in a block of rows, or one packed row of samples that end at `row_ends`."""
+        with np.errstate(all="ignore"):
+            inside = _runs(mask.reshape(1, -1) if row_ends is not None else mask)
+            numbers = _numbers(inside, row_ends)
+            chosen = inside.reshape(train.shape)
+            p, q = _selected(train, chosen), _selected(rollout, chosen)
+            self._add_rounds(numbers.reshape(train.shape)[chosen] - 1, np.abs(p - q))
+            if probabilities:
+                # verl counts every value but 0; the rounds know only 0 and 1.
+                every = mask != 0
+                if not np.array_equal(every, chosen):
+                    p, q = _selected(train, every), _selected(rollout, every)
+                self._add_probabilities(p, q)
+
+    def _add_rounds(self, rounds: npt.NDArray[np.int64], difference: Float64) -> None:
+        counts = np.bincount(rounds)
+        sums = np.bincount(rounds, weights=difference)
+        if counts.size > self._counts.size:
+            more = counts.size - self._counts.size
+            self._counts, self._sums = (
+                np.pad(self._counts, (0, more)),
+                np.pad(self._sums, (0, more)),
+            )
+        self._counts[: counts.size] += counts
+        self._sums[: sums.size] += sums
+
+    def _add_probabilities(self, p: Float64, q: Float64) -> None:
+        n = p.size
+        if not n:
+            return
+        # e^p - 1 keeps what 1 - e^p is where the model is certain.
+        u, v = np.expm1(p), np.expm1(q)
+        columns = np.stack([np.abs(u - v), u, v])
+        self._largest = np.maximum(self._largest, columns[0].max())
+        self._total += float(columns[0].sum())
+        means = columns.mean(axis=1)
+        columns -= means[:, None]
+        shift = means - self._means
+        total = self._n + n
+        self._seconds += columns @ columns.T
+        if self._n:
+            self._seconds += np.outer(shift, shift) * (self._n * n / total)
+        self._means += shift * (n / total)
+        self._n = total
+        extremes = np.stack([p, q])
+        self._low = np.minimum(self._low, extremes.min(axis=1))
+        self._high = np.maximum(self._high, extremes.max(axis=1))
+        if not np.isfinite(extremes.sum()):
+            for side, values in enumerate((p, q)):
+                self._odd[side, 0] += np.isnan(values).sum()
+                self._odd[side, 1] += np.isposinf(values).sum()
+                self._odd[side, 2] += np.isneginf(values).sum()
+
+    def probabilities(self) -> Metrics:
+        """Return verl's keys."""
+        spread = float(self._seconds[0, 0])
+        return {
+            f"{_PREFIX}_valid": 1,
+            f"{_PREFIX}_max": float(self._largest),
+            f"{_PREFIX}_mean": self._total / self._n,
+            f"{_PREFIX}_std": math.sqrt(spread / (self._n - 1)) if self._n > 1 else math.nan,
+            _PEARSON: self._pearson(),
+        }
+
+    def _pearson(self) -> float:
+        if bool((self._low == self._high).any()):
+            return math.nan
+        with np.errstate(all="ignore"):
+            scale = math.sqrt(self._seconds[1, 1]) * math.sqrt(self._seconds[2, 2])
+        if not scale > 0.0:
+            return math.nan
+        value = float(self._seconds[1, 2]) / scale
+        return value if math.isnan(value) else min(1.0, max(-1.0, value))
+
+    def per_round(self) -> Metrics:
+        """Return the keys of the pull request."""
+        metrics: Metrics = {"per_round/total_rounds": self._counts.size}
+        if not self._counts.size:
+            return metrics
+        largest, where = -1.0, -1
+        pairs = zip(self._counts.tolist(), self._sums.tolist(), strict=True)
+        for number, (count, total) in enumerate(pairs):
+            mean = total / count
+            metrics[f"per_round/round_{number}_abs_diff_mean"] = mean
+            metrics[f"per_round/round_{number}_token_count"] = count
+            if mean > largest:
+                largest, where = mean, number
+        metrics["per_round/max_round_diff"] = where
+        if where >= 0:
+            metrics["per_round/max_diff_value"] = largest
+        return metrics
+
+    def non_finite(self) -> Metrics:
+        """Return how many values under the mask are not finite, by kind."""
+        return {
+            f"nonfinite/{stream}_{kind}": int(self._odd[side, place])
+            for side, stream in enumerate(("old", "rollout"))
+            for place, kind in enumerate(("nan", "posinf", "neginf"))
+        }
