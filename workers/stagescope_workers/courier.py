@@ -25,7 +25,7 @@ from stagescope_workers.outbox import BATCH_EVENTS, Entry, Outbox
 _log = logging.getLogger("stagescope.workers")
 
 POLL_SECONDS: Final = 20.0
-RECEIPT_POLL_SECONDS: Final = 5.0
+RECEIPT_POLL_SECONDS: Final = 3.0
 CALL_SECONDS: Final = 10.0
 """After so long without an answer the coordinator's name is looked up again."""
 _LEAST_BETWEEN_POLLS: Final = 0.05
@@ -82,6 +82,7 @@ class Courier:
         self._stopping = False
         self._prepared = False
         self._link: Link | None = None
+        self._is_new_link = True
         self._batch_limit = BATCH_EVENTS
         self._refusals = 0
         self._sending: Call | None = None
@@ -183,6 +184,7 @@ class Courier:
             self._connecting.fail()
             return False
         self._connecting.succeed()
+        self._is_new_link = True
         return True
 
     # --- answers --------------------------------------------------------------------------
@@ -312,7 +314,9 @@ class Courier:
         if self._sending is None and now >= self._sends.until and self._outbox.waiting:
             self._send(link)
         if self._polling is None and now >= self._polls.until:
-            self._polling = self._poll(link, self._poll_seconds)
+            # The first poll waits for nothing: it meets the coordinator, whoever it is by now.
+            self._polling = self._poll(link, 0.0 if self._is_new_link else self._poll_seconds)
+            self._is_new_link = False
         if self._receipts is None and now >= self._polls.until and self._unasked():
             self._receipts = self._poll(link, RECEIPT_POLL_SECONDS)
 

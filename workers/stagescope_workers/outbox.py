@@ -220,7 +220,9 @@ class Outbox:
             try:
                 packed = pack(draft.finish())
             except Exception as error:
-                self.drop_body(entry, f"could not be packed: {type(error).__name__}: {error:.200}")
+                self.drop_body(
+                    entry, f"could not be packed: {type(error).__name__}: {error!s:.200}"
+                )
                 return
             with self._lock:
                 if entry.draft is draft:  # else it was let go meanwhile

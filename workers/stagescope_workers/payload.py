@@ -227,10 +227,9 @@ def _from_sequence(name: str, items: Sequence[object]) -> WireTensor:
 
 
 def _from_numbers(name: str, items: Sequence[object]) -> WireTensor:
-    try:
-        array = np.array(items)
-    except OverflowError as error:
-        raise _invalid(name, items, "numbers that fit in int64 or float64") from error
+    array = np.array(items)
+    if array.dtype == object:  # an int beyond 64 bits
+        raise _invalid(name, items, "numbers that fit in int64 or float64")
     return _from_array(name, array)
 
 

@@ -1,0 +1,177 @@
+"""A stand-in for the coordinator behind a link, driven by the test: answers when it is told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from stagescope.schema import Event, Sender
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until `condition()` holds; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still not so after {seconds} s: {condition}")
+        time.sleep(0.002)
+
+
+class FakeCoordinator:
+    """Keeps what it was sent. `mode` says how it behaves: serve, refuse, hang, not_ready, dead."""
+
+    def __init__(self, name: str = "first") -> None:
+        self.name = name
+        self.mode = "serve"
+        self.plan: dict[str, Any] = {"revision": 0, "captures": []}
+        self.batches: list[list[Event]] = []
+        self.events: dict[tuple[str, int], Event] = {}
+        self.payloads: dict[tuple[str, int], Any] = {}
+        self.senders: list[Sender] = []
+        self.receipts: dict[int, str] = {}
+        self.refuses: dict[int, str] = {}
+        self.revisions: list[int] = []
+        self.settle_at_once = False
+        self.hanging: list[Future[dict[str, Any]]] = []
+        self.calls = 0
+        self._polls: list[tuple[int, list[int], float, Future[dict[str, Any]]]] = []
+        self._lock = threading.RLock()
+
+    def record(
+        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: Mapping[int, Any]
+    ) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            self.calls += 1
+            if not self._answers(future):
+                return future
+            who = Sender.parse(sender)
+            self.senders.append(who)
+            batch = [Event.parse(event) for event in events]
+            self.batches.append(batch)
+            for event in batch:
+                if event.seq not in self.refuses:
+                    self.events[who.incarnation, event.seq] = event
+            for seq, payload in payloads.items():
+                self.payloads[who.incarnation, seq] = payload
+                if self.settle_at_once:
+                    self.receipts[seq] = "ingested"
+            refused = {e.seq: self.refuses[e.seq] for e in batch if e.seq in self.refuses}
+        future.set_result(self._answer() | {"received": len(batch), "refused": refused})
+        return future
+
+    def poll(self, revision: int, unreceipted: list[int], wait: float) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if not self._answers(future):
+                return future
+            self.revisions.append(revision)
+            self._polls.append((revision, unreceipted, time.monotonic() + wait, future))
+        self.tick()
+        return future
+
+    def settle(self, receipts: Mapping[int, str]) -> None:
+        with self._lock:
+            self.receipts.update(receipts)
+        self.tick()
+
+    def order(self, *captures: dict[str, Any]) -> None:
+        with self._lock:
+            self.plan = {"revision": self.plan["revision"] + 1, "captures": list(captures)}
+        self.tick()
+
+    def tick(self) -> None:
+        """Answer the polls that have something to say, or have waited long enough."""
+        with self._lock:
+            waiting, self._polls = self._polls, []
+            for poll in waiting:
+                revision, unreceipted, until, future = poll
+                settled = {seq: self.receipts[seq] for seq in unreceipted if seq in self.receipts}
+                if settled or revision != self.plan["revision"] or time.monotonic() >= until:
+                    plan = self.plan if revision != self.plan["revision"] else None
+                    future.set_result(self._answer() | {"plan": plan, "receipts": settled})
+                else:
+                    self._polls.append(poll)
+
+    def die(self) -> None:
+        """Fail every call under way, and every later one."""
+        with self._lock:
+            self.mode = "dead"
+            for future in self.hanging + [poll[3] for poll in self._polls]:
+                future.set_exception(ConnectionError("the actor died"))
+            self.hanging, self._polls = [], []
+
+    def of_kind(self, kind: str) -> list[Event]:
+        with self._lock:
+            return [event for _, event in sorted(self.events.items()) if event.kind == kind]
+
+    def _answer(self) -> dict[str, Any]:
+        revision = self.plan["revision"]
+        receipts = dict(self.receipts) if self.settle_at_once else {}
+        now = time.time()
+        return {
+            "coordinator": self.name, "wall": now, "revision": revision, "receipts": receipts,
+            "poll_seconds": 20.0,
+        }  # fmt: skip
+
+    def _answers(self, future: Future[dict[str, Any]]) -> bool:
+        if self.mode == "hang":
+            self.hanging.append(future)
+        elif self.mode == "not_ready":
+            future.set_result({"coordinator": self.name, "not_ready": "the catalogue is away"})
+        elif self.mode == "dead":
+            future.set_exception(ConnectionError("the actor is dead"))
+        return self.mode == "serve"
+
+
+class FakeLink:
+    """A link to whatever coordinator the test has put in place."""
+
+    def __init__(self, place: FakeService) -> None:
+        self._place = place
+        self._coordinator = place.coordinator
+
+    def pack(self, payload: dict[str, Any]) -> object:
+        self._place.packed += 1
+        if self._place.pack_error is not None:
+            raise self._place.pack_error
+        return payload
+
+    def record(
+        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
+    ) -> Future[dict[str, Any]]:
+        assert self._coordinator is not None
+        return self._coordinator.record(sender, events, payloads)
+
+    def poll(
+        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[dict[str, Any]]:
+        assert self._coordinator is not None
+        return self._coordinator.poll(revision, unreceipted, wait)
+
+    def moved(self) -> bool:
+        return self._place.coordinator is not self._coordinator
+
+    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
+        return {"run": run, "drained": True, "pending": 0}
+
+    def close(self) -> None:
+        self._place.closed += 1
+
+
+class FakeService:
+    """The place where a probe looks for its coordinator; None: nobody is there."""
+
+    def __init__(self, coordinator: FakeCoordinator | None = None) -> None:
+        self.coordinator = coordinator
+        self.pack_error: Exception | None = None
+        self.packed = 0
+        self.closed = 0
+        self.looked = 0
+
+    def find(self, *_: object, **__: object) -> FakeLink | None:
+        self.looked += 1
+        return None if self.coordinator is None else FakeLink(self)

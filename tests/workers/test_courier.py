@@ -1,0 +1,248 @@
+"""The background thread against a service that dies, hangs, restarts or refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
+
+from stagescope.errors import InvalidEvent
+from stagescope_workers import courier as courier_module
+from stagescope_workers.probe import Probe
+
+MakeProbe = Callable[..., Probe]
+
+
+def stage(probe: Probe, step: int, *, rows: int = 1) -> None:
+    with probe.stage("s", step=step) as entered:
+        entered.record(rewards=[0.0] * rows)
+
+
+def steps(coordinator: FakeCoordinator) -> list[Any]:
+    return [event.fields["step"] for event in coordinator.of_kind("end")]
+
+
+def test_what_waited_for_a_late_service_arrives_in_order(
+    make_probe: MakeProbe, service: FakeService
+) -> None:
+    late, service.coordinator = service.coordinator, None
+    assert late is not None
+    probe = make_probe()
+    for step in range(300):
+        stage(probe, step)
+    wait_for(lambda: service.looked > 1)
+    service.coordinator = late
+    wait_for(lambda: len(steps(late)) == 300)
+    assert steps(late) == list(range(300))
+    assert len(late.batches) <= 8  # batched: 601 events
+    assert len(late.events) == len({seq for _, seq in late.events})
+
+
+def test_payload_is_held_until_its_own_receipt(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    stage(probe, 1, rows=100)
+    wait_for(lambda: probe.status()["waiting_payloads"] == 1)
+    assert probe.outbox.bytes >= 800
+    coordinator.settle({3: "ingested"})
+    wait_for(lambda: probe.outbox.is_empty)
+    assert probe.outbox.bytes == 0
+
+
+def test_receipt_in_the_batch_s_own_answer_counts(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    coordinator.settle_at_once = True
+    probe = make_probe()
+    stage(probe, 1)
+    wait_for(lambda: probe.outbox.is_empty)
+
+
+def test_new_coordinator_is_offered_the_unreceipted_payloads_again(
+    make_probe: MakeProbe, service: FakeService, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    for step in (1, 2):
+        stage(probe, step)
+    wait_for(lambda: probe.status()["waiting_payloads"] == 2)
+    coordinator.settle({3: "ingested"})
+    wait_for(lambda: probe.status()["waiting_payloads"] == 1)
+    service.coordinator = second = FakeCoordinator("second")
+    coordinator.die()
+    wait_for(lambda: second.payloads)
+    assert [(seq, event.fields["step"]) for (_, seq), event in second.events.items()] == [(5, 2)]
+    second.settle({5: "ingested"})
+    wait_for(lambda: probe.outbox.is_empty)
+
+
+def test_batch_on_the_way_when_the_coordinator_died_is_sent_again(
+    make_probe: MakeProbe, service: FakeService, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    wait_for(lambda: coordinator.batches)
+    coordinator.mode = "hang"
+    stage(probe, 1)
+    wait_for(lambda: coordinator.hanging)
+    service.coordinator = second = FakeCoordinator("second")
+    coordinator.die()
+    wait_for(lambda: steps(second) == [1])
+
+
+def test_not_ready_is_tried_again(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
+    coordinator.mode = "not_ready"
+    probe = make_probe()
+    stage(probe, 1)
+    wait_for(lambda: coordinator.calls > 2)
+    assert not coordinator.events
+    coordinator.mode = "serve"
+    wait_for(lambda: steps(coordinator) == [1])
+
+
+def test_hung_coordinator_is_called_once_and_left_when_its_name_moves(
+    make_probe: MakeProbe,
+    service: FakeService,
+    coordinator: FakeCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(courier_module, "CALL_SECONDS", 0.05)
+    coordinator.mode = "hang"
+    probe = make_probe()
+    began = time.perf_counter()
+    for step in range(20):
+        stage(probe, step)
+    assert time.perf_counter() - began < 2.0
+    wait_for(lambda: probe._courier is not None and "slow" in probe._courier._warned)
+    assert coordinator.calls == 1  # its answers would pile up in the hung actor
+    service.coordinator = second = FakeCoordinator("second")
+    wait_for(lambda: len(steps(second)) == 20)
+
+
+def test_event_that_the_service_refuses_costs_no_other(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    wait_for(lambda: coordinator.batches)
+    coordinator.refuses = {3: "no"}
+    stage(probe, 1)
+    stage(probe, 2)
+    wait_for(lambda: steps(coordinator) == [2])
+    coordinator.settle({5: "ingested"})
+    wait_for(lambda: probe.outbox.is_empty)
+
+
+def test_event_over_which_the_service_stumbles_is_found_and_dropped(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = coordinator.record
+
+    def stumble(sender: Any, events: Any, payloads: Any) -> Any:
+        if any(event[1] == "end" and event[5]["step"] == 3 for event in events):
+            future: Future[dict[str, Any]] = Future()
+            future.set_exception(InvalidEvent("cannot read this"))
+            return future
+        return record(sender, events, payloads)
+
+    monkeypatch.setattr(coordinator, "record", stumble)
+    monkeypatch.setattr("stagescope_workers.calls.MOST_BACKOFF", 0.05)
+    probe = make_probe()
+    for step in range(6):
+        stage(probe, step)
+    wait_for(lambda: steps(coordinator) == [0, 1, 2, 4, 5], 60.0)
+    wait_for(lambda: coordinator.of_kind("dropped"))
+    assert probe.outbox.dropped == {"event": 1, "payload": 1}
+
+
+def test_full_object_store_costs_the_payload_alone(
+    make_probe: MakeProbe, service: FakeService, coordinator: FakeCoordinator
+) -> None:
+    service.pack_error = OSError(28, "no space")
+    probe = make_probe()
+    stage(probe, 1)
+    wait_for(lambda: coordinator.of_kind("dropped"))
+    assert "no space" in coordinator.of_kind("end")[0].fields["payload_dropped"]["reason"]
+    assert coordinator.of_kind("dropped")[0].fields["step"] == 1
+    assert not coordinator.payloads
+    assert probe.outbox.bytes == 0
+
+
+def test_bounds_hold_while_nobody_is_there_and_drops_are_told_later(
+    make_probe: MakeProbe, service: FakeService
+) -> None:
+    late, service.coordinator = service.coordinator, None
+    assert late is not None
+    probe = make_probe(max_pending_bytes=10_000, max_pending_events=50)
+    for step in range(100):
+        stage(probe, step, rows=100)
+    assert probe.outbox.bytes <= 10_000
+    assert probe.outbox.waiting <= 50
+    service.coordinator = late
+    wait_for(lambda: late.of_kind("dropped"))
+    wait_for(lambda: not probe.outbox.waiting and not probe.outbox.has_drops)
+    told: dict[str, int] = {}
+    for event in late.of_kind("dropped"):
+        told[event.fields["what"]] = told.get(event.fields["what"], 0) + event.fields["count"]
+    kept = len(late.events) - len(late.of_kind("dropped"))
+    assert told["event"] + kept == 201
+    assert told["payload"] + len(late.payloads) == 100
+
+
+def test_plan_is_applied_and_acknowledged(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    stage(probe, 4)
+    capture = {
+        "capture_id": "c1", "run": None, "stages": ["s"], "roles": None, "ranks": "all",
+        "steps": [3, 4, 5], "config": {"task": "statistics"}, "keep": [], "strict": False,
+    }  # fmt: skip
+    coordinator.order(capture)
+    wait_for(lambda: 1 in coordinator.revisions)
+    assert probe.plan.revision == 1
+    # Step 4 had begun before the order came; step 3 never did here.
+    wait_for(lambda: coordinator.of_kind("dump"))
+    [missed] = coordinator.of_kind("dump")
+    assert (missed.fields["state"], missed.fields["step"]) == ("missed", 4)
+    coordinator.order(capture)
+    wait_for(lambda: 2 in coordinator.revisions)
+    assert len(coordinator.of_kind("dump")) == 1
+
+
+def test_clock_offset_travels_with_the_sender(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    wait_for(lambda: coordinator.batches)
+    stage(probe, 1)
+    wait_for(lambda: steps(coordinator))
+    sender = coordinator.senders[-1]
+    assert sender.clock_offset is not None
+    assert sender.clock_error is not None
+    # One machine, one clock.
+    assert abs(sender.clock_offset) <= sender.clock_error + 0.01
+
+
+def test_thread_outlives_a_mistake_of_its_own(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courier_module, "MOST_BACKOFF", 0.05)
+    probe = make_probe()
+    wait_for(lambda: coordinator.batches)
+    failed = threading.Event()
+    take = probe.outbox.take
+
+    def fail_once(**options: Any) -> Any:
+        if failed.is_set():
+            return take(**options)
+        failed.set()
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(probe.outbox, "take", fail_once)
+    stage(probe, 1)
+    wait_for(lambda: steps(coordinator) == [1])
+    assert failed.is_set()

@@ -1,0 +1,126 @@
+"""Copies from a device, on a pretended one: streams and events that the test drives."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from stagescope_workers import device
+from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
+from stagescope_workers.draft import Draft
+
+
+class FakeEvent:
+    """Complete once `stream.finished`; keeps where it was recorded."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.finished = threading.Event()
+        self.stream: object = None
+        FakeEvent.made.append(self)
+
+    def record(self, stream: object = None) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.finished.is_set()
+
+    def synchronize(self) -> None:
+        assert self.finished.wait(10.0)
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1500.0
+
+
+class LateTensor(torch.Tensor):
+    """Lies about its device, as a tensor on an accelerator would tell the truth about its own."""
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
+        return SimpleNamespace(type="fake", index=0)
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    FakeEvent.made = []
+    empty = torch.empty
+    fake = SimpleNamespace(Event=FakeEvent, current_stream=lambda where: ("stream", where.index))
+    monkeypatch.setattr(device, "backend_of", lambda tensor: fake)
+    # Pinning needs an accelerator.
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    return fake
+
+
+def late(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(LateTensor)
+
+
+def test_copy_is_queued_and_finished_behind_its_event() -> None:
+    pool = PinnedPool()
+    taken = take_tensor("p", late(torch.arange(6.0).reshape(2, 3)), pool)
+    assert isinstance(taken, HostCopy)
+    assert taken.spec == ("float32", (2, 3), None)
+    assert pool.taken == 24
+    [event] = FakeEvent.made
+    assert event.stream == ("stream", 0)
+    assert pool.settle() == 1
+    event.finished.set()
+    assert pool.settle() == 0
+    assert pool.taken == 0
+    assert taken.finish()[2].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_finish_waits_for_the_device() -> None:
+    taken = take_tensor("p", late(torch.ones(2, dtype=torch.bfloat16)), PinnedPool())
+    assert isinstance(taken, HostCopy)
+    threading.Timer(0.05, FakeEvent.made[0].finished.set).start()
+    tag, _, buffer, _ = taken.finish()
+    assert (tag, buffer.tolist()) == ("bfloat16", [0x3F80, 0x3F80])
+
+
+def test_rows_on_a_device_are_joined_there() -> None:
+    taken = take_tensor("p", [late(torch.ones(2)), late(torch.zeros(3))], PinnedPool())
+    assert isinstance(taken, HostCopy)
+    assert taken.spec == ("float32", (5,), 2)
+    FakeEvent.made[0].finished.set()
+    _, _, buffer, offsets = taken.finish()
+    assert buffer.tolist() == [1, 1, 0, 0, 0]
+    assert offsets is not None
+    assert offsets.tolist() == [0, 2, 5]
+
+
+def test_pool_that_is_taken_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PinnedPool(limit=10)
+    monkeypatch.setattr(LateTensor, "cpu", lambda self: self.as_subclass(torch.Tensor))
+    taken = take_tensor("p", late(torch.ones(8)), pool)
+    assert not isinstance(taken, HostCopy)
+    np.testing.assert_array_equal(taken[2], np.ones(8))
+    assert pool.blocking_copies == 1
+    assert pool.taken == 0
+
+
+def test_draft_describes_what_the_device_still_writes() -> None:
+    draft = Draft(PinnedPool())
+    assert not list(draft.add({"old_log_probs": late(torch.ones(2, 3)), "response_mask": [[1]]}))
+    assert draft.description()["tensors"]["old_log_probs"] == ["float32", [2, 3], None]
+    assert draft.nbytes >= 24
+    assert len(draft.problems()) == 1  # the shapes disagree: seen without any data
+    FakeEvent.made[0].finished.set()
+    assert draft.finish()["tensors"]["old_log_probs"][2].shape == (2, 3)
+
+
+def test_device_time_is_read_off_the_training_thread(backend: Any) -> None:
+    timer = DeviceTimer(backend)
+    timer.stop()
+    FakeEvent.made[1].finished.set()
+    assert timer.seconds() == 1.5
+
+
+def test_no_device_no_timer() -> None:
+    assert DeviceTimer.start() is None or torch.cuda.is_available()

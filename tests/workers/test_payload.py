@@ -1,0 +1,186 @@
+"""Tensors of every kind arrive as the same flat host buffers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import hypothesis.extra.numpy as numpy_strategies
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagescope.errors import InvalidTensor
+from stagescope_workers.payload import host_tensor, owned_tensor, strings_of
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (0, 4), (2, 3, 4)], ids=str)
+def test_dense_tensor_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 3).to(dtype)
+    tag, found, buffer, offsets = owned_tensor("old_log_probs", tensor)
+    assert tag == str(dtype).removeprefix("torch.")
+    assert found == shape
+    assert offsets is None
+    assert buffer.dtype.name == tag
+    np.testing.assert_array_equal(buffer, tensor.numpy())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4)], ids=str)
+def test_bfloat16_travels_as_the_same_bits(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(torch.bfloat16)
+    tag, found, buffer, _ = owned_tensor("p", tensor)
+    assert (tag, found, buffer.dtype, buffer.shape) == ("bfloat16", shape, np.uint16, shape)
+    back = torch.from_numpy(buffer.view(np.int16).copy()).view(torch.bfloat16).reshape(shape)
+    assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_non_contiguous_tensor_keeps_its_values(dtype: torch.dtype) -> None:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6).to(dtype)
+    for view in (base.T, base[:, ::2], base[1:, 3:], base.expand(2, 4, 6)):
+        tag, shape, buffer, _ = owned_tensor("p", view)
+        assert buffer.flags.c_contiguous
+        assert shape == tuple(view.shape)
+        reference = view.contiguous()
+        bits = reference.view(torch.int16).numpy().view(np.uint16) if tag == "bfloat16" else None
+        np.testing.assert_array_equal(buffer, reference.numpy() if bits is None else bits)
+
+
+def test_requires_grad_and_inference_tensors_are_read() -> None:
+    weight = torch.randn(3, requires_grad=True)
+    np.testing.assert_array_equal(host_tensor("w", weight * 2)[2], (weight * 2).detach().numpy())
+    with torch.inference_mode():
+        value = torch.ones(3) * 2
+    assert owned_tensor("v", value)[2].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_jagged_tensor_becomes_packed_values_with_offsets(dtype: torch.dtype) -> None:
+    rows = [torch.randn(n).to(dtype) for n in (3, 0, 5)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    tag, shape, buffer, offsets = owned_tensor("p", jagged)
+    assert (tag, shape) == (str(dtype).removeprefix("torch."), (8,))
+    assert offsets is not None
+    assert offsets.dtype == np.int64
+    assert offsets.tolist() == [0, 3, 3, 8]
+    np.testing.assert_array_equal(buffer, owned_tensor("p", torch.cat(rows))[2])
+
+
+def test_jagged_rows_with_gaps_are_closed_up() -> None:
+    base = torch.arange(18.0).reshape(3, 6)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([2, 3, 2])
+    gappy = torch.nested.narrow(base, 1, starts, lengths, layout=torch.jagged)
+    _, _, buffer, offsets = host_tensor("p", gappy)
+    assert buffer.tolist() == [0, 1, 7, 8, 9, 14, 15]
+    assert offsets is not None
+    assert offsets.tolist() == [0, 2, 5, 7]
+
+
+def test_strided_nested_tensor_is_packed() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(1)])
+    _, _, buffer, offsets = host_tensor("p", nested)
+    assert buffer.tolist() == [1, 1, 0]
+    assert offsets is not None
+    assert offsets.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [torch.tensor([1.0, 2.0]), torch.tensor([]), torch.tensor([3.0])],
+        (np.array([1.0, 2.0]), np.array([]), np.array([3.0])),
+        [[1.0, 2.0], [], [3.0]],
+        [[1.0, 2.0], (), np.array([3.0])],
+    ],
+    ids=["tensors", "arrays", "lists", "mixed"],
+)
+def test_list_of_rows_is_packed(rows: Any) -> None:
+    _, shape, buffer, offsets = owned_tensor("p", rows)
+    assert shape == (3,)
+    assert buffer.tolist() == [1.0, 2.0, 3.0]
+    assert offsets is not None
+    assert offsets.tolist() == [0, 2, 2, 3]
+
+
+def test_list_of_numbers_is_one_dimensional() -> None:
+    assert host_tensor("r", [1, 2, 3])[:2] == ("int64", (3,))
+    assert host_tensor("r", [True, False])[0] == "bool"
+    assert host_tensor("r", [torch.tensor(1.5), torch.tensor(2.5)])[2].tolist() == [1.5, 2.5]
+    assert host_tensor("r", [])[1] == (0,)
+
+
+def test_unsigned_and_foreign_byte_orders_keep_their_values() -> None:
+    assert host_tensor("t", np.array([65535], dtype=np.uint16))[0] == "int32"
+    assert host_tensor("t", np.array([65535], dtype=np.uint16))[2].tolist() == [65535]
+    swapped = np.array([1.0, 2.0], dtype=">f4")
+    tag, _, buffer, _ = host_tensor("t", swapped)
+    assert tag == "float32"
+    assert buffer.dtype.isnative
+    assert buffer.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), ["shape (2,)", "complex64", "float32"]),
+        (torch.zeros(2, 3, device="meta"), ["shape (2, 3)", "with data"]),
+        (torch.zeros(3).to_sparse(), ["shape (3,)", "dense"]),
+        (np.array([1 + 2j]), ["complex128"]),
+        (np.array([object()]), ["object"]),
+        ([torch.zeros(2), torch.zeros(2, dtype=torch.float64)], ["float32[2]", "float64[2]"]),
+        ([torch.zeros(2, 2), torch.zeros(3)], ["float32[2, 2]", "1-D rows"]),
+        (object(), ["a object"]),
+        ("text", ["a str"]),
+        ([1, 2**70], ["list of 2"]),
+    ],
+    ids=repr,
+)
+def test_what_has_no_place_on_the_wire_is_named(value: object, words: list[str]) -> None:
+    with pytest.raises(InvalidTensor) as caught:
+        host_tensor("old_log_probs", value)
+    assert "old_log_probs" in str(caught.value)
+    assert "expected" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@given(
+    numpy_strategies.arrays(
+        dtype=st.sampled_from(["float64", "float32", "float16", "int64", "int8", "uint8", "bool"]),
+        shape=numpy_strategies.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
+    )
+)
+def test_owned_tensor_shares_nothing(array: np.ndarray[Any, Any]) -> None:
+    for source, expected in (
+        (array, array.copy()),
+        (array.T, array.T.copy()),
+        (torch.from_numpy(array), array.copy()),
+    ):
+        _, shape, buffer, _ = owned_tensor("x", source)
+        assert shape == expected.shape
+        assert not np.shares_memory(buffer, array)
+        np.testing.assert_array_equal(buffer, expected)
+
+
+def test_host_tensor_views_where_it_can() -> None:
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    assert np.shares_memory(host_tensor("x", tensor)[2], tensor.view(torch.int16).numpy())
+
+
+def test_ids_become_strings() -> None:
+    assert strings_of("sample_ids", [1, "b"]) == ["1", "b"]
+    assert strings_of("sample_ids", torch.tensor([4, 5])) == ["4", "5"]
+    assert strings_of("uid", np.array(["a", "b"], dtype=object)) == ["a", "b"]
+    assert strings_of("rewards", [1.0, 2.0]) is None
+    with pytest.raises(InvalidTensor, match="sample_ids"):
+        strings_of("sample_ids", 7)

@@ -1,0 +1,114 @@
+"""Which captures are in force here, and which came too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.support.coordinators import FakeCoordinator, wait_for
+
+from stagescope.errors import InvalidPlan
+from stagescope_workers.plan import PlanWatch, read_plan
+from stagescope_workers.probe import Probe
+
+CONFIG = {"task": "statistics", "level": "L1"}
+
+
+def capture(**changes: Any) -> dict[str, Any]:
+    return {
+        "capture_id": "c", "run": None, "stages": "all", "roles": None, "ranks": "all",
+        "steps": "all", "config": CONFIG, "keep": [],
+    } | changes  # fmt: skip
+
+
+def watch(**options: Any) -> PlanWatch:
+    return PlanWatch(run="r", role="actor", rank=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "orders"),
+    [
+        ({}, True),
+        ({"run": "r"}, True),
+        ({"run": "other"}, False),
+        ({"roles": ["critic"]}, False),
+        ({"ranks": [0]}, False),
+        ({"ranks": [0, 1]}, True),
+        ({"stages": ["actor_update"]}, True),
+        ({"stages": ["weight_sync"]}, False),
+        ({"steps": [4]}, False),
+        ({"steps": {"every": 5, "start": 0, "count": None}}, True),
+        ({"steps": {"every": 5, "start": 0, "count": 1}}, False),
+        ({"config": None, "keep": ["responses"]}, False),
+        ({"config": None, "config_path": "/x.json"}, True),
+    ],
+)
+def test_only_what_concerns_this_stage_is_found(changes: dict[str, Any], orders: bool) -> None:
+    found = watch()
+    found.apply({"revision": 3, "captures": [capture(**changes)]})
+    assert bool(found.begin(5, "actor_update")) is orders
+    assert found.revision == 3
+
+
+def test_local_captures_stay_when_the_service_plan_changes() -> None:
+    found = watch(local=[capture(capture_id="local")])
+    found.apply({"revision": 1, "captures": [capture(capture_id="served")]})
+    assert [item["capture_id"] for item in found.begin(1, "s")] == ["local", "served"]
+    found.apply({"revision": 2, "captures": []})
+    assert [item["capture_id"] for item in found.begin(1, "s")] == ["local"]
+
+
+def test_late_capture_is_missed_once_for_what_had_begun() -> None:
+    missed: list[tuple[int, str]] = []
+    found = watch(on_missed=lambda _, step, stage: missed.append((step, stage)))
+    found.begin(4, "a")
+    found.begin(4, "b")
+    found.begin(5, "a")
+    late = capture(steps=[3, 4, 5, 6], stages=["a"])
+    found.apply({"revision": 1, "captures": [late]})
+    found.apply({"revision": 2, "captures": [late]})
+    assert missed == [(4, "a"), (5, "a")]
+    assert found.begin(6, "a")
+
+
+def test_standing_order_is_never_late() -> None:
+    missed: list[object] = []
+    found = watch(on_missed=lambda *late: missed.append(late))
+    found.begin(4, "a")
+    found.apply({"revision": 1, "captures": [capture(steps="all")]})
+    assert not missed
+
+
+def test_plan_from_a_dict_and_from_a_file_is_in_force_without_a_service(tmp_path: Path) -> None:
+    order = {"stages": ["s"], "steps": {"every": 2}, "config": CONFIG}
+    [from_dict] = read_plan({"captures": [order]})
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump({"captures": [order]}))
+    [from_file] = read_plan(file)
+    for given in (from_dict, from_file):
+        found = watch(local=[given])
+        assert found.begin(2, "s")
+        assert not found.begin(3, "s")
+        assert given["capture_id"]
+
+
+def test_plan_that_is_none_is_named() -> None:
+    with pytest.raises(InvalidPlan, match="expected captures"):
+        read_plan({"capture": []})
+    with pytest.raises(InvalidPlan, match="cannot be read"):
+        read_plan("/no/such/plan.yaml")
+
+
+def test_wrong_plan_does_not_keep_init_from_working(
+    make_probe: Callable[..., Probe], coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe(plan="/no/such/plan.yaml")
+    with probe.stage("s", step=1):
+        pass
+    wait_for(lambda: coordinator.of_kind("end"))
+    assert coordinator.of_kind("refused")[0].fields["what"] == "init"
+    with pytest.raises(InvalidPlan):
+        make_probe(plan="/no/such/plan.yaml", strict=True)

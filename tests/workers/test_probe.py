@@ -1,0 +1,372 @@
+"""A probe tells what happened, owns what it was handed, and never hurts the training around it."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
+
+from stagescope.errors import InvalidInput, InvalidTensor
+from stagescope_workers import lifecycle
+from stagescope_workers.probe import Probe
+
+MakeProbe = Callable[..., Probe]
+
+
+def ends(coordinator: FakeCoordinator, count: int = 1) -> list[dict[str, Any]]:
+    wait_for(lambda: len(coordinator.of_kind("end")) >= count)
+    return [dict(event.fields) for event in coordinator.of_kind("end")]
+
+
+def payload_of(coordinator: FakeCoordinator, seq: int) -> dict[str, Any]:
+    found = [value for (_, at), value in coordinator.payloads.items() if at == seq]
+    payload: dict[str, Any] = found[0]
+    return payload
+
+
+def test_stage_is_told_whole(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
+    probe = make_probe(rank=3, role="critic")
+    with probe.stage("critic_update", step=5, policy_version=4, epoch=1) as stage:
+        stage.record(
+            old_log_probs=torch.zeros(2, 3),
+            rollout_log_probs=torch.ones(2, 3),
+            response_mask=torch.ones(2, 3, dtype=torch.bool),
+            temperature=0.7,
+        )
+        stage.record(sample_ids=["a", "b"], streams={"rollout": {"engine": "vllm"}})
+        stage.log(loss=1.5, bad=float("nan"))
+        stage.log(grad_norm=np.float32(2.0), entropy=torch.tensor(3.0, requires_grad=True))
+    [end] = ends(coordinator)
+    [begin] = coordinator.of_kind("begin")
+    assert begin.fields["stage"] == "critic_update"
+    assert {name: end[name] for name in ("step", "policy_version", "occurrence", "epoch")} == {
+        "step": 5, "policy_version": 4, "occurrence": 0, "epoch": 1,
+    }  # fmt: skip
+    assert end["status"] == "ok"
+    assert end["begin_mono"] == begin.mono
+    assert math.isnan(end["scalars"].pop("bad"))
+    assert end["scalars"] == {"loss": 1.5, "grad_norm": 2.0, "entropy": 3.0}
+    assert end["payload"]["tensors"]["response_mask"] == ["bool", [2, 3], None]
+    assert end["payload"]["bytes"] == 24 + 24 + 6
+    assert end["payload"]["meta"]["streams"] == {"rollout": {"engine": "vllm"}}
+    payload = payload_of(coordinator, coordinator.of_kind("end")[0].seq)
+    assert payload["strings"] == {"sample_ids": ["a", "b"]}
+    np.testing.assert_array_equal(payload["tensors"]["rollout_log_probs"][2], np.ones((2, 3)))
+    [sender] = {(s.run, s.attempt_key, s.role, s.rank) for s in coordinator.senders}
+    assert sender == ("test-run", "attempt-a", "critic", 3)
+
+
+def test_hello_comes_first_and_says_who(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "hidden")
+    monkeypatch.setenv("SOME_URL", "https://me:hidden@host/")
+    monkeypatch.setenv("MY_SETTING", "shown")
+    make_probe(world_size=2, layout={"tp_rank": 1}, settings={"rollout_is": "token"})
+    wait_for(lambda: coordinator.batches)
+    hello = coordinator.batches[0][0]
+    assert (hello.kind, hello.seq) == ("hello", 1)
+    assert hello.fields["world_size"] == 2
+    assert hello.fields["pid"] == os.getpid()
+    assert hello.fields["layout"]["tp_rank"] == 1
+    assert hello.fields["layout"]["host"]
+    fingerprint = hello.fields["fingerprint"]
+    assert fingerprint["environment"]["MY_SETTING"] == "shown"
+    assert "hidden" not in repr(fingerprint)
+    assert fingerprint["packages"]["numpy"] == np.__version__
+    assert fingerprint["config"] == {"rollout_is": "token"}
+
+
+def test_record_owns_a_copy(make_probe: MakeProbe, service: FakeService) -> None:
+    coordinator, service.coordinator = service.coordinator, None
+    probe = make_probe()
+    array, tensor = np.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    ids, meta = ["a"], {"engine": ["x"]}
+    with probe.stage("s", step=1) as stage:
+        stage.record(rewards=array, advantages=tensor, sample_ids=ids, streams=meta)
+        array.fill(9)
+        tensor.fill_(9)
+        ids[0] = meta["engine"][0] = "changed"
+    assert coordinator is not None
+    service.coordinator = coordinator
+    [end] = ends(coordinator)
+    payload = payload_of(coordinator, 3)
+    assert payload["tensors"]["rewards"][2].tolist() == [1.0] * 4
+    assert payload["tensors"]["advantages"][2].tolist() == [0x3F80] * 4
+    assert payload["strings"]["sample_ids"] == ["a"]
+    assert end["payload"]["meta"]["streams"] == {"engine": ["x"]}
+
+
+def test_parts_are_numbered_in_order_of_entry(make_probe: MakeProbe) -> None:
+    probe = make_probe()
+    occurrences = [
+        probe.stage("s", step=step, epoch=epoch).work
+        for step, epoch in [(1, None), (1, None), (2, None), (1, 0), (1, 1), (1, 1), (1, None)]
+    ]
+    assert [work.part.occurrence for work in occurrences if work] == [0, 1, 0, 0, 0, 1, 2]
+    given = probe.stage("s", step=1, occurrence=7).work
+    assert given is not None
+    assert given.part.occurrence == 7
+
+
+def test_stages_of_one_name_may_overlap(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    first = probe.begin("rollout_generate", policy_version=2)
+    second = probe.begin("rollout_generate", policy_version=2)
+    first.log(x=1)
+    second.log(x=2)
+    probe.end(second)
+    probe.end(first)
+    found = {end["occurrence"]: end["scalars"]["x"] for end in ends(coordinator, 2)}
+    assert found == {0: 1.0, 1: 2.0}
+
+
+def test_exception_goes_on_unchanged_and_is_reported(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    error = RuntimeError("out of memory")
+
+    def update() -> None:
+        with probe.stage("actor_update", step=1) as stage:
+            stage.record(rewards=[1.0])
+            raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        update()
+    assert caught.value is error
+    [end] = ends(coordinator)
+    assert (end["status"], end["error_type"], end["error_message"]) == (
+        "failed", "RuntimeError", "out of memory",
+    )  # fmt: skip
+    assert end["payload"]["tensors"]["rewards"] == ["float64", [1], None]
+
+
+def test_exit_of_the_process_is_an_end_too(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    with pytest.raises(KeyboardInterrupt), probe.stage("s", step=1):
+        raise KeyboardInterrupt
+    assert ends(coordinator)[0]["error_type"] == "KeyboardInterrupt"
+
+
+BAD_CALLS: dict[str, Callable[[Probe], object]] = {
+    "step": lambda probe: probe.begin("s", step="five"),  # type: ignore[arg-type]
+    "name": lambda probe: probe.begin("", step=1),
+    "part": lambda probe: probe.begin("s", step=1, minbatch=2),
+    "scalar": lambda probe: probe.begin("s", step=1).log(loss=[1, 2]),
+    "tensor": lambda probe: probe.begin("s", step=1).record(
+        old_log_probs=torch.zeros(2).to_sparse()
+    ),
+    "twice": lambda probe: _record_twice(probe),
+    "mask": lambda probe: _end_without_mask(probe),
+    "end_step": lambda probe: probe.end_step(1.5),  # type: ignore[arg-type]
+    "log": lambda probe: probe.log(step=1, loss="high"),
+}
+
+
+def _record_twice(probe: Probe) -> None:
+    stage = probe.begin("s", step=1)
+    stage.record(rewards=[1])
+    stage.record(rewards=[2])
+
+
+def _end_without_mask(probe: Probe) -> None:
+    with probe.stage("s", step=1) as stage:
+        stage.record(old_log_probs=torch.zeros(2, 3), rollout_log_probs=torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input_is_reported_not_raised(
+    call: Callable[[Probe], object], make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    call(probe)
+    wait_for(lambda: coordinator.of_kind("refused"))
+    assert sum(probe.refused.values()) == 1
+    assert "expected" in coordinator.of_kind("refused")[0].fields["message"]
+
+
+@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input_is_raised_when_strict(
+    call: Callable[[Probe], object], make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe(strict=True)
+    with pytest.raises(InvalidInput):
+        call(probe)
+    assert sum(probe.refused.values()) == 1
+
+
+def test_one_bad_tensor_does_not_cost_the_others(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe = make_probe()
+    for step in (1, 2):
+        with probe.stage("s", step=step) as stage:
+            stage.record(old_log_probs=np.zeros(2, complex), response_mask=[1, 1], rewards=[1.0])
+    assert set(ends(coordinator, 2)[0]["payload"]["tensors"]) == {"response_mask", "rewards"}
+    assert probe.refused["record"] == 2
+    assert len([r for r in caplog.records if "old_log_probs" in r.getMessage()]) == 1
+
+
+def test_shapes_that_disagree_are_named_and_everything_is_kept(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    with probe.stage("s", step=1) as stage:
+        stage.record(
+            old_log_probs=torch.zeros(2, 3),
+            rollout_log_probs=torch.zeros(2, 4),
+            response_mask=torch.ones(2, 3),
+        )
+    wait_for(lambda: coordinator.of_kind("refused"))
+    message = coordinator.of_kind("refused")[0].fields["message"]
+    assert "rollout_log_probs is float32[2, 4] and response_mask is float32[2, 3]" in message
+    assert len(ends(coordinator)[0]["payload"]["tensors"]) == 3
+
+
+def test_strict_never_replaces_the_stages_own_exception(make_probe: MakeProbe) -> None:
+    probe = make_probe(strict=True)
+
+    def divide() -> None:
+        with probe.stage("s", step=1) as stage:
+            stage.record(old_log_probs=torch.zeros(2, 3), rollout_log_probs=torch.zeros(2, 3))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        divide()
+
+
+def test_refused_init_gives_a_probe_that_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    probe = lifecycle.init("no such/name")
+    with probe.stage("s", step=1) as stage:
+        stage.record(rewards=[1.0])
+        stage.log(loss=1)
+    probe.log(step=1, loss=1.0)
+    probe.end_step(1)
+    assert not probe.close(5.0)
+    assert "run name" in caplog.text
+    with pytest.raises(InvalidInput):
+        lifecycle.init("no such/name", strict=True)
+
+
+def test_stage_without_a_service_costs_next_to_nothing(
+    make_probe: MakeProbe, service: FakeService
+) -> None:
+    service.coordinator = None
+    began = time.perf_counter()
+    probe = make_probe()
+    made = time.perf_counter() - began
+    began = time.perf_counter()
+    for step in range(200):
+        with probe.stage("s", step=step) as stage:
+            stage.log(loss=1.0)
+    # Far above what was seen (0.1 ms a stage), far below any network's timeout.
+    assert time.perf_counter() - began < 2.0
+    assert made < 1.0
+    assert probe.outbox.waiting == 401
+
+
+def test_close_does_not_wait_for_a_service_that_never_was(
+    make_probe: MakeProbe, service: FakeService
+) -> None:
+    service.coordinator = None
+    probe = make_probe()
+    probe._made -= 10.0
+    began = time.monotonic()
+    assert not probe.close(60.0)
+    assert time.monotonic() - began < 10.0
+
+
+def test_close_waits_for_payload_receipts(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    with probe.stage("s", step=1) as stage:
+        stage.record(rewards=[1.0])
+    ends(coordinator)
+    settle = threading.Timer(0.1, coordinator.settle, [{3: "ingested"}])
+    settle.start()
+    assert probe.close(10.0)
+    assert coordinator.receipts
+    assert coordinator.of_kind("finish")
+    settle.join()
+
+
+def test_context_manager_closes(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
+    with make_probe() as probe:
+        probe.log(step=3, reward=0.5)
+        probe.end_step(3)
+    assert coordinator.of_kind("log")[0].fields["scalars"] == {"reward": 0.5}
+    assert coordinator.of_kind("end_step")[0].fields == {"step": 3}
+    assert coordinator.of_kind("finish")
+
+
+def test_copy_of_a_probe_does_not_report_as_it(make_probe: MakeProbe) -> None:
+    assert pickle.loads(pickle.dumps(make_probe())).is_inert
+
+
+def test_forked_child_is_silent() -> None:
+    program = """
+import os, sys
+from stagescope_workers import init
+probe = init("fork", attempt_key="a")
+child = os.fork()
+if child == 0:
+    with probe.stage("s", step=1) as stage:
+        stage.record(rewards=[1.0])
+    probe.close(5.0)
+    os._exit(0 if probe.is_inert else 1)
+_, status = os.waitpid(child, 0)
+assert not probe.is_inert
+with probe.stage("s", step=1):
+    pass
+assert probe.outbox.waiting == 3, probe.status()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_import_needs_numpy_only() -> None:
+    program = """
+import sys
+for name in ("torch", "ray", "numba", "httpx", "yaml", "pandas"):
+    sys.modules[name] = None
+from stagescope_workers import init
+probe = init("plain", attempt_key="a")
+with probe.stage("s", step=1) as stage:
+    stage.record(old_log_probs=[[1.0], [2.0]])
+assert not probe.refused, probe.refused
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_problem_between_streams_is_found_without_reading_data(make_probe: MakeProbe) -> None:
+    probe = make_probe(strict=True)
+    rows = [torch.zeros(2), torch.zeros(3)]
+    with probe.stage("s", step=1) as stage:  # lists, jagged and packed agree with their like
+        stage.record(old_log_probs=rows, rollout_log_probs=rows, response_mask=rows)
+    with pytest.raises(InvalidTensor, match="2 rows"), probe.stage("s", step=2) as stage:
+        stage.record(old_log_probs=rows, response_mask=torch.zeros(5))
+    with probe.stage("s", step=3) as stage:
+        flat = torch.zeros(5)
+        stage.record(
+            old_log_probs=flat, ref_log_prob=flat, response_mask=flat,
+            cu_seqlens=torch.tensor([0, 2, 5]), sample_ids=["a", "b"],
+        )  # fmt: skip
+    with pytest.raises(InvalidTensor, match="sample_ids has 1"), probe.stage("s", step=4) as stage:
+        stage.record(response_mask=torch.zeros(2, 3), sample_ids=["a"])
