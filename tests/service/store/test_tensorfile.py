@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from stagescope_service.store.tensorfile import (
     size_of,
     write_tensors,
 )
+
+_deserialize: Callable[[bytes], Any] = safetensors.deserialize
 
 _BUFFERS = {**{tag: tag for tag in DTYPE_BYTES}, "bfloat16": "uint16"}
 
@@ -78,7 +81,7 @@ def test_what_is_read_is_what_was_written(
         assert not found.tensors[name][2].flags.writeable
         assert found.tensors[name][2].flags.aligned
     # The library of the format agrees with every byte.
-    theirs = dict(safetensors.deserialize(path.read_bytes()))
+    theirs = dict(_deserialize(path.read_bytes()))
     for name, (tag, shape, values, _) in tensors.items():
         assert tuple(theirs[name]["shape"]) == shape
         assert bytes(theirs[name]["data"]) == values.tobytes()
@@ -100,7 +103,10 @@ def test_torch_reads_bfloat16_as_bfloat16(tmp_path: Path) -> None:
 
 def test_files_of_other_tools_are_read(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
-    arrays = {"a": np.arange(6, dtype=np.int64).reshape(2, 3), "b": np.ones(3, np.float16)}
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "a": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "b": np.ones(3, np.float16),
+    }
     safetensors.numpy.save_file(arrays, path, metadata={"who": "they"})
     found = read_tensors(path)
     assert found.metadata == {"who": "they"}

@@ -119,10 +119,10 @@ def test_what_no_database_could_take_is_refused(write: Write, message: str) -> N
 
 
 def test_upserts_compile_for_postgresql() -> None:
-    statement = _upsert("postgresql", "runs", frozenset({"run", "settings"}))
+    statement = _upsert("postgresql", "runs", ("run", "settings"))
     text = str(statement.compile(dialect=sa.engine.make_url("postgresql://").get_dialect()()))
     assert "ON CONFLICT (run) DO UPDATE SET settings = excluded.settings" in text
-    key_alone = _upsert("postgresql", "runs", frozenset({"run"}))
+    key_alone = _upsert("postgresql", "runs", ("run",))
     assert "DO NOTHING" in str(
         key_alone.compile(dialect=sa.engine.make_url("postgresql://").get_dialect()())
     )
