@@ -1,0 +1,321 @@
+"""`make demo`: a service, a training that is killed in the middle of a step, and its answers.
+
+Starts the service on a Ray cluster of its own, trains on it with an msprobe capture ordered while
+the job runs, ends driver and workers with SIGKILL inside a stage, starts them again from the last
+checkpoint, and asks the live API what it knows. Exits with 0 only if every answer was there.
+Everything lies in `.demo/` of the repository; `KEEP=1` leaves the service up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Final, TypeVar
+
+from examples.countdown.demo_report import (
+    Checks,
+    heading,
+    require,
+    show_attempts,
+    show_dumps,
+    show_lost,
+    show_metrics,
+    show_place,
+    show_rounds,
+    show_stages,
+)
+from stagescope.errors import StagescopeError
+from stagescope.schema import STAGES
+from stagescope.session import Session, attach
+
+ROOT: Final = Path(__file__).resolve().parents[3] / ".demo"
+RUN: Final = "countdown"
+ALGORITHM: Final = "ppo"
+"""With a critic, for GRPO has two stages less; the steps are as quick."""
+RANKS: Final = 2
+CAPTURED_STEP: Final = 3
+KILLED_STEP: Final = 6
+KILLED_STAGE: Final = "actor_update"
+LAST_STEP: Final = 8
+CAPTURE: Final = {
+    "run": RUN,
+    "steps": [CAPTURED_STEP],
+    "stages": ["actor_compute_log_prob"],
+    "config": {"task": "statistics", "level": "mix", "statistics": {"summary_mode": "statistics"}},
+}
+
+_SHOWN: Final = ("started", "resumed", "warm-up", "step ")
+_Value = TypeVar("_Value")
+
+
+class Training:
+    """One start of the training: its driver, and the lines of it that are worth showing."""
+
+    def __init__(self, address: str, attempt: int, *options: str) -> None:
+        self.log = ROOT / f"attempt-{attempt}.log"
+        self.pid_file = ROOT / f"attempt-{attempt}.pids.json"
+        command = [sys.executable, "-m", "examples.countdown.train", "--address", address]
+        command += ["--run", RUN, "--algorithm", ALGORITHM, "--ranks", str(RANKS)]
+        command += ["--checkpoint-dir", str(ROOT / "checkpoints"), "--steps", str(LAST_STEP)]
+        command += ["--pid-file", str(self.pid_file), *options]
+        self.process = subprocess.Popen(
+            command,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._follow, args=(self.process.stdout,), daemon=True
+        )
+        self._reader.start()
+
+    def pids(self) -> list[int]:
+        """Return the ids of driver and workers, the driver's first."""
+        said = json.loads(self.pid_file.read_text())
+        return [said["driver"], *said["workers"].values()]
+
+    def alive(self) -> None:
+        """Raise if the driver has ended."""
+        code = self.process.poll()
+        require(code is None, f"the training ended with {code}, see {self.log}")
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the training's end, which must be a good one."""
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        require(code == 0, f"the training ended with {code}, see {self.log}")
+
+    def kill(self) -> list[int]:
+        """End driver and workers at once, and no other process."""
+        pids = self.pids()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        return pids
+
+    def _follow(self, lines: IO[str]) -> None:
+        with self.log.open("w") as log:
+            for line in lines:
+                log.write(line)
+                log.flush()
+                if line.startswith(_SHOWN):
+                    for piece in _folded(line.strip()):
+                        print(piece, flush=True)
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment with the demo's own service in it, and no other."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("STAGESCOPE_", "RAY_ADDR"))}
+    own = {
+        "STAGESCOPE_HOME": str(ROOT / "home"),
+        # A killed process is given up after 15 s instead of 45: the demo waits for it.
+        "STAGESCOPE_POLL_SECONDS": "5",
+        "STAGESCOPE_LEASE_SECONDS": "15",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**kept, **own}
+
+
+def stagescope(*arguments: str) -> Any:
+    """Run the command line and return what its `--json` says."""
+    program = Path(sys.executable).with_name("stagescope")
+    done = subprocess.run(
+        [str(program), *arguments, "--json"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    require(done.returncode == 0, f"stagescope {arguments[0]}: {done.stderr.strip()[-500:]}")
+    return json.loads(done.stdout)
+
+
+def wait_for(
+    what: str,
+    look: Callable[[], _Value | None],
+    *,
+    seconds: float,
+    alive: Callable[[], None] = lambda: None,
+) -> _Value:
+    """Ask until there is an answer, and return it.
+
+    Raises:
+        AssertionError: none within `seconds`, or `alive` found the training ended.
+    """
+    deadline = time.monotonic() + seconds
+    reason = ""
+    while time.monotonic() < deadline:
+        alive()
+        try:
+            found = look()
+        except StagescopeError as error:
+            found, reason = None, f" ({error})"
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {seconds:.0f} s{reason}")
+
+
+def open_stages(session: Session) -> list[dict[str, Any]] | None:
+    """Return the ranks that are inside the stage in which the job will be killed."""
+    stages = session.step(KILLED_STEP, run=RUN, attempt=1).stages()
+    inside = [row for row in stages.where(stage=KILLED_STAGE) if row["status"] == "open"]
+    return inside if len(inside) == RANKS else None
+
+
+def first_attempt(session: Session, address: str, checks: Checks) -> None:
+    """Train, capture, and kill."""
+    training = Training(address, 1, "--pause-at-step", str(KILLED_STEP))
+    try:
+        with checks.check("a capture ordered over HTTP while the job runs"):
+            wait_for(
+                "the run",
+                lambda: RUN in session.runs()["run"],
+                seconds=60,
+                alive=training.alive,
+            )
+            ordered = session.capture(**CAPTURE)
+            print(f"capture {ordered['capture_id']}: step {CAPTURED_STEP}, msprobe statistics")
+        with checks.check(f"the job killed in the middle of step {KILLED_STEP}"):
+            inside = wait_for(
+                f"{KILLED_STAGE} of step {KILLED_STEP} on {RANKS} ranks",
+                lambda: open_stages(session),
+                seconds=120,
+                alive=training.alive,
+            )
+            heading("SIGKILL")
+            for row in inside:
+                print(f"open        {row['stage']}  {row['role']} rank {row['rank']}")
+            print(f"killed pids {', '.join(map(str, training.kill()))}")
+            require(session.get("/healthz"), "the service does not answer")
+            print("the service answers")
+    finally:
+        if training.process.poll() is None:
+            training.process.terminate()
+
+
+def second_attempt(address: str, checks: Checks) -> None:
+    """Go on from the checkpoint."""
+    heading("attempt 2, from the last checkpoint")
+    training = Training(address, 2, "--resume")
+    try:
+        with checks.check("attempt 2 goes on from the checkpoint and ends well"):
+            training.wait(150)
+    finally:
+        if training.process.poll() is None:
+            training.process.terminate()
+
+
+def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
+    """Ask the live service and print what it says."""
+    heading("step metrics of both attempts")
+    with checks.check("step metrics of both attempts"):
+        show_metrics(session, RUN, [(1, CAPTURED_STEP), (2, LAST_STEP)])
+        steps = session.steps(RUN)
+        closed = {(r["attempt"], r["step"]) for r in steps if r["measured"]}
+        wanted = {(1, s) for s in range(1, KILLED_STEP)}
+        wanted |= {(2, s) for s in range(KILLED_STEP, LAST_STEP + 1)}
+        require(wanted <= closed, f"not measured: {sorted(wanted - closed)}")
+    heading(f"step {LAST_STEP} by round")
+    with checks.check("the per-round table, which adds up to the whole"):
+        show_rounds(session, RUN, LAST_STEP)
+    heading(f"the stages of step {LAST_STEP}")
+    with checks.check(f"all {len(STAGES)} stages of a step"):
+        show_stages(session, RUN, LAST_STEP, set(STAGES))
+    heading("in flight and lost at the kill")
+    with checks.check("what was in flight and lost at the kill"):
+        wait_for(
+            "the end of the killed processes' leases",
+            lambda: len(session.losses(run=RUN, attempt=1)),
+            seconds=40,
+        )
+        show_lost(session, RUN, KILLED_STEP)
+    heading("attempts")
+    with checks.check("two attempts, the second continuing the first"):
+        show_attempts(session, RUN, KILLED_STEP - 1)
+    heading(f"msprobe's dumps of step {CAPTURED_STEP}")
+    with checks.check("the dumps' place, whole on every rank"):
+        show_dumps(session, RUN, CAPTURED_STEP, RANKS)
+    heading("ask it yourself")
+    with checks.check("the URL and the token's place, and no answer without a token"):
+        show_place(info["url"], Path(info["token_file"]), LAST_STEP)
+
+
+@contextlib.contextmanager
+def service() -> Iterator[dict[str, Any]]:
+    """Start the service in `.demo/`, and stop it at the end unless KEEP=1."""
+    if (ROOT / "home" / "service.json").exists():
+        with contextlib.suppress(Exception):  # left up by KEEP=1, or long gone
+            stagescope("stop")
+    shutil.rmtree(ROOT, ignore_errors=True)
+    ROOT.mkdir(parents=True)
+    port = os.environ.get("PORT") or ("8700" if _is_free(8700) else "0")
+    # 'local' is a cluster of its own, whatever else runs on this machine.
+    info = stagescope(
+        "serve", "--data-dir", str(ROOT / "data"), "--port", port, "--address", "local"
+    )
+    try:
+        yield info
+    finally:
+        if os.environ.get("KEEP", "") in ("", "0"):
+            with contextlib.suppress(Exception):
+                stagescope("stop")
+        else:
+            program = Path(sys.executable).with_name("stagescope")
+            print(f"\nThe service is left up. STAGESCOPE_HOME={ROOT / 'home'} is its place;")
+            print("to stop it:")
+            print(f"  STAGESCOPE_HOME={ROOT / 'home'} {program} stop")
+
+
+def main() -> int:
+    """Run the demo; return 0 only if everything was there."""
+    begin = time.monotonic()
+    checks = Checks()
+    os.environ.update(environment())
+    heading("service")
+    with service() as info:
+        print(f"url     {info['url']}\ntoken   {info['token_file']}\ncluster {info['address']}")
+        with attach() as session:
+            with checks.check("the service is up, on a cluster of its own"):
+                wait_for("readiness", lambda: session.get("/readyz"), seconds=60)
+                require(info["cluster"] == "embedded", f"cluster: {info['cluster']}")
+            heading("attempt 1")
+            first_attempt(session, info["address"], checks)
+            second_attempt(info["address"], checks)
+            answers(session, info, checks)
+        heading(f"{time.monotonic() - begin:.0f} s")
+        print("\n".join(checks.lines()), flush=True)
+    return 1 if checks.failed else 0
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _folded(line: str) -> list[str]:
+    """Break a line at commas, to be read at 80 columns."""
+    pieces = [""]
+    for part in line.split(", "):
+        if pieces[-1] and len(pieces[-1]) + len(part) > 76:
+            pieces.append("  ")
+        pieces[-1] += part if not pieces[-1].strip() else f", {part}"
+    return pieces
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""What the demo asks of the live service: each question prints its answer and is a check.
+
+A check holds only if the answer was there and right; `Checks` gathers them for the list at the
+end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from stagescope.session import Session
+
+METRICS: Final = (
+    "logprob_abs_diff/mean",
+    "logprob_abs_diff/p99",
+    "logprob_abs_diff/max",
+    "training/rollout_probs_diff_mean",
+    "training/rollout_actor_probs_pearson_corr",
+    "rollout_corr/kl",
+    "rollout_corr/k3_kl",
+    "rollout_corr/ppl_ratio",
+    "token_mult_prob_error",
+    "per_round/total_rounds",
+    "per_round/max_round_diff",
+    "per_round/max_diff_value",
+    "counts/tokens",
+    "counts/sequences",
+)
+"""Those of the published numbers that the demo prints."""
+
+_ROUND_COLUMNS: Final = ("round", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl")
+
+
+class Checks:
+    """What was asked and whether it was there."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self._lines: list[str] = []
+
+    @contextlib.contextmanager
+    def check(self, what: str) -> Iterator[None]:
+        """Count `what` as there if the block ends without an error."""
+        try:
+            yield
+        except Exception as error:
+            self.failed += 1
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._lines += [f" ✗  {what}", f"      {reason:.200}"]
+            print(f"   ✗ {reason:.300}", flush=True)
+        else:
+            self._lines.append(f" ✓  {what}")
+
+    def lines(self) -> list[str]:
+        """Return the list, a line or two a check."""
+        return list(self._lines)
+
+
+def require(condition: object, wrong: str) -> None:
+    """Raise AssertionError with what was wrong, also under `python -O`."""
+    if not condition:
+        raise AssertionError(wrong)
+
+
+def heading(text: str) -> None:
+    """Print a heading."""
+    print(f"\n── {text} {'─' * max(0, 75 - len(text))}", flush=True)
+
+
+def show_metrics(session: Session, run: str, columns: Sequence[tuple[int, int]]) -> None:
+    """Print the metrics of some (attempt, step) side by side; each must be a real mismatch."""
+    found = [session.step(step, run=run, attempt=attempt).metrics() for attempt, step in columns]
+    print(f"{'':44}" + "".join(f"{f'attempt {a}':>17}" for a, _ in columns))
+    print(f"{'':44}" + "".join(f"{f'step {s}':>17}" for _, s in columns))
+    for name in METRICS:
+        print(f"{name:44}" + "".join(f"{metrics[name]:17.6g}" for metrics in found))
+    print(f"{'taken from stage':44}" + "".join(f"{str(m.stage)[:16]:>17}" for m in found))
+    print(f"{'complete':44}" + "".join(f"{m.complete:>17}" for m in found))
+    for (attempt, step), metrics in zip(columns, found, strict=True):
+        where = f"attempt {attempt}, step {step}"
+        require((metrics.attempt, metrics.step) == (attempt, step), f"{where} was not answered")
+        require(metrics["counts/tokens"] > 100, f"{where} has too few tokens")
+        mean = metrics["logprob_abs_diff/mean"]
+        require(1e-5 < mean < 0.1, f"{where}: mean |d| {mean} is not that of int8 arithmetic")
+
+
+def show_rounds(session: Session, run: str, step: int) -> None:
+    """Print the rounds of a step; they must add up to its whole."""
+    table = session.step(step, run=run).rounds()
+    print(table.select(*(name for name in _ROUND_COLUMNS if name in table.names)))
+    whole: Any = table.about["whole"]
+    require(2 <= len(table) <= 4, f"{len(table)} rounds")
+    tokens, difference = sum(table["tokens"]), sum(table["abs_diff_sum"])
+    require(tokens == whole["tokens"], f"rounds hold {tokens} tokens, the whole {whole['tokens']}")
+    distance = abs(difference - whole["abs_diff_sum"])
+    require(distance <= 1e-9 * whole["abs_diff_sum"], f"the sums of |d| differ by {distance}")
+    print(f"{tokens} tokens, sum of |d| {difference:.6f}: both equal to the whole's")
+
+
+def show_stages(session: Session, run: str, step: int, expected: set[str]) -> None:
+    """Print how long each stage of a step took; all of the algorithm's must be there."""
+    table = session.step(step, run=run).stages()
+    names = dict.fromkeys(table["stage"])
+    print(f"{'stage':26} {'parts':>6} {'ranks':>6} {'longest':>10}")
+    for name in names:
+        rows = table.where(stage=name)
+        ranks = len(set(zip(rows["role"], rows["rank"], strict=True)))
+        seconds = max((value for value in rows["seconds"] if value is not None), default=0.0)
+        print(f"{name:26} {len(rows):6} {ranks:6} {seconds:8.3f} s")
+    require(set(names) >= expected, f"missing: {', '.join(sorted(expected - set(names)))}")
+    require(set(table["status"]) == {"ok"}, f"states: {', '.join(sorted(set(table['status'])))}")
+
+
+def show_dumps(session: Session, run: str, step: int, ranks: int) -> None:
+    """Print where msprobe's dumps lie; every rank's must be whole and readable."""
+    table = session.step(step, run=run, attempt=1).dumps()
+    require(len(table) >= ranks, f"{len(table)} dumps, expected {ranks}")
+    for row in table:
+        path = Path(row["path"])
+        print(f"rank {row['rank']}  {row['stage']}  {row['state']}  {row['bytes']} bytes\n  {path}")
+        require(row["state"] == "complete", f"rank {row['rank']}: {row['state']} {row['error']}")
+        dumps = sorted(path.rglob("dump.json"))
+        require(dumps, f"no dump.json under {path}")
+        records = sum(len(json.loads(dump.read_text())["data"]) for dump in dumps)
+        print(f"  {records} records in {dumps[0].relative_to(path)}")
+        require(records > 10, f"only {records} records")
+    require(set(table["rank"]) == set(range(ranks)), f"ranks {sorted(set(table['rank']))}")
+
+
+def show_lost(session: Session, run: str, step: int) -> None:
+    """Print what the kill left behind: stages that will never end, and what is listed as lost."""
+    stages = session.step(step, run=run, attempt=1).stages()
+    unfinished = stages.where(status="unfinished")
+    for row in unfinished:
+        print(f"unfinished  {row['stage']}  {row['role']} rank {row['rank']}  part {row['part']}")
+    losses = session.losses(run=run, attempt=1)
+    for row in losses:
+        where = f"{row['stage']}  {row['role']} rank {row['rank']}"
+        print(f"lost        {where}  {row['kind']}: {row['reason']}")
+    require(len(unfinished), "no stage is unfinished")
+    require(len(losses), "nothing is listed as lost")
+    require(step in losses["step"], f"nothing of step {step} is listed as lost")
+
+
+def show_attempts(session: Session, run: str, resumed_from: int) -> None:
+    """Print the attempts; the second must say what it continues."""
+    attempts = session.attempts(run)
+    columns = ("attempt", "state", "resumed_from_step", "first_step", "last_closed_step")
+    print(attempts.select(*columns))
+    second = attempts.where(attempt=2)
+    require(len(second) == 1, "there is no second attempt")
+    require(second[0]["resumed_from_step"] == resumed_from, f"resumed from {second[0]}")
+    # In both attempts there is such a step: the newer answers.
+    newest = session.step(resumed_from + 1, run=run)
+    require(newest.attempt == 2, f"step {resumed_from + 1} is answered by {newest.attempt}")
+    older = session.steps(run, 1).where(step=resumed_from + 1)
+    require(older["superseded_by"] == (2,), f"superseded by {older['superseded_by']}")
+    print(f"step {resumed_from + 1} of attempt 1 is superseded by attempt 2")
+
+
+def show_place(url: str, token_file: Path, step: int) -> None:
+    """Print where the service is and how to ask it; it must answer that, and only with a token."""
+    print(f"url    {url}\ntoken  {token_file}\n")
+    print(
+        f'curl -H "Authorization: Bearer $(cat {token_file})" \\\n     {url}/steps/{step}/metrics'
+    )
+    mode = stat.S_IMODE(token_file.stat().st_mode)
+    require(mode == 0o600, f"the token's file has mode {mode:o}")
+    path = f"{url}/steps/{step}/metrics"
+    refused = httpx.get(path).status_code
+    require(refused == 401, f"without a token the answer is {refused}")
+    token = {"Authorization": f"Bearer {token_file.read_text().strip()}"}
+    answer = httpx.get(path, headers=token)
+    require(answer.status_code == 200, f"with the token the answer is {answer.status_code}")
+    require(METRICS[3] in answer.json()["metrics"], "the metrics are not in the answer")
