@@ -24,7 +24,7 @@ class Metrics(Mapping[str, float]):
         >>> metrics["rollout_corr/k3_kl"]
         >>> metrics.under("per_round/")          # a part of them
         >>> metrics.complete, metrics.missing    # may be 'unknown'; ranks that have not arrived
-        >>> metrics.comparability                # verdicts to read before a number is trusted
+        >>> metrics.comparable, metrics.comparability    # read before a number is trusted
     """
 
     __slots__ = ("_about", "_values")
@@ -72,8 +72,13 @@ class Metrics(Mapping[str, float]):
         return list(self._about.get("missing") or [])
 
     @property
+    def comparable(self) -> str:
+        """Whether the two streams can be compared at all, in a word."""
+        return str(self._about.get("comparable") or "unknown")
+
+    @property
     def comparability(self) -> list[dict[str, Any]]:
-        """Verdicts on whether the two streams can be compared at all."""
+        """The reasons against comparing the two streams: code, verdict, text."""
         return list(self._about.get("comparability") or [])
 
     @property
@@ -143,9 +148,11 @@ class Metrics(Mapping[str, float]):
         if self.complete != "complete":
             missing = f", missing {render.format_value(self.missing)}" if self.missing else ""
             notes.append(f"complete: {self.complete}{missing}")
+        if "comparable" in self._about:
+            notes.append(f"comparable: {self.comparable}")
         for item in self.comparability:
             text = ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
-            notes.append(f"comparable? {text}")
+            notes.append(f"  {text}")
         bad = {stream: kinds for stream, kinds in self.nonfinite.items() if _any_counted(kinds)}
         if bad:
             notes.append(f"non-finite under the mask: {json.dumps(bad)}")

@@ -86,6 +86,7 @@ _STEP: Final = click.argument(
 _RUN: Final = click.option("--run", help="Name of the run (default: the one that is live).")
 _ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 _STAGE: Final = click.option("--stage", help="Only this stage.")
+_ROLE: Final = click.option("--role", help="Only this role.")
 _RANK: Final = click.option("--rank", type=click.IntRange(min=0), help="Only this rank.")
 _ROUND: Final = click.option("--round", type=click.IntRange(min=0), help="Only this round.")
 _LIMIT: Final = click.option(
@@ -169,13 +170,14 @@ def steps(session: Session, run: str | None, attempt: int | None, limit: int) ->
     _RUN,
     _ATTEMPT,
     _STAGE,
+    _ROLE,
     _RANK,
     _ROUND,
     click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
 )
 def metrics(session: Session, step: int | str, only: str | None, **place: Any) -> Metrics:
     """A step's metrics, rollout against training."""
-    filters = {name: place.pop(name) for name in ("stage", "rank", "round")}
+    filters = {name: place.pop(name) for name in ("stage", "role", "rank", "round")}
     found = _step_of(session, step, **place).metrics(**filters)
     if only is None:
         return found
@@ -187,37 +189,48 @@ def metrics(session: Session, step: int | str, only: str | None, **place: Any) -
     return Metrics(kept, found.about)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+@_question(
+    _STEP,
+    _RUN,
+    _ATTEMPT,
+    _STAGE,
+    _ROLE,
+    _RANK,
+    click.option(
+        "--by", type=click.Choice(["round", "turn", "staleness"]), help="Rows [default: round]."
+    ),
+    _LIMIT,
+)
 def rounds(session: Session, step: int | str, **options: Any) -> Table:
     """A step's mismatch round by round."""
     return _noun(session, step, options).rounds(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _LIMIT)
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
 def ranks(session: Session, step: int | str, **options: Any) -> Table:
     """A step's mismatch rank by rank."""
     return _noun(session, step, options).ranks(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _ROUND, _LIMIT)
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _ROUND, _LIMIT)
 def tokens(session: Session, step: int | str, **options: Any) -> Table:
     """A step's worst tokens, the worst first."""
     return _noun(session, step, options).tokens(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
 def stages(session: Session, step: int | str, **options: Any) -> Table:
     """Who was in which stage of a step, and who has not arrived."""
     return _noun(session, step, options).stages(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
 def scalars(session: Session, step: int | str, **options: Any) -> Table:
     """The scalars that ranks handed over in a step."""
     return _noun(session, step, options).scalars(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _RANK, _LIMIT)
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
 def dumps(session: Session, step: int | str, **options: Any) -> Table:
     """msprobe's dumps of a step: place, size and state."""
     return _noun(session, step, options).dumps(**options)

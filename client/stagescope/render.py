@@ -21,6 +21,9 @@ MISSING: Final = "-"
 GAP: Final = "  "
 _NARROWEST: Final = 8
 _WIDEST: Final = 48
+_WALLS: Final = frozenset({
+    "begun", "created", "ended", "since", "started", "waited_since", "wall",
+})  # fmt: skip
 _CALENDAR_END: Final = 253_402_300_800.0
 """First second of the year 10000, which no datetime holds."""
 
@@ -31,7 +34,7 @@ def unit_of(name: str) -> str:
     """Return the unit that a column's name implies: `B`, `s`, `unix` (a wall clock) or none."""
     if name == "bytes" or name.endswith("_bytes"):
         return "B"
-    if name.endswith(("_wall", "_at")) or name in ("wall", "created", "started", "ended", "since"):
+    if name.endswith(("_wall", "_at")) or name in _WALLS:
         return "unix"
     if name == "seconds" or name.endswith("_seconds"):
         return "s"

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
-from stagescope import discovery
+from stagescope import discovery, nonfinite
 from stagescope.answers import Record
 from stagescope.errors import (
     CatalogueUnavailable,
@@ -147,6 +147,8 @@ class Session:
             rows += answer["rows"]
             following = answer.get("next")
             about = about or {n: v for n, v in answer.items() if n not in ("rows", "next")}
+            if "whole" in about:
+                about["whole"] = nonfinite.numbers(about["whole"])
             # A page that leads to itself would never end.
             if following is None or len(rows) >= limit or following in seen:
                 break

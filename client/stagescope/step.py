@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics
 from stagescope.frames import Table
@@ -15,8 +15,23 @@ LIMIT: Final = 1000
 """Rows of a table unless `limit` says otherwise."""
 
 # Columns that are shown first: a table in 80 columns leaves out the last.
+_ROUND_ORDER: Final = (
+    "round", "turn", "staleness", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "nonfinite",
+)  # fmt: skip
+_RANK_ORDER: Final = (
+    "role", "rank", "parts", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "nonfinite",
+)  # fmt: skip
 _TOKEN_ORDER: Final = ("abs_diff", "p", "q", "round", "token_id", "sample_uid", "position", "rank")
-_STAGE_ORDER: Final = ("stage", "role", "rank", "part", "status", "seconds", "begin_wall")
+_STAGE_ORDER: Final = (
+    "stage",
+    "role",
+    "rank",
+    "part",
+    "status",
+    "seconds",
+    "open_seconds",
+    "waited_seconds",
+)
 _DUMP_ORDER: Final = ("stage", "role", "rank", "state", "bytes", "path")
 _SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
 
@@ -38,59 +53,94 @@ class Step:
     def metrics(
         self,
         *,
-        rank: int | None = None,
         stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
         round: int | None = None,
     ) -> Metrics:
-        """Return the step's metrics: of the whole, or of one rank, stage or round.
+        """Return the step's metrics: of the whole, or of one stage, role, rank or round.
 
         Raises:
             NotFound: nothing was measured there.
         """
-        return Metrics.from_answer(
-            self._session.get(
-                self._path("metrics"), **self._params(rank=rank, stage=stage, round=round)
-            )
-        )
+        params = self._params(stage=stage, role=role, rank=rank, round=round)
+        return Metrics.from_answer(self._session.get(self._path("metrics"), **params))
 
     def rounds(
-        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+        self,
+        *,
+        by: Literal["round", "turn", "staleness"] | None = None,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        limit: int = LIMIT,
     ) -> Table:
-        """Return the mismatch round by round."""
-        return self._table("rounds", ("round",), limit, stage=stage, rank=rank)
+        """Return the mismatch round by round, or by true turn or staleness.
 
-    def ranks(self, *, stage: str | None = None, limit: int = LIMIT) -> Table:
+        `about["whole"]` holds the same columns of the whole, to which the rows add up.
+        """
+        filters = {"by": by, "stage": stage, "role": role, "rank": rank}
+        return self._table("rounds", _ROUND_ORDER, limit, **filters)
+
+    def ranks(
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        limit: int = LIMIT,
+    ) -> Table:
         """Return the mismatch rank by rank, with where each rank ran."""
-        return self._table("ranks", ("stage", "role", "rank"), limit, stage=stage)
+        return self._table("ranks", _RANK_ORDER, limit, stage=stage, role=role, rank=rank)
 
     def tokens(
         self,
         *,
+        kind: Literal["worst", "nonfinite"] | None = None,
         stage: str | None = None,
+        role: str | None = None,
         rank: int | None = None,
         round: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return the worst tokens, the largest |old - rollout| first."""
-        return self._table("tokens", _TOKEN_ORDER, limit, stage=stage, rank=rank, round=round)
+        """Return the worst tokens, the largest |p - q| first, then those that are not finite."""
+        filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
+        return self._table("tokens", _TOKEN_ORDER, limit, **filters)
 
     def stages(
-        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        limit: int = LIMIT,
     ) -> Table:
-        """Return who was in which stage, when, and who has not arrived."""
-        return self._table("stages", _STAGE_ORDER, limit, stage=stage, rank=rank)
+        """Return who was in which stage, when, and who has not arrived, since when."""
+        return self._table("stages", _STAGE_ORDER, limit, stage=stage, role=role, rank=rank)
 
     def dumps(
-        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        limit: int = LIMIT,
     ) -> Table:
         """Return msprobe's dumps: place, size and state."""
-        return self._table("dumps", _DUMP_ORDER, limit, stage=stage, rank=rank)
+        return self._table("dumps", _DUMP_ORDER, limit, stage=stage, role=role, rank=rank)
 
     def scalars(
-        self, *, stage: str | None = None, rank: int | None = None, limit: int = LIMIT
+        self,
+        *,
+        name: str | None = None,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        limit: int = LIMIT,
     ) -> Table:
         """Return the scalars that ranks handed over."""
-        return self._table("scalars", _SCALAR_ORDER, limit, stage=stage, rank=rank)
+        filters = {"name": name, "stage": stage, "role": role, "rank": rank}
+        return self._table("scalars", _SCALAR_ORDER, limit, **filters)
 
     def _table(self, noun: str, order: Sequence[str], limit: int, **params: Any) -> Table:
         return self._session.table(

@@ -155,3 +155,22 @@ def test_a_closed_session_says_so(service: Answering) -> None:
         pass
     with pytest.raises(RuntimeError, match="closed"):
         session.runs()
+
+
+def test_rounds_carry_the_whole_to_which_they_add_up(session: Session) -> None:
+    rounds = session.step(5).rounds(by="round", role="actor")
+    assert math.isnan(rounds.about["whole"]["abs_diff_mean"])
+    assert sum(rounds["tokens"]) == rounds.about["whole"]["tokens"]
+
+
+@pytest.mark.parametrize("noun", ["rounds", "ranks", "tokens", "stages", "dumps", "scalars"])
+def test_each_noun_takes_its_filters(service: Answering, session: Session, noun: str) -> None:
+    own: dict[str, dict[str, object]] = {
+        "rounds": {"by": "turn"},
+        "tokens": {"round": 1, "kind": "worst"},
+        "scalars": {"name": "loss"},
+    }
+    filters = {"stage": "s", "role": "actor", "rank": 3, **own.get(noun, {})}
+    getattr(session.step(5), noun)(**filters)
+    sent = {name: str(value) for name, value in filters.items()}
+    assert service.seen[-1][2].items() >= sent.items()

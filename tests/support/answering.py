@@ -21,6 +21,7 @@ READ = "read-token-of-the-tests"
 OPERATE = "operate-token-of-the-tests"
 RUN = "countdown"
 
+SLICE = {"stage", "role", "rank"}
 LIST = {"limit", "cursor", "run", "attempt"}
 KNOWN = {
     "runs": {"limit", "cursor"},
@@ -28,10 +29,13 @@ KNOWN = {
     "status": set[str](),
     "plan": set[str](),
     "captures": {"limit", "cursor", "run"},
-    "metrics": {"run", "attempt", "stage", "rank", "round"},
-    **{name: {*LIST, "stage", "rank"} for name in ("rounds", "stages", "scalars", "dumps")},
-    "ranks": {*LIST, "stage"},
-    "tokens": {*LIST, "stage", "rank", "round"},
+    "metrics": {"run", "attempt", *SLICE, "round"},
+    "rounds": {*LIST, *SLICE, "by"},
+    "ranks": {*LIST, *SLICE},
+    "tokens": {*LIST, *SLICE, "round", "kind"},
+    "stages": {*LIST, *SLICE, "superseded"},
+    "scalars": {*LIST, *SLICE, "name"},
+    "dumps": {*LIST, *SLICE},
 }
 """The query parameters of each route: like the service, this one refuses any other."""
 
@@ -139,6 +143,8 @@ class Answering:
                     "coordinator": {"revision": 3, "runs": {"live": 1}},
                 }
             )
+        if path == "/steps/5/rounds":
+            context["whole"] = {"abs_diff_mean": "nan", "tokens": 41}
         if path == "/plan":
             captures = list(self.captures.values())
             return JSONResponse({"revision": len(captures), "captures": captures})
@@ -161,7 +167,8 @@ class Answering:
             "metrics": METRICS,
             "noise_floor": {"k3_kl": "nan"},
             "nonfinite": {"rollout": {"nan": 2, "inf": 0}, "old": {"nan": 0}},
-            "comparability": [{"code": "shift", "verdict": "ok", "text": "no shift by one"}],
+            "comparable": "doubtful",
+            "comparability": [{"code": "shift", "verdict": "doubtful", "text": "shifted by one"}],
             "streams": {},
             "coverage": {"tokens": 41},
             "rollout_is": None,
