@@ -100,7 +100,9 @@ def upgrade() -> None:
         sa.Column("dropped_events", Int),
         sa.Column("dropped_payloads", Int),
         sa.Column("dropped_bytes", Int),
+        sa.Column("dropped_seqs", Text),
         sa.Column("raw", Flag),
+        sa.Column("unkeyed", Flag),
         sa.Column("max_step", Int),
         sa.Column("plan_revision", Int),
         sa.PrimaryKeyConstraint("incarnation", name="pk_processes"),
@@ -169,7 +171,6 @@ def upgrade() -> None:
         sa.Column("superseded", Flag),
         sa.PrimaryKeyConstraint("incarnation", "work_key", "revision", name="pk_stages"),
         sqlite_strict=True,
-        sqlite_with_rowid=False,
     )
     op.create_index("ix_stages_attempt_id_step", "stages", ["attempt_id", "step"])
     op.create_index(
@@ -206,7 +207,6 @@ def upgrade() -> None:
         sa.Column("wall", Real),
         sa.PrimaryKeyConstraint("incarnation", "work_key", "name", name="pk_scalars"),
         sqlite_strict=True,
-        sqlite_with_rowid=False,
     )
     op.create_index("ix_scalars_attempt_id_step", "scalars", ["attempt_id", "step"])
     op.create_table(
@@ -308,7 +308,6 @@ def upgrade() -> None:
         sa.Column("rounds", Int),
         sa.PrimaryKeyConstraint("attempt_id", "clock", "sample_uid", name="pk_samples"),
         sqlite_strict=True,
-        sqlite_with_rowid=False,
     )
     op.create_index("ix_samples_attempt_id_step", "samples", ["attempt_id", "step"])
     op.create_table(
