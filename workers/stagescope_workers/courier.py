@@ -269,6 +269,8 @@ class Courier:
             return
         self._refusals = 0
         self._batch_limit = BATCH_EVENTS
+        # First: what this very coordinator has just taken need not be offered to it again.
+        self._meet(answer)
         self._outbox.acknowledge()
         # Again, now that the batch's own bodies are waiting for theirs.
         self._outbox.settle(answer.get("receipts") or {})
@@ -276,7 +278,6 @@ class Courier:
         if refused:
             self._warn("refused", f"the service refused {len(refused)} events: {refused!r:.300}")
             self._outbox.settle(dict.fromkeys(refused, "refused"))
-        self._meet(answer)
         if self._outbox.has_drops:
             self._outbox.report_drops()
 

@@ -146,7 +146,8 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
 def _close_all(deadline: float) -> bool:
     complete = True
     for probe in list(_probes):
-        complete = probe.close(deadline - time.monotonic()) and complete
+        if not probe.is_inert:
+            complete = probe.close(deadline - time.monotonic()) and complete
         _probes.discard(probe)
     return complete
 

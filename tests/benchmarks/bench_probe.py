@@ -1,0 +1,163 @@
+"""What a stage costs the training thread: with the service absent, serving, hung and killed.
+
+    python tests/benchmarks/bench_probe.py [--rows 256] [--tokens 2048] [--steps 60]
+
+Each mode runs the same step of numpy work, with and without the probe in turn, and prints
+medians as ratios: times themselves mean nothing on a shared machine.
+
+* step: time of the step with the probe, over the same step without it
+* cost: time in begin + record + log + end, over one copy of the payload's bytes to fresh memory
+* bare: the same stage without a payload, in microseconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stagescope_workers import lifecycle
+from stagescope_workers.probe import Probe
+
+MODES = ("absent", "serving", "hung", "killed")
+Tensors = dict[str, "np.ndarray[Any, Any]"]
+
+
+def make_payload(rows: int, tokens: int) -> Tensors:
+    """Return what a rank hands over with its log-probs."""
+    generator = np.random.default_rng(0)
+    old = -generator.random((rows, tokens), dtype=np.float32)
+    return {
+        "rollout_log_probs": old + np.float32(1e-3),
+        "old_log_probs": old,
+        "response_mask": generator.random((rows, tokens)) < 0.7,
+        "responses": generator.integers(0, 150_000, (rows, tokens)),
+    }
+
+
+def work(matrix: np.ndarray[Any, Any], seconds: float) -> None:
+    """Compute for about `seconds`."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        matrix @ matrix
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the seconds that `call` takes."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def measure(probe: Probe, payload: Tensors, steps: int) -> dict[str, float]:
+    """Return the medians of one mode."""
+    matrix = np.ones((128, 128), np.float32)
+    ids = [str(row) for row in range(len(payload["responses"]))]
+    bare, plain, probed, costs, copies = [], [], [], [], []
+
+    def report(step: int) -> None:
+        with probe.stage("actor_compute_log_prob", step=step) as stage:
+            stage.record(**payload, sample_ids=ids)
+            stage.log(loss=0.5)
+
+    def empty(step: int) -> None:
+        with probe.stage("actor_update", step=step):
+            pass
+
+    def work_and_report(step: int) -> None:
+        work(matrix, 0.2)
+        costs.append(timed(lambda: report(step)))
+
+    for step in range(steps):
+        copies.append(timed(lambda: [array.copy() for array in payload.values()]))
+        plain.append(timed(lambda: work(matrix, 0.2)))
+        probed.append(timed(lambda step=step: work_and_report(step)))  # type: ignore[misc]
+        bare.append(timed(lambda step=step: empty(step)))  # type: ignore[misc]
+    copy = statistics.median(copies)
+    return {
+        "step": statistics.median(probed) / statistics.median(plain),
+        "cost": statistics.median(costs) / copy,
+        "worst": max(costs) / copy,
+        "bare_us": statistics.median(bare) * 1e6,
+    }
+
+
+def start_service() -> tuple[Any, int]:
+    """Start a Ray cluster with a coordinator that takes everything; return it and its pid."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=500_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+
+    class DebugCoordinator:
+        async def record_events(self, *, sender: Any, events: Any, payloads: Any = None) -> Any:
+            receipts = dict.fromkeys(payloads or {}, "ingested")
+            return {"coordinator": "one", "wall": time.time(), "receipts": receipts}
+
+        async def poll(self, *, sender: Any, revision: int, unreceipted: Any, wait: float) -> Any:
+            import asyncio
+
+            await asyncio.sleep(wait)
+            receipts = dict.fromkeys(unreceipted, "ingested")
+            return {"coordinator": "one", "wall": time.time(), "receipts": receipts}
+
+        async def pid(self) -> int:
+            return os.getpid()
+
+    actor: Any = ray.remote(DebugCoordinator).options(
+        name="DebugCoordinator", namespace="stagescope", num_cpus=0
+    )
+    handle = actor.remote()
+    pid: Any = ray.get(handle.pid.remote())
+    return handle, int(pid)
+
+
+def main() -> None:
+    """Measure each mode and print one line for it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=40)
+    given = parser.parse_args()
+    payload = make_payload(given.rows, given.tokens)
+    nbytes = sum(array.nbytes for array in payload.values())
+    sys.stdout.write(f"payload {nbytes / 1e6:.1f} MB, {given.steps} steps a mode\n")
+    handle, pid = None, 0
+    for mode in MODES:
+        if mode == "serving":
+            handle, pid = start_service()
+        probe = lifecycle.init("bench", attempt_key=mode, max_pending_bytes=8 * nbytes)
+        if mode != "absent":
+            deadline = time.monotonic() + 30
+            while not probe.status()["connected"] and time.monotonic() < deadline:
+                time.sleep(0.01)
+        if mode == "hung":
+            os.kill(pid, signal.SIGSTOP)
+        elif mode == "killed":
+            os.kill(pid, signal.SIGKILL)
+        found = measure(probe, payload, given.steps)
+        sys.stdout.write(
+            f"{mode:8} step x{found['step']:.3f}  cost x{found['cost']:.2f} of a copy"
+            f"  worst x{found['worst']:.1f}  bare {found['bare_us']:.0f} us"
+            f"  dropped {probe.status()['dropped']}\n"
+        )
+        if mode == "hung":
+            os.kill(pid, signal.SIGCONT)
+        probe.close(1.0)
+    del handle
+
+
+if __name__ == "__main__":
+    main()

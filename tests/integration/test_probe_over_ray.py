@@ -1,0 +1,187 @@
+"""A probe on a real Ray cluster, against a small actor in the coordinator's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.coordinators import wait_for
+
+from stagescope.schema import Event, Sender
+from stagescope_workers import lifecycle
+from stagescope_workers.link import RayLink, ray_place
+from stagescope_workers.probe import Probe
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+
+def make_coordinator() -> Any:
+    """Return the class of the stand-in, by value: the actor's process cannot import this file."""
+
+    class DebugCoordinator:
+        def __init__(self) -> None:
+            self.name = os.urandom(4).hex()
+            self.events: list[Any] = []
+            self.values: dict[int, Any] = {}
+
+        async def record_events(
+            self, *, sender: Any, events: Any, payloads: Any = None
+        ) -> dict[str, Any]:
+            import time
+
+            self.events += [(sender, event) for event in events]
+            for seq, ref in (payloads or {}).items():
+                self.values[seq] = await ref
+            return {
+                "coordinator": self.name, "wall": time.time(), "received": len(events),
+                "refused": {}, "receipts": {}, "revision": 0,
+            }  # fmt: skip
+
+        async def poll(
+            self, *, sender: Any, revision: int, unreceipted: Any, wait: float
+        ) -> dict[str, Any]:
+            import asyncio
+            import time
+
+            receipts = {seq: "ingested" for seq in unreceipted if seq in self.values}
+            if not receipts:
+                await asyncio.sleep(min(wait, 0.2))
+            return {
+                "coordinator": self.name, "wall": time.time(), "revision": 0, "plan": None,
+                "receipts": receipts, "poll_seconds": 0.2,
+            }  # fmt: skip
+
+        async def drain(self, *, run: Any, timeout: float) -> dict[str, Any]:
+            return {"run": run, "drained": True, "pending": 0}
+
+        async def seen(self) -> tuple[int, list[Any], dict[int, Any]]:
+            return os.getpid(), self.events, self.values
+
+    return DebugCoordinator
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=200_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def coordinator(cluster: None) -> Iterator[Any]:
+    actor = ray.remote(make_coordinator())
+    handle = actor.options(
+        name="DebugCoordinator",
+        namespace="stagescope",
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+    ).remote()
+    ray.get(handle.seen.remote())
+    yield handle
+    ray.kill(handle)
+    wait_for(lambda: RayLink.find() is None)
+
+
+def seen(handle: Any) -> tuple[int, list[tuple[Sender, Event]], dict[int, Any]]:
+    pid, events, values = ray.get(handle.seen.remote(), timeout=30)
+    parsed = [(Sender.parse(sender), Event.parse(event)) for sender, event in events]
+    return pid, parsed, values
+
+
+def report(probe: Probe, step: int) -> None:
+    with probe.stage("actor_update", step=step) as stage:
+        stage.record(old_log_probs=np.full((4, 1000), float(step)), sample_ids=list("abcd"))
+
+
+def test_stage_and_payload_arrive_and_are_receipted(coordinator: Any) -> None:
+    probe = lifecycle.init("over-ray", rank=2)
+    report(probe, 5)
+    assert probe.close(30.0), probe.status()
+    _, events, values = seen(coordinator)
+    assert [event.kind for _, event in events] == ["hello", "begin", "end", "finish"]
+    sender = events[-1][0]
+    place = ray_place()
+    assert place is not None
+    assert sender.attempt_key == place.attempt_key
+    assert ray.get_runtime_context().get_job_id() in place.attempt_key
+    assert sender.node_id == ray.get_runtime_context().get_node_id()
+    tag, shape, buffer, offsets = values[3]["tensors"]["old_log_probs"]
+    assert (tag, shape, offsets) == ("float64", (4, 1000), None)
+    assert float(buffer.mean()) == 5.0
+
+
+def test_killed_coordinator_is_found_again_and_gets_what_it_lost(coordinator: Any) -> None:
+    probe = lifecycle.init("killed", attempt_key="a")
+    report(probe, 1)
+    wait_for(lambda: probe.outbox.is_empty, 30.0)
+    pid, _, _ = seen(coordinator)
+    os.kill(pid, signal.SIGKILL)
+    for step in (2, 3, 4):
+        report(probe, step)
+    wait_for(lambda: probe.outbox.is_empty, 60.0)
+    new_pid, events, values = seen(coordinator)
+    assert new_pid != pid
+    # Ray may deliver a batch twice; the sequence number says so.
+    assert {e.seq: e.fields["step"] for _, e in events if e.kind == "end"} == {5: 2, 7: 3, 9: 4}
+    assert sorted(values) == [5, 7, 9]
+    assert probe.outbox.dropped == {}
+    probe.close(0.0)
+
+
+def test_hung_coordinator_holds_up_nobody(coordinator: Any) -> None:
+    probe = lifecycle.init("hung", attempt_key="a")
+    wait_for(lambda: probe.status()["connected"], 30.0)
+    pid, _, _ = seen(coordinator)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for step in range(50):
+            report(probe, step)
+        assert probe.status()["waiting_events"] >= 50
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: probe.outbox.is_empty, 60.0)
+    _, events, _ = seen(coordinator)
+    assert [e.fields["step"] for _, e in events if e.kind == "end"] == list(range(50))
+    probe.close(0.0)
+
+
+def test_finish_on_the_driver_waits_for_the_run(coordinator: Any) -> None:
+    probe = lifecycle.init("finished", attempt_key="a")
+    report(probe, 1)
+    assert lifecycle.finish(30.0)
+    assert probe.is_inert
+    _, events, _ = seen(coordinator)
+    assert events[-1][1].kind == "finish"
+
+
+def test_init_before_ray_starts_no_cluster() -> None:
+    program = """
+    import time
+    import ray
+    from stagescope_workers import init
+
+    probe = init("early", attempt_key=None)
+    with probe.stage("s", step=1):
+        pass
+    time.sleep(1.0)  # nothing to wait for: the point is that nothing happens
+    assert not ray.is_initialized()
+    ray.init(address="local", num_cpus=1, object_store_memory=100_000_000,
+             include_dashboard=False, log_to_driver=False)
+    assert probe.outbox.waiting == 3
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=100)
