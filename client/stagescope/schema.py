@@ -36,8 +36,10 @@ resumed_from_step, pid. Unknown is absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
-"""work fields, begin_wall, begin_mono, status 'ok' | 'failed', error_type, error_message, scalars
-{name: float}, payload (PAYLOAD_FIELDS) or None, device_seconds."""
+"""work fields, begin_seq (the seq of the BEGIN that this ends: of a part that is done twice, each
+end finds its own), begin_wall, begin_mono, status 'ok' | 'failed', error_type, error_message,
+scalars {name: float}, payload (PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors}
+where the process had to let the payload go, device_seconds."""
 LOG: Final = "log"
 """work fields (stage may be None: a scalar of the step), scalars {name: float}."""
 END_STEP: Final = "end_step"
@@ -116,6 +118,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
+_INT64: Final = 1 << 63
 _RUN_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
 
 
@@ -156,18 +159,29 @@ class Sender:
             InvalidEvent: not a sender of this schema.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(wire, tuple | list) or len(wire) < 6 or wire[0] != SCHEMA:
+        if not isinstance(wire, tuple | list) or len(wire) < 7 or wire[0] != SCHEMA:
             raise InvalidEvent(
                 f"sender {wire!r:.200} cannot be read",
                 expected=f"({SCHEMA}, {', '.join(names)})",
             )
         values = dict(zip(names, wire[1:], strict=False))
         run, role, rank = check_run_name(values["run"]), values["role"], values["rank"]
-        if not isinstance(role, str) or not role or not isinstance(rank, int) or rank < 0:
+        if not _is_name(role, 100) or not _is_int(rank, 0, 1 << 31):
             raise InvalidEvent(
-                f"sender with role {role!r} and rank {rank!r}",
+                f"sender with role {role!r:.200} and rank {rank!r:.200}",
                 expected="a role's name and a rank from 0",
             )
+        for name, needed in (("incarnation", True), ("attempt_key", False), ("node_id", False)):
+            if not (_is_name(values[name], 500) or (values[name] is None and not needed)):
+                raise InvalidEvent(
+                    f"sender with {name} {values[name]!r:.200}",
+                    expected="a printable text of 1 to 500 characters",
+                )
+        for name in ("clock_offset", "clock_error", "started"):
+            if values.get(name) is not None and not _is_time(values[name]):
+                raise InvalidEvent(
+                    f"sender with {name} {values[name]!r:.200}", expected="seconds, or None"
+                )
         return cls(**{**values, "run": run})
 
 
@@ -200,19 +214,19 @@ class Event:
         schema, kind, seq, wall, mono, fields = wire[:6]
         if schema != SCHEMA:
             raise InvalidEvent(
-                f"event {seq!r} has schema number {schema!r}",
+                f"event {seq!r:.200} has schema number {schema!r:.200}",
                 expected=f"schema number {SCHEMA}",
                 advice="bring the service and the job to versions that share a schema",
             )
-        if kind not in KINDS:
-            raise InvalidEvent(f"event {seq!r} is of kind {kind!r}", expected=f"one of {KINDS}")
-        numbers_ok = (
-            isinstance(seq, int) and isinstance(wall, float | int) and isinstance(mono, float | int)
-        )
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise InvalidEvent(
+                f"event {seq!r:.200} is of kind {kind!r:.200}", expected=f"one of {sorted(KINDS)}"
+            )
+        numbers_ok = _is_int(seq, 0, _INT64) and _is_time(wall) and _is_time(mono)
         if not numbers_ok or not isinstance(fields, dict):
             raise InvalidEvent(
                 f"event {wire!r:.200} has fields of wrong types",
-                expected="seq int, wall and mono float, fields dict",
+                expected="seq an int from 0, wall and mono finite floats, fields a dict",
             )
         return cls(kind, seq, float(wall), float(mono), fields)
 
@@ -238,25 +252,41 @@ class Work:
     policy_version: int | None
     stage: str | None
     part: Part = Part()
+    key: str = dataclasses.field(init=False, repr=False, compare=False)
+    """The identity of this work inside a process: `step|policy_version|stage|part`."""
+
+    def __post_init__(self) -> None:
+        step = "" if self.step is None else self.step
+        # A step is the clock where there is one; the version then is a property, not identity.
+        version = self.policy_version if self.step is None else None
+        key = f"{step}|{'' if version is None else version}|{self.stage or ''}|{self.part}"
+        object.__setattr__(self, "key", key)
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Work:
         """Read the work fields of an event.
 
         Raises:
-            InvalidEvent: a step, version or part that is not an int, or an empty stage.
+            InvalidEvent: a step, version or part that is not an int (of 64 bits, a part from 0),
+                or a stage that is no name.
         """
-        numbers: dict[str, int | None] = {}
-        for name in ("step", "policy_version", *PART_FIELDS):
+        for name in ("step", "policy_version"):
             value = fields.get(name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise InvalidEvent(f"{name} is {value!r}", expected="an int or None")
-            numbers[name] = value
+            if value is not None and not _is_int(value, -_INT64, _INT64):
+                raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int or None")
+        part = _WHOLE_STAGE
+        for name in PART_FIELDS:
+            value = fields.get(name)
+            if value:
+                part = Part(*(fields.get(field) or 0 for field in PART_FIELDS))
+            if value is not None and not _is_int(value, 0, _INT64):
+                raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int from 0, or None")
         stage = fields.get("stage")
-        if stage is not None and (not isinstance(stage, str) or not 0 < len(stage) <= 200):
-            raise InvalidEvent(f"stage is {stage!r:.200}", expected="a name of 1 to 200 characters")
-        part = Part(*(numbers[name] or 0 for name in PART_FIELDS))
-        return cls(numbers["step"], numbers["policy_version"], stage, part)
+        if stage is not None and not _is_name(stage, 200):
+            raise InvalidEvent(
+                f"stage is {stage!r:.200}", expected="a printable name of 1 to 200 characters"
+            )
+        return cls(fields.get("step"), fields.get("policy_version"), stage, part)
 
     def fields(self) -> dict[str, Any]:
         """Return the work fields of an event."""
@@ -271,10 +301,20 @@ class Work:
             "microbatch": part.microbatch,
         }
 
-    @property
-    def key(self) -> str:
-        """The identity of this work inside a process: `step|policy_version|stage|part`."""
-        step = "" if self.step is None else self.step
-        # A step is the clock where there is one; the version then is a property, not identity.
-        version = self.policy_version if self.step is None else None
-        return f"{step}|{'' if version is None else version}|{self.stage or ''}|{self.part}"
+
+_WHOLE_STAGE: Final = Part()
+
+
+def _is_int(value: object, least: int, below: int) -> bool:
+    # A number that the catalogue cannot hold must not come so far that it spoils a whole batch.
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < below
+
+
+def _is_time(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return False
+    return abs(value) < 1e300  # also false for NaN
+
+
+def _is_name(value: object, most: int) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= most and value.isprintable()

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
 
-from stagescope_service.engine.entities import FAILED, OK, Attempt, Span, Step
+from stagescope_service.engine.entities import FAILED, OK, Participants, Span, Step
+
+COMPLETE: Final = "complete"
+PARTIAL: Final = "partial"
+UNKNOWN: Final = "unknown"
+NOT_BEGUN: Final = "not begun"
+
+Statuses = Mapping[tuple[str, str], Mapping[int, str | None]]
+"""(role, stage) -> rank -> what keeps it from having finished the stage; None where it has."""
 
 
 class Missing(NamedTuple):
@@ -28,51 +36,87 @@ class Completeness(NamedTuple):
     missing: list[Missing]
 
 
-def judge(attempt: Attempt, step: Step, *, all_stages: bool) -> Completeness:
+def judge(
+    statuses: Statuses,
+    *,
+    size_of: Callable[[str], int | None],
+    before: Participants | None,
+    all_stages: bool = False,
+) -> Completeness:
     """Judge a step by its stages' ranks.
 
     Expected in a stage are ranks 0 ... world_size - 1 of its role, else those of the attempt's
     last closed step. A stage that nobody began is not missed, unless `all_stages` says that the
-    step was cut off (its attempt ended): then the last closed step's stages are expected too.
+    step was cut off: then the last closed step's stages are expected too.
+
+    Args:
+        statuses: who began what in this step.
+        size_of: the world_size of a role, None where nobody said it.
+        before: who took part in the last closed step; None where there was none.
+        all_stages: the attempt broke off in this step.
     """
-    seen = _by_stage(step)
-    stages = set(seen) | (set(attempt.last_closed_ranks) if all_stages else set())
-    unknown = False
-    expected: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    missing: list[Missing] = []
+    expected, unknown = expect(statuses, size_of=size_of, before=before, all_stages=all_stages)
+    missing = {
+        (*key, rank): status
+        for key, ranks in expected.items()
+        for rank in ranks
+        if (status := statuses.get(key, {}).get(rank, NOT_BEGUN)) is not None
+    }
+    return verdict_of(expected, missing, unknown)
+
+
+def expect(
+    statuses: Statuses,
+    *,
+    size_of: Callable[[str], int | None],
+    before: Participants | None,
+    all_stages: bool,
+) -> tuple[Participants, bool]:
+    """Return who is expected in each stage, and whether that is unknown of any."""
+    before = before or {}
+    stages = set(statuses) | (set(before) if all_stages else set())
+    # A step in which nobody is known to have worked says nothing about itself.
+    unknown = not stages
+    expected: Participants = {}
     for role, stage in sorted(stages):
-        size = attempt.world_size(role)
-        if size is not None:
-            ranks = set(range(size))
-        else:
-            ranks = attempt.last_closed_ranks.get((role, stage), set())
-            unknown = unknown or not ranks
-        spans = seen.get((role, stage), {})
-        ranks |= set(spans)
-        expected[role][stage] = sorted(ranks)
-        for rank in sorted(ranks):
-            status = _status(spans.get(rank, []))
-            if status is not None:
-                missing.append(Missing(role, rank, stage, status))
-    verdict = "unknown" if unknown else "partial" if missing else "complete"
-    return Completeness(verdict, dict(expected), missing)
+        size = size_of(role)
+        ranks = set(before.get((role, stage), ())) if size is None else set(range(size))
+        unknown = unknown or not ranks
+        expected[(role, stage)] = ranks | set(statuses.get((role, stage), ()))
+    return expected, unknown
 
 
-def participants(step: Step) -> dict[tuple[str, str], set[int]]:
+def verdict_of(
+    expected: Participants, missing: Mapping[tuple[str, str, int], str], unknown: bool
+) -> Completeness:
+    """Put a judgement into words."""
+    shown: dict[str, dict[str, list[int]]] = {}
+    for role, stage in sorted(expected):
+        shown.setdefault(role, {})[stage] = sorted(expected[(role, stage)])
+    listed = [
+        Missing(role, rank, stage, status)
+        for (role, stage, rank), status in sorted(missing.items())
+    ]
+    verdict = UNKNOWN if unknown else PARTIAL if listed else COMPLETE
+    return Completeness(verdict, shown, listed)
+
+
+def statuses_of(step: Step) -> Statuses:
+    """Return how far each rank has come in each stage of a step."""
+    return {
+        key: {rank: status_of(spans) for rank, spans in ranks.items()}
+        for key, ranks in step.ranks.items()
+    }
+
+
+def status_of(spans: Iterable[Span]) -> str | None:
+    """Return what keeps a rank from having finished a stage, after the spans that answer for it."""
+    answering = [span.status for span in spans if not span.superseded]
+    if not answering:
+        return NOT_BEGUN
+    return next((status for status in answering if status not in (OK, FAILED)), None)
+
+
+def participants(step: Step) -> Participants:
     """Return (role, stage) -> ranks that began it in this step."""
-    return {key: set(ranks) for key, ranks in _by_stage(step).items()}
-
-
-def _by_stage(step: Step) -> dict[tuple[str, str], dict[int, list[Span]]]:
-    found: dict[tuple[str, str], dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for revisions in step.spans.values():
-        span = revisions[-1]
-        if span.work.stage is not None and not span.superseded:
-            found[(span.role, span.work.stage)][span.rank].append(span)
-    return found
-
-
-def _status(spans: list[Span]) -> str | None:
-    if not spans:
-        return "not begun"
-    return next((span.status for span in spans if span.status not in (OK, FAILED)), None)
+    return {key: set(ranks) for key, ranks in step.ranks.items()}

@@ -5,9 +5,10 @@ Only what is live or was closed lately is kept here; the catalogue holds everyth
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import Counter
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from stagescope.schema import Work
 from stagescope_service.engine.instructions import PayloadKey
@@ -15,7 +16,14 @@ from stagescope_service.engine.instructions import PayloadKey
 RECENT_STEPS: Final = 8
 """Closed steps of an attempt that stay in memory, for events that arrive late."""
 
-SETTLED_REMEMBERED: Final = 4096
+OPEN_STEPS: Final = 64
+"""Steps that one slow (role, rank) may hold open; beyond, the lowest close without it."""
+
+SETTLED_REMEMBERED: Final = 1024
+"""Outcomes of payloads that a process may still ask for."""
+
+SPANS_REMEMBERED: Final = 1024
+"""Spans that a process began and never ended, and ended ones of work without a step."""
 
 OPEN, OK, FAILED, UNFINISHED = "open", "ok", "failed", "unfinished"
 ANNOUNCED, INGESTED, LOST, DROPPED, REFUSED = (
@@ -27,6 +35,10 @@ ANNOUNCED, INGESTED, LOST, DROPPED, REFUSED = (
 )
 
 
+Participants = dict[tuple[str, str], set[int]]
+"""(role, stage) -> ranks."""
+
+
 @dataclasses.dataclass(slots=True)
 class Span:
     """One part of a stage as one process worked on it."""
@@ -35,6 +47,7 @@ class Span:
     role: str
     rank: int
     work: Work
+    #: Of two spans of one identity in a process the higher answers; see `spans`.
     revision: int = 0
     status: str = OPEN
     begin_seq: int | None = None
@@ -54,6 +67,31 @@ class Payload:
 
 
 @dataclasses.dataclass(slots=True)
+class Drops:
+    """What a process had to drop, each of its reports counted once."""
+
+    events: int = 0
+    payloads: int = 0
+    bytes: int = 0
+    #: The latest reports that were counted; older ones than the lowest of a full list were, too.
+    seqs: list[int] = dataclasses.field(default_factory=list)
+
+    REMEMBERED: ClassVar[int] = 256
+
+    def add(self, seq: int, what: str, count: int, size: int) -> bool:
+        """Count a report; return False where it was counted before."""
+        full = len(self.seqs) >= self.REMEMBERED
+        if seq in self.seqs or (full and seq < self.seqs[0]):
+            return False
+        bisect.insort(self.seqs, seq)
+        del self.seqs[: -self.REMEMBERED]
+        self.events += count if what == "event" else 0
+        self.payloads += count if what == "payload" else 0
+        self.bytes += size
+        return True
+
+
+@dataclasses.dataclass(slots=True)
 class Process:
     """One incarnation of a rank (or of a raw caller)."""
 
@@ -63,24 +101,38 @@ class Process:
     rank: int
     started: float
     raw: bool = False
+    unkeyed: bool = False
     world_size: int | None = None
     data_rank: int | None = None
     node_id: str | None = None
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
     lease_until: float = 0.0
+    last_wall: float = 0.0
+    clock: tuple[float | None, float | None] = (None, None)
     #: Highest step begun; None until it begins one, and until then it holds no step open.
     max_step: int | None = None
     finished: bool = False
     lapsed: bool = False
+    left_wall: float | None = None
     #: A newer incarnation of the same (role, rank) took over in the same attempt.
     replaced: bool = False
+    #: The plan that it says it has applied.
+    plan_revision: int | None = None
     #: A step was begun: the attempt of this process no longer changes.
     bound: bool = False
-    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
-    open_spans: set[tuple[int | None, str, int]] = dataclasses.field(default_factory=set)
+    #: It has reported work of its own in its attempt.
+    worked: bool = False
+    #: DROPPED events that were counted, and what they add up to.
+    drops: Drops = dataclasses.field(default_factory=Drops)
+    #: Spans that it began and has not ended, by (work key, revision).
+    open_spans: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
+    #: Those that its silence or leave made unfinished.
+    unfinished: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
     payloads: dict[PayloadKey, Payload] = dataclasses.field(default_factory=dict)
     #: How its latest payloads ended, so that a repeated announcement is answered, not read again.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: (work key, capture) -> column -> seq of the DUMP event that said it last.
+    dumps: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
 
     def settle(self, seq: int, state: str) -> None:
         """Remember how a payload ended."""
@@ -93,6 +145,11 @@ class Process:
         """Whether its word still counts for when a step closes."""
         return not (self.finished or self.lapsed or self.replaced)
 
+    @property
+    def age(self) -> tuple[float, str]:
+        """Order incarnations of one rank by: the highest is the newest."""
+        return (self.started, self.incarnation)
+
 
 @dataclasses.dataclass(slots=True)
 class Step:
@@ -104,11 +161,18 @@ class Step:
     close_reason: str | None = None
     #: Rebuilt from an event that came after the step had left memory: completeness stays as stored.
     ghost: bool = False
-    #: Every process's spans by work key; the last of a list is its newest revision.
+    #: Every process's spans by work key, in order of revision: the last of a list answers.
     spans: dict[tuple[str, str], list[Span]] = dataclasses.field(default_factory=dict)
     #: Who worked on the same thing: (role, rank, work key) -> incarnations.
     holders: dict[tuple[str, int, str], list[str]] = dataclasses.field(default_factory=dict)
-    pending: set[PayloadKey] = dataclasses.field(default_factory=set)
+    #: (role, stage) -> rank -> its spans.
+    ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
+    #: Who took part in the closed step before, kept when that one leaves memory.
+    before: Participants | None = None
+    #: The last verdict: (role, stage) -> expected ranks, and who of them is missing.
+    expected: Participants = dataclasses.field(default_factory=dict)
+    missing: dict[tuple[str, str, int], str] = dataclasses.field(default_factory=dict)
+    unknown: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,24 +186,63 @@ class Attempt:
     unkeyed: bool = False
     opened_wall: float = 0.0
     ended_wall: float | None = None
+    end_reason: str | None = None
     first_step: int | None = None
     resumed_from_step: int | None = None
+    #: A process said `resumed_from_step`; else it is derived from the first step.
+    resumed_told: bool = False
     last_closed_step: int | None = None
-    #: Who took part in the last closed step: (role, stage) -> ranks.
-    last_closed_ranks: dict[tuple[str, str], set[int]] = dataclasses.field(default_factory=dict)
     has_fingerprint: bool = False
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
+    by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
+    #: role -> (age of the process that said it, world_size): the newest is believed.
+    sizes: dict[str, tuple[tuple[float, str], int]] = dataclasses.field(default_factory=dict)
     steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+    #: The steps of `steps` that are not closed.
+    open: set[int] = dataclasses.field(default_factory=set)
+    #: The highest step that was ever opened.
+    top_step: int | None = None
+    #: Up to here a caller said `end_step`.
+    ended_through: int | None = None
+    #: Up to here steps may have left memory: what is stored of them stays.
+    forgotten_through: int | None = None
+    #: Payloads that were announced and are not settled, by step.
+    pending: dict[int | None, set[PayloadKey]] = dataclasses.field(default_factory=dict)
     #: Work without a step (a rollout job whose clock is the policy version).
     loose: Step = dataclasses.field(default_factory=lambda: Step(step=-1, opened_wall=0.0))
     #: How many live processes stand at which step: the lowest key holds its step open.
     clock: Counter[int] = dataclasses.field(default_factory=Counter)
 
+    def add(self, process: Process) -> None:
+        """Take in a process."""
+        self.processes[process.incarnation] = process
+        self.by_rank.setdefault((process.role, process.rank), []).append(process)
+        self.believe(process)
+
+    def remove(self, process: Process) -> None:
+        """Let a process go that has not worked here."""
+        del self.processes[process.incarnation]
+        self.by_rank[(process.role, process.rank)].remove(process)
+        if self.sizes.pop(process.role, None) is not None:
+            for other in self.processes.values():
+                self.believe(other)
+
+    def believe(self, process: Process) -> bool:
+        """Take in a process's word on its role's size; return whether that changed."""
+        if process.world_size is None:
+            return False
+        known = self.sizes.get(process.role)
+        if known is not None and known[0] > process.age:
+            return False
+        self.sizes[process.role] = (process.age, process.world_size)
+        return known is None or known[1] != process.world_size
+
     def world_size(self, role: str) -> int | None:
-        """Return the largest world_size that a process of `role` told."""
-        sizes = [
-            process.world_size
-            for process in self.processes.values()
-            if process.role == role and process.world_size
-        ]
-        return max(sizes, default=None)
+        """Return how many ranks a role has, by its newest process that said it."""
+        known = self.sizes.get(role)
+        return None if known is None else known[1]
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody is left."""
+        return self.ended_wall is not None

@@ -13,11 +13,26 @@ from typing import Any, Final
 from stagescope.schema import LAYOUT_COLUMNS, Event, Sender
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.instructions import Instruction, Put
-from stagescope_service.engine.rows import attempt_row, process_row, sender_columns
+from stagescope_service.engine.rows import (
+    attempt_row,
+    integer,
+    layout_columns,
+    plain,
+    process_row,
+)
 
 UNKEYED: Final = "unkeyed"
 RESTART_MARK: Final = "~"
 """Joins a key and a count where one key covers several starts."""
+
+REFRESH: Final = 5.0
+"""Seconds after which a process's row says again when it was last heard."""
+
+MAX_WORLD_SIZE: Final = 1 << 18
+"""No role has more ranks; a greater number is a mistake, and is not believed."""
+
+GONE_REMEMBERED: Final = 100_000
+"""Processes of earlier attempts of which the attempt alone stays in memory."""
 
 
 class Registry:
@@ -28,6 +43,7 @@ class Registry:
         self.processes: dict[str, Process] = {}
         self._by_key: dict[tuple[str, str], int] = {}
         self._newest: dict[str, int] = {}
+        self._gone: dict[str, int] = {}
         self._next_id = 1
 
     # --- looking up ---------------------------------------------------------------------
@@ -74,16 +90,21 @@ class Registry:
         return attempt, [*out, attempt_row(attempt)]
 
     def attempt_for(self, sender: Sender, wall: float) -> tuple[Attempt, list[Instruction]]:
-        """Return the attempt of a sender's key, opened if need be."""
+        """Return the attempt of a sender: where it was, else its key's, opened if need be."""
+        before = self._gone.get(sender.incarnation)
+        if before is not None and before in self.attempts:
+            return self.attempts[before], []
         if sender.attempt_key is None:
             newest = self.newest(sender.run)
             if newest is not None:
                 return newest, []
             return self.open_attempt(sender.run, UNKEYED, wall, unkeyed=True)
-        latest = self._latest_of_key(sender.run, sender.attempt_key)
+        # The mark is ours: in a user's key it would name another start.
+        key = sender.attempt_key.replace(RESTART_MARK, "-")
+        latest = self._latest_of_key(sender.run, key)
         if latest is not None:
             return latest, []
-        return self.open_attempt(sender.run, sender.attempt_key, wall)
+        return self.open_attempt(sender.run, key, wall)
 
     def _latest_of_key(self, run: str, key: str) -> Attempt | None:
         found = self._by_key.get((run, key))
@@ -98,10 +119,20 @@ class Registry:
     ) -> tuple[Process, list[Instruction]]:
         """Return the process of a sender, made if it is new, with its lease renewed."""
         process = self.processes.get(sender.incarnation)
-        if process is not None:
-            process.lease_until = max(process.lease_until, lease_until)
-            process.node_id = process.node_id or sender.node_id
+        if process is None:
+            return self._new_process(sender, event, lease_until, raw=raw)
+        process.lease_until = max(process.lease_until, lease_until)
+        clock = (sender.clock_offset, sender.clock_error)
+        node_came = process.node_id is None and sender.node_id is not None
+        if clock == process.clock and not node_came and event.wall < process.last_wall + REFRESH:
             return process, []
+        process.clock, process.node_id = clock, process.node_id or sender.node_id
+        process.last_wall = max(process.last_wall, event.wall)
+        return process, [process_row(process, **_heard(process))]
+
+    def _new_process(
+        self, sender: Sender, event: Event, lease_until: float, *, raw: bool
+    ) -> tuple[Process, list[Instruction]]:
         attempt, out = self.attempt_for(sender, event.wall)
         process = Process(
             incarnation=sender.incarnation,
@@ -110,92 +141,130 @@ class Registry:
             rank=sender.rank,
             started=event.wall if sender.started is None else sender.started,
             raw=raw,
+            unkeyed=sender.attempt_key is None,
             node_id=sender.node_id,
             lease_until=lease_until,
+            last_wall=event.wall,
+            clock=(sender.clock_offset, sender.clock_error),
         )
         self.processes[process.incarnation] = process
-        attempt.processes[process.incarnation] = process
-        if attempt.ended_wall is not None:
-            # Somebody still speaks for it: it had only been quiet.
-            attempt.ended_wall = None
-            out.append(attempt_row(attempt, end_reason=None))
-        row = process_row(process, first_wall=process.started, **sender_columns(sender, event))
-        return process, [*out, row]
+        attempt.add(process)
+        if process.started < attempt.opened_wall:
+            attempt.opened_wall = process.started
+            out.append(attempt_row(attempt))
+        # A row from before a restart may say that it fell silent.
+        columns = {"first_wall": process.started, "lapsed_wall": None, **_heard(process)}
+        return process, [*out, process_row(process, **columns)]
 
-    def introduce(self, process: Process, fields: Mapping[str, Any]) -> list[Instruction]:
-        """Take in what a process says of itself (the fields of a HELLO)."""
-        process.world_size = _positive(fields.get("world_size"), process.world_size)
-        data_rank = fields.get("data_rank")
-        process.data_rank = data_rank if isinstance(data_rank, int) else process.data_rank
+    def introduce(
+        self, process: Process, fields: Mapping[str, Any]
+    ) -> tuple[bool, list[Instruction]]:
+        """Take in what a process says of itself (the fields of a HELLO).
+
+        Returns whether that changed how many ranks its role is known to have, and what to write.
+        """
+        attempt = self.attempt_of(process)
+        size = integer(fields.get("world_size"))
+        if size is not None and 0 < size <= MAX_WORLD_SIZE:
+            process.world_size = size
+        data_rank = integer(fields.get("data_rank"))
+        process.data_rank = process.data_rank if data_rank is None else data_rank
         layout = fields.get("layout")
         if isinstance(layout, Mapping):
-            process.layout.update({str(name): value for name, value in layout.items()})
-        attempt = self.attempt_of(process)
+            process.layout.update({str(name): plain(value) for name, value in layout.items()})
+        settings = fields.get("settings")
+        settings = plain(settings) if isinstance(settings, Mapping) else None
+        apart = ("layout", "settings", "fingerprint")
+        hello = {name: plain(value) for name, value in fields.items() if name not in apart}
+        hello["layout"] = {
+            name: value for name, value in process.layout.items() if name not in LAYOUT_COLUMNS
+        }
+        columns = {"pid": integer(fields.get("pid")), "settings": settings, "hello": hello}
         out: list[Instruction] = [
-            process_row(
-                process,
-                pid=fields.get("pid") if isinstance(fields.get("pid"), int) else None,
-                settings=fields.get("settings"),
-                hello={
-                    name: value
-                    for name, value in fields.items()
-                    if name not in ("layout", "settings", "fingerprint")
-                }
-                | {"layout": _unknown_layout(process.layout)},
-            )
+            process_row(process, **layout_columns(process.layout), **columns),
+            *self._introduce_attempt(attempt, fields),
         ]
+        if settings and attempt is self.newest(attempt.run):
+            out.append(Put("runs", {"run": attempt.run, "settings": settings}))
+        return attempt.believe(process), out
+
+    def _introduce_attempt(self, attempt: Attempt, fields: Mapping[str, Any]) -> list[Instruction]:
         columns: dict[str, Any] = {}
-        resumed = fields.get("resumed_from_step")
-        if isinstance(resumed, int):
-            attempt.resumed_from_step = resumed
-            columns["resumed_from_step"] = resumed
+        resumed = integer(fields.get("resumed_from_step"))
+        if resumed is not None:
+            told = attempt.resumed_from_step if attempt.resumed_told else None
+            attempt.resumed_told = True
+            attempt.resumed_from_step = resumed if told is None else min(told, resumed)
+            columns["resumed_from_step"] = attempt.resumed_from_step
         fingerprint = fields.get("fingerprint")
         if isinstance(fingerprint, Mapping) and not attempt.has_fingerprint:
             attempt.has_fingerprint = True
-            columns["fingerprint"] = dict(fingerprint)
-        if columns:
-            out.append(attempt_row(attempt, **columns))
-        if isinstance(fields.get("settings"), Mapping):
-            out.append(
-                Put(
-                    "runs",
-                    {"run": attempt.run, "settings": dict(fields["settings"])},
-                )
-            )
-        return out
+            columns["fingerprint"] = plain(fingerprint)
+        return [attempt_row(attempt, **columns)] if columns else []
 
-    def bind(self, process: Process, step: int, wall: float) -> list[Instruction]:
+    def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
         """Settle a process's attempt at the first step that it begins.
 
-        A rank that starts again at a step which its attempt has closed is a new start.
+        A rank that starts again at a step which its attempt has closed is a new start; then the
+        attempt that it left is returned, too.
         """
         process.bound = True
         attempt = self.attempt_of(process)
         closed = attempt.last_closed_step
-        again = any(
-            other is not process and (other.role, other.rank) == (process.role, process.rank)
-            for other in attempt.processes.values()
-        )
-        if process.raw or process.role == "rollout" or closed is None or step > closed or not again:
-            return []
+        if process.raw or process.role == "rollout" or closed is None or step > closed:
+            return None, []
+        older = self._older(attempt, process)
+        if older is None:
+            return None, []
         base, _, _ = attempt.key.partition(RESTART_MARK)
         count = 2
         while (attempt.run, f"{base}{RESTART_MARK}{count}") in self._by_key:
             count += 1
-        opened, out = self.open_attempt(attempt.run, f"{base}{RESTART_MARK}{count}", wall)
-        # Those of the same start that said hello before anyone began a step come along.
+        key = f"{base}{RESTART_MARK}{count}"
+        opened, out = self.open_attempt(attempt.run, key, process.started)
+        # Those of the same start that spoke before anyone of it began a step come along.
         for other in [*attempt.processes.values()]:
-            if other is process or (not other.bound and not other.raw and other.live):
-                del attempt.processes[other.incarnation]
+            if other is process or self._came_with(attempt, other, older):
+                attempt.remove(other)
                 other.attempt_id = opened.attempt_id
-                opened.processes[other.incarnation] = other
+                opened.add(other)
+                opened.opened_wall = min(opened.opened_wall, other.started)
                 out.append(process_row(other))
-        return out
+        return attempt, [*out, attempt_row(opened)]
+
+    def _older(self, attempt: Attempt, process: Process) -> Process | None:
+        """Return the latest earlier incarnation of a process's rank."""
+        others = attempt.by_rank.get((process.role, process.rank), ())
+        older = [each for each in others if not each.raw and each.age < process.age]
+        return max(older, key=lambda each: each.age, default=None)
+
+    def _came_with(self, attempt: Attempt, other: Process, older: Process) -> bool:
+        """Whether `other` belongs to the start that follows the one of `older`."""
+        if other.bound or other.raw or other.worked or not other.live:
+            return False
+        return other.started > older.last_wall or self._older(attempt, other) is not None
+
+    def forget(self, attempt: Attempt, now: float) -> None:
+        """Let go of an attempt that is over and not its run's newest; the catalogue has it."""
+        if not attempt.over or attempt is self.newest(attempt.run) or not attempt.processes:
+            return
+        held = any(each.payloads or each.lease_until >= now for each in attempt.processes.values())
+        if held or attempt.pending:
+            return
+        for incarnation in attempt.processes:
+            del self.processes[incarnation]
+            self._gone[incarnation] = attempt.attempt_id
+        while len(self._gone) > GONE_REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+        top = attempt.top_step
+        if top is not None:
+            attempt.forgotten_through = top
+        for mapping in (attempt.processes, attempt.by_rank, attempt.steps, attempt.loose.spans):
+            mapping.clear()
+        attempt.loose.holders.clear()
+        attempt.loose.ranks.clear()
 
 
-def _positive(value: object, default: int | None) -> int | None:
-    return value if isinstance(value, int) and value > 0 else default
-
-
-def _unknown_layout(layout: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in layout.items() if name not in LAYOUT_COLUMNS}
+def _heard(process: Process) -> dict[str, Any]:
+    offset, error = process.clock
+    return {"last_wall": process.last_wall, "clock_offset": offset, "clock_error": error}

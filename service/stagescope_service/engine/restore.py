@@ -6,16 +6,31 @@ flight, and are read when their process offers them again, or lost when its leas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part, Work
-from stagescope_service.engine import steps
-from stagescope_service.engine.completeness import participants
-from stagescope_service.engine.entities import OPEN, Attempt, Payload, Process, Span, Step
+from stagescope_service.engine import spans, steps
+from stagescope_service.engine.completeness import UNKNOWN
+from stagescope_service.engine.entities import (
+    ANNOUNCED,
+    OPEN,
+    RECENT_STEPS,
+    UNFINISHED,
+    Attempt,
+    Drops,
+    Participants,
+    Payload,
+    Process,
+    Span,
+    Step,
+)
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.state import State
 from stagescope_service.store.base import Snapshot
+
+Row = Mapping[str, Any]
 
 
 def restore(state: State, snapshot: Snapshot, now: float) -> None:
@@ -27,28 +42,23 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
     for row in snapshot.processes:
         attempt = registry.attempts.get(row["attempt_id"])
         if attempt is not None:
-            lease = state.raw_lease_seconds if row["raw"] else state.lease_seconds
-            process = _process(row, now + lease)
-            registry.processes[process.incarnation] = process
-            attempt.processes[process.incarnation] = process
+            _take_process(state, attempt, row, now)
     for row in snapshot.steps:
         attempt = registry.attempts.get(row["attempt_id"])
         if attempt is not None:
-            attempt.steps[row["step"]] = Step(
-                step=row["step"],
-                opened_wall=row["opened_wall"] or 0.0,
-                closed_wall=row["closed_wall"],
-                close_reason=row["close_reason"],
-            )
+            _take_step(attempt, row, kept=attempt is registry.newest(attempt.run))
     for row in snapshot.stages:
         _take_span(state, row)
     for row in snapshot.payloads:
-        _take_payload(state, row)
+        _take_payload(state, row, now)
+    for row in snapshot.findings:
+        state.remember_finding(row["finding_id"], row["first_wall"])
     for attempt in registry.attempts.values():
         _settle(attempt)
 
 
-def _attempt(row: Mapping[str, Any]) -> Attempt:
+def _attempt(row: Row) -> Attempt:
+    first, resumed = row["first_step"], row["resumed_from_step"]
     return Attempt(
         attempt_id=row["attempt_id"],
         run=row["run"],
@@ -57,48 +67,93 @@ def _attempt(row: Mapping[str, Any]) -> Attempt:
         unkeyed=bool(row["unkeyed"]),
         opened_wall=row["opened_wall"] or 0.0,
         ended_wall=row["ended_wall"],
-        first_step=row["first_step"],
-        resumed_from_step=row["resumed_from_step"],
+        end_reason=row["end_reason"],
+        first_step=first,
+        resumed_from_step=resumed,
+        resumed_told=resumed is not None and (first is None or resumed != first - 1),
         last_closed_step=row["last_closed_step"],
         has_fingerprint=row.get("fingerprint") is not None,
     )
 
 
-def _process(row: Mapping[str, Any], lease_until: float) -> Process:
-    return Process(
+def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
+    lease = state.raw_lease_seconds if row["raw"] else state.lease_seconds
+    finished, lapsed = row["finished_wall"], row["lapsed_wall"]
+    process = Process(
         incarnation=row["incarnation"],
         attempt_id=row["attempt_id"],
         role=row["role"],
         rank=row["rank"],
         started=row["first_wall"] or 0.0,
         raw=bool(row["raw"]),
+        unkeyed=bool(row["unkeyed"]),
         world_size=row["world_size"],
         data_rank=row["data_rank"],
         node_id=row["node_id"],
-        layout={name: row[name] for name in LAYOUT_COLUMNS if row.get(name) is not None},
-        lease_until=lease_until,
+        layout={
+            **((row["hello"] or {}).get("layout") or {}),
+            **{name: row[name] for name in LAYOUT_COLUMNS if row.get(name) is not None},
+        },
+        lease_until=now + lease,
+        last_wall=row["last_wall"] or 0.0,
+        clock=(row["clock_offset"], row["clock_error"]),
         max_step=row["max_step"],
-        finished=row["finished_wall"] is not None,
-        lapsed=row["lapsed_wall"] is not None,
+        finished=finished is not None,
+        lapsed=lapsed is not None,
+        left_wall=finished if lapsed is None else lapsed,
+        plan_revision=row["plan_revision"],
         bound=row["max_step"] is not None,
+        drops=Drops(
+            row["dropped_events"] or 0,
+            row["dropped_payloads"] or 0,
+            row["dropped_bytes"] or 0,
+            [*(row["dropped_seqs"] or ())],
+        ),
     )
+    state.registry.processes[process.incarnation] = process
+    attempt.add(process)
 
 
-def _work(row: Mapping[str, Any]) -> Work:
+def _take_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
+    """Take in a step; `kept` says that its stages were read, too, where its attempt is over."""
+    number = row["step"]
+    top, through = attempt.top_step, attempt.forgotten_through
+    attempt.top_step = number if top is None else max(top, number)
+    if row["close_reason"] == steps.SAID:
+        said = attempt.ended_through
+        attempt.ended_through = number if said is None else max(said, number)
+    if attempt.over and not kept:
+        attempt.forgotten_through = number if through is None else max(through, number)
+        return
+    opened = row["opened_wall"]
+    step = Step(number, math.inf if opened is None else opened)
+    step.closed_wall, step.close_reason = row["closed_wall"], row["close_reason"]
+    attempt.steps[number] = step
+    if step.closed_wall is None:
+        attempt.open.add(number)
+    elif row["completeness"] != UNKNOWN:
+        # The step before it may be out of memory: then whom it told to expect is known from here.
+        step.before = _participants(row["expected"])
+
+
+def _participants(expected: Any) -> Participants:
+    return {
+        (role, stage): set(ranks)
+        for role, by_stage in (expected or {}).items()
+        for stage, ranks in by_stage.items()
+    }
+
+
+def _work(row: Row) -> Work:
     part = Part(*(row[name] or 0 for name in PART_FIELDS))
     return Work(row["step"], row["policy_version"], row["stage"], part)
 
 
-def _take_span(state: State, row: Mapping[str, Any]) -> None:
+def _take_span(state: State, row: Row) -> None:
     attempt = state.registry.attempts.get(row["attempt_id"])
     if attempt is None:
         return
     work = _work(row)
-    step = attempt.loose if work.step is None else attempt.steps.get(work.step)
-    if step is None:
-        step = attempt.steps[work.step] = Step(  # type: ignore[index]
-            step=work.step or 0, opened_wall=0.0, closed_wall=0.0, ghost=True
-        )
     span = Span(
         incarnation=row["incarnation"],
         role=row["role"],
@@ -110,42 +165,68 @@ def _take_span(state: State, row: Mapping[str, Any]) -> None:
         end_seq=row["end_seq"],
         superseded=bool(row["superseded"]),
     )
-    step.spans.setdefault((span.incarnation, work.key), []).append(span)
-    holders = step.holders.setdefault((span.role, span.rank, work.key), [])
-    if span.incarnation not in holders:
-        holders.append(span.incarnation)
-    process = attempt.processes.get(span.incarnation)
-    if process is not None and span.status == OPEN:
-        process.open_spans.add((work.step, work.key, span.revision))
-
-
-def _take_payload(state: State, row: Mapping[str, Any]) -> None:
-    process = state.registry.processes.get(row["incarnation"])
-    attempt = state.registry.attempts.get(row["attempt_id"])
-    if process is None or attempt is None:
-        return
-    key, work = PayloadKey(row["incarnation"], row["seq"]), _work(row)
-    process.payloads[key] = Payload(key, row["attempt_id"], work)
     step = attempt.loose if work.step is None else attempt.steps.get(work.step)
     if step is not None:
-        step.pending.add(key)
+        spans.keep(step, span)
+    process = state.registry.processes.get(span.incarnation)
+    if process is None:
+        return
+    process.worked = True
+    if span.status == OPEN:
+        process.open_spans[(work.key, span.revision)] = span
+    elif span.status == UNFINISHED:
+        process.unfinished[(work.key, span.revision)] = span
+
+
+def _take_payload(state: State, row: Row, now: float) -> None:
+    attempt = state.registry.attempts.get(row["attempt_id"])
+    if attempt is None:
+        return
+    process = state.registry.processes.get(row["incarnation"])
+    if row["state"] != ANNOUNCED:
+        if process is not None:
+            process.settle(row["seq"], row["state"])
+        return
+    if process is None:
+        process = _gone(state, attempt, row, now)
+    key, work = PayloadKey(row["incarnation"], row["seq"]), _work(row)
+    process.payloads[key] = Payload(key, row["attempt_id"], work)
+    steps.payload_pending(attempt, work.step, key)
+
+
+def _gone(state: State, attempt: Attempt, row: Row, now: float) -> Process:
+    """Stand in for a process of an earlier attempt that left before its payload was read."""
+    process = Process(
+        incarnation=row["incarnation"],
+        attempt_id=row["attempt_id"],
+        role=row["role"],
+        rank=row["rank"],
+        started=0.0,
+        lease_until=now + state.lease_seconds,
+        finished=True,
+        bound=True,
+    )
+    state.registry.processes[process.incarnation] = process
+    attempt.add(process)
+    return process
 
 
 def _settle(attempt: Attempt) -> None:
-    """Derive what is not stored: revisions' order, who was there last, who stands where."""
-    for step in [attempt.loose, *attempt.steps.values()]:
-        for revisions in step.spans.values():
-            revisions.sort(key=lambda span: span.revision)
-    if attempt.last_closed_step in attempt.steps:
-        attempt.last_closed_ranks = participants(attempt.steps[attempt.last_closed_step])
+    """Derive what is not stored: who stands where, what left memory, the verdicts."""
     newest: dict[tuple[str, int], Process] = {}
     for process in attempt.processes.values():
-        if process.max_step is None:
+        if process.max_step is None or process.raw:
             continue
         other = newest.get((process.role, process.rank))
-        if other is None or other.started < process.started:
+        if other is None or other.age < process.age:
             newest[(process.role, process.rank)] = process
     for process in attempt.processes.values():
         if process.max_step is not None:
-            process.replaced = newest[(process.role, process.rank)] is not process
+            place = (process.role, process.rank)
+            process.replaced = not process.raw and newest[place] is not process
             steps.rejoin(attempt, process)
+    closed = sorted(number for number in attempt.steps if number not in attempt.open)
+    if len(closed) >= RECENT_STEPS:
+        attempt.forgotten_through = closed[0] - 1
+    for number in closed:
+        steps.judge_in_memory(attempt, attempt.steps[number])

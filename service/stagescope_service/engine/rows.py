@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, Final
 
-from stagescope.schema import LAYOUT_COLUMNS, Event, Sender, Work
+from stagescope.schema import LAYOUT_COLUMNS, Work
 from stagescope_service.engine.entities import Attempt, Process, Span
 from stagescope_service.engine.instructions import PayloadKey, Put
+
+_INT64: Final = 1 << 63
+_LONG: Final = 100_000
 
 
 def work_columns(work: Work) -> dict[str, Any]:
@@ -28,6 +33,7 @@ def attempt_row(attempt: Attempt, **columns: Any) -> Put:
             "unkeyed": attempt.unkeyed,
             "opened_wall": attempt.opened_wall,
             "ended_wall": attempt.ended_wall,
+            "end_reason": attempt.end_reason,
             "first_step": attempt.first_step,
             "resumed_from_step": attempt.resumed_from_step,
             "last_closed_step": attempt.last_closed_step,
@@ -37,24 +43,30 @@ def attempt_row(attempt: Attempt, **columns: Any) -> Put:
 
 
 def process_row(process: Process, **columns: Any) -> Put:
-    """Write who a process is, and `columns` beside it."""
-    layout = {name: value for name, value in process.layout.items() if name in LAYOUT_COLUMNS}
-    return Put(
-        "processes",
-        {
-            "incarnation": process.incarnation,
-            "attempt_id": process.attempt_id,
-            "role": process.role,
-            "rank": process.rank,
-            "world_size": process.world_size,
-            "data_rank": process.data_rank,
-            "node_id": process.node_id,
-            "raw": process.raw,
-            "max_step": process.max_step,
-            **layout,
-            **columns,
-        },
-    )
+    """Write what is known of who a process is, and `columns` beside it."""
+    row: dict[str, Any] = {
+        "incarnation": process.incarnation,
+        "attempt_id": process.attempt_id,
+        "role": process.role,
+        "rank": process.rank,
+        "raw": process.raw,
+        "unkeyed": process.unkeyed,
+    }
+    # What is not known now may have been known before a restart: it stays as it is stored.
+    for name in ("world_size", "data_rank", "node_id", "max_step"):
+        value = getattr(process, name)
+        if value is not None:
+            row[name] = value
+    return Put("processes", {**row, **columns})
+
+
+def layout_columns(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a process's layout, each of its column's type."""
+    return {
+        name: integer(layout[name]) if name.endswith(("_rank", "_size", "_index")) else text(value)
+        for name, value in layout.items()
+        if name in LAYOUT_COLUMNS and value is not None
+    }
 
 
 def span_row(attempt_id: int, span: Span, **columns: Any) -> Put:
@@ -94,26 +106,29 @@ def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **col
     )
 
 
-def scalar_rows(process: Process, work: Work, scalars: Mapping[str, Any], wall: float) -> list[Put]:
-    """Write named numbers; what is not a number is left out (the caller counts it)."""
-    return [
-        Put(
-            "scalars",
-            {
-                "incarnation": process.incarnation,
-                "work_key": work.key,
-                "name": name,
-                "attempt_id": process.attempt_id,
-                "role": process.role,
-                "rank": process.rank,
-                **work_columns(work),
-                "value": float(value),
-                "wall": wall,
-            },
-        )
-        for name, value in scalars.items()
-        if isinstance(value, int | float)
-    ]
+def scalar_rows(
+    process: Process, work: Work, scalars: Mapping[str, Any], wall: float
+) -> tuple[list[Put], list[str]]:
+    """Return the rows of named numbers, and the names of those that are no numbers."""
+    where = {
+        "incarnation": process.incarnation,
+        "work_key": work.key,
+        "attempt_id": process.attempt_id,
+        "role": process.role,
+        "rank": process.rank,
+        **work_columns(work),
+        "wall": wall,
+    }
+    rows: list[Put] = []
+    refused: list[str] = []
+    for name, value in scalars.items():
+        found = number(value)
+        shown = text(name, 200) or ""
+        if found is None:
+            refused.append(shown)
+        else:
+            rows.append(Put("scalars", {**where, "name": shown, "value": found}))
+    return rows, refused
 
 
 def loss_row(
@@ -138,16 +153,54 @@ def loss_row(
     )
 
 
+def integer(value: object) -> int | None:
+    """Return an int that a column can hold, else None."""
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
+        return None
+    value = int(value)
+    return value if -_INT64 <= value < _INT64 else None
+
+
+def number(value: object) -> float | None:
+    """Return a number as a float (NaN and infinities too), else None; numpy's are numbers."""
+    if type(value) is float:
+        return value
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+
+
+def text(value: object, most: int = 4000) -> str | None:
+    """Return a text that every database takes: no lone surrogates, no NUL, not too long."""
+    if value is None:
+        return None
+    shown = str(value)[:most]
+    if shown.isprintable():
+        return shown
+    return shown.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def plain(value: object, depth: int = 20) -> Any:
+    """Return what JSON can say of a value; of what it has no word for, its text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return text(value, _LONG)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return number(value)
+    if depth and isinstance(value, Mapping):
+        return {text(name): plain(item, depth - 1) for name, item in value.items()}
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, depth - 1) for item in value]
+    return text(repr(value), 1000)
+
+
 def digest(*parts: object) -> str:
     """Return a short stable name for a tuple of values."""
     text = "\x1f".join(str(part) for part in parts)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-def sender_columns(sender: Sender, event: Event) -> dict[str, Any]:
-    """Return the columns that every batch refreshes of its process."""
-    return {
-        "last_wall": event.wall,
-        "clock_offset": sender.clock_offset,
-        "clock_error": sender.clock_error,
-    }

@@ -1,11 +1,19 @@
 """Spans of work inside a step: begun, ended, repeated, superseded.
 
 Every function takes what it changes and returns what must be written; none looks outside.
+
+A span's place in the catalogue is (incarnation, work key, revision), and its revision is the
+sequence number of its BEGIN, which its END says too (`begin_seq`). So both find their row in any
+order, also where nothing is remembered of the other, and of two spans of one identity the one
+that began later has the higher revision. Where it is not known (raw callers, who have no order;
+an END of a probe that does not say it) the span is found among those in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import bisect
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 from stagescope.schema import Event, Sender, Work
@@ -13,6 +21,7 @@ from stagescope_service.engine.entities import (
     FAILED,
     OK,
     OPEN,
+    SPANS_REMEMBERED,
     UNFINISHED,
     Attempt,
     Process,
@@ -21,161 +30,239 @@ from stagescope_service.engine.entities import (
 )
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Instruction
-from stagescope_service.engine.rows import span_row
+from stagescope_service.engine.rows import integer, number, span_row, text
 
 RAW_SEQ: Final = 1 << 60
 """From here on a seq is a raw call's delivery identity, which says nothing about order."""
 
+_revision: Final = attrgetter("revision")
+
 
 def begin(
     attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work
-) -> list[Instruction]:
+) -> tuple[Span, list[Instruction]]:
     """Take in that a process began `work`; the end may have come first."""
-    span = _find(step, process, work, event.seq, ended=False)
+    span = _find_begun(step, process, work, event)
     out: list[Instruction] = []
     if span is None:
-        span, out = _add(attempt, step, process, event, work)
+        span, out = _add(attempt, step, process, event, work, _own_revision(event))
     if span.begin_seq is not None:
-        return out  # a repetition
+        return span, out  # a repetition
     span.begin_seq = event.seq
     if span.status == OPEN:
-        process.open_spans.add((work.step, work.key, span.revision))
+        process.open_spans[(work.key, span.revision)] = span
     columns = {
         "begin_seq": event.seq,
         "begin_wall": event.wall,
         "begin_mono": event.mono,
         "device_time": bool(event.fields.get("device_time")),
-        **_clock(sender),
     }
+    if span.end_seq is None:
+        columns |= _clock(sender)
+    if span.work.policy_version is None:
+        span.work = work
     out.append(span_row(attempt.attempt_id, span, **columns))
-    return [*out, *_supersede(attempt, step, span, event.wall)]
+    return span, out
 
 
 def end(
     attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work
 ) -> tuple[Span, list[Instruction]]:
     """Take in that a process ended `work`, also where its beginning never arrived."""
-    span = _find(step, process, work, event.seq, ended=True)
+    begin_seq = integer(event.fields.get("begin_seq"))
+    if begin_seq is not None and not 0 < begin_seq < event.seq:
+        begin_seq = None
+    span = _find_ended(step, process, work, event, begin_seq)
     out: list[Instruction] = []
     if span is None:
-        span, out = _add(attempt, step, process, event, work)
+        revision = _own_revision(event) if begin_seq is None else begin_seq
+        span, out = _add(attempt, step, process, event, work, revision)
     if span.end_seq is not None:
         return span, out  # a repetition
     span.end_seq = event.seq
     span.status = FAILED if event.fields.get("status") == FAILED else OK
-    process.open_spans.discard((work.step, work.key, span.revision))
+    if span.work.policy_version is None:
+        span.work = work
+    process.open_spans.pop((work.key, span.revision), None)
+    process.unfinished.pop((work.key, span.revision), None)
     columns: dict[str, Any] = {
         "end_seq": event.seq,
         "end_wall": event.wall,
         "end_mono": event.mono,
-        "device_seconds": _number(event.fields, "device_seconds"),
-        "error_type": _text(event.fields, "error_type"),
-        "error_message": _text(event.fields, "error_message"),
+        "device_seconds": number(event.fields.get("device_seconds")),
+        "error_type": text(event.fields.get("error_type")),
+        "error_message": text(event.fields.get("error_message")),
         **_clock(sender),
     }
-    for name in ("begin_wall", "begin_mono"):
-        if (value := _number(event.fields, name)) is not None:
-            columns[name] = value
+    if span.begin_seq is None:
+        for name in ("begin_wall", "begin_mono"):
+            if (value := number(event.fields.get(name))) is not None:
+                columns[name] = value
     out.append(span_row(attempt.attempt_id, span, **columns))
-    return span, [*out, *_supersede(attempt, step, span, event.wall)]
+    return span, out
 
 
-def is_unfinished(step: Step, process: Process, work: Work) -> bool:
-    """Return whether this work counts as unfinished."""
-    revisions = step.spans.get((process.incarnation, work.key))
-    return revisions is not None and revisions[-1].status == UNFINISHED
-
-
-def abandon(attempt: Attempt, step: Step, process: Process) -> list[tuple[Span, Instruction]]:
-    """Mark what a process left open in `step` as unfinished."""
+def abandon(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:
+    """Mark what a process left open as unfinished."""
     out: list[tuple[Span, Instruction]] = []
-    for span in _of_process(step, process):
-        if span.status == OPEN:
-            span.status = UNFINISHED
-            process.open_spans.discard((span.work.step, span.work.key, span.revision))
-            out.append((span, span_row(attempt.attempt_id, span)))
+    for key, span in process.open_spans.items():
+        span.status = UNFINISHED
+        process.unfinished[key] = span
+        out.append((span, span_row(attempt.attempt_id, span)))
+    process.open_spans.clear()
     return out
 
 
-def revive(attempt: Attempt, step: Step, process: Process) -> list[Instruction]:
+def revive(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:
     """Take back `abandon`: the process was only quiet."""
-    out: list[Instruction] = []
-    for span in _of_process(step, process):
-        if span.status == UNFINISHED:
-            span.status = OPEN
-            process.open_spans.add((span.work.step, span.work.key, span.revision))
-            out.append(span_row(attempt.attempt_id, span))
+    out: list[tuple[Span, Instruction]] = []
+    for key, span in process.unfinished.items():
+        span.status = OPEN
+        process.open_spans[key] = span
+        out.append((span, span_row(attempt.attempt_id, span)))
+    process.unfinished.clear()
     return out
 
 
-def _of_process(step: Step, process: Process) -> Iterator[Span]:
-    for (incarnation, _), revisions in step.spans.items():
-        if incarnation == process.incarnation:
-            yield from revisions
+def oldest_open(process: Process) -> Span | None:
+    """Return the span to give up where a process began more than can be remembered."""
+    if len(process.open_spans) <= SPANS_REMEMBERED:
+        return None
+    return process.open_spans.pop(next(iter(process.open_spans)))
 
 
-def _find(step: Step, process: Process, work: Work, seq: int, *, ended: bool) -> Span | None:
-    """Return the span that an event belongs to: the one that knows it, else one that lacks it."""
-    revisions = step.spans.get((process.incarnation, work.key), [])
-    for span in revisions:
-        if seq == (span.end_seq if ended else span.begin_seq):
+def of_stage(step: Step, incarnation: str, work: Work) -> list[Span]:
+    """Return a process's spans of a stage, all parts of it."""
+    return [
+        span
+        for ranks in step.ranks.values()
+        for spans in ranks.values()
+        for span in spans
+        if span.incarnation == incarnation
+        and span.work.stage == work.stage
+        and (work.step is not None or span.work.policy_version == work.policy_version)
+    ]
+
+
+def keep(step: Step, span: Span) -> None:
+    """Put a span in its places in `step`."""
+    revisions = step.spans.setdefault((span.incarnation, span.work.key), [])
+    bisect.insort(revisions, span, key=_revision)
+    holders = step.holders.setdefault((span.role, span.rank, span.work.key), [])
+    if span.incarnation not in holders:
+        holders.append(span.incarnation)
+    if span.work.stage is not None:
+        ranks = step.ranks.setdefault((span.role, span.work.stage), {})
+        ranks.setdefault(span.rank, []).append(span)
+
+
+def let_go_of_ended(step: Step) -> None:
+    """Keep work without a step, which never closes, from growing without end."""
+    excess = len(step.spans) - SPANS_REMEMBERED
+    if excess < SPANS_REMEMBERED:
+        return
+    for key in [*step.spans]:
+        revisions = step.spans[key]
+        if excess <= 0 or any(span.status == OPEN for span in revisions):
+            continue
+        del step.spans[key]
+        excess -= 1
+    kept = [span for revisions in step.spans.values() for span in revisions]
+    step.spans, step.holders, step.ranks = {}, {}, {}
+    for span in kept:
+        keep(step, span)
+
+
+def _own_revision(event: Event) -> int:
+    # A raw caller's seq is a hash; the service's clock at its first arrival has an order.
+    return event.seq if event.seq < RAW_SEQ else int(event.wall * 1e6)
+
+
+def _known(step: Step, process: Process, work: Work) -> list[Span]:
+    known = step.spans.get((process.incarnation, work.key))
+    if known is None and step.ghost:
+        left = (*process.open_spans.values(), *process.unfinished.values())
+        known = [span for span in left if span.work.key == work.key]
+    return known or []
+
+
+def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span | None:
+    """Return the span of a BEGIN: the one that knows it, else one that ended after it."""
+    known = _known(step, process, work)
+    for span in known:
+        if event.seq in (span.begin_seq, span.revision):
             return span
-    for span in revisions:
-        if (span.end_seq if ended else span.begin_seq) is None and _in_order(span, seq, ended):
+    raw = event.seq >= RAW_SEQ
+    for span in known:
+        # Its END did not say where it began.
+        lacks = span.begin_seq is None and span.revision == span.end_seq
+        if span.begin_seq is None and raw:
+            return span
+        if lacks and span.end_seq is not None and event.seq < span.end_seq:
             return span
     return None
 
 
-def _in_order(span: Span, seq: int, ended: bool) -> bool:
-    """Whether this end lies after the span's beginning (a raw caller's seq has no order)."""
-    if ended:
-        return span.begin_seq is None or span.begin_seq < seq or seq >= RAW_SEQ
-    return span.end_seq is None or seq < span.end_seq or seq >= RAW_SEQ
+def _find_ended(
+    step: Step, process: Process, work: Work, event: Event, begin_seq: int | None
+) -> Span | None:
+    """Return the span of an END: the one that knows it, else the one that it says it ends."""
+    known = _known(step, process, work)
+    for span in known:
+        if span.end_seq == event.seq:
+            return span
+    if begin_seq is not None:
+        return next((span for span in known if span.revision == begin_seq), None)
+    raw = event.seq >= RAW_SEQ
+    unended = [span for span in known if span.end_seq is None]
+    if raw:
+        return unended[0] if unended else None
+    return next((span for span in reversed(unended) if span.revision < event.seq), None)
 
 
 def _add(
-    attempt: Attempt, step: Step, process: Process, event: Event, work: Work
+    attempt: Attempt, step: Step, process: Process, event: Event, work: Work, revision: int
 ) -> tuple[Span, list[Instruction]]:
-    revisions = step.spans.setdefault((process.incarnation, work.key), [])
-    span = Span(process.incarnation, process.role, process.rank, work, revision=len(revisions))
-    out: list[Instruction] = []
-    if revisions:
-        for older in revisions:
-            older.superseded = True
-            out.append(span_row(attempt.attempt_id, older))
-        out.append(
-            _repeated(attempt, span, event.wall, "the same process reported the same part twice")
-        )
-    revisions.append(span)
-    holders = step.holders.setdefault((process.role, process.rank, work.key), [])
-    if process.incarnation not in holders:
-        holders.append(process.incarnation)
-    return span, out
+    span = Span(process.incarnation, process.role, process.rank, work, revision)
+    keep(step, span)
+    process.worked = True
+    if step.step == attempt.loose.step:
+        let_go_of_ended(step)
+    revisions = step.spans[(process.incarnation, work.key)]
+    holders = step.holders[(process.role, process.rank, work.key)]
+    if len(revisions) == 1 and len(holders) == 1:
+        return span, []
+    return span, _supersede(attempt, step, span, event.wall)
 
 
 def _supersede(attempt: Attempt, step: Step, span: Span, wall: float) -> list[Instruction]:
-    """Let the newest incarnation answer for a piece of work that several did."""
+    """Let the latest span of the newest incarnation answer for work that was done repeatedly."""
     holders = step.holders[(span.role, span.rank, span.work.key)]
-    if len(holders) < 2:
-        return []
-    newest = max(holders, key=lambda name: (_started(attempt, name), name))
+    newest = max(holders, key=lambda name: _age(attempt, name))
     out: list[Instruction] = []
     for incarnation in holders:
-        latest = step.spans[(incarnation, span.work.key)][-1]
-        superseded = incarnation != newest
-        if latest.superseded != superseded:
-            latest.superseded = superseded
-            out.append(span_row(attempt.attempt_id, latest))
-    out.append(_repeated(attempt, span, wall, f"{len(holders)} incarnations of a rank did it"))
-    return out
+        revisions = step.spans[(incarnation, span.work.key)]
+        for each in revisions:
+            superseded = incarnation != newest or each is not revisions[-1]
+            if each.superseded != superseded:
+                each.superseded = superseded
+                if each is not span:  # its own row is about to be written
+                    out.append(span_row(attempt.attempt_id, each))
+    return [*out, _repeated(attempt, span, wall)]
 
 
-def _repeated(attempt: Attempt, span: Span, wall: float, how: str) -> Instruction:
+def _age(attempt: Attempt, incarnation: str) -> tuple[float, str]:
+    # After a restart, processes that left long ago are in the catalogue alone.
+    process = attempt.processes.get(incarnation)
+    return (0.0, incarnation) if process is None else process.age
+
+
+def _repeated(attempt: Attempt, span: Span, wall: float) -> Instruction:
     work = span.work
     return finding(
         "superseded_work",
-        f"step {work.step} {work.stage} part {work.part} of {span.role} rank {span.rank} was "
-        f"reported more than once: {how}; the newest answers, the older is kept as superseded",
+        f"parts of {work.stage} in step {work.step} were reported more than once by {span.role} "
+        f"rank {span.rank}; the newest answers, the older are kept as superseded",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=wall,
@@ -187,21 +274,5 @@ def _repeated(attempt: Attempt, span: Span, wall: float, how: str) -> Instructio
     )
 
 
-def _clock(sender: Sender) -> dict[str, Any]:
+def _clock(sender: Sender) -> Mapping[str, Any]:
     return {"clock_offset": sender.clock_offset, "clock_error": sender.clock_error}
-
-
-def _number(fields: Mapping[str, Any], name: str) -> float | None:
-    value = fields.get(name)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str | None:
-    value = fields.get(name)
-    return None if value is None else str(value)[:4000]
-
-
-def _started(attempt: Attempt, incarnation: str) -> float:
-    # After a restart, processes that left long ago are in the catalogue alone.
-    process = attempt.processes.get(incarnation)
-    return 0.0 if process is None else process.started

@@ -9,7 +9,7 @@ so that a repetition writes what stands there already. All state is mutated thro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from stagescope.errors import InvalidEvent
 from stagescope.schema import (
@@ -21,20 +21,17 @@ from stagescope.schema import (
     Sender,
     Work,
 )
-from stagescope_service.engine import spans, steps
+from stagescope_service.engine import payloads, reports, spans, steps
 from stagescope_service.engine.entities import (
-    ANNOUNCED,
     LOST,
     UNFINISHED,
     Attempt,
-    Payload,
     Process,
+    Span,
     Step,
 )
-from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import (
     Delete,
-    Ingest,
     Instruction,
     PayloadKey,
     Put,
@@ -42,14 +39,13 @@ from stagescope_service.engine.instructions import (
 )
 from stagescope_service.engine.registry import Registry
 from stagescope_service.engine.rows import (
-    attempt_row,
     digest,
     loss_row,
-    payload_row,
     process_row,
-    scalar_rows,
-    work_columns,
+    span_row,
 )
+
+FINDINGS_REMEMBERED: Final = 10_000
 
 
 class State:
@@ -61,6 +57,7 @@ class State:
 
     def __init__(self, *, lease_seconds: float = 45.0, raw_lease_seconds: float = 3600.0) -> None:
         self.registry = Registry()
+        self._findings: dict[str, float] = {}
         self.lease_seconds = lease_seconds
         self.raw_lease_seconds = raw_lease_seconds
 
@@ -93,180 +90,113 @@ class State:
             raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
         process, out = self.registry.process_for(sender, event, lease, raw=raw)
-        out += self._wake(process)
+        attempt = self.registry.attempt_of(process)
+        out += self._wake(process, event.wall)
+        if attempt.over:
+            out += steps.resume(attempt, process)
         match event.kind:
             case "hello":
-                out += self.registry.introduce(process, event.fields)
+                resized, rows = self.registry.introduce(process, event.fields)
+                out += rows
+                out += steps.rejudge_all(attempt) if resized else []
             case "begin":
                 out += self._begin(process, sender, event, work)
             case "end":
                 out += self._end(process, sender, event, work, has_payload)
             case "log":
-                attempt = self.registry.attempt_of(process)
                 out += steps.open_step(attempt, work.step, event.wall)[1]
-                out += self._scalars(process, event, work)
-            case "end_step":
-                attempt = self.registry.attempt_of(process)
-                if work.step is not None:
-                    out += steps.close_through(attempt, work.step, event.wall, "end_step")
+                out += reports.scalars(attempt, process, event, work)
+                out += steps.close_due(attempt, event.wall)
+            case "end_step" if work.step is not None:
+                out += steps.end_step(attempt, work.step, event.wall)
             case "finish":
                 out += self._leave(process, event.wall, finished=True)
             case "dropped":
-                out += self._dropped(process, event, work)
+                out += reports.dropped(attempt, process, event, work)
             case "refused":
-                out.append(self._refused(process, event, work))
+                out.append(reports.refused(attempt, process, event, work))
             case "dump":
-                out += self._dump(process, event, work)
+                out += reports.dump(attempt, process, event, work)
+        return self._noted(out)
+
+    def _noted(self, out: list[Instruction]) -> list[Instruction]:
+        """Let a finding that is made again keep the time at which it was made first."""
+        for at, order in enumerate(out):
+            if isinstance(order, Put) and order.table == "findings":
+                row = order.row
+                first = self.remember_finding(row["finding_id"], row["first_wall"])
+                out[at] = Put("findings", {**row, "first_wall": first})
+        return out
+
+    def remember_finding(self, finding_id: str, wall: float) -> float:
+        """Return when a finding was made first, `wall` being one such time."""
+        first = min(self._findings.get(finding_id, wall), wall)
+        self._findings[finding_id] = first
+        if len(self._findings) > FINDINGS_REMEMBERED:
+            del self._findings[next(iter(self._findings))]
+        return first
+
+    def _bind(self, process: Process, step: int | None, wall: float) -> list[Instruction]:
+        if process.bound or step is None:
+            return []
+        left, out = self.registry.bind(process, step)
+        if left is not None:
+            out += steps.end_if_left(left)
+            out += steps.close_due(left, wall)
         return out
 
     def _begin(
         self, process: Process, sender: Sender, event: Event, work: Work
     ) -> list[Instruction]:
-        out: list[Instruction] = []
-        if work.step is not None and not process.bound:
-            out += self.registry.bind(process, work.step, event.wall)
+        out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, event.wall)
         out += opened
-        out += spans.begin(attempt, step, process, sender, event, work)
-        if work.step is not None:
-            out += steps.advance(attempt, process, work.step, event.wall)
-        return out
+        span, begun = spans.begin(attempt, step, process, sender, event, work)
+        out += begun
+        if process.finished and process.open_spans:
+            # It took leave before this beginning was heard of.
+            out += self._abandon(attempt, process, event.wall, "its process took leave")
+        elif (forgotten := spans.oldest_open(process)) is not None:
+            forgotten.status = UNFINISHED
+            out.append(span_row(attempt.attempt_id, forgotten))
+            reason = "its end never arrived"
+            out.append(self._stage_loss(attempt, process, forgotten.work, reason, event.wall))
+        return out + self._stand(attempt, process, step, span, event.wall)
+
+    def _stand(
+        self, attempt: Attempt, process: Process, step: Step, span: Span, wall: float
+    ) -> list[Instruction]:
+        """Note where a process stands, and judge what that decides."""
+        if step is attempt.loose:
+            return []
+        out = steps.rejudge_rank(attempt, step, span)
+        # The beginning may be lost: the end, too, says where this rank stands.
+        out += steps.advance(attempt, process, step.step)
+        if attempt.over:
+            out += steps.resume(attempt, process)
+        return out + steps.close_due(attempt, wall)
 
     def _end(
         self, process: Process, sender: Sender, event: Event, work: Work, has_payload: bool
     ) -> list[Instruction]:
-        out: list[Instruction] = []
-        if work.step is not None and not process.bound:
-            out += self.registry.bind(process, work.step, event.wall)
+        out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, event.wall)
         out += opened
-        was_unfinished = bool(step.spans) and spans.is_unfinished(step, process, work)
+        unfinished = len(process.unfinished)
         span, ended = spans.end(attempt, step, process, sender, event, work)
         out += ended
-        if was_unfinished and span.status != UNFINISHED:
-            lost = digest(process.incarnation, work.key, "stage", "")
-            out.append(Delete("losses", {"loss_id": lost}))
-        out += self._scalars(process, event, work)
-        if work.step is not None:
-            # The beginning may be lost: the end, too, says where this rank stands.
-            out += steps.advance(attempt, process, work.step, event.wall)
+        if len(process.unfinished) < unfinished:
+            out += self._found_again(process, work)
+        out += reports.scalars(attempt, process, event, work)
         announced = event.fields.get("payload")
+        dropped = event.fields.get("payload_dropped")
         if isinstance(announced, Mapping):
-            out += self._announce(process, step, event, work, announced, has_payload)
-        if step.closed_wall is not None:
-            out += steps.rejudge(attempt, step)
-        return out
-
-    def _announce(
-        self,
-        process: Process,
-        step: Step,
-        event: Event,
-        work: Work,
-        announced: Mapping[str, Any],
-        has_payload: bool,
-    ) -> list[Instruction]:
-        """Note a payload and, where its refs are here, have it read."""
-        key = PayloadKey(process.incarnation, event.seq)
-        if key.seq in process.settled:
-            return [Settled(key, process.settled[key.seq])]
-        payload = process.payloads.get(key)
-        out: list[Instruction] = []
-        if payload is None:
-            payload = Payload(key, process.attempt_id, work)
-            process.payloads[key] = payload
-            step.pending.add(key)
-            columns = {
-                "tensors": announced.get("tensors"),
-                "meta": announced.get("meta"),
-                "bytes": announced.get("bytes"),
-                "node_id": process.node_id,
-                "announced_wall": event.wall,
-            }
-            out.append(payload_row(process, key, work, ANNOUNCED, **columns))
-        if announced.get("dropped"):
-            return out + self.settle(key, "dropped", str(announced["dropped"]), event.wall)
-        if has_payload and not payload.in_flight:
-            payload.in_flight = True
-            attempt = self.registry.attempt_of(process)
-            job = {
-                "run": attempt.run,
-                "attempt_id": attempt.attempt_id,
-                "attempt_key": attempt.key,
-                "role": process.role,
-                "rank": process.rank,
-                "data_rank": process.data_rank,
-                "layout": dict(process.layout),
-                **work_columns(work),
-                "bytes": announced.get("bytes"),
-            }
-            out.append(Ingest(key, process.node_id, job))
-        return out
-
-    def _scalars(self, process: Process, event: Event, work: Work) -> list[Instruction]:
-        scalars = event.fields.get("scalars")
-        if not isinstance(scalars, Mapping):
-            return []
-        return [*scalar_rows(process, work, scalars, event.wall)]
-
-    def _dropped(self, process: Process, event: Event, work: Work) -> list[Instruction]:
-        """Count what the process had to drop; each such event is a loss of its own."""
-        fields = event.fields
-        what, count = str(fields.get("what", "event")), fields.get("count", 1)
-        count = count if isinstance(count, int) else 1
-        attempt = self.registry.attempt_of(process)
-        columns = {"count": count, "bytes": fields.get("bytes"), "wall": event.wall}
-        reason = str(fields.get("reason", "the process dropped it"))[:1000]
-        out: list[Instruction] = [
-            loss_row(attempt, process, work, what, reason, identity=event.seq, **columns)
-        ]
-        plural = {"payload": "payloads"}.get(what, "events")
-        process.dropped[f"{plural}:{event.seq}"] = count
-        total = sum(n for key, n in process.dropped.items() if key.startswith(plural))
-        out.append(process_row(process, **{f"dropped_{plural}": total}))
-        return out
-
-    def _refused(self, process: Process, event: Event, work: Work) -> Instruction:
-        attempt = self.registry.attempt_of(process)
-        what = str(event.fields.get("what", "input"))[:200]
-        return finding(
-            f"refused_{what}",
-            str(event.fields.get("message", ""))[:2000],
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=event.wall,
-            step=work.step,
-            stage=work.stage,
-            role=process.role,
-            rank=process.rank,
-            advice="the call in the training process had bad input; training went on",
-        )
-
-    def _dump(self, process: Process, event: Event, work: Work) -> list[Instruction]:
-        fields = event.fields
-        capture_id = str(fields.get("capture_id", ""))
-        row = {
-            "incarnation": process.incarnation,
-            "work_key": work.key,
-            "capture_id": capture_id,
-            "attempt_id": process.attempt_id,
-            "role": process.role,
-            "rank": process.rank,
-            **work_columns(work),
-            "node_id": process.node_id,
-            "wall": event.wall,
-        }
-        names = ("path", "state", "bytes", "files", "seconds", "task", "level", "error")
-        row |= {name: fields.get(name) for name in (*names, "overrides", "estimate")}
-        out: list[Instruction] = [Put("dumps", row)]
-        if fields.get("state") in ("failed", "missed", "truncated"):
-            attempt = self.registry.attempt_of(process)
-            reason = f"dump {fields['state']}: {fields.get('error') or 'no reason given'}"
-            columns = {"identity": capture_id, "count": 1, "wall": event.wall}
-            out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
-        return out
+            out += payloads.announce(attempt, process, event, work, announced, has_payload)
+        elif isinstance(dropped, Mapping):
+            out += payloads.announce_dropped(attempt, process, event, work, dropped)
+        return out + self._stand(attempt, process, step, span, event.wall)
 
     # --- payloads ---------------------------------------------------------------------------
     def settle(
@@ -274,23 +204,11 @@ class State:
     ) -> list[Instruction]:
         """Bring a payload to its end: 'ingested', 'lost', 'refused' or 'dropped'."""
         process = self.registry.processes.get(key.incarnation)
-        payload = None if process is None else process.payloads.pop(key, None)
+        payload = None if process is None else process.payloads.get(key)
         if process is None or payload is None:
             return [Settled(key, state)]
-        process.settle(key.seq, state)
         attempt = self.registry.attempts[payload.attempt_id]
-        work = payload.work
-        row = payload_row(process, key, work, state, reason=reason, settled_wall=wall, **columns)
-        out: list[Instruction] = [row]
-        if state == "ingested":
-            # It may have been listed as lost while its process was quiet.
-            identity = (process.incarnation, work.key, "payload", key.seq)
-            out.append(Delete("losses", {"loss_id": digest(*identity)}))
-        else:
-            loss = {"identity": key.seq, "count": 1, "bytes": columns.get("bytes"), "wall": wall}
-            out.append(loss_row(attempt, process, work, "payload", reason or state, **loss))
-        out += steps.payload_settled(attempt, work.step, key)
-        return [*out, Settled(key, state)]
+        return payloads.settle(attempt, process, payload, state, reason, wall, **columns)
 
     def unread(self, key: PayloadKey) -> None:
         """Say that no ingestor reads this payload any more; whoever holds its refs may offer."""
@@ -300,13 +218,13 @@ class State:
             payload.in_flight = False
 
     # --- leases -----------------------------------------------------------------------------
-    def renew(self, incarnation: str, now: float) -> list[Instruction]:
+    def renew(self, incarnation: str, now: float, wall: float) -> list[Instruction]:
         """Renew a process's lease (its poll)."""
         process = self.registry.processes.get(incarnation)
         if process is None:
             return []
         process.lease_until = max(process.lease_until, now + self.lease_seconds)
-        return self._wake(process)
+        return self._wake(process, wall)
 
     def expire(self, now: float, wall: float) -> list[Instruction]:
         """Let go of the processes whose lease ran out."""
@@ -318,28 +236,54 @@ class State:
                 out += self._leave(process, wall, finished=False)
             elif process.payloads:
                 out += self._lose_unread(process, wall)
+        for attempt in self.registry.attempts.values():
+            self.registry.forget(attempt, now)
         return out
 
     def _leave(self, process: Process, wall: float, *, finished: bool) -> list[Instruction]:
         attempt = self.registry.attempt_of(process)
-        column = "finished_wall" if finished else "lapsed_wall"
         steps.retire(attempt, process)
+        process.left_wall = wall
         if finished:
             process.finished = True
         else:
             process.lapsed = True
+        column = "finished_wall" if finished else "lapsed_wall"
         out: list[Instruction] = [process_row(process, **{column: wall})]
         why = "its process took leave" if finished else "its process fell silent"
-        for step in [attempt.loose, *attempt.steps.values()]:
-            for span, row in spans.abandon(attempt, step, process):
-                out.append(row)
-                reason = f"{why} inside the stage"
-                out.append(
-                    loss_row(attempt, process, span.work, "stage", reason, count=1, wall=wall)
-                )
+        out += self._abandon(attempt, process, wall, why)
         if not finished:
             out += self._lose_unread(process, wall)
-        return out + steps.after_leaving(attempt, wall)
+        return out + steps.end_if_left(attempt) + steps.close_due(attempt, wall)
+
+    def _abandon(
+        self, attempt: Attempt, process: Process, wall: float, why: str
+    ) -> list[Instruction]:
+        """Mark what a process left open as unfinished, and list it."""
+        out: list[Instruction] = []
+        for span, row in spans.abandon(attempt, process):
+            out.append(row)
+            out.append(
+                self._stage_loss(attempt, process, span.work, f"{why} inside the stage", wall)
+            )
+            out += self._judge_span(attempt, span)
+        return out
+
+    def _judge_span(self, attempt: Attempt, span: Span) -> list[Instruction]:
+        step = None if span.work.step is None else attempt.steps.get(span.work.step)
+        return [] if step is None else steps.rejudge_rank(attempt, step, span)
+
+    def _stage_loss(
+        self, attempt: Attempt, process: Process, work: Work, reason: str, wall: float
+    ) -> Put:
+        return loss_row(attempt, process, work, "stage", reason, count=1, wall=wall)
+
+    def _found_again(self, process: Process, work: Work) -> list[Instruction]:
+        """Take back that a stage was lost, unless another span of that name still is."""
+        if any(span.work.key == work.key for span in process.unfinished.values()):
+            return []
+        lost = digest(process.incarnation, work.key, "stage", "")
+        return [Delete("losses", {"loss_id": lost})]
 
     def _lose_unread(self, process: Process, wall: float) -> list[Instruction]:
         """Give up the payloads that no ingestor is reading; whoever holds one may offer it yet."""
@@ -348,27 +292,42 @@ class State:
             if not payload.in_flight:
                 reason = "its process fell silent before the payload was read"
                 out += self.settle(payload.key, LOST, reason, wall)
-                process.settled.pop(payload.key.seq, None)
         return out
 
-    def _wake(self, process: Process) -> list[Instruction]:
+    def _wake(self, process: Process, wall: float) -> list[Instruction]:
         """Take back a lapse: the process spoke again."""
         if not process.lapsed:
             return []
-        process.lapsed = False
+        process.lapsed, process.left_wall = False, None
         attempt = self.registry.attempt_of(process)
         out: list[Instruction] = [process_row(process, lapsed_wall=None)]
-        for step in [attempt.loose, *attempt.steps.values()]:
-            for row in spans.revive(attempt, step, process):
-                out.append(row)
-                key = row.row["work_key"] if isinstance(row, Put) else ""
-                lost = digest(process.incarnation, key, "stage", "")
-                out.append(Delete("losses", {"loss_id": lost}))
+        for span, row in spans.revive(attempt, process):
+            out.append(row)
+            out += self._found_again(process, span.work)
+            out += self._judge_span(attempt, span)
         steps.rejoin(attempt, process)
-        if attempt.ended_wall is not None:
-            attempt.ended_wall = None
-            out.append(attempt_row(attempt, end_reason=None))
-        return out
+        return out + steps.resume(attempt, process) + steps.close_due(attempt, wall)
+
+    # --- raw callers ------------------------------------------------------------------------
+    def raw_occurrence(self, incarnation: str, work: Work, kind: str, seq: int) -> int:
+        """Return the occurrence that a raw call means where it does not say: in order of entry.
+
+        A retried call gets what it got; an end belongs to the first one that is open.
+        """
+        process = self.registry.processes.get(incarnation)
+        if process is None:
+            return 0
+        attempt = self.registry.attempt_of(process)
+        step = attempt.loose if work.step is None else attempt.steps.get(work.step)
+        found = [] if step is None else spans.of_stage(step, incarnation, work)
+        for span in found:
+            if seq == (span.begin_seq if kind == BEGIN else span.end_seq):
+                return span.work.part.occurrence
+        if kind == END:
+            unended = [span.work.part.occurrence for span in found if span.end_seq is None]
+            if unended:
+                return min(unended)
+        return 1 + max((span.work.part.occurrence for span in found), default=-1)
 
     # --- asking -----------------------------------------------------------------------------
     def pending(self, run: str) -> list[PayloadKey]:

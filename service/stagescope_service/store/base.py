@@ -47,11 +47,12 @@ class Snapshot:
     """What a coordinator needs to go on where its predecessor stopped; plain rows by table.
 
     * `runs`, `attempts`, `captures`: all of them (captures that were removed too).
-    * `processes`: those that neither finished nor lapsed, and all of each run's newest attempt.
+    * `processes`: those that neither finished nor lapsed, and all of the attempts that have not
+      ended or are the newest of their run.
     * `steps`: those not closed, and the last closed ones of each attempt; without their blobs.
     * `stages`: the open ones, and those of these steps in attempts that have not ended or are
-      the newest of their run.
-    * `payloads`: those in state 'announced'.
+      the newest of their run; of work without a step the unfinished ones.
+    * `payloads`: those in state 'announced', and those of these steps in these attempts.
     * `findings`: of each run's newest attempt, and those of no attempt.
     """
 

@@ -56,16 +56,32 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
     at_chosen = sa.and_(stages.c.attempt_id == chosen.c.attempt_id, stages.c.step == chosen.c.step)
     is_open = stages.c.end_wall.is_(None) & sa.func.coalesce(stages.c.status, "open").in_(["open"])
     kept_stages = [
-        # Two selects and not one OR: each then has an index.
+        # Selects of their own and not one OR: each then has an index.
         sa.select(stages).where(is_open),
         sa.select(stages)
         .join(chosen, at_chosen)
         .where(chosen.c.attempt_id.in_(live), sa.not_(is_open)),
+        # Work without a step belongs to no chosen one; its process may have been quiet only.
+        sa.select(stages).where(
+            stages.c.end_wall.is_(None),
+            stages.c.status == "unfinished",
+            stages.c.step.is_(None),
+            stages.c.attempt_id.in_(live),
+        ),
+    ]
+    kept_payloads = [
+        sa.select(payloads).where(_literal_state("announced")),
+        sa.select(payloads)
+        .join(
+            chosen,
+            sa.and_(payloads.c.attempt_id == chosen.c.attempt_id, payloads.c.step == chosen.c.step),
+        )
+        .where(chosen.c.attempt_id.in_(live), payloads.c.state != "announced"),
     ]
     return Snapshot(
         runs=rows(connection, sa.select(runs)),
         attempts=rows(connection, sa.select(attempts).order_by(attempts.c.attempt_id)),
-        processes=rows(connection, _processes(newest)),
+        processes=rows(connection, _processes(live)),
         steps=rows(
             connection,
             sa.select(*_STEP_COLUMNS).join(
@@ -74,7 +90,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
             ),
         ),
         stages=[row for query in kept_stages for row in rows(connection, query)],
-        payloads=rows(connection, sa.select(payloads).where(_literal_state("announced"))),
+        payloads=[row for query in kept_payloads for row in rows(connection, query)],
         captures=rows(connection, sa.select(captures)),
         findings=rows(
             connection,
@@ -93,11 +109,11 @@ def _literal_state(state: str) -> sa.ColumnElement[bool]:
     return payloads.c.state == sa.literal_column(f"'{state}'")
 
 
-def _processes(newest: Query) -> Query:
+def _processes(live: Query) -> Query:
     gone = processes.c.finished_wall.is_not(None) | processes.c.lapsed_wall.is_not(None)
     return (
         sa.select(processes)
-        .where(sa.not_(gone) | processes.c.attempt_id.in_(newest))
+        .where(sa.not_(gone) | processes.c.attempt_id.in_(live))
         .order_by(processes.c.first_wall)
     )
 

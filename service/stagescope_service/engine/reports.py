@@ -1,0 +1,138 @@
+"""What a process reports beside its spans: scalars, drops, refusals, dumps.
+
+Every function takes what it changes and returns what must be written; none looks outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from stagescope.schema import Event, Work
+from stagescope_service.engine.entities import Attempt, Process
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.instructions import Delete, Instruction, Put
+from stagescope_service.engine.rows import (
+    digest,
+    integer,
+    loss_row,
+    number,
+    plain,
+    process_row,
+    scalar_rows,
+    text,
+    work_columns,
+)
+
+DUMPS_REMEMBERED: Final = 1024
+
+_DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Any]]] = {
+    **dict.fromkeys(("path", "state", "task", "level", "error"), text),
+    **dict.fromkeys(("bytes", "files"), integer),
+    "seconds": number,
+    **dict.fromkeys(("overrides", "estimate"), plain),
+}
+
+
+def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
+    """Write the named numbers of an event; what is not a number makes a finding."""
+    named = event.fields.get("scalars")
+    if not isinstance(named, Mapping) or not named:
+        return []
+    rows, wrong = scalar_rows(process, work, named, event.wall)
+    out: list[Instruction] = [*rows]
+    if wrong:
+        out.append(
+            finding(
+                "refused_scalar",
+                f"not numbers: {', '.join(sorted(wrong))[:1000]}",
+                run=attempt.run,
+                attempt_id=attempt.attempt_id,
+                wall=event.wall,
+                step=work.step,
+                stage=work.stage,
+                role=process.role,
+                rank=process.rank,
+                advice="a scalar is an int or a float",
+            )
+        )
+    return out
+
+
+def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
+    """Count what the process had to drop; each such event is a loss of its own."""
+    fields = event.fields
+    what = text(fields.get("what"), 100) or "event"
+    count = max(0, integer(fields.get("count", 1)) or 0)
+    size = max(0, integer(fields.get("bytes")) or 0)
+    columns = {"count": count, "bytes": size, "wall": event.wall}
+    reason = text(fields.get("reason"), 1000) or "the process dropped it"
+    out: list[Instruction] = [
+        loss_row(attempt, process, work, what, reason, identity=event.seq, **columns)
+    ]
+    drops = process.drops
+    if drops.add(event.seq, what, count, size):
+        totals = {
+            "dropped_events": drops.events,
+            "dropped_payloads": drops.payloads,
+            "dropped_bytes": drops.bytes,
+            "dropped_seqs": [*drops.seqs],
+        }
+        out.append(process_row(process, **totals))
+    return out
+
+
+def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Instruction:
+    """Say that a call in the training process had bad input."""
+    what = text(event.fields.get("what"), 200) or "input"
+    return finding(
+        f"refused_{what}",
+        text(event.fields.get("message"), 2000) or "",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=event.wall,
+        step=work.step,
+        stage=work.stage,
+        role=process.role,
+        rank=process.rank,
+        advice="the call in the training process had bad input; training went on",
+    )
+
+
+def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
+    """Note how far a dump is; of two words about the same thing the later said stands."""
+    fields = event.fields
+    capture_id = text(fields.get("capture_id"), 200) or "local"
+    said = {name: take(fields[name]) for name, take in _DUMP_COLUMNS.items() if name in fields}
+    known = process.dumps.setdefault((work.key, capture_id), {})
+    if len(process.dumps) > DUMPS_REMEMBERED:
+        del process.dumps[next(iter(process.dumps))]
+    newest = event.seq >= max(known.values(), default=0)
+    said = {
+        name: value
+        for name, value in said.items()
+        if value is not None and event.seq >= known.get(name, 0)
+    }
+    known.update(dict.fromkeys(said, event.seq))
+    row = {
+        "incarnation": process.incarnation,
+        "work_key": work.key,
+        "capture_id": capture_id,
+        "attempt_id": process.attempt_id,
+        "role": process.role,
+        "rank": process.rank,
+        **work_columns(work),
+        "node_id": process.node_id,
+        **({"wall": event.wall} if newest else {}),
+        **said,
+    }
+    out: list[Instruction] = [Put("dumps", row)]
+    state = said.get("state")
+    if state in ("failed", "missed", "truncated"):
+        reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
+        columns = {"identity": capture_id, "count": 1, "wall": event.wall}
+        out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
+    elif state == "complete":
+        lost = digest(process.incarnation, work.key, "dump", capture_id)
+        out.append(Delete("losses", {"loss_id": lost}))
+    return out

@@ -1,0 +1,251 @@
+"""Which start of a training an event belongs to."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tests.support.trainings import Bench, Delivery, Rank, check_memory
+
+from stagescope.errors import InvalidEvent
+from stagescope.schema import Event
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def attempts(bench: Bench, run: str = "r") -> list[tuple[int, str]]:
+    return [(row["number"], row["key"]) for row in bench.rows.of("attempts", run=run)]
+
+
+def test_an_unknown_key_opens_the_next_attempt(bench: Bench) -> None:
+    for key in ("a", "b", "c"):
+        bench.give(Rank(key=key).hello(world_size=1))
+    assert attempts(bench) == [(1, "a"), (2, "b"), (3, "c")]
+    assert [row["run"] for row in bench.rows.of("runs")] == ["r"]
+
+
+def test_a_known_key_goes_to_its_own_attempt_however_late(bench: Bench) -> None:
+    first, second = Rank(key="a"), Rank(key="b", started=2000.0)
+    bench.give(*first.work(1), *second.work(1))
+    late = Rank(1, key="a", started=1000.5)
+    bench.give(*late.work(1), *first.work(2))
+    assert attempts(bench) == [(1, "a"), (2, "b")]
+    assert {row["attempt_id"] for row in bench.rows.of("stages", rank=1)} == {1}
+    assert {row["step"] for row in bench.rows.of("steps", attempt_id=1)} == {1, 2}
+
+
+def test_jobs_with_one_key_belong_together(bench: Bench) -> None:
+    bench.give(Rank(0, key="k").hello(), Rank(0, "rollout", key="k").hello())
+    assert attempts(bench) == [(1, "k")]
+
+
+def test_runs_number_their_attempts_apart(bench: Bench) -> None:
+    bench.give(Rank(run="x", key="k").hello(), Rank(run="y", key="k").hello())
+    assert attempts(bench, "x") == attempts(bench, "y") == [(1, "k")]
+    assert len({row["attempt_id"] for row in bench.rows.of("attempts")}) == 2
+
+
+def test_a_raw_call_without_a_key_goes_to_the_newest_attempt_and_is_marked(bench: Bench) -> None:
+    raw = Rank(3, key=None, raw=True, incarnation="raw/1")
+    bench.give(raw.log(1, loss=1.0))
+    assert attempts(bench) == [(1, "unkeyed")]
+    assert bench.attempt()["unkeyed"] is True
+    bench.give(Rank(key="a").hello(), Rank(key="b").hello())
+    bench.give(Rank(3, key=None, raw=True, incarnation="raw/2").log(1, loss=1.0))
+    row = bench.rows.one("processes", incarnation="raw/2")
+    assert (row["attempt_id"], row["raw"], row["unkeyed"]) == (3, True, True)
+    assert bench.attempt(3)["unkeyed"] is False
+    assert bench.rows.one("processes", attempt_id=2)["unkeyed"] is False
+
+
+def closed_through(bench: Bench, ranks: int, last: int) -> list[Rank]:
+    """Run a start whose steps 1 ... last closed and whose last + 1 is under way."""
+    old = [Rank(rank) for rank in range(ranks)]
+    for rank in old:
+        bench.give(rank.hello(world_size=ranks))
+    for step in range(1, last + 1):
+        for rank in old:
+            bench.give(*rank.work(step))
+    for rank in old:
+        bench.give(rank.begin(last + 1))
+    assert bench.attempt()["last_closed_step"] == last
+    return old
+
+
+def test_a_recreated_rank_at_a_closed_step_opens_an_attempt(bench: Bench) -> None:
+    closed_through(bench, 2, 5)
+    new = Rank(0, started=2000.0)
+    bench.give(new.hello(world_size=2), *new.work(4))
+    assert attempts(bench) == [(1, "job-1"), (2, "job-1~2")]
+    assert bench.attempt(2)["resumed_from_step"] == 3
+    assert bench.rows.one("processes", incarnation=new.sender.incarnation)["attempt_id"] == 2
+    check_memory(bench.state)
+
+
+def test_a_recreated_rank_at_the_open_step_stays(bench: Bench) -> None:
+    closed_through(bench, 2, 5)
+    bench.give(*Rank(0, started=2000.0).work(6))
+    assert attempts(bench) == [(1, "job-1")]
+
+
+def test_a_third_start_under_one_key_opens_a_third_attempt(bench: Bench) -> None:
+    closed_through(bench, 1, 3)
+    for started in (2000.0, 3000.0):
+        again = Rank(0, started=started)
+        for step in (1, 2, 3):
+            bench.give(*again.work(step))
+    assert attempts(bench) == [(1, "job-1"), (2, "job-1~2"), (3, "job-1~3")]
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_siblings_follow_into_the_new_attempt_in_any_order(
+    bench: Bench, order: tuple[int, ...]
+) -> None:
+    closed_through(bench, 2, 5)
+    first, second = Rank(0, started=2000.0), Rank(1, started=2000.1)
+    hellos = [first.hello(world_size=2), second.hello(world_size=2)]
+    begins = [first.begin(3), second.begin(3)]
+    said = [hellos[0], begins[0], hellos[1], begins[1]]
+    bench.give(*(said[place] for place in order))
+    assert attempts(bench) == [(1, "job-1"), (2, "job-1~2")]
+    moved = bench.rows.of("processes", attempt_id=2)
+    assert {row["incarnation"] for row in moved} == {
+        first.sender.incarnation, second.sender.incarnation,
+    }  # fmt: skip
+    assert {row["incarnation"] for row in bench.rows.of("stages", attempt_id=2)} == {
+        first.sender.incarnation, second.sender.incarnation,
+    }  # fmt: skip
+    check_memory(bench.state)
+
+
+def test_ranks_that_are_new_in_the_second_start_follow_too(bench: Bench) -> None:
+    closed_through(bench, 1, 5)
+    joined, again = Rank(1, started=2000.0), Rank(0, started=2000.1)
+    bench.give(joined.hello(world_size=2), again.hello(world_size=2), again.begin(5))
+    assert len(bench.rows.of("processes", attempt_id=2)) == 2
+
+
+def test_the_old_start_stays_ended_when_its_second_leaves_it(bench: Bench) -> None:
+    closed_through(bench, 2, 5)
+    bench.silence(wall=1500.0)
+    assert bench.attempt()["ended_wall"] == 1500.0
+    new = Rank(0, started=2000.0)
+    bench.give(new.hello(world_size=2), *new.work(5))
+    assert bench.attempt(1)["ended_wall"] == 1500.0
+    assert bench.attempt(1)["end_reason"] == "its processes fell silent"
+    assert bench.attempt(2)["ended_wall"] is None
+
+
+def test_a_rollout_never_opens_an_attempt_and_a_working_one_stays(bench: Bench) -> None:
+    closed_through(bench, 1, 5)
+    serving = Rank(0, "rollout")
+    bench.give(serving.hello(), serving.begin(None, "rollout_generate", policy_version=3))
+    bench.give(*Rank(0, "rollout", started=2000.0).work(2, "rollout_generate"))
+    assert attempts(bench) == [(1, "job-1")]
+    bench.give(*Rank(0, started=2000.0).work(2))
+    row = bench.rows.one("processes", incarnation=serving.sender.incarnation)
+    assert row["attempt_id"] == 1
+
+
+def test_a_raw_caller_of_a_rank_is_no_earlier_incarnation_of_it(bench: Bench) -> None:
+    raw = Rank(0, raw=True, started=500.0)
+    bench.give(raw.end_step(1))
+    bench.give(*Rank(0).work(1))
+    assert attempts(bench) == [(1, "job-1")]
+
+
+def test_an_older_incarnation_that_comes_late_opens_nothing(bench: Bench) -> None:
+    old = Rank(0, started=900.0)
+    closed_through(bench, 1, 5)
+    bench.give(*old.work(2))
+    assert attempts(bench) == [(1, "job-1")]
+
+
+def test_a_users_key_never_names_a_start_of_another(bench: Bench) -> None:
+    closed_through(bench, 1, 2)
+    bench.give(Rank(key="job-1~2").hello())
+    bench.give(*Rank(5).work(3))
+    assert attempts(bench) == [(1, "job-1"), (2, "job-1-2")]
+    assert {row["attempt_id"] for row in bench.rows.of("stages", rank=5)} == {1}
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, 6), (4, 4), (0, 0)])
+def test_where_an_attempt_resumed(bench: Bench, told: int | None, expected: int) -> None:
+    bench.give(*Rank(key="a").work(1))
+    again = Rank(key="b")
+    hello = again.hello(resumed_from_step=told) if told is not None else again.hello()
+    bench.give(hello, again.begin(9), again.begin(7))
+    assert bench.attempt(2)["resumed_from_step"] == expected
+    assert bench.attempt(2)["first_step"] == 7
+    assert bench.attempt(1)["resumed_from_step"] is None
+
+
+def test_the_first_fingerprint_of_an_attempt_stays(bench: Bench) -> None:
+    bench.give(Rank(0).hello(fingerprint={"git": "a"}), Rank(1).hello(fingerprint={"git": "b"}))
+    assert bench.attempt()["fingerprint"] == {"git": "a"}
+
+
+def test_an_attempt_ends_with_its_last_process_and_resumes_with_a_new_one(bench: Bench) -> None:
+    first, second = Rank(0), Rank(1)
+    bench.give(*first.work(1), *second.work(1), first.finish())
+    assert bench.attempt()["ended_wall"] is None
+    last = second.finish()
+    bench.give(last)
+    assert bench.attempt()["ended_wall"] == max(last.event.wall, first.said[-1].event.wall)
+    assert bench.attempt()["end_reason"] == "finished"
+    bench.give(Rank(2).hello())
+    assert (bench.attempt()["ended_wall"], bench.attempt()["end_reason"]) == (None, None)
+    bench.silence()
+    assert bench.attempt()["end_reason"] == "its processes fell silent"
+
+
+def test_a_raw_logger_beside_probes_does_not_hold_the_attempt(bench: Bench) -> None:
+    raw, rank = Rank(0, raw=True), Rank(0)
+    bench.give(raw.log(1, loss=1.0), *rank.work(1), rank.finish())
+    assert bench.attempt()["end_reason"] == "finished"
+    assert bench.step(1)["close_reason"] == "attempt ended"
+
+
+def test_old_attempts_leave_memory_and_late_events_find_them(bench: Bench) -> None:
+    old = [Rank(rank, key="a") for rank in range(3)]
+    for rank in old:
+        bench.give(*rank.work(1), *rank.work(2))
+    bench.silence()
+    bench.give(Rank(key="b").hello())
+    bench.silence()
+    assert not bench.state.registry.attempts[1].processes
+    assert len(bench.state.registry.processes) == 1
+    before = {**bench.step(2)}
+    bench.give(*old[0].work(2, "late"))
+    assert bench.rows.one("stages", stage="late", revision=5)["attempt_id"] == 1
+    assert bench.step(2) == before
+    check_memory(bench.state)
+
+
+def bad_events() -> list[Event]:
+    return [
+        Event("begin", 1, 1.0, 1.0, {"step": 1}),
+        Event("begin", 1, 1.0, 1.0, {"step": "1", "stage": "s"}),
+        Event("begin", 1, 1.0, 1.0, {"step": True, "stage": "s"}),
+        Event("begin", 1, 1.0, 1.0, {"step": 1 << 70, "stage": "s"}),
+        Event("begin", 1, 1.0, 1.0, {"step": 1, "stage": ""}),
+        Event("begin", 1, 1.0, 1.0, {"step": 1, "stage": "\ud800"}),
+        Event("end", 1, 1.0, 1.0, {"step": 1, "stage": 7}),
+        Event("end", 1, 1.0, 1.0, {"step": 1, "stage": "s", "minibatch": -1}),
+        Event("dump", 1, 1.0, 1.0, {"step": 1}),
+        Event("end_step", 1, 1.0, 1.0, {}),
+        Event("log", 1, 1.0, 1.0, {"step": 1.5, "scalars": {}}),
+    ]
+
+
+@pytest.mark.parametrize("event", bad_events(), ids=str)
+def test_a_bad_event_is_refused_alone_and_changes_nothing(bench: Bench, event: Event) -> None:
+    rank = Rank()
+    with pytest.raises(InvalidEvent):
+        bench.give(Delivery(rank.sender, event))
+    assert not bench.state.registry.processes
+    assert not bench.state.registry.attempts
