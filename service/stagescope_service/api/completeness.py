@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from stagescope.schema import Part, Work
 from stagescope_service.engine.completeness import judge
-from stagescope_service.engine.entities import Attempt, Process, Span, Step
+from stagescope_service.engine.entities import Participants
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]
@@ -39,9 +38,10 @@ def arrival(catalogue: Catalogue, attempt: Row, step: Row, stages: Iterable[Row]
     if step["closed_wall"] is not None:
         verdict = step["completeness"] or "unknown"
         return Arrival(verdict, step["expected"] or {}, _since(step["missing"] or [], stages))
-    last = _last_closed(catalogue, attempt, step)
-    state = _attempt(attempt, catalogue.processes(attempt["attempt_id"]), last)
-    judged = judge(state, _step(step, stages), all_stages=False)
+    sizes = _world_sizes(catalogue.processes(attempt["attempt_id"]))
+    judged = judge(
+        _statuses(stages), size_of=sizes.get, before=_last_closed(catalogue, attempt, step)
+    )
     missing = [item._asdict() for item in judged.missing]
     return Arrival(OPEN, judged.expected, _since(missing, stages))
 
@@ -58,46 +58,34 @@ def ended(row: Row) -> float | None:
     return None if wall is None else float(wall) + (row["clock_offset"] or 0.0)
 
 
-def _last_closed(catalogue: Catalogue, attempt: Row, step: Row) -> Expected:
+def _last_closed(catalogue: Catalogue, attempt: Row, step: Row) -> Participants | None:
     number = attempt["last_closed_step"]
     if number is None or number == step["step"]:
-        return {}
+        return None
     found = catalogue.steps(attempt["attempt_id"], before=number + 1, limit=1)
-    return (found[0]["expected"] or {}) if found else {}
-
-
-def _attempt(row: Row, processes: Iterable[Row], last: Expected) -> Attempt:
-    state = Attempt(row["attempt_id"], row["run"], row["number"], row["key"] or "")
-    for item in processes:
-        state.processes[item["incarnation"]] = Process(
-            item["incarnation"],
-            row["attempt_id"],
-            item["role"],
-            item["rank"],
-            started=item["first_wall"] or 0.0,
-            world_size=item["world_size"],
-        )
-    state.last_closed_ranks = {
-        (role, stage): set(ranks) for role, by in last.items() for stage, ranks in by.items()
+    expected: Expected = (found[0]["expected"] or {}) if found else {}
+    return {
+        (role, stage): set(ranks) for role, by in expected.items() for stage, ranks in by.items()
     }
-    return state
 
 
-def _step(row: Row, stages: Iterable[Row]) -> Step:
-    state = Step(row["step"], row["opened_wall"] or 0.0)
-    for item in stages:
-        parts = (item[name] or 0 for name in Part.__dataclass_fields__)
-        work = Work(item["step"], item["policy_version"], item["stage"], Part(*parts))
-        span = Span(
-            item["incarnation"],
-            item["role"],
-            item["rank"],
-            work,
-            status=item["status"] or OPEN,
-            superseded=bool(item["superseded"]),
-        )
-        state.spans.setdefault((item["incarnation"], item["work_key"]), []).append(span)
-    return state
+def _world_sizes(processes: Iterable[Row]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for row in processes:
+        if row["world_size"]:
+            sizes[row["role"]] = max(row["world_size"], sizes.get(row["role"], 0))
+    return sizes
+
+
+def _statuses(stages: Iterable[Row]) -> dict[tuple[str, str], dict[int, str | None]]:
+    """Return (role, stage) -> rank -> what keeps it from having finished the stage, or None."""
+    found: dict[tuple[str, str], dict[int, str | None]] = defaultdict(dict)
+    for row in stages:
+        status = row["status"] or OPEN
+        ranks = found[row["role"], row["stage"]]
+        done = status in ("ok", "failed")
+        ranks[row["rank"]] = ranks.get(row["rank"]) if done else status
+    return found
 
 
 def _since(missing: Iterable[Mapping[str, Any]], stages: Iterable[Row]) -> list[Row]:

@@ -28,7 +28,7 @@ class Desk:
     measures: Measures
 
 
-def desk_of(request: Request) -> Desk:
+async def desk_of(request: Request) -> Desk:
     """Return the app's desk."""
     desk: Desk = request.app.state.desk
     return desk

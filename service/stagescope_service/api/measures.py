@@ -1,16 +1,188 @@
-"""The statistics of a step: the stored whole of a closed one, assembled now for an open one."""
+"""The statistics of a step: the stored whole of a closed one, assembled now for another.
+
+A slice (a rank, a role, another stage) is assembled from the parts like a whole, so that in it,
+too, every token counts once.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from stagescope.errors import InvalidInput, NotFound
+from stagescope.schema import WHOLE_STAGES
+from stagescope_service.api.cache import Lru
+from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.engine.parts import pair_name, part_records
+from stagescope_service.statistics.comparability import Comparability, examine
+from stagescope_service.statistics.mismatch import publish
+from stagescope_service.statistics.whole import (
+    MISMATCH_PAIRS,
+    NOISE_PAIR,
+    PartRecord,
+    Whole,
+    assemble,
+)
 from stagescope_service.store.catalogue import Catalogue
+
+Row = dict[str, Any]
+
+
+class Slice(NamedTuple):
+    """Which tokens of a step: of a stage, a role, a rank; None takes the step's own whole."""
+
+    stage: str | None = None
+    role: str | None = None
+    rank: int | None = None
+
+
+class Place(NamedTuple):
+    """A step in the catalogue, as of the forming of its whole (None: not formed)."""
+
+    attempt_id: int
+    step: int
+    formed: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A whole, or a slice of one, with what is said beside its numbers."""
+
+    whole: Whole
+    noise: Whole | None
+    payloads: Row
+    """State -> how many payloads of the step."""
+    streams: dict[str, Row]
+
+    @cached_property
+    def published(self) -> dict[str, float]:
+        """The published numbers."""
+        return publish(self.whole.summary)
+
+    @cached_property
+    def noise_floor(self) -> dict[str, float] | None:
+        """The same numbers of the trainer against itself."""
+        return None if self.noise is None else publish(self.noise.summary)
+
+    @cached_property
+    def comparability(self) -> Comparability:
+        """Whether the streams can be compared."""
+        return examine(self.whole.summary)
 
 
 class Measures:
-    """Reads and remembers the statistics of steps."""
+    """Reads and remembers the statistics of steps; usable from many threads."""
 
     def __init__(self, catalogue: Catalogue, size: int) -> None:
         self._catalogue = catalogue
+        self._memory: Lru[Measured] = Lru(size)
 
-    def published(self, attempt_id: int, step: int) -> dict[str, float]:
-        """Return the published metrics of a closed step's whole."""
-        return {}
+    def of(self, attempt_id: int, step: Row, cut: Slice = Slice()) -> Measured:  # noqa: B008
+        """Return the statistics of a step (a row with its blob).
+
+        Raises:
+            NotFound: nothing of that stage, role or rank was measured, with what was.
+        """
+        place = Place(attempt_id, int(step["step"]), step["whole_wall"])
+        if step["whole"] is None:
+            return self._assembled(place, cut)
+        return self._memory.get((place, cut), lambda: self._closed(place, step["whole"], cut))
+
+    def published(self, attempt_id: int, number: int) -> dict[str, float]:
+        """Return the published metrics of a step, {} where nothing was measured."""
+        step = self._catalogue.step(attempt_id, number)
+        if step is None or step["whole"] is None:
+            return {}
+        return self.of(attempt_id, step).published
+
+    def stages(self, attempt_id: int, step: int) -> list[str]:
+        """Return the stages of a step of which something was measured."""
+        return sorted({part.stage for part in self._parts(attempt_id, step)})
+
+    def _closed(self, place: Place, blob: bytes, cut: Slice) -> Measured:
+        whole = Whole.from_bytes(blob)
+        if cut.role is not None or cut.rank is not None or cut.stage not in (None, whole.stage):
+            return self._assembled(place, cut)
+        parts = self._parts(place.attempt_id, place.step, pair=NOISE_PAIR)
+        return self._measured(place, whole, parts)
+
+    def _assembled(self, place: Place, cut: Slice) -> Measured:
+        every = self._parts(place.attempt_id, place.step)
+        parts = every
+        if cut.stage is None and (cut.role is not None or cut.rank is not None):
+            # A rank's slice is of the step's own stage, not of another that it alone has.
+            parts = _of_stage(parts)
+        for name in ("stage", "role", "rank"):
+            if getattr(cut, name) is not None:
+                parts = _only(parts, name, getattr(cut, name), place.step)
+        try:
+            whole = assemble(parts, stage=cut.stage)
+        except InvalidInput as error:
+            raise self._unmeasured(place, every) from error
+        noise = [part for part in parts if part.summary.pair == NOISE_PAIR]
+        return self._measured(place, whole, noise)
+
+    def _measured(self, place: Place, whole: Whole, noise: Sequence[PartRecord]) -> Measured:
+        own = [part for part in noise if part.stage == whole.stage]
+        floor = assemble(own, stage=whole.stage, pairs=[NOISE_PAIR]) if own else None
+        payloads = self._catalogue.payloads(place.attempt_id, place.step, limit=ALL_ROWS)
+        states = Counter(str(row["state"]) for row in payloads)
+        return Measured(whole, floor, dict(states), self._streams(place.attempt_id, whole))
+
+    def _streams(self, attempt_id: int, whole: Whole) -> dict[str, Row]:
+        known = {}
+        for row in self._catalogue.streams(attempt_id, stage=whole.stage):
+            kept = {name: value for name, value in row.items() if value is not None}
+            known[row["stream"]] = {k: v for k, v in kept.items() if k not in _STREAM_KEYS}
+        return {
+            name: {**known.get(name, {}), "dtypes": list(dtypes)}
+            for name, dtypes in whole.summary.dtypes.items()
+        }
+
+    def _parts(
+        self, attempt_id: int, step: int, *, pair: tuple[str, str] | None = None
+    ) -> list[PartRecord]:
+        catalogue = self._catalogue
+        text = None if pair is None else pair_name(pair)
+        rows = catalogue.summaries(attempt_id, step, pair=text)
+        if not rows:
+            return []
+        replaced = catalogue.stages(attempt_id, step, superseded=True, limit=ALL_ROWS)
+        return part_records(rows, catalogue.processes(attempt_id), replaced)
+
+    def _unmeasured(self, place: Place, parts: Sequence[PartRecord]) -> NotFound:
+        has_pair = sorted({part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS})
+        if has_pair:
+            return NotFound(
+                f"nothing of step {place.step} was measured there",
+                expected=f"a stage of {', '.join(has_pair)}",
+            )
+        return NotFound(
+            f"step {place.step} has no numbers (yet): no rank has handed over both streams",
+            expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
+            advice="see /steps/{step}/stages for who has arrived, /losses for what was lost",
+        )
+
+
+_STREAM_KEYS = ("attempt_id", "stream", "role", "stage")
+
+
+def _of_stage(parts: Sequence[PartRecord]) -> list[PartRecord]:
+    """Return the parts of the stage of which the step's whole is made."""
+    there = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
+    order = [*(name for name in WHOLE_STAGES if name in there), *sorted(there)]
+    return [part for part in parts if part.stage == order[0]] if order else list(parts)
+
+
+def _only(parts: Sequence[PartRecord], name: str, value: Any, step: int) -> list[PartRecord]:
+    found = [part for part in parts if getattr(part, name) == value]
+    if found or not parts:
+        return found
+    there = sorted({getattr(part, name) for part in parts})
+    raise NotFound(
+        f"nothing of {name} {value!r:.100} was measured in step {step}",
+        expected=f"one of {', '.join(map(str, there[:20]))}",
+    )

@@ -1,4 +1,8 @@
-"""What routes share: the desk that they work at, bodies, paging, and the query's checks."""
+"""What routes share: bodies, paging, and the query's checks.
+
+Dependencies that read nothing are `async`: a plain one would wait for a thread, and while heavy
+questions hold them all an event would wait too.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class Answer(Response):
         return encode(content)
 
 
-def check_query(request: Request) -> None:
+async def check_query(request: Request) -> None:
     """Refuse query parameters that a route does not know: a misspelled filter filters nothing.
 
     Raises:
@@ -125,7 +129,7 @@ def cursor(*place: int) -> str:
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-def page_of(
+async def page_of(
     request: Request,
     limit: Annotated[
         int | None, Query(ge=1, description="Most rows; the service has a default and a maximum.")

@@ -9,10 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stagescope.errors import Conflict, InvalidInput, NotReady, StagescopeError
 
@@ -21,6 +22,14 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 2
 """How long answers under way (polls above all) may still take when the server stops."""
 BACKLOG: Final = 2048
+
+
+class _QuietProtocol(H11Protocol):
+    """Without an access log, whatever handlers the process has: a URL may hold a secret."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.access_log = False
 
 
 class ApiServer:
@@ -81,10 +90,11 @@ class ApiServer:
             self._socket = _bind_patiently(self.host, self._asked_port, wait_for_port)
             config = uvicorn.Config(
                 self.app,
+                http=_QuietProtocol,
                 lifespan="off",
                 ws="none",
                 log_config=None,  # the process's own logging stands
-                access_log=False,  # a request line may hold what somebody put into a URL
+                access_log=False,
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=30,

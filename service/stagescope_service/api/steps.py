@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Query
 
+from stagescope_service.api import answers
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival
-from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Row, Stage, StepTarget
+from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Round, Row, Stage, StepTarget
+from stagescope_service.api.measures import Measured, Slice
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.target import Target
 
@@ -93,7 +95,96 @@ def dumps(
     return Answer({**target.heading(), **page.cut([shape.dump_row(row) for row in found])})
 
 
-ABSENT = "not begun"
+@router.get("/metrics")
+def metrics(
+    desk: AtDesk,
+    target: StepTarget,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    round: Round = None,
+) -> Answer:
+    """Answer the step's metrics under their published names, and what they rest on.
+
+    `complete` is `complete`, `partial` or `unknown` for a closed step and `open` for one that is
+    not: its numbers are assembled from what has come so far, and `missing` names who has not.
+    With `rank`, `role`, `stage` or `round` the numbers are of that slice. Read `comparable` and
+    `comparability` before a number is trusted: `not measured` says that one stream is a copy.
+    """
+    measured = _measured(desk, target, stage, role, rank)
+    return Answer({**_opening(desk, target), **answers.metrics(measured, round)})
+
+
+@router.get("/rounds")
+def rounds(
+    desk: AtDesk,
+    target: StepTarget,
+    page: PageOf,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    by: Annotated[
+        Literal["round", "turn", "staleness"],
+        Query(description="Mask segments, true turns, or trainer version - token's version."),
+    ] = "round",
+) -> Answer:
+    """List the mismatch by round; `tokens`, `abs_diff_sum` and `diff_sum` add up to `whole`."""
+    measured = _measured(desk, target, stage, role, rank)
+    summary = measured.whole.summary
+    said = {
+        **_opening(desk, target),
+        **answers.said_of(measured),
+        "by": by,
+        "whole": answers.cell_row(summary.total, summary.pair),
+    }
+    return Answer({**said, **page.cut(answers.slice_rows(summary, by))})
+
+
+@router.get("/ranks")
+def ranks(
+    desk: AtDesk,
+    target: StepTarget,
+    page: PageOf,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+) -> Answer:
+    """List the mismatch by rank, with where each ran.
+
+    A rank's numbers are its own, also where a replica counts in its place (`parts_counted` 0).
+    """
+    measured = _measured(desk, target, stage, None, None)
+    processes = desk.catalogue.processes(target.attempt_id)
+    rows = answers.rank_rows(measured, processes)
+    found = shape.chosen(rows, f"step {_number(target)}", role=role, rank=rank)
+    return Answer({**_opening(desk, target), **answers.said_of(measured), **page.cut(found)})
+
+
+@router.get("/tokens")
+def tokens(
+    desk: AtDesk,
+    target: StepTarget,
+    page: PageOf,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    round: Round = None,
+    kind: Annotated[Literal["worst", "nonfinite"] | None, Query(description="Only these.")] = None,
+) -> Answer:
+    """List the worst tokens (|p - q| descending), then those whose p or q is not finite.
+
+    As many of each as a summary keeps (64): of the step, or of the rank that is asked for.
+    """
+    measured = _measured(desk, target, stage, role, rank)
+    rows = answers.token_rows(measured, desk.catalogue.processes(target.attempt_id))
+    if kind is not None:
+        rows = [row for row in rows if row["kind"] == kind]
+    if round is not None:
+        rows = [row for row in rows if row["round"] == round]
+    return Answer({**_opening(desk, target), **answers.said_of(measured), **page.cut(rows)})
+
+
+ABSENT: Final = "not begun"
 
 
 def stages_of(desk: Desk, target: Target) -> tuple[list[Row], Arrival]:
@@ -101,6 +192,25 @@ def stages_of(desk: Desk, target: Target) -> tuple[list[Row], Arrival]:
     assert target.step is not None
     rows = desk.catalogue.stages(target.attempt_id, _number(target), limit=ALL_ROWS)
     return rows, arrival(desk.catalogue, target.attempt, target.step, rows)
+
+
+def _measured(
+    desk: Desk, target: Target, stage: str | None, role: str | None, rank: int | None
+) -> Measured:
+    assert target.step is not None
+    return desk.measures.of(target.attempt_id, target.step, Slice(stage, role, rank))
+
+
+def _opening(desk: Desk, target: Target) -> Row:
+    """Return what answers about numbers begin with: of what, and how complete."""
+    assert target.step is not None
+    if target.step["closed_wall"] is not None and not target.step["missing"]:
+        # Nobody is missing: who came when need not be read.
+        complete, missing = target.step["completeness"] or "unknown", []
+    else:
+        came = stages_of(desk, target)[1]
+        complete, missing = came.complete, came.missing
+    return {**target.heading(), "complete": complete, "missing": missing}
 
 
 def _number(target: Target) -> int:

@@ -1,0 +1,67 @@
+"""From the catalogue's rows to the parts that a step's whole is put together from.
+
+The coordinator, which forms the whole of a closed step, and the API, which forms slices and open
+steps, both read them here: the same rows give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.whole import PartRecord
+
+Row = Mapping[str, Any]
+
+
+def part_key(incarnation: str, seq: int) -> str:
+    """Return the name of a payload's part in a whole."""
+    return f"{incarnation}:{seq}"
+
+
+def pair_name(pair: tuple[str, str]) -> str:
+    """Return what the column `summaries.pair` says of a pair of streams."""
+    return "/".join(pair)
+
+
+def incarnation_of(key: str) -> str:
+    """Return who handed over the part of a name that `part_key` made."""
+    return key.rpartition(":")[0]
+
+
+def part_records(
+    summaries: Iterable[Row], processes: Iterable[Row], superseded: Iterable[Row] = ()
+) -> list[PartRecord]:
+    """Return the parts of `summaries`.
+
+    Args:
+        summaries: rows of `summaries` with their blobs; those without one are passed over.
+        processes: rows of `processes`, for the layouts.
+        superseded: rows of `stages` that a newer incarnation or report replaced: their payloads
+            do not count.
+
+    Raises:
+        InvalidInput: a blob is not a summary of this version.
+    """
+    layouts = {
+        row["incarnation"]: {name: row[name] for name in LAYOUT_COLUMNS if row[name] is not None}
+        for row in processes
+    }
+    replaced = {(row["incarnation"], row["end_seq"]) for row in superseded}
+    return [
+        PartRecord(
+            key=part_key(row["incarnation"], row["seq"]),
+            summary=Summary.from_bytes(row["summary"]),
+            stage=row["stage"],
+            role=row["role"],
+            rank=row["rank"],
+            part=Part(*(row[name] or 0 for name in PART_FIELDS)),
+            data_rank=row["data_rank"],
+            layout=layouts.get(row["incarnation"], {}),
+            incarnation=row["incarnation"],
+        )
+        for row in summaries
+        if row["summary"] is not None and (row["incarnation"], row["seq"]) not in replaced
+    ]

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.api import Service, service
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Service]:
+    """A running service of its own."""
+    with service(tmp_path / "home") as running:
+        yield running

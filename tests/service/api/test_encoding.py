@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagescope.errors import InvalidInput
+from stagescope_service.api.encoding import decode, encode, unspell
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+def spelled(value: Any) -> Any:
+    """The plain reference."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+    if isinstance(value, dict):
+        return {key: spelled(item) for key, item in value.items()}
+    return [spelled(item) for item in value] if isinstance(value, list) else value
+
+
+@given(values)
+def test_is_the_reference(value: Any) -> None:
+    assert json.loads(encode(value)) == spelled(value)
+
+
+def test_null_is_no_number() -> None:
+    assert encode({"a": None, "b": math.nan, "c": 0.0}) == b'{"a":null,"b":"nan","c":0.0}'
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_numpy_scalars_and_arrays(dtype: Any) -> None:
+    array = np.array([1.0, math.nan, math.inf, -math.inf], dtype)
+    assert encode({"a": array, "b": array[1], "c": array[0]}) == (
+        b'{"a":[1.0,"nan","inf","-inf"],"b":"nan","c":1.0}'
+    )
+    assert json.loads(encode(array[::2])) == [1.0, "inf"]
+
+
+def test_integer_keys_and_sets() -> None:
+    assert json.loads(encode({3: {2, 1}, "n": math.nan})) == {"3": [1, 2], "n": "nan"}
+
+
+def test_what_has_no_json_form_is_an_error() -> None:
+    with pytest.raises(TypeError):
+        encode({"a": object()})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b'{"a": NaN}', b"[Infinity]", b"[-Infinity]", b"\xff\xfe", b"[" * 100_000, b"1 2"],
+)
+def test_what_is_not_json_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidInput, match="not JSON"):
+        decode(text)
+
+
+def test_unspell() -> None:
+    assert math.isnan(unspell("nan"))
+    assert unspell("-inf") == -math.inf
+    assert unspell("other") == "other"
+    assert unspell(1.5) == 1.5

@@ -1,0 +1,266 @@
+"""A service in one process, without Ray: real store, state machine, statistics and uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tests.support import measure
+
+from stagescope import schema
+from stagescope.errors import InvalidEvent
+from stagescope_service.api.app import make_app
+from stagescope_service.api.auth import Tokens
+from stagescope_service.api.server import ApiServer
+from stagescope_service.engine.instructions import Assemble, Ingest, PayloadKey, Put, Settled
+from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.state import State
+from stagescope_service.settings import Settings
+from stagescope_service.store.base import Delete
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.sql import SqlStore
+
+
+class LocalEngine:
+    """The coordinator's calls, on the real parts, in the caller's process."""
+
+    def __init__(self, store: SqlStore, catalogue: Catalogue) -> None:
+        self.store = store
+        self.catalogue = catalogue
+        self.state = State()
+        self.in_force = Plan()
+        self.not_ready: str | None = None
+        self.receipts: dict[PayloadKey, str] = {}
+        self.changed = asyncio.Event()
+        self.audit: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+
+    def take(
+        self,
+        sender: schema.Sender,
+        events: Sequence[Any],
+        payloads: Mapping[int, Any] | None = None,
+    ) -> dict[int, str]:
+        """Carry out events; return those that are refused."""
+        refused = {}
+        with self._lock:
+            for wire in events:
+                try:
+                    event = schema.Event.parse(wire)
+                    payload = (payloads or {}).get(event.seq)
+                    out = self.state.handle(
+                        sender, event, event.wall, has_payload=payload is not None
+                    )
+                except InvalidEvent as error:
+                    refused[wire[2] if isinstance(wire, tuple) and len(wire) > 2 else 0] = str(
+                        error
+                    )
+                    continue
+                self._carry_out(out, payload)
+        return refused
+
+    def _carry_out(self, instructions: Sequence[Any], payload: Any = None) -> None:
+        writes = [item for item in instructions if isinstance(item, Put | Delete)]
+        if writes:
+            self.store.submit(writes).result(30)
+        for item in instructions:
+            if isinstance(item, Ingest):
+                found = measure.summary_rows(item.key, item.job, payload)
+                self.store.submit(found).result(30)
+                self._carry_out(self.state.settle(item.key, "ingested", None, time.time()))
+            elif isinstance(item, Settled):
+                self.receipts[item.key] = item.state
+            elif isinstance(item, Assemble):
+                whole = measure.whole_row(self.catalogue, item.attempt_id, item.step)
+                if whole is not None:
+                    self.store.submit([whole]).result(30)
+
+    async def record_events(
+        self,
+        *,
+        sender: Sequence[Any],
+        events: Sequence[Sequence[Any]],
+        payloads: Mapping[int, Any] | None = None,
+    ) -> dict[str, Any]:
+        if self.not_ready:
+            return {"coordinator": "c1", "not_ready": self.not_ready}
+        who = schema.Sender.parse(sender)
+        refused = await asyncio.to_thread(self.take, who, events, payloads)
+        mine = {key.seq: state for key, state in self.receipts.items() if key[0] == who.incarnation}
+        return {
+            "coordinator": "c1",
+            "wall": time.time(),
+            "received": len(events) - len(refused),
+            "refused": refused,
+            "receipts": mine,
+            "revision": self.in_force.revision,
+        }
+
+    async def poll(
+        self, *, sender: Sequence[Any], revision: int, unreceipted: Sequence[int], wait: float
+    ) -> dict[str, Any]:
+        who = schema.Sender.parse(sender)
+        with contextlib.suppress(TimeoutError):
+            if revision == self.in_force.revision:
+                await asyncio.wait_for(self.changed.wait(), wait)
+        changed = revision != self.in_force.revision
+        keys = {seq: PayloadKey(who.incarnation, seq) for seq in unreceipted}
+        return {
+            "coordinator": "c1",
+            "wall": time.time(),
+            "revision": self.in_force.revision,
+            "plan": self.in_force.wire(who.run) if changed else None,
+            "receipts": {s: self.receipts[k] for s, k in keys.items() if k in self.receipts},
+            "poll_seconds": 20.0,
+        }
+
+    async def plan(self) -> dict[str, Any]:
+        return self.in_force.wire()
+
+    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> dict[str, Any]:
+        capture = self.in_force.add(spec, by=by, now=time.time())
+        self.audit.append((by, "add"))
+        self._note(capture, state="in force")
+        return capture
+
+    async def remove_capture(self, *, capture_id: str, by: str) -> dict[str, Any]:
+        capture = self.in_force.remove(capture_id)
+        self.audit.append((by, "remove"))
+        self._note(capture, state="removed")
+        return capture
+
+    def _note(self, capture: Mapping[str, Any], *, state: str) -> None:
+        row = {
+            "capture_id": capture["capture_id"],
+            "run": capture["run"],
+            "spec": dict(capture),
+            "state": state,
+            "by": capture["by"],
+            "created_wall": capture["created"],
+        }
+        self.store.submit([Put("captures", row)]).result(30)
+        self.changed.set()
+
+    async def status(self) -> dict[str, Any]:
+        return {"incarnation": "c1", "not_ready": self.not_ready, "health": {"store": True}}
+
+
+class Service:
+    """Everything that a test of the API talks to."""
+
+    def __init__(self, home: Path, **settings: Any) -> None:
+        self.settings = Settings(home=home, port=0, **settings)
+        self.store = SqlStore(self.settings.catalogue_url)
+        self.store.open()
+        self.catalogue = Catalogue(self.settings.catalogue_url)
+        self.engine = LocalEngine(self.store, self.catalogue)
+        self.tokens = Tokens.load(self.settings) if self.settings.auth else None
+        self.now: float | None = None
+        self.app = make_app(
+            catalogue=self.catalogue,
+            commands=self.engine,
+            settings=self.settings,
+            tokens=self.tokens,
+            clock=lambda: time.time() if self.now is None else self.now,
+        )
+        self.server = ApiServer(self.app, port=0)
+        self.server.start()
+        self._clients: list[httpx.Client] = []
+        self.read = self.client(self.tokens.read if self.tokens else None)
+        self.operate = self.client(self.tokens.operate if self.tokens else None)
+
+    def client(self, token: str | None, **headers: str) -> httpx.Client:
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        client = httpx.Client(
+            base_url=self.server.url, headers=headers, timeout=30, trust_env=False
+        )
+        self._clients.append(client)
+        return client
+
+    def get(self, path: str, **params: Any) -> Any:
+        """The answer of a route that must answer."""
+        response = self.read.get(path, params=params or None)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def problem(self, status: int, path: str, **params: Any) -> Any:
+        """The problem of a route that must refuse."""
+        response = self.read.get(path, params=params or None)
+        assert response.status_code == status, response.text
+        assert response.headers["content-type"] == "application/problem+json"
+        return response.json()
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.server.stop()
+        self.catalogue.close()
+        self.store.close()
+
+
+@contextlib.contextmanager
+def service(home: Path, **settings: Any) -> Iterator[Service]:
+    """A running service, with its own home."""
+    running = Service(home, **settings)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+class Rank:
+    """One process of a training, as its probe would speak."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        run: str = "r",
+        rank: int = 0,
+        role: str = "actor",
+        key: str = "a1",
+        world_size: int | None = 2,
+        start: float = 1_000.0,
+        **hello: Any,
+    ) -> None:
+        self.service = service
+        self.clock = start
+        self.seq = 0
+        self.sender = schema.Sender(
+            f"{run}-{key}-{role}-{rank}", run, key, role, rank, started=start
+        )
+        self.say(schema.HELLO, **({"world_size": world_size} if world_size else {}), **hello)
+
+    def say(self, kind: str, handed: Any = None, **fields: Any) -> int:
+        """Send one event straight to the engine; return its seq."""
+        self.seq += 1
+        self.clock += 0.25
+        event = schema.Event(kind, self.seq, self.clock, self.clock - 500.0, fields).wire()
+        payloads = None if handed is None else {self.seq: handed}
+        refused = self.service.engine.take(self.sender, [event], payloads)
+        assert not refused, refused
+        return self.seq
+
+    def stage(
+        self, stage: str, step: int | None, payload: Any = None, seconds: float = 1.0, **fields: Any
+    ) -> int:
+        """Begin and end a stage."""
+        self.begin(stage, step, **fields)
+        self.clock += seconds - 0.25
+        return self.end(stage, step, payload, **fields)
+
+    def begin(self, stage: str, step: int | None, **fields: Any) -> int:
+        return self.say(schema.BEGIN, stage=stage, step=step, **fields)
+
+    def end(self, stage: str, step: int | None, payload: Any = None, **fields: Any) -> int:
+        if payload is not None:
+            announced = {"tensors": {}, "bytes": 1, "meta": payload.get("meta") or {}}
+            fields["payload"] = announced
+        return self.say(schema.END, payload, stage=stage, step=step, **fields)
