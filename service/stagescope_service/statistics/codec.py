@@ -108,7 +108,8 @@ def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
         "dtypes": {stream: list(dtypes) for stream, dtypes in summary.dtypes.items()},
         "samples": list(sequences.samples) if any(sequences.samples) else None,
         "sources": list(summary.sources),
-        "rows": summary.rows,
+        "empty_samples": list(summary.empty_samples),
+        "unnamed_empty": summary.unnamed_empty,
         "versions": list(summary.versions),
     }
     return arrays, document
@@ -179,7 +180,8 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
         non_finite=_tokens(arrays, "non_finite", count),
         sequences=sequences,
         sources=sources,
-        rows=int(document["rows"]),
+        empty_samples=tuple(str(sample) for sample in document["empty_samples"]),
+        unnamed_empty=int(document["unnamed_empty"]),
         versions=tuple(int(version) for version in document["versions"]),
     )
 

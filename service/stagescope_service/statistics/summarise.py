@@ -70,6 +70,8 @@ def summarise(
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
     odd_tokens = _tokens(odd_ids[:odd_used], batch, table, index)
+    ids = batch.sample_ids or ()
+    empty_samples = tuple(sorted({ids[row] for row in np.flatnonzero(index < 0)} if ids else ()))
     filled_round, filled_bucket = np.nonzero(counts)
     return Summary(
         pair=batch.pair,
@@ -87,7 +89,8 @@ def summarise(
         non_finite=ordered(odd_tokens, sequences, by_d=False, keep=settings.worst),
         sequences=sequences,
         sources=(name,),
-        rows=batch.rows,
+        empty_samples=empty_samples,
+        unnamed_empty=0 if batch.sample_ids is not None else batch.rows - len(sequences),
         versions=_versions(batch, table),
     )
 

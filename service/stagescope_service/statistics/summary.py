@@ -153,8 +153,10 @@ class Summary:
     sequences: Sequences
     sources: tuple[str, ...]
     """A name for each payload."""
-    rows: int
-    """Rows of all payloads, those without a model token too."""
+    empty_samples: tuple[str, ...]
+    """Samples of rows without a model token, ascending; another fragment may have some."""
+    unnamed_empty: int
+    """Rows without a model token that name no sample."""
     versions: tuple[int, ...]
     """Policy versions under the mask, ascending; empty where not said."""
 
@@ -165,8 +167,8 @@ class Summary:
 
     @property
     def empty_rows(self) -> int:
-        """Rows without a model token; they are in no sequence mean."""
-        return self.rows - len(self.sequences)
+        """Samples (else rows) without a model token; they are in no sequence mean."""
+        return self.unnamed_empty + len(set(self.empty_samples) - set(self.sequences.samples))
 
     @property
     def digest(self) -> str:
@@ -220,7 +222,8 @@ class Summary:
             ),
             sequences=sequences,
             sources=tuple(name for s in summaries for name in s.sources),
-            rows=sum(s.rows for s in summaries),
+            empty_samples=tuple(sorted({name for s in summaries for name in s.empty_samples})),
+            unnamed_empty=sum(s.unnamed_empty for s in summaries),
             versions=tuple(sorted({v for s in summaries for v in s.versions})),
         )
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.batches import batch_of, bfloat16, from_bfloat16, random_streams
+from tests.support.mismatch_reference import reference, tails, tokens_of
 
 from stagescope.errors import InvalidInput
 from stagescope_service.statistics import (
@@ -18,8 +20,6 @@ from stagescope_service.statistics import (
     summarise,
 )
 from stagescope_service.statistics import cell as cells
-from tests.support.batches import batch_of, bfloat16, from_bfloat16, random_streams
-from tests.support.mismatch_reference import reference, tails, tokens_of
 
 CASES = st.tuples(
     st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 300), st.sampled_from([1e-7, 0.05, 3])

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.batches import batch_of, random_streams, wire
+
+from stagescope.errors import InvalidTensor
+from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
+
+RNG = np.random.default_rng(0)
+P, Q, MASK = random_streams(RNG, 6, 40)
+FULL = publish(summarise(batch_of(P, Q, MASK)))
+
+
+def tensors(**others: Any) -> dict[str, Any]:
+    base = {"old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK}
+    return {k: v if isinstance(v, tuple) else wire(v) for k, v in (base | others).items()}
+
+
+def packed() -> tuple[list[Any], list[int]]:
+    """Cut trailing zeros of the mask off each row, so that rows have different lengths."""
+    ends = [int(np.flatnonzero(row).max()) + 1 if row.any() else 0 for row in MASK]
+    flat = [np.concatenate([a[i, :n] for i, n in enumerate(ends)]) for a in (P, Q, MASK)]
+    return flat, [0, *np.cumsum(ends).tolist()]
+
+
+def without_rows(metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if k != "counts/empty_rows"}
+
+
+def test_padding_on_either_side_packing_and_offsets_give_the_same_numbers() -> None:
+    left = [np.pad(a, ((0, 0), (7, 0))) for a in (P, Q, MASK)]
+    right = [np.pad(a, ((0, 0), (0, 9))) for a in (P, Q, MASK)]
+    assert publish(summarise(batch_of(*left))) == FULL
+    assert publish(summarise(batch_of(*right))) == FULL
+    (p, q, mask), offsets = packed()
+    streams = {"old_log_probs": p, "rollout_log_probs": q, "response_mask": mask}
+    by_length = {k: wire(v) for k, v in streams.items()}
+    by_length["cu_seqlens"] = wire(np.array(offsets, np.int32))
+    ragged = {k: wire(v, offsets) for k, v in streams.items()}
+    one_row = {k: wire(v[None]) for k, v in streams.items()} | {
+        "cu_seqlens": wire(np.array(offsets))
+    }
+    for variant in (by_length, ragged, one_row):
+        assert publish(summarise(TokenBatch.from_tensors(variant))) == FULL
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16"])
+def test_masks_of_every_dtype(dtype: str) -> None:
+    assert publish(summarise(batch_of(P, Q, MASK.astype(dtype)))) == FULL
+    positions = np.tile(np.arange(40), (6, 1))
+    placed = batch_of(P, Q, MASK.astype(dtype), positions=positions)
+    assert publish(summarise(placed)) == FULL
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_float_masks(dtype: str) -> None:
+    mask = (
+        np.where(MASK == 1, 0x3F80, 0).astype(np.uint16)
+        if dtype == "bfloat16"
+        else MASK.astype(dtype)
+    )
+    assert publish(summarise(batch_of(P, Q, mask))) == FULL
+
+
+@pytest.mark.parametrize("bad", [2.0, 0.5, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize("general", [False, True])
+def test_a_mask_value_other_than_0_and_1_is_an_error(bad: float, general: bool) -> None:
+    mask = MASK.astype(np.float32)
+    mask[3, 11] = bad
+    others: dict[str, Any] = {"positions": np.tile(np.arange(40), (6, 1))} if general else {}
+    with pytest.raises(InvalidTensor, match=r"response_mask \(row 3\).*0 and 1"):
+        summarise(batch_of(P, Q, mask, **others))
+
+
+def test_a_missing_mask_is_an_error() -> None:
+    given = tensors()
+    del given["response_mask"]
+    with pytest.raises(InvalidTensor, match=r"response_mask is missing.*\(6, 40\)"):
+        TokenBatch.from_tensors(given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_mask": MASK[:, 1:]}, r"response_mask has shape \(6, 39\) where old_log_probs"),
+        ({"rollout_log_probs": Q[:4]}, r"rollout_log_probs has shape \(4, 40\).*4 rows of 40"),
+        ({"rollout_log_probs": Q.astype(np.int64)}, "rollout_log_probs.*int64.*bfloat16"),
+        ({"old_log_probs": P[None]}, r"old_log_probs has shape \(1, 6, 40\).*cu_seqlens"),
+        ({"old_log_probs": P.reshape(-1)}, r"old_log_probs has shape \(240,\)"),
+        ({"positions": np.zeros((6, 40))}, "positions.*float64"),
+        ({"token_offset": np.zeros(5, np.int64)}, r"token_offset has shape \(5,\).*\[6\]"),
+        ({"old_log_probs": ("float32", (6, 41), P, None)}, "240 values for shape"),
+        ({"old_log_probs": ("float32", (6, 40), P.astype(np.float64), None)}, "buffer is float64"),
+        ({"old_log_probs": ("float32", (240,), P, np.array([0, 9, 5, 240]))}, "never fall"),
+        ({"old_log_probs": ("float32", (240,), P, np.array([0, 100]))}, "rows end at 100"),
+    ],
+)
+def test_errors_name_the_tensor_the_shapes_and_what_was_expected(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidTensor, match=message):
+        TokenBatch.from_tensors(tensors(**change))
+
+
+def test_sample_ids_must_be_one_a_row() -> None:
+    with pytest.raises(InvalidTensor, match=r"sample_ids has 2 entries.*6"):
+        TokenBatch.from_tensors(tensors(), {"sample_ids": ["a", "b"]})
+
+
+def test_padded_tensors_are_viewed_not_copied() -> None:
+    batch = batch_of(P, Q, MASK)
+    assert np.shares_memory(batch.p, P)
+    assert np.shares_memory(batch.mask, MASK)
+
+
+def test_buffers_that_cannot_be_written_to_are_read() -> None:
+    streams = [a.copy() for a in (P, Q, MASK)]
+    for array in streams:
+        array.setflags(write=False)
+    assert publish(summarise(batch_of(*streams))) == FULL
+
+
+def test_which_pairs_a_payload_gives() -> None:
+    names = dict.fromkeys(("old_log_probs", "rollout_log_probs", "recomputed_log_probs"))
+    assert available_pairs(names) == (("old", "rollout"), ("old", "recomputed"))
+    assert available_pairs({"log_probs": 0, "rollout_log_probs": 0}) == (("current", "rollout"),)
+
+
+def test_rounds_break_where_positions_jump_and_follow_ids_where_given() -> None:
+    p, q, mask = (np.full((1, 8), v) for v in (-1.0, -1.25, 1))
+    positions = np.array([[0, 1, 2, 3, 12, 13, 14, 15]])
+    broken = summarise(batch_of(p, q, mask, positions=positions))
+    assert [(k, c.tokens) for k, c in broken.rounds.items()] == [(0, 4), (1, 4)]
+    ids = np.array([[0, 0, 0, 0, 5, 5, 5, 5]])
+    given = summarise(batch_of(p, q, mask, positions=positions, round_ids=ids))
+    assert [(k, c.tokens) for k, c in given.rounds.items()] == [(0, 4), (5, 4)]
+    shifted = summarise(batch_of(p, q, mask, round_offset=np.array([3])))
+    assert [(k, c.tokens) for k, c in shifted.rounds.items()] == [(3, 8)]
+    with pytest.raises(InvalidTensor, match="round_ids holds -1"):
+        summarise(batch_of(p, q, mask, round_ids=np.full((1, 8), -1)))
+
+
+def test_turns_and_staleness_are_sliced_and_add_up() -> None:
+    rng = np.random.default_rng(3)
+    turns = np.sort(rng.integers(0, 3, P.shape), axis=1)
+    versions = rng.integers(5, 8, P.shape)
+    summary = summarise(batch_of(P, Q, MASK, turn_ids=turns, versions=versions, policy_version=8))
+    on = MASK == 1
+    assert {k: c.tokens for k, c in summary.turns.items()} == {
+        k: int((turns[on] == k).sum()) for k in range(3)
+    }
+    assert {k: c.tokens for k, c in summary.staleness.items()} == {
+        8 - v: int((versions[on] == v).sum()) for v in (5, 6, 7)
+    }
+    assert summary.versions == (5, 6, 7)
+    assert publish(summary)["rollout_corr/kl"] == pytest.approx(FULL["rollout_corr/kl"], rel=1e-9)
+    by_row = summarise(batch_of(P, Q, MASK, versions=np.arange(6), policy_version=6))
+    assert [k for k, _ in by_row.staleness.items()] == [1, 2, 3, 4, 5, 6]
+    assert not summarise(batch_of(P, Q, MASK, versions=versions)).staleness.keys.size
+
+
+def test_skipped_tokens_do_not_count_and_move_no_round() -> None:
+    skip = (np.random.default_rng(4).random(P.shape) < 0.3).astype(np.uint8)
+    summary = summarise(batch_of(P, Q, MASK), skip=skip.reshape(-1))
+    numbers = np.cumsum(np.diff(MASK, axis=1, prepend=0) == 1, axis=1) - 1
+    kept = (MASK == 1) & (skip == 0)
+    assert {k: c.tokens for k, c in summary.rounds.items()} == {
+        int(k): int((numbers[kept] == k).sum()) for k in np.unique(numbers[kept])
+    }

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.service.statistics.test_summary import assert_same
+from tests.support.batches import batch_of, random_streams
+
+from stagescope.errors import InvalidInput
+from stagescope.schema import Part
+from stagescope_service.statistics import (
+    NOISE_PAIR,
+    PartRecord,
+    Summary,
+    TokenBatch,
+    Whole,
+    assemble,
+    publish,
+    skip_of,
+    summarise,
+)
+
+ROWS, WIDTH = 8, 120
+SAMPLES = [f"s{i}" for i in range(ROWS)]
+
+
+def make(seed: int = 0) -> tuple[Any, Any, Any]:
+    return random_streams(np.random.default_rng(seed), ROWS, WIDTH, 0.1)
+
+
+def record(key: str, batch: TokenBatch, rank: int = 0, **fields: Any) -> PartRecord:
+    values = {"stage": "actor_compute_log_prob", "role": "actor"} | fields
+    return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
+
+
+def rows_of(
+    streams: tuple[Any, Any, Any], rows: list[int], *, samples: bool = True, **others: Any
+) -> TokenBatch:
+    p, q, mask = streams
+    names = [SAMPLES[row] for row in rows] if samples else None
+    return batch_of(p[rows], q[rows], mask[rows], samples=names, **others)
+
+
+def plain(streams: tuple[Any, Any, Any]) -> Summary:
+    return summarise(batch_of(*streams, samples=SAMPLES))
+
+
+def test_ranks_replicas_epochs_and_the_driver_count_once() -> None:
+    streams = make()
+    parts = [
+        record("r0", rows_of(streams, [0, 1, 2, 3]), 0, data_rank=0),
+        record("r1", rows_of(streams, [0, 1, 2, 3]), 1, data_rank=0),
+        record("r2-a", rows_of(streams, [4, 5]), 2, part=Part(minibatch=0)),
+        record("r2-b", rows_of(streams, [6, 7]), 2, part=Part(minibatch=1)),
+        record("r2-again", rows_of(streams, [7, 6]), 2, part=Part(epoch=1)),
+        record("driver", rows_of(streams, list(range(8))), 0, role="driver"),
+        record("other", rows_of(make(9), [0, 1]), 0, stage="actor_update"),
+    ]
+    whole = assemble(parts)
+    assert_same(whole.summary, plain(streams))
+    assert whole.stage == "actor_compute_log_prob"
+    assert whole.counted == ("r0", "r2-a", "r2-b")
+    assert whole.left_out == {"r1": "replica", "r2-again": "repeated", "driver": "repeated"}
+    assert not whole.differing
+    assert not whole.restate
+    masked = streams[2].sum(axis=1)
+    assert whole.duplicates == masked[:4].sum() + masked[6:].sum() + masked.sum()
+    by_rank = {(row.role, row.rank): row for row in whole.ranks}
+    assert by_rank["actor", 1].cell.tokens == masked[:4].sum()
+    assert by_rank["actor", 2].cell.tokens == masked[4:].sum()
+    assert by_rank["actor", 2].counted_parts == 2
+    for _ in range(5):
+        random.Random(1).shuffle(parts)
+        again = assemble(parts)
+        assert again.to_bytes() == whole.to_bytes()
+
+
+def test_a_replica_with_other_numbers_is_named() -> None:
+    streams = make()
+    p, q, mask = make()
+    p[mask == 1] -= 1e-3
+    parts = [
+        record("r0", rows_of(streams, [0, 1]), 0, data_rank=0),
+        record("r1", rows_of((p, q, mask), [0, 1]), 1, data_rank=0),
+    ]
+    whole = assemble(parts)
+    assert whole.differing == (("r1", "r0"),)
+    assert_same(whole.summary, summarise(rows_of(streams, [0, 1])))
+
+
+def test_without_sample_ids_the_layout_decides() -> None:
+    streams = make()
+
+    def part(key: str, rank: int, rows: list[int], **fields: Any) -> PartRecord:
+        return record(key, rows_of(streams, rows, samples=False), rank, **fields)
+
+    parts = [
+        part("dp0-tp1", 0, [0, 1, 2], layout={"dp_rank": 0, "tp_rank": 1, "tp_size": 2}),
+        part("dp0-tp0", 1, [0, 1, 2], layout={"dp_rank": 0, "tp_rank": 0, "tp_size": 2}),
+        part("dp1-tp0", 2, [3, 4], layout={"dp_rank": 1, "tp_rank": 0}),
+        part("dp1-later", 2, [3, 4], layout={"dp_rank": 1, "tp_rank": 0}, part=Part(epoch=1)),
+        part("dp1-resampled", 2, [5, 6, 7], layout={"dp_rank": 1}, part=Part(occurrence=1)),
+        part("dp1-same-again", 2, [3, 4], layout={"dp_rank": 1}, part=Part(occurrence=2)),
+        part("driver", 0, list(range(8)), role="driver"),
+    ]
+    whole = assemble(parts)
+    assert whole.counted == ("dp0-tp0", "dp1-tp0", "dp1-resampled")
+    assert whole.left_out == {
+        "dp0-tp1": "replica",
+        "dp1-later": "later epoch",
+        "dp1-same-again": "repeated",
+        "driver": "other role",
+    }
+    whole_cell, plain_cell = whole.total, plain(streams).total
+    assert whole_cell.tokens == plain_cell.tokens
+
+
+def test_a_partly_repeated_part_is_taken_again_without_what_counted() -> None:
+    streams = make()
+    batches = {
+        "a": rows_of(streams, [0, 1, 2, 3, 4]),
+        "b": rows_of(streams, [3, 4, 5, 6, 7]),
+        "c": rows_of(streams, [7, 0]),
+    }
+    parts = [
+        record("a", batches["a"], 0),
+        record("b", batches["b"], 1),
+        record("c", batches["c"], 2),
+    ]
+    first = assemble(parts)
+    assert [(r.key, {row for row, _, _ in r.skips}) for r in first.restate] == [("b", {0, 1})]
+    assert first.left_out == {"b": "restate", "c": "repeated"}
+    skips = first.restate[0].skips
+    again = summarise(batches["b"], skip=skip_of(batches["b"], skips))
+    whole = assemble([parts[0], dataclasses.replace(parts[1], summary=again), parts[2]])
+    assert not whole.restate
+    assert_same(whole.summary, plain(streams))
+
+
+def test_tokens_that_overlap_inside_a_row_count_once() -> None:
+    p, q, mask = make(3)
+    mask[:, 40:80] = 1
+
+    def piece(first: int, last: int) -> TokenBatch:
+        part = slice(first, last)
+        before = np.array([_runs_before(row, first) for row in mask])
+        return batch_of(
+            p[:, part], q[:, part], mask[:, part], samples=SAMPLES,
+            token_offset=np.full(ROWS, first), round_offset=before,
+        )  # fmt: skip
+
+    left, right = piece(0, 70), piece(50, WIDTH)
+    parts = [record("left", left, 0), record("right", right, 1)]
+    first = assemble(parts)
+    (restate,) = first.restate
+    assert {(a, b) for _, a, b in restate.skips} == {(50, 70)}
+    again = summarise(right, skip=skip_of(right, restate.skips))
+    whole = assemble([parts[0], dataclasses.replace(parts[1], summary=again)])
+    assert not whole.restate
+    assert not whole.fragmented
+    found, expected = publish(whole.summary), publish(plain((p, q, mask)))
+    counts = [k for k in expected if k.endswith(("_count", "_max", "_min")) or "counts/" in k]
+    for name in counts:
+        assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+    assert found["rollout_corr/training_ppl"] == pytest.approx(
+        expected["rollout_corr/training_ppl"], rel=1e-12
+    )
+
+
+def _runs_before(row: Any, column: int) -> int:
+    """The round that a run beginning at `column` has, or that goes on there."""
+    before = np.concatenate([[0], row[:column]])
+    begins = int((np.diff(before) == 1).sum())
+    goes_on = before[-1] == 1 and row[column] == 1
+    return begins - int(goes_on)
+
+
+def test_zigzag_context_parallel_parts_make_the_whole() -> None:
+    p, q, mask = make(4)
+    rounds = np.cumsum(np.diff(mask, axis=1, prepend=0) == 1, axis=1) - 1
+    rounds = np.maximum(rounds, 0)
+    chunk = WIDTH // 4
+    parts = []
+    for cp_rank, chunks in enumerate([(0, 3), (1, 2)]):
+        columns = np.concatenate([np.arange(c * chunk, (c + 1) * chunk) for c in chunks])
+        batch = batch_of(
+            p[:, columns], q[:, columns], mask[:, columns], samples=SAMPLES,
+            positions=np.tile(columns, (ROWS, 1)), round_ids=rounds[:, columns],
+        )  # fmt: skip
+        layout = {"cp_rank": cp_rank, "cp_size": 2}
+        parts.append(record(f"cp{cp_rank}", batch, cp_rank, layout=layout, data_rank=0))
+    whole = assemble(parts)
+    expected = plain((p, q, mask))
+    assert whole.counted == ("cp0", "cp1")
+    assert not whole.fragmented
+    assert whole.summary.worst.position.tolist() == expected.worst.position.tolist()
+    found, wanted = publish(whole.summary), publish(expected)
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
+
+
+def test_context_parallel_parts_without_positions_add_up_but_are_fragmented() -> None:
+    p, q, mask = make(5)
+    half = WIDTH // 2
+    parts = [
+        record(
+            f"cp{k}",
+            batch_of(p[:, s], q[:, s], mask[:, s], samples=SAMPLES),
+            k,
+            layout={"cp_rank": k, "cp_size": 2},
+            data_rank=0,
+        )
+        for k, s in enumerate((slice(0, half), slice(half, WIDTH)))
+    ]
+    whole = assemble(parts)
+    assert whole.total.tokens == mask.sum()
+    assert whole.fragmented > 0
+
+
+def test_the_stage_is_the_first_that_has_both_streams() -> None:
+    streams = make()
+    batch = rows_of(streams, [0, 1])
+    noise = batch_of(*(s[:2] for s in streams), samples=SAMPLES[:2], pair=NOISE_PAIR)
+    parts = [
+        record("u", batch, stage="actor_update"),
+        record("own", batch, stage="a_stage_of_my_own"),
+        record("n", noise, stage="actor_compute_log_prob"),
+    ]
+    assert assemble(parts).stage == "actor_update"
+    assert assemble(parts, stage="a_stage_of_my_own").counted == ("own",)
+    assert assemble(parts, pairs=[NOISE_PAIR]).stage == "actor_compute_log_prob"
+    with pytest.raises(InvalidInput, match="rollout_generate"):
+        assemble(parts, stage="rollout_generate")
+    with pytest.raises(InvalidInput, match="both streams"):
+        assemble([])
+
+
+def test_rows_without_a_model_token_are_counted_once() -> None:
+    p, q, mask = make(6)
+    mask[:] = 0
+    parts = [
+        record("a", batch_of(p, q, mask, samples=SAMPLES), 0, data_rank=0),
+        record("b", batch_of(p, q, mask, samples=SAMPLES), 1, data_rank=0),
+    ]
+    assert publish(assemble(parts).summary)["counts/empty_rows"] == ROWS
+
+
+def test_a_whole_survives_its_bytes_and_nothing_else_does() -> None:
+    parts = [record("a", rows_of(make(), [0, 1, 2]), 3), record("b", rows_of(make(), [2, 3]), 4)]
+    whole = assemble(parts)
+    data = whole.to_bytes()
+    again = Whole.from_bytes(data)
+    assert again.to_bytes() == data
+    assert again.restate == whole.restate
+    for bad in (b"", data[:-9], parts[0].summary.to_bytes(), data.replace(b"whole", b"hole!")):
+        with pytest.raises(InvalidInput, match="no whole"):
+            Whole.from_bytes(bad)
+    with pytest.raises(InvalidInput, match="no summary"):
+        Summary.from_bytes(data)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.data())
+def test_any_ranks_parts_and_replicas_give_the_same_whole(seed: int, data: st.DataObject) -> None:
+    streams = make(seed)
+    ranks = data.draw(st.integers(1, 4))
+    owner = data.draw(st.lists(st.integers(0, ranks - 1), min_size=ROWS, max_size=ROWS))
+    cut = data.draw(st.integers(1, 3))
+    copies = data.draw(st.integers(1, 2))
+    parts = []
+    for rank in range(ranks):
+        rows = [row for row in range(ROWS) if owner[row] == rank]
+        for number in range(0, len(rows), cut):
+            batch = rows_of(streams, rows[number : number + cut])
+            for copy in range(copies):
+                epochs = data.draw(st.integers(1, 2))
+                parts += [
+                    record(
+                        f"{rank}.{number}.{copy}.{epoch}",
+                        batch,
+                        rank + copy * ranks,
+                        data_rank=rank,
+                        part=Part(epoch=epoch, microbatch=number),
+                    )
+                    for epoch in range(epochs)
+                ]
+    order = data.draw(st.permutations(parts))
+    whole = assemble(order)
+    assert_same(whole.summary, plain(streams))
+    assert not whole.restate
+    assert not whole.differing
