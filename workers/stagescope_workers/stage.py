@@ -38,6 +38,7 @@ class Stage:
         self._draft = Draft(probe.pool)
         self._scalars: dict[str, float | HostCopy] = {}
         self._begun: tuple[float, float] | None = None
+        self._begin_seq: int | None = None
         self._ended = False
         self._timer: DeviceTimer | None = None
         self._captures: list[ArmedCapture] = []
@@ -72,7 +73,7 @@ class Stage:
             fields = work.fields()
             fields["device_time"] = self._timer is not None
             entry = probe.outbox.put(BEGIN, fields)
-            self._begun = (entry.wall, entry.mono)
+            self._begun, self._begin_seq = (entry.wall, entry.mono), entry.seq
         captures: list[Mapping[str, Any]] = []
         with probe.guard("begin", work):
             captures = probe.plan.begin(work.step, work.stage)
@@ -136,6 +137,7 @@ class Stage:
     def _send_end(self, work: Work, error: BaseException | None) -> None:
         wall, mono = self._begun or (0.0, 0.0)
         fields = work.fields() | {
+            "begin_seq": self._begin_seq,
             "begin_wall": wall,
             "begin_mono": mono,
             "status": "ok" if error is None else "failed",
