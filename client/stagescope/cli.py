@@ -19,7 +19,7 @@ from stagescope.answers import Metrics, Record
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.frames import Table
 from stagescope.plugins import Commands
-from stagescope.session import Session, attach
+from stagescope.session import Session, StepWord, attach
 from stagescope.step import Step
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -71,18 +71,28 @@ def _connection(command: _Command) -> _Command:
     return command
 
 
-def _read_step(_: click.Context, __: click.Parameter, value: str) -> int | str:
+def _read_step(_: click.Context, __: click.Parameter, value: str) -> StepWord:
     if value == "latest":
-        return value
+        return "latest"
+    if value == "measured":
+        return "measured"
     try:
         return int(value)
     except ValueError:
-        raise click.BadParameter(f"{value!r} is neither a number nor 'latest'") from None
+        raise click.BadParameter(
+            f"{value!r} is neither a number nor 'latest' or 'measured'"
+        ) from None
 
 
-_STEP: Final = click.argument(
-    "step", callback=_read_step, default="latest", metavar="[STEP|latest]"
-)
+def _step_argument(default: str) -> Callable[[Any], Any]:
+    return click.argument(
+        "step", callback=_read_step, default=default, metavar="[STEP|latest|measured]"
+    )
+
+
+_STEP: Final = _step_argument("latest")
+# Numbers come with a step's end: without a word, the newest step that has them answers.
+_MEASURED: Final = _step_argument("measured")
 _RUN: Final = click.option("--run", help="Name of the run (default: the one that is live).")
 _ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 _STAGE: Final = click.option("--stage", help="Only this stage.")
@@ -134,10 +144,6 @@ def _question(*options: Callable[[Any], Any]) -> Callable[[_Ask], click.Command]
     return command
 
 
-def _step_of(session: Session, step: int | str, run: str | None, attempt: int | None) -> Step:
-    return session.step("latest" if isinstance(step, str) else step, run=run, attempt=attempt)
-
-
 @_question()
 def status(session: Session) -> Record:
     """Whether the service is ready; exit code 3 if not."""
@@ -166,7 +172,7 @@ def steps(session: Session, run: str | None, attempt: int | None, limit: int) ->
 
 
 @_question(
-    _STEP,
+    _MEASURED,
     _RUN,
     _ATTEMPT,
     _STAGE,
@@ -175,10 +181,10 @@ def steps(session: Session, run: str | None, attempt: int | None, limit: int) ->
     _ROUND,
     click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
 )
-def metrics(session: Session, step: int | str, only: str | None, **place: Any) -> Metrics:
+def metrics(session: Session, step: StepWord, only: str | None, **place: Any) -> Metrics:
     """A step's metrics, rollout against training."""
     filters = {name: place.pop(name) for name in ("stage", "role", "rank", "round")}
-    found = _step_of(session, step, **place).metrics(**filters)
+    found = session.step(step, **place).metrics(**filters)
     if only is None:
         return found
     kept = {name: value for name, value in found.items() if fnmatch.fnmatchcase(name, only)}
@@ -190,7 +196,7 @@ def metrics(session: Session, step: int | str, only: str | None, **place: Any) -
 
 
 @_question(
-    _STEP,
+    _MEASURED,
     _RUN,
     _ATTEMPT,
     _STAGE,
@@ -201,43 +207,43 @@ def metrics(session: Session, step: int | str, only: str | None, **place: Any) -
     ),
     _LIMIT,
 )
-def rounds(session: Session, step: int | str, **options: Any) -> Table:
+def rounds(session: Session, step: StepWord, **options: Any) -> Table:
     """A step's mismatch round by round."""
     return _noun(session, step, options).rounds(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
-def ranks(session: Session, step: int | str, **options: Any) -> Table:
+@_question(_MEASURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
+def ranks(session: Session, step: StepWord, **options: Any) -> Table:
     """A step's mismatch rank by rank."""
     return _noun(session, step, options).ranks(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _ROUND, _LIMIT)
-def tokens(session: Session, step: int | str, **options: Any) -> Table:
+@_question(_MEASURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _ROUND, _LIMIT)
+def tokens(session: Session, step: StepWord, **options: Any) -> Table:
     """A step's worst tokens, the worst first."""
     return _noun(session, step, options).tokens(**options)
 
 
 @_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
-def stages(session: Session, step: int | str, **options: Any) -> Table:
+def stages(session: Session, step: StepWord, **options: Any) -> Table:
     """Who was in which stage of a step, and who has not arrived."""
     return _noun(session, step, options).stages(**options)
 
 
 @_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
-def scalars(session: Session, step: int | str, **options: Any) -> Table:
+def scalars(session: Session, step: StepWord, **options: Any) -> Table:
     """The scalars that ranks handed over in a step."""
     return _noun(session, step, options).scalars(**options)
 
 
 @_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
-def dumps(session: Session, step: int | str, **options: Any) -> Table:
+def dumps(session: Session, step: StepWord, **options: Any) -> Table:
     """msprobe's dumps of a step: place, size and state."""
     return _noun(session, step, options).dumps(**options)
 
 
-def _noun(session: Session, step: int | str, options: dict[str, Any]) -> Step:
-    return _step_of(session, step, options.pop("run"), options.pop("attempt"))
+def _noun(session: Session, step: StepWord, options: dict[str, Any]) -> Step:
+    return session.step(step, run=options.pop("run"), attempt=options.pop("attempt"))
 
 
 @_question(_RUN, _ATTEMPT, _LIMIT)

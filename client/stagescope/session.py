@@ -32,7 +32,11 @@ from stagescope.frames import Table
 from stagescope.step import LIMIT, Step
 from stagescope.transport import Transport
 
+StepWord = int | Literal["latest", "measured"]
+"""How a step is named."""
 _PAGE: Final = 500
+_RECENT: Final = 100
+"""Steps in which the newest measured one is looked for."""
 
 # Columns that are shown first: a table in 80 columns leaves out the last.
 _RUN_ORDER: Final = ("run", "live", "attempt", "last_closed_step", "last_wall")
@@ -189,16 +193,25 @@ class Session:
 
     def step(
         self,
-        step: int | Literal["latest"] = "latest",
+        step: StepWord = "latest",
         *,
         run: str | None = None,
         attempt: int | None = None,
     ) -> Step:
-        """Return one step, or the latest; it stays at the run and attempt that answer now.
+        """Return one step; it stays at the run and attempt that answer now.
+
+        `"latest"` is the step that began last, which may hold no numbers yet; `"measured"` is the
+        newest closed one that does (the latest where there is none).
 
         Raises:
             NotFound: no such step.
         """
+        if step == "measured":
+            for row in self.steps(run, attempt, limit=_RECENT):
+                in_force = attempt is not None or row.get("superseded_by") is None
+                if row.get("measured") and in_force:
+                    return Step(self, row["step"], run=row["run"], attempt=row["attempt"])
+            step = "latest"
         said = self.get(f"/steps/{_step_word(step)}/stages", run=run, attempt=attempt, limit=1)
         return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
 
@@ -271,4 +284,4 @@ def _segment(text: str) -> str:
 def _step_word(step: Any) -> str:
     if step == "latest" or (isinstance(step, int) and not isinstance(step, bool)):
         return str(step)
-    raise InvalidInput(f"step is {step!r}", expected="an int, or 'latest'")
+    raise InvalidInput(f"step is {step!r}", expected="an int, 'latest' or 'measured'")

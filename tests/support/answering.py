@@ -114,7 +114,15 @@ class Answering:
                 {"attempt": n, "attempt_key": f"key-{n}", "fingerprint": FINGERPRINT}
                 for n in (2, 1)
             ],
-            "/steps": [{**context, "step": 5, "complete": "partial", "missing": [MISSING]}],
+            "/steps": [
+                {
+                    **context,
+                    "step": 5,
+                    "complete": "partial",
+                    "measured": True,
+                    "missing": [MISSING],
+                }
+            ],
             "/steps/5/rounds": ROUNDS,
             "/steps/5/ranks": [{"role": "actor", "rank": 0, "abs_diff_mean": 0.1}],
             "/steps/5/tokens": [

@@ -1,0 +1,194 @@
+"""The client and the command line on the real API, its store, state machine and statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.support.api import Rank, Service, service
+from tests.support.measure import payload
+
+import stagescope
+from stagescope import Session, cli
+from stagescope.errors import Forbidden, InvalidPlan, NotFound
+
+STAGE = "actor_compute_log_prob"
+NOUNS = ("rounds", "ranks", "tokens", "stages", "scalars", "dumps")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Run `r`: attempt 1 with step 5; attempt 2 did it again, one NaN, rank 1 inside the stage."""
+    with service(tmp_path_factory.mktemp("home")) as running:
+        first = [Rank(running, rank=rank, fingerprint={"git": "0f3a"}) for rank in (0, 1)]
+        for index, rank in enumerate(first):
+            rank.stage(STAGE, 5, payload(seed=index, first_sample=4 * index))
+        for rank in first:
+            rank.begin("rollout_generate", 6)
+        second = [Rank(running, rank=rank, key="a2", start=2_000.0) for rank in (0, 1)]
+        broken = payload(seed=7)
+        broken["tensors"]["rollout_log_probs"][2][0, 0] = math.nan
+        second[0].stage(STAGE, 5, broken, scalars={"loss": math.nan, "reward": 1.0})
+        second[1].begin(STAGE, 5)
+        yield running
+
+
+@pytest.fixture
+def found(real: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
+    """The service, found by the file that its start writes."""
+    home = real.settings.home
+    written = {
+        "url": real.server.url,
+        "read_token_file": str(home / "read.token"),
+        "operate_token_file": str(home / "operate.token"),
+    }
+    (home / "service.json").write_text(json.dumps(written))
+    monkeypatch.setenv("STAGESCOPE_HOME", str(home))
+    return real
+
+
+@pytest.fixture
+def session(found: Service) -> Iterator[Session]:
+    with stagescope.attach() as session:
+        yield session
+
+
+def ask(*words: str) -> Result:
+    return CliRunner().invoke(cli.main, words)
+
+
+def test_both_attempts_and_their_fingerprints(session: Session) -> None:
+    assert session.runs()["run"] == ("r",)
+    attempts = session.attempts()
+    assert attempts["attempt"] == (2, 1)
+    assert attempts.where(attempt=1)[0]["fingerprint"]["git"] == "0f3a"
+
+
+def test_the_latest_attempt_answers_and_the_first_when_asked(session: Session) -> None:
+    again, first = session.step(5), session.step(5, attempt=1)
+    assert (again.run, again.attempt, first.attempt) == ("r", 2, 1)
+    assert first.metrics().complete == "complete"
+    open_one = again.metrics()
+    assert open_one.complete == "open"
+    assert (open_one.missing[0]["role"], open_one.missing[0]["rank"]) == ("actor", 1)
+    assert first.metrics()["per_round/total_rounds"] == 2
+
+
+def test_the_newest_step_that_has_numbers(session: Session) -> None:
+    assert session.step("latest", attempt=1).step == 6
+    assert session.step("measured", attempt=1).step == 5
+    # Attempt 2 has no closed step: its open one answers with what has come.
+    assert session.step("measured", attempt=2).attempt == 2
+
+
+def test_rounds_add_up_to_the_whole(session: Session) -> None:
+    rounds = session.step(5, attempt=1).rounds()
+    whole = rounds.about["whole"]
+    assert sum(rounds["tokens"]) == whole["tokens"]
+    assert math.fsum(rounds["abs_diff_sum"]) == pytest.approx(whole["abs_diff_sum"], rel=1e-12)
+
+
+def test_a_slice_is_less_than_the_whole(session: Session) -> None:
+    step = session.step(5, attempt=1)
+    whole, one = step.metrics(), step.metrics(rank=1, role="actor", stage=STAGE)
+    assert one.about["coverage"]["tokens"] < whole.about["coverage"]["tokens"]
+    assert step.metrics(round=1).about["round"] == 1
+    with pytest.raises(NotFound, match="round 9"):
+        step.metrics(round=9)
+
+
+def test_what_is_not_finite_is_shown(session: Session) -> None:
+    step = session.step(5)
+    nonfinite = step.tokens(kind="nonfinite")
+    assert len(nonfinite) == 1
+    assert math.isnan(nonfinite[0]["q"])
+    assert any("nan" in kinds and kinds["nan"] == 1 for kinds in step.metrics().nonfinite.values())
+    scalars = {row["name"]: row["value"] for row in step.scalars()}
+    assert math.isnan(scalars["loss"])
+    assert scalars["reward"] == 1.0
+
+
+def test_every_noun_converts(session: Session) -> None:
+    step = session.step(5, attempt=1)
+    for noun in NOUNS:
+        table = getattr(step, noun)()
+        assert len(table) == len(table.to_pandas()) == len(table.to_polars()), noun
+        assert table._repr_html_()
+    for table in (session.runs(), session.steps(), session.attempts(), session.losses()):
+        assert len(table) == table.to_arrow().num_rows
+
+
+def test_pages_of_the_real_service(session: Session) -> None:
+    step = session.step(5, attempt=1)
+    whole = step.tokens()
+    assert len(whole) > 3
+    part = step.tokens(limit=3)
+    assert part.truncated
+    assert part.to_dicts() == whole[:3].to_dicts()
+
+
+def test_order_and_withdraw_a_capture(session: Session, found: Service) -> None:
+    capture = session.capture(
+        run="r", steps=[9], stages=[STAGE], config={"task": "statistics", "level": "L1"}
+    )
+    assert session.plan()["capture_id"] == (capture["capture_id"],)
+    session.remove_capture(capture["capture_id"])
+    assert len(session.plan()) == 0
+    assert len(session.captures()) == 1
+    with pytest.raises(InvalidPlan, match="orders nothing"):
+        session.capture(steps=[9], stages="all")
+    with pytest.raises(Forbidden, match="allowed roots"):
+        session.capture(steps=[9], stages="all", keep=["x"], data_dir="/etc")
+    assert found.tokens is not None
+    with (
+        stagescope.attach(found.server.url, token=found.tokens.read) as reader,
+        pytest.raises(Forbidden, match="read token"),
+    ):
+        reader.capture(steps=[9], stages="all", keep=["x"])
+
+
+@pytest.mark.usefixtures("found")
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["status"], ["runs"], ["attempts"], ["steps"], ["losses"], ["findings"], ["plan"]),
+        *(["metrics"], ["metrics", "5"], ["metrics", "--attempt", "1"]),
+        *([noun, "5", "--attempt", "1"] for noun in NOUNS),
+        ["rounds", "--by", "staleness"],
+    ],
+    ids=" ".join,
+)
+def test_the_command_line(words: list[str]) -> None:
+    text = ask(*words)
+    assert text.exit_code == 0, text.output
+    assert max(map(len, text.stdout.splitlines())) <= 80
+    answer: Any = json.loads(ask(*words, "--json").stdout)
+    assert isinstance(answer, dict)
+    # Spelled numbers stay spelled: neither NaN nor null took their place.
+    assert not re.search(r"\bNaN\b|\bInfinity\b", text.stdout)
+
+
+@pytest.mark.usefixtures("found")
+def test_the_command_lines_refusals() -> None:
+    assert ask("metrics", "77").exit_code == 4
+    assert ask("metrics", "5", "--run", "other").exit_code == 4
+    assert ask("metrics", "5", "--run", "no/name").exit_code == 2
+    early = ask("metrics", "latest", "--attempt", "1")
+    assert early.exit_code == 4
+    assert "no numbers (yet)" in early.stderr
+
+
+def test_a_service_that_is_not_ready(found: Service) -> None:
+    found.engine.not_ready = "the disk is full"
+    try:
+        result = ask("status")
+        assert result.exit_code == 3
+        assert "the disk is full" in result.stdout
+    finally:
+        found.engine.not_ready = None
+    assert ask("status").exit_code == 0
