@@ -19,7 +19,8 @@ from typing import Any, Final
 MISSING: Final = "-"
 """How an unknown value (null) is written; a NaN is written nan."""
 GAP: Final = "  "
-_NARROWEST: Final = 8
+_WHOLE: Final = 24
+"""Words of up to so many columns are never cut: a time, an id, a stage's name."""
 _WIDEST: Final = 48
 _WALLS: Final = frozenset({
     "begun", "created", "ended", "since", "started", "waited_since", "wall",
@@ -140,26 +141,29 @@ def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -
 
 
 def _fit(cells: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str, int], list[str]]:
-    """Return the width of each column that is shown, and the names of those that are not."""
+    """Return the width of each column that is shown, and the names of those that are not.
+
+    Long words are shortened, but names, times and ids stay whole: rather than cut them, columns
+    are left out, first those without any value, then the last.
+    """
     names = {name: printable(name) for name in cells}
     natural = {
         name: min(_WIDEST, max(map(width_of, (names[name], *cells[name])))) for name in cells
     }
     kept = list(cells)
-    left_out: list[str] = []
     while kept:
         widths = {name: natural[name] for name in kept}
         excess = sum(widths.values()) + len(GAP) * (len(kept) - 1) - width
-        while excess > 0:
+        least = _WHOLE if len(kept) > 1 else 1
+        while excess > 0 and max(widths.values()) > least:
             widest = max(widths, key=lambda name: widths[name])
-            if widths[widest] <= max(_NARROWEST, min(width_of(names[widest]), _WIDEST // 3)):
-                break
             widths[widest] -= 1
             excess -= 1
         if excess <= 0:
-            return widths, left_out[::-1]
-        left_out.append(kept.pop())
-    return {}, left_out[::-1]
+            return widths, [names[name] for name in cells if name not in widths]
+        empty = [name for name in kept if all(cell == MISSING for cell in cells[name])]
+        kept.remove((empty or kept)[-1])
+    return {}, list(names.values())
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:

@@ -48,6 +48,21 @@ def test_a_table_fits_and_names_what_it_left_out() -> None:
     assert "column_11" in "\n".join(lines)
 
 
+def test_ids_and_times_stay_whole_and_empty_columns_go_first() -> None:
+    columns: dict[str, list[object]] = {
+        "capture_id": ["0123456789abcdef"],
+        "empty": [None],
+        "text": ["x" * 60],
+        "wall": [0.0],
+        "last": ["y" * 24],
+    }
+    lines = render.text_table(columns, units={"wall": "unix"}, width=96)
+    assert "0123456789abcdef" in lines[2]
+    assert "1970-01-01 00:00:00Z" in lines[2]
+    assert "y" * 24 in lines[2]
+    assert lines[3] == "more columns: empty"
+
+
 def test_columns_line_up_with_wide_characters() -> None:
     lines = render.text_table({"text": ["中文", "ab"], "n": [1, 22]}, units={}, width=80)
     assert {render.width_of(line) for line in lines} == {len("text") + 2 + 2}
