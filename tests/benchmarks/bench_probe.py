@@ -46,7 +46,7 @@ def work(matrix: np.ndarray[Any, Any], seconds: float) -> None:
     """Compute for about `seconds`."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        matrix @ matrix
+        np.matmul(matrix, matrix)
 
 
 def timed(call: Callable[[], object]) -> float:

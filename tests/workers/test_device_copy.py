@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from tests.support.coordinators import FakeCoordinator, wait_for
 
 from stagescope_workers import device
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
 from stagescope_workers.draft import Draft
+from stagescope_workers.probe import Probe
 
 
 class FakeEvent:
@@ -124,3 +127,37 @@ def test_device_time_is_read_off_the_training_thread(backend: Any) -> None:
 
 def test_no_device_no_timer() -> None:
     assert DeviceTimer.start() is None or torch.cuda.is_available()
+
+
+def test_device_that_hangs_hides_no_later_event(
+    make_probe: Callable[..., Probe], coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    with probe.stage("first", step=1) as stage:
+        stage.record(rewards=late(torch.ones(2)))
+        stage.log(loss=late(torch.ones(())))
+    with probe.stage("second", step=1):
+        wait_for(lambda: len(coordinator.of_kind("begin")) == 2)
+        assert not coordinator.of_kind("end")
+    for event in FakeEvent.made:
+        event.finished.set()
+    wait_for(lambda: len(coordinator.of_kind("end")) == 2)
+    first = coordinator.of_kind("end")[0]
+    assert first.fields["stage"] == "first"
+    assert first.fields["scalars"] == {"loss": 1.0}
+    [payload] = coordinator.payloads.values()
+    assert payload["tensors"]["rewards"][2].tolist() == [1.0, 1.0]
+    assert probe.pool.taken == 0
+
+
+def test_farewell_waits_for_what_the_device_still_writes(
+    make_probe: Callable[..., Probe], coordinator: FakeCoordinator
+) -> None:
+    coordinator.settle_at_once = True
+    probe = make_probe()
+    with probe.stage("first", step=1) as stage:
+        stage.record(rewards=late(torch.ones(2)))
+    threading.Timer(0.1, FakeEvent.made[0].finished.set).start()
+    assert probe.close(10.0)
+    kinds = [event.kind for batch in coordinator.batches for event in batch]
+    assert kinds == ["hello", "begin", "end", "finish"]

@@ -30,6 +30,7 @@ CALL_SECONDS: Final = 10.0
 """After so long without an answer the coordinator's name is looked up again."""
 _LEAST_BETWEEN_POLLS: Final = 0.05
 _MOST_REFUSALS: Final = 5
+_DEVICE_SECONDS: Final = 0.005
 
 
 class PlanHolder(Protocol):
@@ -107,6 +108,19 @@ class Courier:
             self._awake = True
             self._condition.notify_all()
 
+    def notice(self) -> None:
+        """Something was put into the outbox; wake only if it can be sent now.
+
+        Waking for nothing costs the training thread: the two would contend for the interpreter.
+        What is not noticed here is found when the answer under way, or the next search, is over.
+        """
+        if self._link is None or self._sending is not None:
+            if self._pool.taken == 0:
+                return
+        elif time.monotonic() < self._sends.until:
+            return
+        self.wake()
+
     def wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
         """Wait, `timeout` seconds at most, until `done()`; checked after each turn."""
         with self._condition:
@@ -162,7 +176,7 @@ class Courier:
         if not self._prepared:
             return 0.0
         if self._pool.settle():
-            return 0.005
+            return _DEVICE_SECONDS
         now = time.monotonic()
         if self._link is None:
             return max(0.0, self._connecting.until - now)
@@ -327,6 +341,9 @@ class Courier:
 
     def _send(self, link: Link) -> None:
         batch = self._outbox.take(limit=self._batch_limit)
+        if not batch:  # all that waits, waits for a device
+            self._sends.until = time.monotonic() + _DEVICE_SECONDS
+            return
         for entry in batch:
             _finalise(entry)
             self._outbox.pack(entry, link.pack)

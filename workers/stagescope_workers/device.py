@@ -203,6 +203,10 @@ class DeviceTimer:
         """Mark the end; waits for nothing."""
         self._end = self._mark()
 
+    def ready(self) -> bool:
+        """Say whether the device has passed the end."""
+        return self._end is not None and bool(self._end.query())
+
     def seconds(self) -> float:
         """Wait for the device and return the time between the marks. Not for training."""
         self._end.synchronize()

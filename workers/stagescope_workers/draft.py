@@ -42,6 +42,11 @@ class Draft:
                 self._add(name, value)
             except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
                 yield error
+            except Exception as error:  # out of memory, or a tensor of a kind unknown here
+                yield InvalidInput(
+                    f"{name} is {describe(value)} and could not be copied: {error!r:.300}",
+                    expected="a tensor whose data can be read",
+                )
 
     def _add(self, name: str, value: object) -> None:
         if value is None:
@@ -67,6 +72,10 @@ class Draft:
             name: item.spec if isinstance(item, HostCopy) else wire_spec(item)
             for name, item in self._tensors.items()
         }
+
+    def copies(self) -> list[HostCopy]:
+        """Return the tensors that a device is still writing."""
+        return [item for item in self._tensors.values() if isinstance(item, HostCopy)]
 
     @property
     def nbytes(self) -> int:

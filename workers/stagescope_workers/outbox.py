@@ -19,8 +19,8 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from stagescope.schema import DROPPED, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
 from stagescope_workers.draft import Draft
@@ -32,6 +32,14 @@ BATCH_BYTES: Final = 64 << 20
 
 _STAYS: Final = frozenset({HELLO, FINISH, DROPPED})
 _MAX_DETAILS: Final = 1000  # counts kept by work; what is dropped beyond is counted without it
+
+
+class Awaited(Protocol):
+    """Work of a device."""
+
+    def ready(self) -> bool:
+        """Say whether it is done; waits for nothing."""
+        ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -47,6 +55,8 @@ class Entry:
     packed: object = None
     """The payload as the link sends it (a ref, or the value), once it was packed."""
     nbytes: int = 0
+    awaits: Sequence[Awaited] = ()
+    """What a device still has to finish before the entry can be sent."""
     finalise: Callable[[dict[str, Any]], None] | None = None
     """Completes the fields off the training thread (device seconds, scalars on a device)."""
 
@@ -95,6 +105,7 @@ class Outbox:
         fields: dict[str, Any],
         *,
         draft: Draft | None = None,
+        awaits: Sequence[Awaited] = (),
         finalise: Callable[[dict[str, Any]], None] | None = None,
     ) -> Entry:
         """Queue an event, and its payload, making room by the policy."""
@@ -102,7 +113,9 @@ class Outbox:
         nbytes = draft.nbytes if draft is not None else 0
         with self._lock:
             self._seq += 1
-            entry = Entry(kind, self._seq, wall, mono, fields, draft, None, nbytes, finalise)
+            entry = Entry(
+                kind, self._seq, wall, mono, fields, draft, None, nbytes, awaits, finalise
+            )
             if draft is not None:
                 self._admit_body(entry)
             if kind in _STAYS or self._admit_event(entry):
@@ -191,24 +204,32 @@ class Outbox:
     def take(self, limit: int = BATCH_EVENTS, limit_bytes: int = BATCH_BYTES) -> list[Entry]:
         """Return the batch in flight, or make the oldest entries the batch.
 
-        The same list is returned until `acknowledge` or `put_back` ends its flight.
+        The same list is returned until `acknowledge`, `put_back` or `discard` ends its flight.
+        What still waits for a device is passed over: a device that hangs must not hide which
+        stage the process entered next.
         """
         with self._lock:
-            if self._flight:
-                return self._flight
-            nbytes = 0
-            while self._queued and not self._flight_is_full(limit, nbytes, limit_bytes):
-                _, entry = self._queued.popitem(last=False)
-                self._logs.pop(entry.seq, None)
-                self._flight.append(entry)
-                nbytes += entry.nbytes
+            if not self._flight:
+                self._flight = self._choose(limit, limit_bytes)
+                for entry in self._flight:
+                    del self._queued[entry.seq]
+                    self._logs.pop(entry.seq, None)
             return self._flight
 
-    def _flight_is_full(self, limit: int, nbytes: int, limit_bytes: int) -> bool:
-        if not self._flight:
-            return False
-        following = next(iter(self._queued.values()))
-        return len(self._flight) >= limit or nbytes + following.nbytes > limit_bytes
+    def _choose(self, limit: int, limit_bytes: int) -> list[Entry]:
+        chosen: list[Entry] = []
+        nbytes = passed = 0
+        for entry in self._queued.values():
+            if entry.kind == FINISH and passed:
+                break  # it says that everything else was sent
+            if not all(awaited.ready() for awaited in entry.awaits):
+                passed += 1
+                continue
+            if chosen and (len(chosen) >= limit or nbytes + entry.nbytes > limit_bytes):
+                break
+            chosen.append(entry)
+            nbytes += entry.nbytes
+        return chosen
 
     def pack(self, entry: Entry, pack: Callable[[dict[str, Any]], object]) -> None:
         """Bring the body of an entry in flight into the form that travels, once.

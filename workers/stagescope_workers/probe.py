@@ -328,7 +328,7 @@ class Probe:
 
     def _wake(self) -> None:
         if self._courier is not None:
-            self._courier.wake()
+            self._courier.notice()
 
     def _locate(self) -> None:
         if self._place is None:

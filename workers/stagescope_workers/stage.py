@@ -14,6 +14,7 @@ from stagescope.errors import InvalidInput, StagescopeError
 from stagescope.schema import BEGIN, DUMP, END, LOG, Work
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
 from stagescope_workers.draft import Draft
+from stagescope_workers.outbox import Awaited
 from stagescope_workers.payload import describe, is_torch
 
 if TYPE_CHECKING:
@@ -155,7 +156,10 @@ class Stage:
                 fields["device_seconds"] = timer.seconds()
 
         draft = self._draft if self._draft else None
-        self._probe.outbox.put(END, fields, draft=draft, finalise=finalise)
+        awaits: list[Awaited] = [*self._draft.copies(), *_copies(self._scalars)]
+        if timer is not None:
+            awaits.append(timer)
+        self._probe.outbox.put(END, fields, draft=draft, awaits=awaits, finalise=finalise)
 
     # --- captures -------------------------------------------------------------------------
 
@@ -217,7 +221,11 @@ def log_scalars(probe: Probe, work: Work, scalars: Mapping[str, object]) -> None
         probe.refuse("log", error, work)
     if taken:
         fields = work.fields() | {"scalars": dict(taken)}
-        probe.outbox.put(LOG, fields, finalise=settle_scalars)
+        probe.outbox.put(LOG, fields, awaits=_copies(taken), finalise=settle_scalars)
+
+
+def _copies(scalars: Mapping[str, float | HostCopy]) -> list[HostCopy]:
+    return [value for value in scalars.values() if isinstance(value, HostCopy)]
 
 
 def take_scalars(

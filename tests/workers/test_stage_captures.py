@@ -1,0 +1,99 @@
+"""Stages and captures together: a matching stage is collected, and its dump reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
+
+from stagescope.errors import StagescopeError
+from stagescope_workers.probe import Probe
+
+MakeProbe = Callable[..., Probe]
+
+pytest.importorskip("msprobe")
+
+
+def order(directory: Path, **changes: Any) -> dict[str, Any]:
+    capture = {
+        "stages": ["actor_update"], "steps": [2], "data_dir": str(directory),
+        "config": {"task": "statistics", "level": "L1", "statistics": {}},
+    }  # fmt: skip
+    return {"captures": [capture | changes]}
+
+
+def run(probe: Probe, step: int, fail: bool = False) -> None:
+    model = torch.nn.Linear(4, 2)
+    with probe.stage("actor_update", step=step, model=model):
+        model(torch.ones(3, 4)).sum().backward()
+        if fail:
+            raise ZeroDivisionError
+
+
+def dumps(coordinator: FakeCoordinator, count: int) -> list[dict[str, Any]]:
+    wait_for(lambda: len(coordinator.of_kind("dump")) >= count, 30.0)
+    return [dict(event.fields) for event in coordinator.of_kind("dump")]
+
+
+def test_local_plan_captures_its_step_without_a_service(
+    make_probe: MakeProbe, service: FakeService, tmp_path: Path
+) -> None:
+    late, service.coordinator = service.coordinator, None
+    assert late is not None
+    probe = make_probe(plan=order(tmp_path))
+    for step in (1, 2, 3):
+        run(probe, step)
+    service.coordinator = late
+    armed, done = dumps(late, 2)
+    assert (armed["state"], done["state"], done["error"]) == ("armed", "complete", None)
+    assert {(found["step"], found["stage"]) for found in (armed, done)} == {(2, "actor_update")}
+    assert done["capture_id"] == armed["capture_id"] == "init-0"
+    assert done["bytes"] > 0
+    assert list(Path(done["path"]).rglob("dump.json"))
+    assert "test-run/attempt-a/step_2/actor_update" in done["path"]
+    end = late.of_kind("end")[1]
+    assert late.of_kind("dump")[1].seq > end.seq  # the dump's writing is not the stage's time
+
+
+def test_stage_that_raises_under_capture_goes_on_raising(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    probe = make_probe(plan=order(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        run(probe, 2, fail=True)
+    assert dumps(coordinator, 2)[1]["state"] == "truncated"
+
+
+def test_capture_that_cannot_run_is_reported_and_training_goes_on(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    probe = make_probe(plan=order(tmp_path, config_path="/no/such.json", config=None))
+    run(probe, 2)
+    [failed] = dumps(coordinator, 1)
+    assert failed["state"] == "failed"
+    assert "/no/such.json" in failed["error"]
+
+
+def test_strict_capture_raises_and_the_stage_is_ended(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    level = {"task": "statistics", "level": "L0"}
+    probe = make_probe(plan=order(tmp_path, config=level, strict=True))
+    with pytest.raises(StagescopeError), probe.stage("actor_update", step=2):
+        pytest.fail("a strict capture without its model must not begin")
+    wait_for(lambda: coordinator.of_kind("end"))
+    assert coordinator.of_kind("end")[0].fields["status"] == "failed"
+
+
+def test_overlapping_capture_is_skipped(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    probe = make_probe(plan=order(tmp_path))
+    with probe.stage("actor_update", step=2):
+        run(probe, 2)
+    states = sorted(found["state"] for found in dumps(coordinator, 3))
+    assert states == ["armed", "complete", "skipped"]
