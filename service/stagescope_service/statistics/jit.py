@@ -1,12 +1,15 @@
 """How the loops of this package are compiled.
 
-Compiled code is cached on disk beside the sources. numba notices a changed file only for the
-functions of that file, so a compiled function calls compiled functions of its own file alone.
+An `entry` is cached on disk beside the sources, with all that it calls. numba looks for changes
+only in the file of the cached function; here the sources of all compiled loops count, and the
+layout of a cell.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -17,12 +20,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def exact(function: Function) -> Function:
     """Compile a loop that keeps the order of its sums and treats NaN and inf as IEEE 754 says."""
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
+    return cast(Function, numba.njit(error_model="numpy")(function))
 
 
 def fused(function: Function) -> Function:
     """As `exact`, but a product may be fused with the addition that follows."""
-    compiled = numba.njit(cache=True, error_model="numpy", fastmath={"contract"})
+    compiled = numba.njit(error_model="numpy", fastmath={"contract"})
     return cast(Function, compiled(function))
 
 
@@ -32,7 +35,7 @@ def reduction(function: Function) -> Function:
     Inputs must be finite (a NaN would be undefined); sums may still overflow to inf.
     """
     flags = {"reassoc", "contract", "nsz", "nnan"}
-    return cast(Function, numba.njit(cache=True, error_model="numpy", fastmath=flags)(function))
+    return cast(Function, numba.njit(error_model="numpy", fastmath=flags)(function))
 
 
 def entry(*signatures: Any) -> Callable[[Function], Function]:
@@ -45,7 +48,13 @@ def entry(*signatures: Any) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         @functools.cache
         def compiled() -> Callable[..., Any]:
-            made = numba.njit(list(signatures), cache=True, error_model="numpy")(function)
+            made: Any = numba.njit(cache=True, error_model="numpy")(function)
+            # numba has no public way to say what else a cached function was made from.
+            index = made._cache._cache_file
+            index._source_stamp = (index._source_stamp, _sources_digest())
+            for signature in signatures:
+                made.compile(signature)
+            made.disable_compile()
             return cast("Callable[..., Any]", made)
 
         @functools.wraps(function)
@@ -55,3 +64,12 @@ def entry(*signatures: Any) -> Callable[[Function], Function]:
         return cast(Function, call)
 
     return decorate
+
+
+@functools.cache
+def _sources_digest() -> str:
+    here = pathlib.Path(__file__).parent
+    hashed = hashlib.blake2b(digest_size=16)
+    for name in ("jit", "cell", "segments", "blocks", "kernel"):
+        hashed.update((here / f"{name}.py").read_bytes())
+    return hashed.hexdigest()

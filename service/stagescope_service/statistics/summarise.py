@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
+from stagescope_service.statistics import blocks, kernel, segments
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics import kernel, segments
 from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.settings import Settings
@@ -24,10 +24,10 @@ Int64 = npt.NDArray[np.int64]
 Skip = npt.NDArray[np.uint8]
 
 _KINDS = {
-    "float64": kernel.FLOAT64,
-    "float32": kernel.FLOAT32,
-    "bfloat16": kernel.BFLOAT16,
-    "float16": kernel.FLOAT16,
+    "float64": blocks.FLOAT64,
+    "float32": blocks.FLOAT32,
+    "bfloat16": blocks.BFLOAT16,
+    "float16": blocks.FLOAT16,
 }
 _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
 
