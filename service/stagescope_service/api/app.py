@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -100,7 +101,8 @@ _BEARER: Final = HTTPBearer(auto_error=False, description="The read or the opera
 
 
 def _operation_id(route: APIRoute) -> str:
-    return route.name
+    method = min(route.methods or {"get"}).lower()
+    return "_".join([method, *re.findall(r"\w+", route.path)])
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -7,7 +7,6 @@ A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (t
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -20,8 +19,6 @@ from stagescope_service.api.encoding import encode
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_SECONDS: Final = 1
-
-log = logging.getLogger(__name__)
 
 PROBLEM_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -130,8 +127,8 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    # The message may hold anything, a path or a row among it: it goes to the log, not out.
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    # The message may hold anything, a path or a row among it: it goes to the log (the server
+    # writes it there with its traceback), not out.
     body = problem(
         500,
         "internal",

@@ -14,7 +14,7 @@ from stagescope_service.api.target import Target, superseded_by
 
 router = APIRouter(tags=["runs"])
 
-StepFilter = Annotated[int | None, Query(description="Only this step.")]
+StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="Only this step.")]
 
 
 @router.get("/runs")

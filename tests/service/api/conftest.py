@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stagescope_service.statistics.summarise import warm
 from tests.support.api import Service, service
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """The kernel's first compilation takes longer than an answer may."""
+    warm()
 
 
 @pytest.fixture

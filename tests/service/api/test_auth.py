@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,32 +81,42 @@ class TestTokens:
             assert tokens.grade(wrong) is None
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One service for the questions that change nothing."""
+    with service(tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
 class TestMatrix:
-    def test_health_needs_no_token(self, live: Service) -> None:
-        nobody = live.client(None)
+    def test_health_needs_no_token(self, shared: Service) -> None:
+        nobody = shared.client(None)
         assert nobody.get("/healthz").status_code == 200
         assert nobody.get("/readyz").status_code == 200
 
     @pytest.mark.parametrize("path", READS)
     @pytest.mark.parametrize("token", [None, "wrong"])
-    def test_everything_else_does(self, live: Service, path: str, token: str | None) -> None:
-        answer = live.client(token).get(path)
+    def test_everything_else_does(self, shared: Service, path: str, token: str | None) -> None:
+        answer = shared.client(token).get(path)
         assert answer.status_code == 401
         assert answer.json()["code"] == "unauthorized"
         assert answer.headers["www-authenticate"].startswith("Bearer")
 
-    def test_other_schemes_do_not_count(self, live: Service) -> None:
-        assert live.tokens is not None
+    def test_other_schemes_do_not_count(self, shared: Service) -> None:
+        assert shared.tokens is not None
         for scheme in ("Basic", "Token", "", "Bearer,"):
-            value = f"{scheme} {live.tokens.read}".strip()
-            answer = live.client(None, authorization=value).get("/runs")
+            value = f"{scheme} {shared.tokens.read}".strip()
+            answer = shared.client(None, authorization=value).get("/runs")
             assert answer.status_code == 401
-        answer = live.client(None, authorization=f"bearer {live.tokens.read}").get("/runs")
+        answer = shared.client(None, authorization=f"bearer {shared.tokens.read}").get("/runs")
         assert answer.status_code == 200
 
-    def test_a_token_in_the_url_does_not_count(self, live: Service) -> None:
-        assert live.tokens is not None
-        assert live.client(None).get("/runs", params={"token": live.tokens.read}).status_code == 401
+    def test_a_token_in_the_url_does_not_count(self, shared: Service) -> None:
+        assert shared.tokens is not None
+        assert (
+            shared.client(None).get("/runs", params={"token": shared.tokens.read}).status_code
+            == 401
+        )
 
     @pytest.mark.parametrize(
         ("method", "path"),
@@ -117,15 +128,15 @@ class TestMatrix:
             ("PUT", "/runs"),
         ],
     )
-    def test_the_read_token_changes_nothing(self, live: Service, method: str, path: str) -> None:
-        refused = live.read.request(method, path, content=b"{}")
+    def test_the_read_token_changes_nothing(self, shared: Service, method: str, path: str) -> None:
+        refused = shared.read.request(method, path, content=b"{}")
         assert refused.status_code == 403
         assert "operate token" in refused.json()["expected"]
-        allowed = live.operate.request(method, path, content=b"{}")
+        allowed = shared.operate.request(method, path, content=b"{}")
         assert allowed.status_code in (404, 405, 422)
 
-    def test_the_operate_token_reads(self, live: Service) -> None:
-        assert live.operate.get("/runs").status_code == 200
+    def test_the_operate_token_reads(self, shared: Service) -> None:
+        assert shared.operate.get("/runs").status_code == 200
 
     def test_without_auth_loopback_may_do_everything(self, tmp_path: Path) -> None:
         with service(tmp_path, auth=False) as open_service:
@@ -136,19 +147,19 @@ class TestMatrix:
 
 class TestHostAndOrigin:
     @pytest.mark.parametrize("host", ["evil.example", "evil.example:87", "localhost.evil.example"])
-    def test_a_foreign_name_is_refused(self, live: Service, host: str) -> None:
-        answer = live.read.get("/runs", headers={"host": host})
+    def test_a_foreign_name_is_refused(self, shared: Service, host: str) -> None:
+        answer = shared.read.get("/runs", headers={"host": host})
         assert answer.status_code == 403
         assert "STAGESCOPE_ALLOWED_HOSTS" in answer.json()["advice"]
 
-    def test_health_is_no_way_round(self, live: Service) -> None:
+    def test_health_is_no_way_round(self, shared: Service) -> None:
         assert (
-            live.client(None).get("/healthz", headers={"host": "evil.example"}).status_code == 403
+            shared.client(None).get("/healthz", headers={"host": "evil.example"}).status_code == 403
         )
 
     @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8700", "[::1]:8700"])
-    def test_own_names_and_addresses_are_not(self, live: Service, host: str) -> None:
-        assert live.read.get("/runs", headers={"host": host}).status_code == 200
+    def test_own_names_and_addresses_are_not(self, shared: Service, host: str) -> None:
+        assert shared.read.get("/runs", headers={"host": host}).status_code == 200
 
     def test_names_of_the_settings_are_not(self, tmp_path: Path) -> None:
         with service(tmp_path, allowed_hosts=("head.cluster",)) as running:
@@ -156,12 +167,12 @@ class TestHostAndOrigin:
             assert answer.status_code == 200
 
     @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
-    def test_a_page_of_elsewhere_is_refused(self, live: Service, origin: str) -> None:
-        answer = live.operate.post("/captures", headers={"origin": origin}, json={})
+    def test_a_page_of_elsewhere_is_refused(self, shared: Service, origin: str) -> None:
+        answer = shared.operate.post("/captures", headers={"origin": origin}, json={})
         assert answer.status_code == 403
 
-    def test_its_own_page_is_not(self, live: Service) -> None:
-        assert live.read.get("/runs", headers={"origin": live.server.url}).status_code == 200
+    def test_its_own_page_is_not(self, shared: Service) -> None:
+        assert shared.read.get("/runs", headers={"origin": shared.server.url}).status_code == 200
 
     def test_an_allowed_page_is_not(self, tmp_path: Path) -> None:
         with service(tmp_path, allowed_origins=("https://board.example",)) as running:

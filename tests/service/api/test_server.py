@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI
 from tests.support.api import Service, service
 
+from stagescope import schema
 from stagescope.errors import Conflict, InvalidInput
 from stagescope_service.api.server import ApiServer, bind
 
@@ -87,7 +88,11 @@ def test_urls() -> None:
 
 def test_stops_although_a_poll_is_pending(tmp_path: Path) -> None:
     with service(tmp_path) as running:
-        poll = {"sender": [1, "i", "r", "a", "actor", 0], "revision": 0, "wait": 20}
+        poll = {
+            "sender": schema.Sender("i", "r", "a", "actor", 0).wire(),
+            "revision": 0,
+            "wait": 20,
+        }
         got: list[object] = []
 
         def ask() -> None:
@@ -138,9 +143,13 @@ def test_heavy_questions_do_not_block_what_training_sends(live: Service) -> None
     ]
     for thread in threads:
         thread.start()
-    batch = {"sender": [1, "i", "r", "a", "actor", 0], "events": [[1, "finish", 1, 1.0, 1.0, {}]]}
+    batch = {
+        "sender": schema.Sender("i", "r", "a", "actor", 0).wire(),
+        "events": [[1, "finish", 1, 1.0, 1.0, {}]],
+    }
     for _ in range(5):
-        assert live.operate.post("/events", json=batch).json()["received"] == 1
+        taken = live.operate.post("/events", json=batch)
+        assert taken.status_code == 200, taken.text
         assert live.operate.get("/healthz").status_code == 200
         assert live.operate.get("/readyz").status_code == 200
         assert live.operate.get("/plan").status_code == 200

@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from tests.support.api import Rank, Service, service
+from tests.support.measure import payload
+from tests.support.stores import eventually
+
+from stagescope import schema
+from stagescope_service.api import health
+from stagescope_service.api.framing import MEDIA_TYPE
+
+SENDER = schema.Sender("http-0", "r", "a1", "actor", 0, started=1_000.0).wire()
+CAPTURE = {"stages": ["actor_update"], "steps": [7], "keep": ["old_log_probs"]}
+
+
+def event(kind: str, seq: int, **fields: Any) -> tuple[Any, ...]:
+    return schema.Event(kind, seq, 1_000.0 + seq, float(seq), fields).wire()
+
+
+def framed(events: list[Any], payloads: dict[int, dict[str, Any]]) -> bytes:
+    """A body as a process without Ray sends it."""
+    said, stored = {}, {}
+    for seq, taken in payloads.items():
+        tensors = {}
+        for name, (dtype, shape, buffer, offsets) in taken["tensors"].items():
+            tensors[name] = {"dtype": dtype, "shape": shape, "offsets": offsets is not None}
+            stored[f"{seq}/{name}"] = np.ascontiguousarray(buffer)
+            if offsets is not None:
+                stored[f"{seq}/{name}/offsets"] = offsets
+        said[str(seq)] = {**taken, "tensors": tensors}
+    text = json.dumps({"sender": SENDER, "events": events, "payloads": said}).encode()
+    return struct.pack("<Q", len(text)) + text + (save(stored) if stored else b"")
+
+
+def post(live: Service, body: bytes, kind: str = MEDIA_TYPE) -> Any:
+    return live.operate.post("/events", content=body, headers={"content-type": kind})
+
+
+class TestEvents:
+    def test_of_a_process_without_ray_become_an_answer(self, live: Service) -> None:
+        work = {"step": 5, "stage": "actor_compute_log_prob"}
+        announced = {"tensors": {}, "bytes": 1, "meta": {}}
+        events = [
+            event("hello", 1, world_size=1),
+            event("begin", 2, **work),
+            event("end", 3, **work, payload=announced),
+        ]
+        answer = post(live, framed(events, {3: payload()}))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["received"] == 3
+        assert answer.json()["receipts"] == {"3": "ingested"}
+        measured = live.get("/steps/5/metrics")
+        assert measured["coverage"]["tokens"] == 44
+
+    def test_again_count_once(self, live: Service) -> None:
+        work = {"step": 5, "stage": "actor_compute_log_prob"}
+        announced = {"tensors": {}, "bytes": 1, "meta": {}}
+        body = framed(
+            [event("begin", 1, **work), event("end", 2, **work, payload=announced)],
+            {2: payload()},
+        )
+        for _ in range(3):
+            assert post(live, body).status_code == 200
+        assert live.get("/steps/5/metrics")["coverage"]["tokens"] == 44
+        assert len(live.get("/steps/5/stages")["rows"]) == 1
+
+    def test_as_json_alone(self, live: Service) -> None:
+        log = event("log", 1, step=3, scalars={"loss": "nan", "reward": 0.5})
+        body = json.dumps({"sender": SENDER, "events": [log]}).encode()
+        assert post(live, body, "application/json; charset=utf-8").status_code == 200
+        rows = live.get("/steps/3/scalars")["rows"]
+        assert [(row["name"], row["value"]) for row in rows] == [("loss", "nan"), ("reward", 0.5)]
+
+    def test_an_unknown_schema_is_refused_alone(self, live: Service) -> None:
+        good, bad = event("begin", 1, step=3, stage="s"), [99, "begin", 2, 1.0, 1.0, {}]
+        answer = post(live, framed([good, bad], {})).json()
+        assert answer["received"] == 1
+        assert list(answer["refused"]) == ["2"]
+        assert "schema number 99" in answer["refused"]["2"]
+
+    def test_of_another_content_type(self, live: Service) -> None:
+        for kind in ("", "text/plain", "application/octet-stream"):
+            answer = post(live, framed([], {}), kind)
+            assert answer.status_code == 422
+            assert MEDIA_TYPE in answer.json()["expected"]
+
+    def test_while_the_coordinator_is_not_ready(self, live: Service) -> None:
+        live.engine.not_ready = "the catalogue cannot be opened: disk full"
+        answer = post(live, framed([event("finish", 1)], {}))
+        assert answer.status_code == 503
+        assert answer.json()["code"] == "not_ready"
+        assert "disk full" in answer.json()["wrong"]
+        assert answer.headers["retry-after"] == "1"
+
+    def test_hostile_bodies_change_nothing(self, live: Service) -> None:
+        for body in (b"", b"\xff" * 100, framed([event("finish", 1)], {})[:-1], b"\x00" * 9):
+            assert post(live, body).status_code in (413, 422)
+        assert live.get("/runs")["rows"] == []
+
+    def test_too_large_declared_or_not(self, tmp_path: Path) -> None:
+        with service(tmp_path, max_body_bytes=2048) as live:
+            declared = post(live, b"x" * 4096)
+            assert declared.status_code == 413
+            assert declared.json()["code"] == "too_large"
+
+            def drip() -> Any:
+                for _ in range(8):
+                    yield b"x" * 512
+
+            streamed = live.operate.post(
+                "/events", content=drip(), headers={"content-type": MEDIA_TYPE}
+            )
+            assert streamed.status_code == 413
+            assert live.operate.get("/healthz").status_code == 200
+
+
+class TestPoll:
+    def test_ends_when_the_plan_changes(self, live: Service) -> None:
+        got: list[Any] = []
+
+        def ask() -> None:
+            body = {"sender": SENDER, "revision": 0, "unreceipted": [], "wait": 20}
+            got.append(live.operate.post("/poll", json=body).json())
+
+        thread = threading.Thread(target=ask)
+        began = time.monotonic()
+        thread.start()
+        made = live.client(live.tokens.operate if live.tokens else None).post(
+            "/captures", json=CAPTURE
+        )
+        thread.join(20)
+        assert time.monotonic() - began < 15
+        assert got[0]["revision"] == 1
+        assert got[0]["plan"]["captures"] == [made.json()]
+
+    def test_ends_after_its_wait(self, live: Service) -> None:
+        body = {"sender": SENDER, "revision": 0, "wait": 0.05}
+        answer = live.operate.post("/poll", json=body).json()
+        assert answer["plan"] is None
+        assert answer["receipts"] == {}
+
+    def test_refuses_what_cannot_be(self, live: Service) -> None:
+        for changes in (
+            {"sender": None},
+            {"sender": [1, "i", "../x", "a", "actor", 0, None]},
+            {"revision": "0"},
+            {"revision": True},
+            {"wait": -1},
+            {"wait": "long"},
+            {"wait": True},
+            {"unreceipted": 3},
+            {"unreceipted": [1.5]},
+            {"unreceipted": [1] * 100_001},
+            {"wiat": 3},
+        ):
+            body = {"sender": SENDER, "revision": 0, "wait": 0.01, **changes}
+            answer = live.operate.post("/poll", json=body)
+            assert answer.status_code == 422, (changes, answer.text)
+
+    def test_json_of_another_shape(self, live: Service) -> None:
+        for body in (b"[]", b"3", b"{", b'{"wait": NaN}'):
+            assert live.operate.post("/poll", content=body).status_code == 422
+
+
+class TestCaptures:
+    def test_come_into_force_and_go(self, live: Service) -> None:
+        made = live.operate.post("/captures", json=CAPTURE)
+        assert made.status_code == 201
+        capture = made.json()
+        assert live.get("/plan")["captures"] == [capture]
+        assert [row["capture_id"] for row in live.get("/captures")["rows"]] == [
+            capture["capture_id"]
+        ]
+        again = live.operate.post("/captures", json=CAPTURE)
+        assert again.status_code == 409
+        gone = live.operate.delete(f"/captures/{capture['capture_id']}")
+        assert gone.status_code == 200
+        assert live.get("/plan") == {"revision": 2, "captures": []}
+        assert live.get("/captures")["rows"][0]["state"] == "removed"
+        unknown = live.operate.delete(f"/captures/{capture['capture_id']}")
+        assert unknown.status_code == 404
+
+    def test_who_ordered_is_known(self, live: Service) -> None:
+        made = live.operate.post("/captures", json=CAPTURE, headers={"x-stagescope-user": "ada"})
+        live.operate.delete(f"/captures/{made.json()['capture_id']}")
+        assert live.engine.audit == [
+            ("ada (operate token, 127.0.0.1)", "add"),
+            ("unknown (operate token, 127.0.0.1)", "remove"),
+        ]
+
+    def test_that_cannot_be_carried_out(self, live: Service) -> None:
+        wrong: list[dict[str, Any]] = [
+            {"steps": "some"},
+            {"steps": None},
+            {"stages": []},
+            {"ranks": [-1]},
+            {"steps": {"every": 0}},
+            {"surprise": 1},
+            {"run": "../etc"},
+            {"config": {"task": "exec"}},
+            {"keep": []},
+        ]
+        for changes in wrong:
+            answer = live.operate.post("/captures", json={**CAPTURE, **changes})
+            assert answer.status_code == 422, changes
+            assert answer.json()["expected"], changes
+        assert live.get("/plan")["captures"] == []
+
+    def test_paths_stay_inside_the_allowed_roots(self, tmp_path: Path) -> None:
+        shared, outside = tmp_path / "shared", tmp_path / "outside"
+        for directory in (shared, outside):
+            directory.mkdir()
+        (shared / "link").symlink_to(outside)
+        with service(tmp_path / "home", allowed_roots=(shared,)) as live:
+            inside = {
+                str(shared / "dumps"): 201,
+                str(live.settings.data_path / "x"): 201,
+                str(shared / ".." / "outside"): 403,
+                str(shared / "link" / "x"): 403,
+                str(outside): 403,
+                "/etc/passwd": 403,
+                f"{shared}-beside": 403,
+                "relative/path": 422,
+                "nul\0byte": 422,
+            }
+            for path, status in inside.items():
+                answer = live.operate.post("/captures", json={**CAPTURE, "data_dir": path})
+                assert answer.status_code == status, (path, answer.text)
+            config = {"task": "statistics", "dump_path": str(outside)}
+            answer = live.operate.post("/captures", json={**CAPTURE, "config": config})
+            assert answer.status_code == 403
+            assert answer.json()["advice"]
+
+
+class TestHealth:
+    def test_not_ready_says_why_in_the_status_alone(self, live: Service) -> None:
+        live.engine.not_ready = "cannot open /secret/path"
+        answer = live.client(None).get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["wrong"] == "the coordinator is not ready"
+        assert "secret" not in answer.text
+        status = live.get("/status")
+        assert status["ready"] is False
+        assert "/secret/path" in status["reason"]
+        assert live.client(None).get("/healthz").status_code == 200
+
+    def test_without_a_catalogue(self, live: Service) -> None:
+        live.store.close()
+        for file in live.settings.data_path.glob("catalogue.db*"):
+            file.unlink()
+        assert live.client(None).get("/readyz").status_code == 503
+        problem = live.problem(503, "/runs")
+        assert problem["code"] == "catalogue_unavailable"
+        live.store.open()
+        eventually(lambda: live.client(None).get("/readyz").status_code == 200)
+        assert live.get("/runs")["rows"] == []
+
+    def test_a_hung_coordinator_is_not_ready(
+        self, live: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(health, "READY_SECONDS", 0.2)
+
+        async def hang() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            return {}
+
+        live.engine.status = hang  # type: ignore[method-assign]
+        assert live.client(None).get("/readyz").status_code == 503
+        assert live.get("/status")["ready"] is False
+
+    def test_status(self, live: Service) -> None:
+        status = live.get("/status")
+        assert status["ready"] is True
+        assert status["reason"] is None
+        assert status["coordinator"]["incarnation"] == "c1"
+        assert status["catalogue_bytes"] > 0
+
+
+class TestPrometheus:
+    def test_text(self, live: Service) -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        rank = Rank(live, world_size=1)
+        rank.stage("actor_compute_log_prob", 5, payload())
+        rank.begin("actor_compute_log_prob", 6)
+        rank.say("dropped", what="event", count=3, reason="full")
+        text = live.read.get("/metrics").text
+        samples = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        run = ("run", "r")
+        assert samples["stagescope_run_live", (run,)] == 1
+        assert samples["stagescope_run_newest_step", (run,)] == 6
+        assert samples["stagescope_step", (run,)] == 5
+        assert samples["stagescope_run_step_lag", (run,)] == 1
+        assert samples["stagescope_lost", (("kind", "event"), run)] == 3
+        assert samples["stagescope_processes_live", (("role", "actor"), run)] == 1
+        name = "rollout_corr/k3_kl"
+        published = live.get("/steps/5/metrics")["metrics"][name]
+        assert samples["stagescope_step_metric", (("metric", name), run)] == published
+
+    def test_cardinality_is_bounded(self, tmp_path: Path) -> None:
+        with service(tmp_path, prometheus_runs=2) as live:
+            for number in range(5):
+                rank = Rank(live, run=f"run-{number}", start=1_000.0 * number + 1_000)
+                for stage in range(5):
+                    rank.begin(f"stage-{number}-{stage}", 1)
+            text = live.read.get("/metrics").text
+            assert 'run="run-4"' in text
+            assert 'run="run-2"' not in text
+            assert "stage-4-1" not in text
+            assert 'stagescope_stages_open{run="run-4",stage="other"} 5.0' in text
