@@ -24,7 +24,9 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "config_path": "the path of an msprobe config.json that the ranks can read, or null",
     "data_dir": "where the dumps go, or null for the service's data_dir",
     "keep": "names of payload tensors to keep as safetensors",
-    "limits": "{'bytes': most bytes a dump may take, 'seconds': most time}, or null",
+    "limits": "{'bytes': most bytes a dump may take, 'seconds': most time, 'reserve_bytes': kept "
+    "free on the disk, 'tokens': of the stage, for the estimate}, or null",
+    "force": "whether to start although the estimate does not fit on the disk",
     "strict": "whether a failure is raised in the training process",
 }
 _MSPROBE_TASKS: Final = ("statistics", "tensor", "structure", "nan_check", "acc_check")
@@ -56,6 +58,7 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         "data_dir": _path(spec.get("data_dir"), "data_dir", roots),
         "keep": _names(spec, "keep", required=False) or [],
         "limits": _limits(spec.get("limits")),
+        "force": bool(spec.get("force", False)),
         "strict": bool(spec.get("strict", False)),
     }
     if capture["config"] is not None and capture["config_path"] is not None:
@@ -136,7 +139,7 @@ def _limits(value: Any) -> dict[str, Any]:
     limits = {"bytes": None, "seconds": None}
     if value is None:
         return limits
-    if not isinstance(value, Mapping) or set(value) - set(limits):
+    if not isinstance(value, Mapping) or set(value) - {*limits, "reserve_bytes", "tokens"}:
         raise InvalidPlan(f"limits is {value!r:.200}", expected=CAPTURE_FIELDS["limits"])
     for name, number in value.items():
         positive = isinstance(number, int | float) and not isinstance(number, bool) and number > 0

@@ -25,7 +25,7 @@ from stagescope.errors import InvalidPlan
 from stagescope_workers.msprobe_config import check_config, load_config
 from stagescope_workers.verl_blocks import captures_from_verl
 
-_OWN_FIELDS: Final = ("capture_id", "by", "created", "source", "force")
+_OWN_FIELDS: Final = ("capture_id", "by", "created", "source")
 _MOST_BYTES: Final = 1 << 20
 
 
@@ -88,5 +88,4 @@ def _capture(file: Path, number: int, spec: Any) -> dict[str, Any]:
         "source": "yaml",
         "by": str(file),
         "created": file.stat().st_mtime,
-        "force": spec.get("force") is True,
     }

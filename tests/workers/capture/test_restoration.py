@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import pickle
+import sys
+import types
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -88,6 +91,39 @@ def test_process_and_model_are_as_before(captures: Captures, level: str) -> None
     after = gradients(model)
     assert expected.keys() == after.keys()
     assert all(torch.equal(expected[name], after[name]) for name in expected)
+
+
+def calls_of_a_step(model: nn.Module) -> collections.Counter[str]:
+    """Every Python and C function that forward and backward enter: exact, where time is noisy."""
+    calls: collections.Counter[str] = collections.Counter()
+
+    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            calls[f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"] += 1
+        elif event == "c_call":
+            calls[repr(argument).partition(" at 0x")[0]] += 1
+
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        forward_backward(model, token_ids())
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+def test_no_step_after_a_capture_enters_one_function_more(captures: Captures, level: str) -> None:
+    model = small_decoder()
+    msprobe_patches.load_debugger_class()
+    forward_backward(model, token_ids())
+    before = calls_of_a_step(model)
+    with captures.around(model, level=level):
+        step_with_optimizer(model)
+        during = calls_of_a_step(model)
+    forward_backward(model, token_ids())
+    assert calls_of_a_step(model) == before
+    assert during != before
 
 
 def test_a_copy_computes_with_its_own_weights(captures: Captures, level: str) -> None:
@@ -268,9 +304,6 @@ def test_hooks_of_the_user_are_left_alone(captures: Captures, level: str) -> Non
 def test_every_submodule_is_seen_where_verl_is_imported(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-    import types
-
     model = small_decoder()
     verl = types.ModuleType("verl")
     monkeypatch.setitem(sys.modules, "verl", verl)
