@@ -81,29 +81,28 @@ class Measures:
         self._memory: Lru[Measured] = Lru(size)
 
     def of(self, attempt_id: int, step: Row, cut: Slice = Slice()) -> Measured:  # noqa: B008
-        """Return the statistics of a step (a row with its blob).
+        """Return the statistics of a step (a row of `Catalogue.steps`).
 
         Raises:
             NotFound: nothing of that stage, role or rank was measured, with what was.
         """
         place = Place(attempt_id, int(step["step"]), step["whole_wall"])
-        if step["whole"] is None:
+        if not step["has_whole"]:
             return self._assembled(place, cut)
-        return self._memory.get((place, cut), lambda: self._closed(place, step["whole"], cut))
+        return self._memory.get((place, cut), lambda: self._closed(place, cut))
 
     def published(self, attempt_id: int, number: int) -> dict[str, float]:
         """Return the published metrics of a step, {} where nothing was measured."""
-        step = self._catalogue.step(attempt_id, number)
-        if step is None or step["whole"] is None:
+        found = self._catalogue.steps(attempt_id, before=number + 1, limit=1)
+        if not found or found[0]["step"] != number or not found[0]["has_whole"]:
             return {}
-        return self.of(attempt_id, step).published
+        return self.of(attempt_id, found[0]).published
 
-    def stages(self, attempt_id: int, step: int) -> list[str]:
-        """Return the stages of a step of which something was measured."""
-        return sorted({part.stage for part in self._parts(attempt_id, step)})
-
-    def _closed(self, place: Place, blob: bytes, cut: Slice) -> Measured:
-        whole = Whole.from_bytes(blob)
+    def _closed(self, place: Place, cut: Slice) -> Measured:
+        row = self._catalogue.step(place.attempt_id, place.step)
+        if row is None or row["whole"] is None:
+            return self._assembled(place, cut)
+        whole = Whole.from_bytes(row["whole"])
         if cut.role is not None or cut.rank is not None or cut.stage not in (None, whole.stage):
             return self._assembled(place, cut)
         parts = self._parts(place.attempt_id, place.step, pair=NOISE_PAIR)

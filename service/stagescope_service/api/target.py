@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]
 
+_LIVE_SECONDS: Final = 0.5
+"""How long `also_live` may be old: it counts over every process of every run."""
 _NAMED: Final = 8
 """How many of what there is an error names."""
 
@@ -55,6 +58,7 @@ class Finder:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
+        self._live: tuple[float, list[Row]] | None = None
 
     def attempt(self, run: str | None, number: int | None = None) -> Target:
         """Return an attempt, the run's newest where `number` is None.
@@ -75,9 +79,7 @@ class Finder:
             NotFound: no such run, attempt or step, with those that there are.
         """
         name = self._run(run)
-        attempt, at = self._attempt_with(name, number, step)
-        row = self._catalogue.step(attempt["attempt_id"], at)
-        assert row is not None, "a step that was just listed"
+        attempt, row = self._attempt_with(name, number, step)
         superseded = superseded_by(row, attempt["number"], self._catalogue.attempts(name))
         return Target(attempt, self._also_live(name), row, superseded)
 
@@ -98,7 +100,7 @@ class Finder:
             )
         return str(runs[0]["run"])
 
-    def _attempt_with(self, run: str, number: int | None, step: int | None) -> tuple[Row, int]:
+    def _attempt_with(self, run: str, number: int | None, step: int | None) -> tuple[Row, Row]:
         catalogue = self._catalogue
         if number is not None:
             attempt = catalogue.find_attempt(run, number)
@@ -116,15 +118,16 @@ class Finder:
             before = None if step is None else step + 1
             newest = catalogue.steps(attempt_id, before=before, limit=1)
             if newest and (step is None or newest[0]["step"] == step):
-                return attempt, int(newest[0]["step"])
+                return attempt, newest[0]
         raise self._no_step(run, number, step)
 
     def _also_live(self, run: str) -> list[Row]:
-        return [
-            {"run": row["run"], "attempt": row["attempt"]}
-            for row in self._catalogue.live_runs()
-            if row["run"] != run
-        ]
+        known = self._live
+        if known is None or time.monotonic() - known[0] > _LIVE_SECONDS:
+            rows = self._catalogue.live_runs()
+            found = [{"run": row["run"], "attempt": row["attempt"]} for row in rows]
+            known = self._live = (time.monotonic(), found)
+        return [row for row in known[1] if row["run"] != run]
 
     def _no_run(self, run: str) -> NotFound:
         names = [str(row["run"]) for row in self._catalogue.runs(limit=200)]

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stagescope_service.statistics.summarise import warm
 from tests.support.api import Service, service
+
+from stagescope_service.statistics.summarise import warm
 
 
 @pytest.fixture(scope="session", autouse=True)
