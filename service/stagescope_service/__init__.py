@@ -1,0 +1,1 @@
+"""The service: what stays up while trainings come and go."""

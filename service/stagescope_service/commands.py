@@ -27,7 +27,8 @@ _CLUSTER: Final = {
 _ADDRESS: Final = click.option(
     "--address",
     metavar="HOST:PORT",
-    help="Ray cluster to join (default: RAY_ADDRESS, else the one that runs here).",
+    help="Ray cluster to join (default: RAY_ADDRESS, else the one that runs here, else one of its "
+    "own); 'local': one of its own in any case.",
 )
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from fastapi import Depends, FastAPI
@@ -78,6 +79,8 @@ def make_app(
     )
     app.state.settings = settings
     app.state.bodies = asyncio.Semaphore(settings.max_bodies)
+    # Threads of their own: a hung catalogue may hold every shared one, and events go on.
+    app.state.readers = ThreadPoolExecutor(settings.max_bodies, "api-events")
     app.state.desk = Desk(
         catalogue=catalogue,
         commands=commands,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Query, Request
@@ -92,14 +93,15 @@ async def events(request: Request, desk: AtDesk) -> Answer:
         body = await read_body(
             request, limit=settings.max_body_bytes, seconds=settings.body_seconds
         )
-        batch = await asyncio.to_thread(
+        read = functools.partial(
             framing.parse,
             body,
             framed=framed,
             max_json=settings.max_json_bytes,
             max_events=settings.max_events,
         )
-        del body
+        batch = await asyncio.get_running_loop().run_in_executor(request.app.state.readers, read)
+        del body, read
         reply = await desk.commands.record_events(
             sender=batch.sender, events=batch.events, payloads=batch.payloads or None
         )

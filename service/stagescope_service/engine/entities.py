@@ -106,6 +106,8 @@ class Process:
     data_rank: int | None = None
     node_id: str | None = None
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     lease_until: float = 0.0
     last_wall: float = 0.0
     clock: tuple[float | None, float | None] = (None, None)
@@ -118,6 +120,8 @@ class Process:
     replaced: bool = False
     #: The plan that it says it has applied.
     plan_revision: int | None = None
+    #: It was forgotten with its attempt, and spoke again: what it left open is not known.
+    returned: bool = False
     #: A step was begun: the attempt of this process no longer changes.
     bound: bool = False
     #: It has reported work of its own in its attempt.

@@ -64,6 +64,7 @@ def announce(
             "rank": process.rank,
             "data_rank": process.data_rank,
             "layout": dict(process.layout),
+            "settings": dict(process.settings),
             **work_columns(work),
             "bytes": integer(announced.get("bytes")),
         }

@@ -146,6 +146,7 @@ class Registry:
             lease_until=lease_until,
             last_wall=event.wall,
             clock=(sender.clock_offset, sender.clock_error),
+            returned=sender.incarnation in self._gone,
         )
         self.processes[process.incarnation] = process
         attempt.add(process)
@@ -174,6 +175,7 @@ class Registry:
             process.layout.update({str(name): plain(value) for name, value in layout.items()})
         settings = fields.get("settings")
         settings = plain(settings) if isinstance(settings, Mapping) else None
+        process.settings = settings or process.settings
         apart = ("layout", "settings", "fingerprint")
         hello = {name: plain(value) for name, value in fields.items() if name not in apart}
         hello["layout"] = {

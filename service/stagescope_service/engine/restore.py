@@ -90,6 +90,7 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         world_size=row["world_size"],
         data_rank=row["data_rank"],
         node_id=row["node_id"],
+        settings=dict(row.get("settings") or {}),
         layout={
             **((row["hello"] or {}).get("layout") or {}),
             **{name: row[name] for name in LAYOUT_COLUMNS if row.get(name) is not None},

@@ -156,7 +156,8 @@ class State:
         out += begun
         if process.finished and process.open_spans:
             # It took leave before this beginning was heard of.
-            out += self._abandon(attempt, process, event.wall, "its process took leave")
+            left = event.wall if process.left_wall is None else process.left_wall
+            out += self._abandon(attempt, process, left, "its process took leave")
         elif (forgotten := spans.oldest_open(process)) is not None:
             forgotten.status = UNFINISHED
             out.append(span_row(attempt.attempt_id, forgotten))
@@ -187,7 +188,7 @@ class State:
         unfinished = len(process.unfinished)
         span, ended = spans.end(attempt, step, process, sender, event, work)
         out += ended
-        if len(process.unfinished) < unfinished:
+        if len(process.unfinished) < unfinished or process.returned:
             out += self._found_again(process, work)
         out += reports.scalars(attempt, process, event, work)
         announced = event.fields.get("payload")
@@ -330,12 +331,12 @@ class State:
         return 1 + max((span.work.part.occurrence for span in found), default=-1)
 
     # --- asking -----------------------------------------------------------------------------
-    def pending(self, run: str) -> list[PayloadKey]:
-        """Return the unsettled payloads of a run."""
+    def pending(self, run: str | None) -> list[PayloadKey]:
+        """Return the unsettled payloads of a run (None: of every run)."""
         return [
             key
             for process in self.registry.processes.values()
-            if self.registry.attempt_of(process).run == run
+            if run in (None, self.registry.attempt_of(process).run)
             for key in process.payloads
         ]
 

@@ -22,11 +22,13 @@ from stagescope_service.statistics.blocks import (
     exponentials_of_q,
     histogram,
     lagged,
+    larger,
     load,
     log_prob_sums,
     probability_sums,
     probability_sums_wide,
     ranges,
+    smaller,
     tails,
     weights,
 )
@@ -51,9 +53,12 @@ _N: Final = int(Field.TOKENS)
 
 @exact
 def _reset(cell: Any) -> None:
-    cell[:] = 0.0
-    cell[_FIRST_MIN:_FIRST_MAX] = np.inf
-    cell[_FIRST_MAX:_FIRST_SECOND] = -np.inf
+    for i in range(_WIDTH):
+        cell[i] = 0.0
+    for i in range(_FIRST_MIN, _FIRST_MAX):
+        cell[i] = math.inf
+    for i in range(_FIRST_MAX, _FIRST_SECOND):
+        cell[i] = -math.inf
 
 
 @exact
@@ -70,9 +75,9 @@ def _merge_into(cell: Any, other: Any) -> None:
     for i in range(_FIRST_MIN):
         cell[i] += other[i]
     for i in range(_FIRST_MIN, _FIRST_MAX):
-        cell[i] = min(cell[i], other[i])
+        cell[i] = other[i] if other[i] < cell[i] else cell[i]
     for i in range(_FIRST_MAX, _FIRST_SECOND):
-        cell[i] = max(cell[i], other[i])
+        cell[i] = other[i] if other[i] > cell[i] else cell[i]
 
 
 @exact
@@ -124,7 +129,7 @@ def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, 
     lagged(p, q, n, following, 0, carry, part)
     lagged(p, q, n, preceding, 1, carry, part)
     carry[0], carry[1], carry[2] = p[n - 1], q[n - 1], 1.0
-    largest = max(part[Field.D_MAX], -part[Field.D_MIN])
+    largest = larger(part[Field.D_MAX], -part[Field.D_MIN])
     narrow = largest <= 700.0
     if narrow:
         exponentials_of_d(d, n, em1, k3)
@@ -133,7 +138,7 @@ def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, 
     if (
         narrow
         and part[Field.Q_MIN] >= -700.0
-        and max(part[Field.P_MAX], part[Field.Q_MAX]) <= 300.0
+        and larger(part[Field.P_MAX], part[Field.Q_MAX]) <= 300.0
     ):
         exponentials_of_q(q, n, v, exp_q)
         probability_sums(em1, k3, v, exp_q, n, part)
@@ -168,7 +173,7 @@ def _row_add(row: Any, cell: Any) -> None:
     row[3] += cell[Field.D_SUM]
     row[4] += cell[Field.D_ABS_SUM]
     if cell[_N] > 0.0:
-        row[5] = max(row[5], max(abs(cell[Field.D_MIN]), abs(cell[Field.D_MAX])))
+        row[5] = larger(row[5], larger(abs(cell[Field.D_MIN]), abs(cell[Field.D_MAX])))
     for i in range(4):
         row[6 + i] += cell[Field.ABS_OVER_0 + i]
     row[10] += cell[Field.RATIO_BELOW_0] + cell[Field.RATIO_ABOVE_0]
@@ -234,7 +239,7 @@ def accumulate(
         carry[2] = 0.0
         base = start
         while base < stop:
-            size = min(BLOCK, stop - base)
+            size = smaller(BLOCK, stop - base)
             load(p_raw, p_kind, base, p, size)
             load(q_raw, q_kind, base, q, size)
             clean = all_finite(p, q, size)
@@ -248,7 +253,7 @@ def accumulate(
                 if j > i:
                     _block(p[i:j], q[i:j], j - i, rule, work, carry, part, cell)
                     histogram(d, j - i, int(part[Field.EQUAL]), slot, counts)
-                    largest = max(abs(part[Field.D_MIN]), abs(part[Field.D_MAX]))
+                    largest = larger(abs(part[Field.D_MIN]), abs(part[Field.D_MAX]))
                     bound = -worst[0, 0] if worst_used == worst.shape[0] else 0.0
                     if largest >= bound and largest > 0.0:
                         for k in range(j - i):

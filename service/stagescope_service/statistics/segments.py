@@ -45,7 +45,7 @@ def _readonly(kind: Any) -> Any:
 _Tuple: Any = numba.types.Tuple
 _I8 = _readonly(numba.int64)
 _RESULT = _Tuple((numba.int64[:, ::1], numba.int64[:, ::1], numba.int64, numba.int64))
-_MASKS = [_readonly(kind) for kind in (numba.uint8, numba.uint16, numba.uint32, numba.uint64)]
+_MASKS = [_readonly(kind) for kind in (numba.uint8, numba.uint32, numba.uint64)]
 
 
 @exact
@@ -53,8 +53,18 @@ def _grown(rows: Any, used: int) -> Any:
     if used < rows.shape[0]:
         return rows
     larger = np.empty((2 * rows.shape[0], rows.shape[1]), np.int64)
-    larger[:used] = rows[:used]
+    for i in range(used):
+        for j in range(rows.shape[1]):
+            larger[i, j] = rows[i, j]
     return larger
+
+
+@exact
+def _put(table: Any, n: int, start: int, stop: int, row: int, number: int) -> Any:
+    # One by one: a tuple or a slice would compile numba's broadcasting, for seconds.
+    table[n, 0], table[n, 1], table[n, 2] = start, stop, row
+    table[n, 3], table[n, 4], table[n, 5] = number, -1, 0
+    return _grown(table, n + 1)
 
 
 @exact
@@ -78,7 +88,7 @@ def _find_plain(mask: Any, one: int, offsets: Any, row_token: Any, row_round: An
         before, number, start = n, row_round[row], -1
         i = begin
         while i < end:
-            stop = min(i + _BLOCK, end)
+            stop = i + _BLOCK if i + _BLOCK < end else end
             if _uniform(mask[i:stop], mask.dtype.type(on if start >= 0 else off)):
                 i = stop
                 continue
@@ -89,17 +99,16 @@ def _find_plain(mask: Any, one: int, offsets: Any, row_token: Any, row_round: An
                 elif mask[j] != off:
                     return table[:n], cover[:c], j, -1
                 elif start >= 0:
-                    table[n] = (start, j, row, number, -1, 0)
+                    table = _put(table, n, start, j, row, number)
                     n, number, start = n + 1, number + 1, -1
-                    table = _grown(table, n)
             i = stop
         if start >= 0:
-            table[n] = (start, end, row, number, -1, 0)
+            table = _put(table, n, start, end, row, number)
             n += 1
-            table = _grown(table, n)
         if n > before:
             shift = row_token[row] - begin
-            cover[c] = (row, table[before, 0] + shift, table[n - 1, 1] + shift)
+            cover[c, 0], cover[c, 1] = row, table[before, 0] + shift
+            cover[c, 2] = table[n - 1, 1] + shift
             c += 1
             cover = _grown(cover, c)
     return table[:n], cover[:c], -1, -1
@@ -178,7 +187,7 @@ def find(
     """Find the segments of a flat mask.
 
     Args:
-        mask: uint8, uint16, uint32 or uint64 [tokens], the bit patterns of the mask's own dtype.
+        mask: uint8, uint32 or uint64 [tokens], the bit patterns of the mask's own dtype.
         one: The bit pattern of 1 in that dtype.
         row_offsets: int64 [rows + 1].
         token_offset: int64 [rows], position of each row's first token in its sample; default 0.

@@ -100,7 +100,8 @@ def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:
     by_token = batch.versions is not None and batch.versions.size == batch.tokens
     versions = batch.versions if by_token else None
     special = (batch.positions, batch.round_ids, batch.turn_ids, versions, skip)
-    if any(array is not None for array in special) and mask.itemsize > 1:
+    narrow = any(array is not None for array in special) and mask.itemsize > 1
+    if narrow or mask.itemsize == 2:
         mask, one = _narrow_mask(mask, one), 1
     found = segments.find(
         mask,
@@ -218,7 +219,7 @@ def warm() -> None:
     """Compile everything, or load it from disk: seconds at a first start, then under one."""
     values = np.array([-0.5, -1.0], np.float32)
     offsets = np.array([0, 2], np.int64)
-    for mask in (np.uint8, np.uint16, np.uint32, np.uint64):
+    for mask in (np.uint8, np.uint32, np.uint64):
         batch = TokenBatch(
             pair=("old", "rollout"), p=values, p_dtype="float32", q=values, q_dtype="float32",
             mask=np.array([1, 0], mask), mask_one=1, row_offsets=offsets,

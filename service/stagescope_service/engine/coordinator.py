@@ -1,0 +1,372 @@
+"""The DebugCoordinator: the detached actor that every rank talks to. A thin Ray shell.
+
+Its constructor touches nothing that can fail: the catalogue is opened in the background, again
+and again until it works, and until then every call answers `not_ready`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import ray
+
+from stagescope.captures import validate_capture
+from stagescope.errors import NotReady, StagescopeError
+from stagescope_service.engine import wholes
+from stagescope_service.engine.ingestor import Ingestors
+from stagescope_service.engine.instructions import Assemble, Ingest, PayloadKey, Put
+from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.reception import Reception, describe
+from stagescope_service.engine.restore import restore
+from stagescope_service.engine.state import State
+from stagescope_service.settings import Settings
+from stagescope_service.store.base import Snapshot
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.sql import SqlStore
+
+logger = logging.getLogger(__name__)
+
+NAME: Final = "DebugCoordinator"
+NAMESPACE: Final = "stagescope"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+
+Reply = dict[str, Any]
+
+
+class DebugCoordinator:
+    """Takes in what ranks report; see `Reception` for what each call promises."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings_json = dict(settings)
+        self._coordinator = uuid.uuid4().hex
+        self._started = time.time()
+        self._reason = "the catalogue is being opened"
+        self._reception: Reception | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._store: SqlStore | None = None
+
+    # --- events -------------------------------------------------------------------------
+    async def record_events(
+        self,
+        *,
+        sender: tuple[Any, ...],
+        events: Sequence[Any],
+        payloads: Mapping[int, Any] | None = None,
+    ) -> Reply:
+        """Take in a batch; returns after its commit."""
+        try:
+            return await self._ready().record(sender, events, payloads)
+        except NotReady as error:
+            return self._not_ready(error)
+
+    async def poll(
+        self,
+        *,
+        sender: tuple[Any, ...],
+        revision: int,
+        unreceipted: Sequence[int] = (),
+        wait: float = 20.0,
+    ) -> Reply:
+        """Renew the lease; returns news of the plan and receipts, after `wait` at most."""
+        try:
+            return await self._ready().poll(sender, revision, unreceipted, wait)
+        except NotReady as error:
+            return self._not_ready(error)
+
+    async def begin_stage(self, **fields: Any) -> Reply:
+        """A raw caller begins a stage: run, step, stage, rank; role, world_size, attempt_key."""
+        return await self._raw("begin", fields)
+
+    async def end_stage(self, *, payload: Mapping[str, Any] | None = None, **fields: Any) -> Reply:
+        """A raw caller ends a stage; with a payload it returns at the payload's receipt."""
+        return await self._raw("end", {"status": "ok", **fields}, payload)
+
+    async def log_scalars(self, **fields: Any) -> Reply:
+        """A raw caller hands over scalars: run, step, scalars."""
+        return await self._raw("log", fields)
+
+    async def end_step(self, **fields: Any) -> Reply:
+        """A raw caller closes a step: run, step."""
+        return await self._raw("end_step", fields)
+
+    async def finish(self, **fields: Any) -> Reply:
+        """A raw caller takes leave: run."""
+        return await self._raw("finish", fields)
+
+    async def _raw(
+        self, kind: str, fields: Mapping[str, Any], payload: Mapping[str, Any] | None = None
+    ) -> Reply:
+        # The task's id is the same on every retry that Ray makes.
+        delivery = str(ray.get_runtime_context().get_task_id())
+        while True:
+            try:
+                return await self._ready().raw(kind, delivery, fields, payload)
+            except NotReady:  # noqa: PERF203
+                # A raw caller has no queue of its own: it waits here.
+                await asyncio.sleep(_FIRST_PAUSE)
+
+    # --- orders -------------------------------------------------------------------------
+    async def plan(self) -> Reply:
+        """Return the plan in force."""
+        return self._ready().plan.wire()
+
+    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
+        """Put a capture in force and return it with its id."""
+        reception = self._ready()
+        roots = [str(root) for root in self._settings().roots]
+        valid = validate_capture(spec, allowed_roots=roots)
+        if valid["data_dir"] is None:
+            valid["data_dir"] = str(self._settings().data_path)
+        entry = reception.plan.add(valid, by=by, now=time.time())
+        row = {
+            "capture_id": entry["capture_id"],
+            "run": entry["run"],
+            "spec": entry,
+            "state": "in force",
+            "by": by,
+            "created_wall": entry["created"],
+            "revision": reception.plan.revision,
+        }
+        await reception.order([Put("captures", row), _audit(by, "add_capture", entry)])
+        return entry
+
+    async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
+        """Withdraw a capture and return it."""
+        reception = self._ready()
+        entry = reception.plan.remove(capture_id)
+        row = {
+            "capture_id": capture_id,
+            "state": "removed",
+            "removed_wall": time.time(),
+            "removed_by": by,
+            "revision": reception.plan.revision,
+        }
+        await reception.order([Put("captures", row), _audit(by, "remove_capture", entry)])
+        return entry
+
+    # --- service ------------------------------------------------------------------------
+    async def status(self) -> Reply:
+        """Return how the coordinator is; `not_ready` is the reason why it cannot serve."""
+        self._wake()
+        status: Reply = {
+            "coordinator": self._coordinator,
+            "pid": os.getpid(),
+            "started": self._started,
+            "wall": time.time(),
+        }
+        try:
+            reception = self._ready()
+            health = reception.store.health()
+            if not health.healthy:
+                raise NotReady(health.reason)
+        except NotReady as error:
+            return {**status, "not_ready": str(error)}
+        processes = reception.state.registry.processes.values()
+        return {
+            **status,
+            "events_taken": reception.events_taken,
+            "live_processes": sum(process.live for process in processes),
+            "pending_payloads": sum(len(process.payloads) for process in processes),
+            "revision": reception.plan.revision,
+            "poll_seconds": reception.poll_seconds,
+        }
+
+    async def drain(self, *, run: str | None, timeout: float = 30.0) -> Reply:
+        """Wait until nothing of a run (None: of any) is still to be read."""
+        return await self._ready().drain(run, timeout)
+
+    async def stop(self) -> None:
+        """Write what is queued and close the catalogue; what follows is not ready."""
+        self._reason = "the service is stopping"
+        if self._task is not None:
+            self._task.cancel()
+        self._reception = None
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
+
+    # --- the inside ---------------------------------------------------------------------
+    def _settings(self) -> Settings:
+        return Settings(**self._settings_json)
+
+    def _wake(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def _ready(self) -> Reception:
+        self._wake()
+        if self._reception is None:
+            raise NotReady(self._reason, advice="the same call may be made again")
+        return self._reception
+
+    def _not_ready(self, error: NotReady) -> Reply:
+        return {"coordinator": self._coordinator, "not_ready": str(error)}
+
+    async def _run(self) -> None:
+        """Open the catalogue, whatever it takes, then look after leases."""
+        settings = self._settings()
+        reception = await self._open(settings)
+        self._reception = reception
+        pause = max(0.05, min(1.0, settings.lease_seconds / 10))
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                await reception.expire()
+            except Exception:
+                logger.exception("leases could not be looked after")
+
+    async def _open(self, settings: Settings) -> Reception:
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                settings.data_path.mkdir(parents=True, exist_ok=True)
+                store = self._store = SqlStore(settings.catalogue_url)
+                await asyncio.to_thread(store.open)
+                snapshot = await asyncio.to_thread(store.snapshot)
+                break
+            except (StagescopeError, OSError) as error:
+                self._reason = f"the catalogue cannot be opened: {describe(error)}"
+                logger.warning("%s", self._reason)
+                if self._store is not None:
+                    await asyncio.to_thread(self._store.close, 0.0)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        state = State(lease_seconds=settings.lease_seconds)
+        restore(state, snapshot, time.monotonic())
+        in_force = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
+        floor = _Floor(settings)
+        floor.reception = Reception(
+            state,
+            store,
+            Plan(in_force, revision=snapshot.last_revision),
+            floor,
+            coordinator=self._coordinator,
+            poll_seconds=settings.poll_seconds,
+        )
+        for order in _unformed(snapshot):
+            floor.assemble(order)
+        return floor.reception
+
+
+class _Floor:
+    """Carries out what is not a row: payloads go to ingestors, wholes are formed."""
+
+    reception: Reception
+
+    def __init__(self, settings: Settings) -> None:
+        self._catalogue = Catalogue(settings.catalogue_url)
+        self._ingestors = Ingestors(
+            data_dir=str(settings.data_path),
+            ring_bytes=settings.ring_bytes,
+            most_bytes=settings.ingestor_bytes,
+        )
+        self._forming: dict[Assemble, bool] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ingest(self, order: Ingest, payload: object) -> None:
+        """Have the ingestor of the payload's node read it."""
+        self._start(self._ingest(order, payload))
+
+    def assemble(self, order: Assemble) -> None:
+        """Form the whole of a step; asked again meanwhile, it is formed once more after."""
+        if order in self._forming:
+            self._forming[order] = True
+            return
+        self._forming[order] = False
+        self._start(self._form(order))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ingest(self, order: Ingest, payload: object) -> None:
+        key, node = order.key, order.node_id
+        outcome: Reply | None = None
+        for _ in range(2):
+            try:
+                ingestor = self._ingestors.on(node)
+                outcome = await ingestor.ingest.remote(tuple(key), order.job, payload)
+                break
+            except ray.exceptions.RayActorError as error:
+                reason = f"its ingestor died while reading it: {describe(error)}"
+                self._ingestors.forget(node)
+            except Exception as error:  # whatever it was, the payload ends here
+                reason = f"it could not be handed to an ingestor: {describe(error)}"
+                break
+        if outcome is None:
+            outcome = {"state": "lost", "reason": reason, "rows": [], "columns": {}}
+        rows = [Put(table, row) for table, row in outcome["rows"]]
+        try:
+            await self.reception.settle(
+                key, outcome["state"], outcome["reason"], rows, **outcome["columns"]
+            )
+        except StagescopeError as error:
+            # Rows that the catalogue refuses must not leave the payload without an end.
+            logger.exception("the outcome of %s was refused", key)
+            reason = f"the catalogue refused what came of it: {describe(error)}"
+            await self.reception.settle(key, "refused", reason)
+
+    async def _form(self, order: Assemble) -> None:
+        while True:
+            self._forming[order] = False
+            try:
+                await self._form_once(order)
+            except Exception:
+                logger.exception("the whole of step %s could not be formed", order)
+            if not self._forming[order]:
+                del self._forming[order]
+                return
+
+    async def _form_once(self, order: Assemble) -> None:
+        attempt = self.reception.state.attempt(order.attempt_id)
+        forming = await asyncio.to_thread(
+            wholes.begin, self._catalogue, order.attempt_id, order.step
+        )
+        if forming.restate:
+            for item in forming.restate:
+                row = forming.rows[item.key]
+                summary = await self._restated(row, forming, item.skips)
+                if summary is not None:
+                    forming.replace(item.key, summary)
+            await asyncio.to_thread(forming.assemble)
+        run = "" if attempt is None else attempt.run
+        rows = await asyncio.to_thread(wholes.rows_of, forming, run)
+        await self.reception.write(rows)
+
+    async def _restated(
+        self, row: Mapping[str, Any], forming: wholes.Forming, skips: Sequence[Any]
+    ) -> bytes | None:
+        node = await asyncio.to_thread(wholes.node_of, self._catalogue, row)
+        key = PayloadKey(row["incarnation"], row["seq"])
+        job = {"attempt_id": forming.attempt_id, "step": forming.step}
+        pair = forming.whole.summary.pair if forming.whole else ("old", "rollout")
+        try:
+            summary: bytes | None = await self._ingestors.on(node).restate.remote(
+                tuple(key), job, pair, list(skips)
+            )
+        except ray.exceptions.RayError:
+            return None
+        return summary
+
+
+def _unformed(snapshot: Snapshot) -> list[Assemble]:
+    """Return the closed steps whose whole may lack what its coordinator had no time to add."""
+    ended = {row["attempt_id"] for row in snapshot.attempts if row["ended_wall"] is not None}
+    pending = {(row["attempt_id"], row["step"]) for row in snapshot.payloads}
+    return [
+        Assemble(row["attempt_id"], row["step"])
+        for row in snapshot.steps
+        if row["closed_wall"] is not None
+        and (row["attempt_id"], row["step"]) not in pending
+        and (row["whole_wall"] is None or row["attempt_id"] not in ended)
+    ]
+
+
+def _audit(by: str, action: str, detail: Mapping[str, Any]) -> Put:
+    return Put("audit", {"wall": time.time(), "by": by, "action": action, "detail": dict(detail)})

@@ -1,0 +1,200 @@
+"""The Ingestor: one detached actor a node; reads payloads where they lie. A thin Ray shell.
+
+It claims no CPU, computes in one thread of low priority, and holds at most `ingestor_bytes` of
+payloads at a time. Everything that it does is named by the payload's identity, so that doing it
+twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.engine.intake import Intake
+from stagescope_service.engine.reception import describe
+from stagescope_service.statistics import warm
+from stagescope_service.store.artifacts import ring_directory
+from stagescope_service.store.ring import Ring
+
+NAMESPACE: Final = "stagescope"
+_NICE: Final = 10
+_READ_SECONDS: Final = 120.0
+_GONE: Final = (
+    ray.exceptions.ObjectLostError,  # OwnerDiedError, ReferenceCountingAssertionError, ...
+    ray.exceptions.ObjectFetchTimedOutError,
+    ray.exceptions.GetTimeoutError,
+    ray.exceptions.RayTaskError,
+    ray.exceptions.RayActorError,
+)
+
+
+def ingestor_name(node_id: str) -> str:
+    """Return the actor's name."""
+    return f"ingestor-{node_id}"
+
+
+class Ingestor:
+    """Reads payloads for one node."""
+
+    def __init__(self, node_id: str, data_dir: str, ring_bytes: int, most_bytes: int) -> None:
+        self._node_id = node_id
+        self._data_dir = Path(data_dir)
+        self._ring_bytes = ring_bytes
+        self._intake: Intake | None = None
+        self._room = _Room(most_bytes)
+        # One thread: two payloads at once would only take turns, and hold twice the memory.
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, initializer=_start_worker)
+
+    async def ingest(
+        self, key: tuple[str, int], job: dict[str, Any], payload: Any
+    ) -> dict[str, Any]:
+        """Read a payload and return what became of it (`Outcome.wire`)."""
+        size = job.get("bytes") or 0
+        await self._room.enter(size)
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(
+                self._pool, self._read, PayloadKey(*key), job, payload
+            )
+        finally:
+            self._room.leave(size)
+
+    async def restate(
+        self,
+        key: tuple[str, int],
+        job: dict[str, Any],
+        pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes | None:
+        """Return a payload's summary without tokens that counted elsewhere; None: not kept."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, self._restate, PayloadKey(*key), job, pair, skips
+        )
+
+    async def pid(self) -> int:
+        """Return the process id (tests kill it)."""
+        return os.getpid()
+
+    def _here(self) -> Intake:
+        if self._intake is None:
+            ring = Ring(ring_directory(self._data_dir, self._node_id), self._ring_bytes)
+            self._intake = Intake(self._data_dir, self._node_id, ring)
+        return self._intake
+
+    def _read(self, key: PayloadKey, job: Mapping[str, Any], payload: Any) -> dict[str, Any]:
+        try:
+            value = _fetched(payload)
+        except _GONE as error:
+            reason = f"it could not be read: {describe(error)}"
+            return {"state": "lost", "reason": reason, "rows": [], "columns": {}}
+        try:
+            return self._here().take(key, job, value).wire()
+        except Exception as error:  # one payload must not end the ingestor
+            reason = f"the service failed to read it: {describe(error)}"
+            return {"state": "refused", "reason": reason, "rows": [], "columns": {}}
+
+    def _restate(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes | None:
+        from stagescope.errors import StagescopeError
+
+        try:
+            return self._here().restate(key, job, (pair[0], pair[1]), skips)
+        except StagescopeError:
+            return None
+
+
+def _start_worker() -> None:
+    # Only this thread computes; the loop of the actor stays as quick as any.
+    os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+    warm()
+
+
+def _fetched(payload: Any) -> Any:
+    """Return a payload with every ref in it read."""
+    if isinstance(payload, ray.ObjectRef):
+        return ray.get(payload, timeout=_READ_SECONDS)
+    if isinstance(payload, Mapping) and "schema" not in payload:
+        return {name: _fetched(item) for name, item in payload.items()}
+    return payload
+
+
+class _Room:
+    """How many bytes of payloads may be in memory; one that is larger alone still gets in."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._used = 0
+        self._changed = asyncio.Condition()
+
+    async def enter(self, size: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._used or self._used + size <= self._most)
+            self._used += size
+
+    def leave(self, size: int) -> None:
+        self._used -= size
+        asyncio.get_running_loop().create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class Ingestors:
+    """Finds the ingestor of a node, made where there is none."""
+
+    def __init__(self, *, data_dir: str, ring_bytes: int, most_bytes: int) -> None:
+        self._arguments = (data_dir, ring_bytes, most_bytes)
+        self._handles: dict[str, Any] = {}
+        self._home = ray.get_runtime_context().get_node_id()
+
+    @property
+    def home(self) -> str:
+        """The node of the process that asks."""
+        return str(self._home)
+
+    def on(self, node_id: str | None) -> Any:
+        """Return the handle for a node; the home node's where it is not known or not alive."""
+        node = node_id if node_id is not None and _is_alive(node_id) else self.home
+        handle = self._handles.get(node)
+        if handle is None:
+            options = {
+                "name": ingestor_name(node),
+                "namespace": NAMESPACE,
+                "lifetime": "detached",
+                "get_if_exists": True,
+                "num_cpus": 0,
+                "max_restarts": -1,
+                "max_task_retries": 2,
+                "max_concurrency": 1000,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
+            handle = ray.remote(Ingestor).options(**options).remote(node, *self._arguments)
+            self._handles[node] = handle
+        return handle
+
+    def forget(self, node_id: str | None) -> None:
+        """Look the ingestor of a node up again next time."""
+        self._handles.pop(node_id or self.home, None)
+
+    def all(self) -> dict[str, Any]:
+        """Return the handles by node id."""
+        return dict(self._handles)
+
+
+def _is_alive(node_id: str) -> bool:
+    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]

@@ -1,0 +1,272 @@
+"""Reading one payload: statistics, the ring, what the plan keeps, and rows for the catalogue.
+
+No Ray in here: the ingestor hands over values that it has already fetched. A payload that cannot
+be used is refused with a reason, and what can be kept of it is kept all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import InvalidTensor, StagescopeError
+from stagescope.schema import (
+    PAYLOAD_STRINGS,
+    PAYLOAD_TENSORS,
+    STREAM_TENSORS,
+    Part,
+)
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.engine.parts import pair_name, part_key
+from stagescope_service.engine.samples import sample_rows
+from stagescope_service.engine.values import Payload, read_value
+from stagescope_service.statistics import Settings, TokenBatch, available_pairs, skip_of, summarise
+from stagescope_service.statistics.mismatch import non_finite
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.artifacts import kept_path, step_directory, write_tensors
+from stagescope_service.store.base import Put
+from stagescope_service.store.ring import Ring, RingKey
+
+Row = dict[str, Any]
+
+RING_TENSORS: Final = frozenset({*STREAM_TENSORS.values(), "ref_log_prob", *PAYLOAD_TENSORS})
+_PROVENANCE: Final[Mapping[str, type]] = {
+    "producer": str, "engine": str, "engine_version": str, "quantisation": str, "processed": bool,
+    "temperature": float, "top_p": float, "top_k": int, "alignment": str, "routing": str,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a payload: its end, why, and the rows that came of it."""
+
+    state: str
+    reason: str | None
+    rows: list[Put]
+    columns: Row
+
+    def wire(self) -> Row:
+        """Return built-in types, as they travel to the coordinator."""
+        rows = [(put.table, dict(put.row)) for put in self.rows]
+        return {"state": self.state, "reason": self.reason, "rows": rows, "columns": self.columns}
+
+
+class Intake:
+    """Reads payloads on one node; one at a time."""
+
+    def __init__(self, data_dir: Path, node_id: str, ring: Ring) -> None:
+        self.data_dir = data_dir
+        self.node_id = node_id
+        self.ring = ring
+
+    def take(self, key: PayloadKey, job: Mapping[str, Any], value: object) -> Outcome:
+        """Read a payload.
+
+        Args:
+            key: its delivery identity.
+            job: run, attempt, work, rank, layout and settings, as the coordinator ordered.
+            value: what the process handed over, as a raw caller or a probe gives it.
+        """
+        rows: list[Put] = []
+        try:
+            payload = read_value(value)
+        except StagescopeError as error:
+            return Outcome("refused", str(error), [self._refusal(job, error)], {})
+        problems: list[StagescopeError] = []
+        digest = None
+        for summary in self._summaries(key, job, payload, problems):
+            rows += self._summary_rows(key, job, summary)
+            digest = digest or summary.digest
+        rows += self._keep(key, job, payload, problems)
+        rows += _stream_rows(job, payload)
+        rows += sample_rows(job, payload)
+        rows += [self._refusal(job, error) for error in problems]
+        columns = {"digest": digest, "bytes": payload.nbytes, "node_id": self.node_id}
+        wrong = next((error for error in problems if isinstance(error, InvalidTensor)), None)
+        if wrong is not None and digest is None:
+            return Outcome("refused", str(wrong), rows, columns)
+        return Outcome("ingested", None, rows, columns)
+
+    def restate(
+        self, key: PayloadKey, job: Mapping[str, Any], pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes:  # fmt: skip
+        """Take a payload's statistics again from the ring, without tokens that counted elsewhere.
+
+        Raises:
+            NotFound: the ring no longer holds it.
+        """
+        kept = self.ring.read(_ring_key(key, job))
+        batch = TokenBatch.from_tensors(
+            kept.tensors, kept.metadata["strings"], kept.metadata["meta"], pair=pair
+        )
+        skip = skip_of(batch, skips)
+        settings = statistics_settings(kept.metadata["settings"])
+        return summarise(batch, settings, skip=skip, name=part_key(*key)).to_bytes()
+
+    def _summaries(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        payload: Payload,
+        problems: list[StagescopeError],
+    ) -> Iterator[Summary]:
+        meta = {"policy_version": job.get("policy_version"), **payload.meta}
+        for pair in available_pairs(payload.tensors):
+            try:
+                settings = statistics_settings(job.get("settings"))
+                batch = TokenBatch.from_tensors(payload.tensors, payload.strings, meta, pair=pair)
+                yield summarise(batch, settings, name=part_key(*key))
+            except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
+                problems.append(error)
+
+    def _summary_rows(
+        self, key: PayloadKey, job: Mapping[str, Any], summary: Summary
+    ) -> Iterator[Put]:
+        names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", "data_rank")
+        parts = ("occurrence", "epoch", "minibatch", "microbatch")
+        row: Row = {name: job.get(name) for name in (*names, *parts)}
+        row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
+        yield Put("summaries", {**row, "summary": summary.to_bytes()})
+        odd = {
+            name.removeprefix("nonfinite/"): int(count)
+            for name, count in non_finite(summary.total, *summary.pair).items()
+            if count
+        }
+        if odd:
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(odd.items()))
+            yield finding(
+                "nonfinite_log_probs",
+                f"log-probs under the mask are not finite: {counts} of {summary.total.masked} "
+                f"tokens",
+                **_place(job),
+                severity="error",
+                evidence=odd,
+                advice="see /steps/{step}/tokens for which; statistics are over the finite ones",
+            )
+
+    def _keep(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        payload: Payload,
+        problems: list[StagescopeError],
+    ) -> Iterator[Put]:
+        recent = {name: t for name, t in payload.tensors.items() if name in RING_TENSORS}
+        if recent:
+            about = {
+                "strings": payload.strings,
+                "meta": {"policy_version": job.get("policy_version"), **payload.meta},
+                "settings": dict(job.get("settings") or {}),
+            }
+            entry = self.ring.keep(_ring_key(key, job), recent, about)
+            if entry is not None:
+                yield self._artifact(key, job, "ring", entry.path, entry.bytes, None)
+        for evicted in self.ring.take_evicted():
+            name = f"ring/{evicted.key.incarnation}/{evicted.key.seq}"
+            yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})
+        keep = [name for name in job.get("keep") or () if name in payload.tensors]
+        if keep:
+            part = Part(*(job[n] or 0 for n in ("occurrence", "epoch", "minibatch", "microbatch")))
+            directory = step_directory(
+                self.data_dir, job["run"], job["attempt_key"], job["step"], job["stage"], part
+            )
+            path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
+            tensors = {name: payload.tensors[name] for name in keep}
+            strings = {n: ids for n, ids in payload.strings.items() if n in PAYLOAD_STRINGS}
+            about = {"strings": strings, "meta": payload.meta, "job": _plain_job(job)}
+            try:
+                written = write_tensors(path, tensors, about)
+                yield self._artifact(key, job, "kept", path, written.bytes, written.checksum)
+            except StagescopeError as error:
+                problems.append(error)
+
+    def _artifact(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        kind: str,
+        path: Path,
+        size: int,
+        checksum: str | None,
+    ) -> Put:
+        names = ("attempt_id", "step", "stage", "role", "rank")
+        return Put(
+            "artifacts",
+            {
+                "artifact_id": f"{kind}/{key.incarnation}/{key.seq}",
+                "incarnation": key.incarnation,
+                "seq": key.seq,
+                **{name: job.get(name) for name in names},
+                "kind": kind,
+                "node_id": self.node_id,
+                "path": str(path),
+                "bytes": size,
+                "checksum": checksum,
+                "wall": time.time(),
+                "deleted_wall": None,
+            },
+        )
+
+    def _refusal(self, job: Mapping[str, Any], error: StagescopeError) -> Put:
+        return finding(
+            f"payload_{error.code}",
+            str(error),
+            **_place(job),
+            severity="error",
+            advice=error.advice or "the stage event stands; its numbers are missing",
+        )
+
+
+def statistics_settings(settings: object) -> Settings:
+    """Return what of a run's settings shapes the statistics.
+
+    Raises:
+        InvalidInput: a rollout_is or threshold that verl does not know.
+    """
+    known = settings if isinstance(settings, Mapping) else {}
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+    return Settings(**{name: known[name] for name in names if known.get(name) is not None})
+
+
+def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
+    return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
+
+
+def _place(job: Mapping[str, Any]) -> Row:
+    names = ("run", "attempt_id", "step", "stage", "role", "rank")
+    return {**{name: job.get(name) for name in names}, "wall": time.time()}
+
+
+def _plain_job(job: Mapping[str, Any]) -> Row:
+    return {name: value for name, value in job.items() if name != "keep"}
+
+
+def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+    """Say what is known of each stream: where it came from, in which dtype, how it was made."""
+    told = payload.meta.get("streams")
+    told = told if isinstance(told, Mapping) else {}
+    for stream, name in STREAM_TENSORS.items():
+        tensor = payload.tensors.get(name)
+        if tensor is None and stream == "ref":
+            tensor = payload.tensors.get("ref_log_prob")
+        if tensor is None:
+            continue
+        own = told.get(stream)
+        said = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
+        row: Row = {
+            "attempt_id": job["attempt_id"],
+            "stream": stream,
+            "role": job["role"],
+            "stage": job["stage"],
+            "dtype": tensor[0],
+        }
+        for field, kind in _PROVENANCE.items():
+            value = said.get(field)
+            if isinstance(value, (int, float) if kind is float else kind):
+                row[field] = kind(value)
+        yield Put("streams", row)

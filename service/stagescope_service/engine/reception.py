@@ -1,0 +1,355 @@
+"""Where calls come in: batches of events, polls, raw calls, orders. No Ray in here.
+
+One event loop owns the state. A call changes it, hands the rows to the store, and answers after
+the commit; what must happen then (reading payloads, forming wholes) goes to the `Floor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from stagescope.errors import InvalidEvent, NotReady, StagescopeError
+from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.instructions import (
+    Assemble,
+    Delete,
+    Ingest,
+    Instruction,
+    PayloadKey,
+    Put,
+    Settled,
+)
+from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.registry import UNKEYED
+from stagescope_service.engine.spans import RAW_SEQ
+from stagescope_service.engine.state import State
+from stagescope_service.store.base import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Floor(Protocol):
+    """What carries out instructions that are not rows."""
+
+    def ingest(self, order: Ingest, payload: object) -> None:
+        """Have an ingestor read a payload; its outcome comes back by `Reception.settle`."""
+
+    def assemble(self, order: Assemble) -> None:
+        """Form the whole of a step."""
+
+
+class Reception:
+    """Takes calls in and answers them; used from one event loop only."""
+
+    def __init__(
+        self,
+        state: State,
+        store: Store,
+        plan: Plan,
+        floor: Floor,
+        *,
+        coordinator: str,
+        poll_seconds: float,
+        wall: Callable[[], float] = time.time,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state = state
+        self.store = store
+        self.plan = plan
+        self.floor = floor
+        self.coordinator = coordinator
+        self.poll_seconds = poll_seconds
+        self.wall = wall
+        self.mono = mono
+        self.events_taken = 0
+        self._payloads: dict[PayloadKey, object] = {}
+        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+
+    # --- batches ------------------------------------------------------------------------
+    async def record(
+        self,
+        sender_wire: object,
+        events: Sequence[object],
+        payloads: Mapping[int, object] | None = None,
+    ) -> dict[str, Any]:
+        """Take in a batch and answer once it is committed; a bad event is refused alone.
+
+        Raises:
+            InvalidEvent: the sender cannot be read: then nothing of the batch is taken.
+            NotReady: the catalogue cannot be written now; nothing was taken.
+        """
+        self._check_ready()
+        sender = Sender.parse(sender_wire)
+        refused: dict[int, str] = {}
+        out: list[Instruction] = []
+        for wire in events:
+            try:
+                event = Event.parse(wire)
+                has_payload = payloads is not None and event.seq in payloads
+                taken = self.state.handle(sender, event, self.mono(), has_payload=has_payload)
+                if has_payload and payloads is not None:
+                    self._hold(taken, payloads[event.seq])
+                out += taken
+            except InvalidEvent as error:  # noqa: PERF203 - refused alone, so caught alone
+                refused[_seq_of(wire)] = str(error)
+                out += self._refusal(sender, error)
+        self.events_taken += len(events) - len(refused)
+        await self._carry_out(out)
+        settled = [order for order in out if isinstance(order, Settled)]
+        receipts = {order.key.seq: order.state for order in settled}
+        return {
+            "coordinator": self.coordinator,
+            "wall": self.wall(),
+            "received": len(events) - len(refused),
+            "refused": refused,
+            "receipts": receipts,
+            "revision": self.plan.revision,
+        }
+
+    def _refusal(self, sender: Sender, error: InvalidEvent) -> list[Instruction]:
+        process = self.state.registry.processes.get(sender.incarnation)
+        return [
+            finding(
+                "refused_event",
+                str(error),
+                run=sender.run,
+                attempt_id=None if process is None else process.attempt_id,
+                wall=self.wall(),
+                role=sender.role,
+                rank=sender.rank,
+                advice="the rest of its batch was taken in",
+            )
+        ]
+
+    # --- polls --------------------------------------------------------------------------
+    async def poll(
+        self, sender_wire: object, revision: int, unreceipted: Iterable[object], wait: float
+    ) -> dict[str, Any]:
+        """Renew a lease, and answer when the plan changed or a payload was settled."""
+        self._check_ready()
+        sender = Sender.parse(sender_wire)
+        await self._carry_out(self._heard(sender, revision))
+        seqs = [seq for seq in unreceipted if isinstance(seq, int)]
+        deadline = self.mono() + max(0.0, min(wait, self.poll_seconds))
+        while True:
+            receipts = self._receipts(sender.incarnation, seqs)
+            left = deadline - self.mono()
+            if receipts or revision != self.plan.revision or left <= 0:
+                break
+            await self._wait(sender.incarnation, left)
+        changed = revision != self.plan.revision
+        return {
+            "coordinator": self.coordinator,
+            "wall": self.wall(),
+            "revision": self.plan.revision,
+            "plan": self.plan.wire(sender.run) if changed else None,
+            "receipts": receipts,
+            "poll_seconds": self.poll_seconds,
+        }
+
+    def _heard(self, sender: Sender, revision: int) -> list[Instruction]:
+        out = self.state.renew(sender.incarnation, self.mono(), self.wall())
+        process = self.state.registry.processes.get(sender.incarnation)
+        if process is not None and process.plan_revision != revision:
+            process.plan_revision = revision
+            row = {"incarnation": process.incarnation, "plan_revision": revision}
+            out.append(Put("processes", row))
+        return out
+
+    def _receipts(self, incarnation: str, seqs: Iterable[int]) -> dict[int, str]:
+        process = self.state.registry.processes.get(incarnation)
+        if process is None:
+            return {}
+        return {seq: process.settled[seq] for seq in seqs if seq in process.settled}
+
+    async def _wait(self, incarnation: str, seconds: float) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[incarnation].add(future)
+        try:
+            await asyncio.wait({future}, timeout=seconds)
+        finally:
+            waiting = self._waiting[incarnation]
+            waiting.discard(future)
+            if not waiting:
+                del self._waiting[incarnation]
+
+    def _notify(self, incarnations: Iterable[str]) -> None:
+        for incarnation in incarnations:
+            for future in self._waiting.get(incarnation, ()):
+                if not future.done():
+                    future.set_result(None)
+
+    # --- raw calls ----------------------------------------------------------------------
+    async def raw(
+        self,
+        kind: str,
+        delivery: str,
+        fields: Mapping[str, Any],
+        payload: Mapping[str, object] | None = None,
+    ) -> dict[str, Any]:
+        """Take in a call of somebody without a probe.
+
+        Args:
+            kind: the kind of event.
+            delivery: names this delivery: the same on every retry of the call.
+            fields: run, role, rank, attempt_key, world_size and the event's own fields.
+            payload: name -> ref or array; the answer then waits for the payload's receipt.
+
+        Raises:
+            InvalidInput: a run, role, rank, step or stage that cannot be right.
+            NotReady: the catalogue cannot be written now; nothing was taken.
+        """
+        self._check_ready()
+        run = check_run_name(fields.get("run"))
+        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        attempt_key = fields.get("attempt_key")
+        seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
+        newest = self.state.registry.newest(run)
+        key = attempt_key or (newest.key if newest else UNKEYED)
+        probe = Sender.parse(Sender(f"raw/{run}/{key}/{role}/{rank}", run, None, role, rank).wire())
+        sender = Sender(probe.incarnation, run, attempt_key, role, rank)
+        wall, mono = self.wall(), self.mono()
+        body = {name: value for name, value in fields.items() if value is not None}
+        out: list[Instruction] = []
+        if body.get("world_size") is not None:
+            hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
+            out += self.state.handle(sender, hello, mono, raw=True)
+        if kind in (BEGIN, END) and body.get("occurrence") is None:
+            work = Work.parse(body)
+            body["occurrence"] = self.state.raw_occurrence(sender.incarnation, work, kind, seq)
+        if payload is not None:
+            body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
+        event = Event(kind, seq, wall, mono, body)
+        has_payload = payload is not None
+        taken = self.state.handle(sender, event, mono, has_payload=has_payload, raw=True)
+        self._hold(taken, payload)
+        out += taken
+        self.events_taken += 1
+        await self._carry_out(out)
+        process = self.state.registry.processes[sender.incarnation]
+        answer = {
+            "run": run,
+            "attempt": self.state.registry.attempt_of(process).number,
+            "step": body.get("step"),
+            "stage": body.get("stage"),
+            "occurrence": body.get("occurrence"),
+        }
+        if payload is not None:
+            answer["payload"] = await self._settled(PayloadKey(sender.incarnation, seq))
+        return answer
+
+    async def _settled(self, key: PayloadKey) -> str:
+        while not (receipts := self._receipts(key.incarnation, [key.seq])):
+            await self._wait(key.incarnation, self.poll_seconds)
+        return receipts[key.seq]
+
+    # --- outcomes and orders ------------------------------------------------------------
+    async def settle(
+        self,
+        key: PayloadKey,
+        state: str,
+        reason: str | None,
+        rows: Sequence[Put] = (),
+        **columns: Any,
+    ) -> None:
+        """Take in what became of a payload, with the rows that came of it."""
+        self._payloads.pop(key, None)
+        settled = self.state.settle(key, state, reason, self.wall(), **columns)
+        await self._carry_out([*rows, *settled])
+
+    async def write(self, rows: Sequence[Put]) -> None:
+        """Commit rows that change nothing of the state."""
+        await self._carry_out(rows)
+
+    def unread(self, key: PayloadKey) -> None:
+        """Note that nobody reads a payload any more, and that it may be offered again."""
+        self._payloads.pop(key, None)
+        self.state.unread(key)
+
+    async def expire(self) -> None:
+        """Let go of processes that fell silent."""
+        await self._carry_out(self.state.expire(self.mono(), self.wall()))
+
+    async def order(self, puts: Sequence[Put]) -> None:
+        """Commit a change of the plan, then let every rank know."""
+        self._check_ready()
+        await self._carry_out([*puts])
+        self._notify(list(self._waiting))
+
+    async def drain(self, run: str | None, timeout: float) -> dict[str, Any]:
+        """Wait until nothing of a run (None: of any) is still to be read.
+
+        Returns `{"run", "drained": bool, "pending": n}`.
+        """
+        deadline = self.mono() + timeout
+        while pending := self.state.pending(run):
+            left = deadline - self.mono()
+            if left <= 0:
+                break
+            await self._wait(pending[0].incarnation, min(left, 0.5))
+        return {"run": run, "drained": not pending, "pending": len(pending)}
+
+    # --- the inside ---------------------------------------------------------------------
+    def _hold(self, instructions: Sequence[Instruction], payload: object) -> None:
+        """Keep refs for as long as an ingestor reads them, and no longer."""
+        for order in instructions:
+            if isinstance(order, Ingest):
+                self._payloads[order.key] = payload
+
+    def _check_ready(self) -> None:
+        health = self.store.health()
+        if not health.healthy:
+            raise NotReady(
+                f"the catalogue cannot be written: {health.reason}",
+                advice="nothing was taken in; the same call may be made again",
+            )
+
+    async def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        """Commit the rows, and only then do what the rest says."""
+        rows = [order for order in instructions if isinstance(order, Put | Delete)]
+        if rows:
+            await asyncio.wrap_future(self.store.submit(rows))
+        settled: set[str] = set()
+        for order in instructions:
+            if isinstance(order, Ingest):
+                self._ingest(order)
+            elif isinstance(order, Assemble):
+                self.floor.assemble(order)
+            elif isinstance(order, Settled):
+                settled.add(order.key.incarnation)
+        self._notify(settled)
+
+    def _ingest(self, order: Ingest) -> None:
+        payload = self._payloads.get(order.key)
+        if payload is None:
+            logger.error("payload %s has no refs; its process may offer it again", order.key)
+            self.state.unread(order.key)
+            return
+        process = self.state.registry.processes[order.key.incarnation]
+        keep = self.plan.keeps(
+            run=order.job["run"],
+            stage=order.job["stage"],
+            role=process.role,
+            rank=process.rank,
+            step=order.job["step"],
+        )
+        order.job["keep"] = keep
+        self.floor.ingest(order, payload)
+
+
+def _seq_of(wire: object) -> int:
+    seq = wire[2] if isinstance(wire, tuple | list) and len(wire) > 2 else None
+    return seq if isinstance(seq, int) else -1
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line for a reason."""
+    text = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:1000]

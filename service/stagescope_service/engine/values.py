@@ -1,0 +1,135 @@
+"""What a process handed over, read as tensors, strings and metadata.
+
+A probe sends `{"schema", "tensors", "strings", "meta"}`; a raw caller a dict of arrays, lists or
+torch tensors. torch is never imported for it: an object is a tensor by its own methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.errors import InvalidEvent, InvalidTensor
+from stagescope.schema import DTYPE_BYTES, PAYLOAD_STRINGS, SCHEMA
+from stagescope_service.statistics import WireTensor
+
+_MAX_DIMENSIONS: Final = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """Named tensors of one stage, with what was said beside them."""
+
+    tensors: dict[str, WireTensor]
+    strings: dict[str, list[str]]
+    meta: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(int(tensor[2].nbytes) for tensor in self.tensors.values())
+
+
+def read_value(value: object) -> Payload:
+    """Read a payload.
+
+    Raises:
+        InvalidEvent: not a payload, or of an unknown schema number.
+        InvalidTensor: a value that is no tensor; it is named.
+    """
+    if not isinstance(value, Mapping):
+        raise InvalidEvent(
+            f"the payload is a {type(value).__name__}", expected="a dict of names to tensors"
+        )
+    if "schema" not in value:
+        return _raw(value)
+    if value["schema"] != SCHEMA:
+        raise InvalidEvent(
+            f"the payload has schema number {value['schema']!r}",
+            expected=f"schema number {SCHEMA}",
+            advice="bring the service and the job to versions that share a schema",
+        )
+    tensors = {
+        str(name): _checked(str(name), wire) for name, wire in (value.get("tensors") or {}).items()
+    }
+    strings = {
+        str(name): [str(text) for text in texts]
+        for name, texts in (value.get("strings") or {}).items()
+    }
+    return Payload(tensors, strings, dict(value.get("meta") or {}))
+
+
+def _checked(name: str, wire: object) -> WireTensor:
+    if not isinstance(wire, tuple | list) or len(wire) != 4 or wire[0] not in DTYPE_BYTES:
+        raise InvalidTensor(
+            f"{name} is {wire!r:.100}", expected="(dtype tag, shape, buffer, offsets or None)"
+        )
+    tag, shape, buffer, offsets = wire
+    if not isinstance(buffer, np.ndarray) or len(shape) > _MAX_DIMENSIONS:
+        raise InvalidTensor(f"{name} has no numpy buffer", expected="a numpy array")
+    rows = None if offsets is None else np.asarray(offsets, np.int64)
+    return str(tag), tuple(int(size) for size in shape), buffer, rows
+
+
+def _raw(value: Mapping[Any, object]) -> Payload:
+    tensors: dict[str, WireTensor] = {}
+    strings: dict[str, list[str]] = {}
+    meta: dict[str, Any] = {}
+    for name, item in value.items():
+        if str(name) in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
+            strings[str(name)] = [str(text) for text in item]
+        elif item is None or isinstance(item, str | int | float | Mapping):
+            meta[str(name)] = item
+        else:
+            tensors[str(name)] = to_wire(str(name), item)
+    return Payload(tensors, strings, meta)
+
+
+def to_wire(name: str, value: object) -> WireTensor:
+    """Return a raw caller's value as a tensor.
+
+    Raises:
+        InvalidTensor: not an array, a tensor, numbers, or a list of rows.
+    """
+    if hasattr(value, "detach"):
+        return _from_torch(value)
+    if isinstance(value, list | tuple) and value and hasattr(value[0], "__len__"):
+        parts = [to_wire(name, row) for row in value]
+        if len({part[0] for part in parts}) != 1 or any(len(part[1]) != 1 for part in parts):
+            raise InvalidTensor(
+                f"{name} is a list of {[part[1] for part in parts[:4]]}",
+                expected="a list of 1-D rows of one dtype",
+            )
+        packed = np.concatenate([part[2] for part in parts])
+        offsets = np.cumsum([0, *(len(part[2]) for part in parts)], dtype=np.int64)
+        return parts[0][0], packed.shape, packed, offsets
+    array = np.asarray(value)
+    if array.dtype.name not in DTYPE_BYTES:
+        raise InvalidTensor(
+            f"{name} has dtype {array.dtype}", expected=f"one of {', '.join(DTYPE_BYTES)}"
+        )
+    return array.dtype.name, array.shape, np.ascontiguousarray(array), None
+
+
+def _from_torch(value: Any) -> WireTensor:
+    tensor = value.detach().cpu()
+    offsets = None
+    if getattr(tensor, "is_nested", False):
+        offsets = np.asarray(tensor.offsets(), np.int64)
+        tensor = tensor.values()
+    tag = str(tensor.dtype).removeprefix("torch.")
+    tensor = tensor.contiguous()
+    if tag == "bfloat16":
+        bits = tensor.view(_torch_int16(tensor)).numpy().view(np.uint16)
+        return tag, tuple(bits.shape), bits, offsets
+    array = tensor.numpy()
+    return array.dtype.name, tuple(array.shape), array, offsets
+
+
+def _torch_int16(tensor: Any) -> Any:
+    # The tensor's own library, which Ray imported to build it.
+    return sys.modules[type(tensor).__module__.partition(".")[0]].int16

@@ -1,0 +1,130 @@
+"""Forming the whole of a closed step, and the findings that only the whole can tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stagescope.errors import InvalidInput
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.parts import pair_name, part_records
+from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.base import Put
+from stagescope_service.store.catalogue import Catalogue
+
+_ALL = 1_000_000
+
+
+@dataclasses.dataclass
+class Forming:
+    """A whole on its way: parts that overlap in part must be taken again before it is right."""
+
+    attempt_id: int
+    step: int
+    parts: list[PartRecord]
+    rows: dict[str, dict[str, Any]]
+    """Part key -> the row of its summary, without the blob."""
+    whole: Whole | None = None
+
+    @property
+    def restate(self) -> Sequence[Restate]:
+        """The parts to take again."""
+        return () if self.whole is None else self.whole.restate
+
+    def assemble(self) -> None:
+        """Put the parts together as they are now."""
+        try:
+            self.whole = assemble(self.parts)
+        except InvalidInput:
+            self.whole = None  # nobody handed over both streams: there is nothing to tell
+
+    def replace(self, key: str, summary: bytes) -> None:
+        """Put a restated summary in the place of a part's own."""
+        taken = Summary.from_bytes(summary)
+        self.parts = [
+            dataclasses.replace(part, summary=taken)
+            if part.key == key and part.summary.pair == taken.pair
+            else part
+            for part in self.parts
+        ]
+
+
+def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
+    """Read a step's parts and put them together."""
+    rows = catalogue.summaries(attempt_id, step)
+    replaced = catalogue.stages(attempt_id, step, superseded=True, limit=_ALL)
+    parts = part_records(rows, catalogue.processes(attempt_id), replaced) if rows else []
+    keyed = {
+        f"{row['incarnation']}:{row['seq']}": {k: v for k, v in row.items() if k != "summary"}
+        for row in rows
+    }
+    forming = Forming(attempt_id, step, parts, keyed)
+    forming.assemble()
+    return forming
+
+
+def node_of(catalogue: Catalogue, row: Mapping[str, Any]) -> str | None:
+    """Return the node whose ring holds the payload of a summary's row."""
+    payloads = catalogue.payloads(row["attempt_id"], row["step"], stage=row["stage"], limit=_ALL)
+    for payload in payloads:
+        if (payload["incarnation"], payload["seq"]) == (row["incarnation"], row["seq"]):
+            return None if payload["node_id"] is None else str(payload["node_id"])
+    return None
+
+
+def rows_of(forming: Forming, run: str) -> list[Put]:
+    """Return what a formed whole writes: the whole itself and its findings."""
+    wall = time.time()
+    key = {"attempt_id": forming.attempt_id, "step": forming.step}
+    whole = forming.whole
+    if whole is None:
+        return [Put("steps", {**key, "whole": None, "whole_wall": wall})]
+    place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": wall}
+    puts = [Put("steps", {**key, "whole": whole.to_bytes(), "whole_wall": wall})]
+    puts += [
+        finding(
+            f"streams_{check.name}",
+            check.text,
+            **place,
+            evidence={"status": check.status, "pair": pair_name(whole.summary.pair)},
+            advice="trust the mismatch of this step only once this is explained",
+        )
+        for check in examine(whole.summary).checks
+        if check.status not in ("ok", "unknown", "not measured")
+    ]
+    if whole.differing:
+        puts.append(_replicas(whole, forming.rows, place))
+    if whole.restate:
+        puts.append(
+            finding(
+                "tokens_missing",
+                f"{len(whole.restate)} parts overlap others in part and are no longer in the "
+                "ring: their other tokens are missing from the step's whole",
+                **place,
+                severity="error",
+                evidence={"parts": [item.key for item in whole.restate]},
+                advice="raise STAGESCOPE_RING_BYTES",
+            )
+        )
+    return puts
+
+
+def _replicas(whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]) -> Put:
+    pairs = [
+        {
+            "rank": rows.get(one, {}).get("rank"),
+            "role": rows.get(one, {}).get("role"),
+            "counted_rank": rows.get(other, {}).get("rank"),
+        }
+        for one, other in whole.differing
+    ]
+    return finding(
+        "replicas_differ",
+        f"{len(pairs)} ranks hold the same rows as another rank and differ from it in log-probs",
+        **place,
+        evidence={"pairs": pairs[:100]},
+        advice="compare these ranks: replicas of one model on one batch should agree",
+    )
