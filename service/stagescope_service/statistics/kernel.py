@@ -28,7 +28,6 @@ from stagescope_service.statistics.blocks import (
     probability_sums,
     probability_sums_wide,
     ranges,
-    smaller,
     tails,
     weights,
 )
@@ -239,7 +238,7 @@ def accumulate(
         carry[2] = 0.0
         base = start
         while base < stop:
-            size = smaller(BLOCK, stop - base)
+            size = BLOCK if stop - base > BLOCK else stop - base
             load(p_raw, p_kind, base, p, size)
             load(q_raw, q_kind, base, q, size)
             clean = all_finite(p, q, size)
