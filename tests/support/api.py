@@ -106,7 +106,7 @@ class LocalEngine:
         self, *, sender: Sequence[Any], revision: int, unreceipted: Sequence[int], wait: float
     ) -> dict[str, Any]:
         who = schema.Sender.parse(sender)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(asyncio.TimeoutError):
             if revision == self.in_force.revision:
                 await asyncio.wait_for(self.changed.wait(), wait)
         changed = revision != self.in_force.revision

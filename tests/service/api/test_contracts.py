@@ -1,0 +1,114 @@
+"""The two that talk to the API, against it: the client's session and a worker's HTTP link."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from tests.support.api import Rank, Service
+from tests.support.measure import payload
+
+import stagescope
+from stagescope import schema
+from stagescope.errors import Forbidden, NotFound
+from stagescope_workers.link import HttpLink
+
+STAGE = "actor_compute_log_prob"
+
+
+def token(live: Service, grade: str) -> str:
+    assert live.tokens is not None
+    return str(getattr(live.tokens, grade))
+
+
+def filled(live: Service) -> None:
+    for rank in (0, 1):
+        one = Rank(live, rank=rank, fingerprint={"git": "abc"})
+        one.stage(STAGE, 5, payload(seed=rank, first_sample=4 * rank), scalars={"loss": math.nan})
+        one.begin(STAGE, 6)
+        one.say("dropped", what="event", count=2, reason="full", step=5)
+
+
+def test_every_question_of_a_session(live: Service) -> None:
+    filled(live)
+    with stagescope.attach(live.server.url, token=token(live, "read")) as session:
+        assert session.status()["ready"] is True
+        assert session.runs()["run"] == ("r",)
+        attempts = session.attempts()
+        assert attempts[0]["attempt"] == 1
+        assert attempts[0]["fingerprint"] == {"git": "abc"}
+        assert session.steps()["step"] == (6, 5)
+        step = session.step(5)
+        assert (step.step, step.run, step.attempt) == (5, "r", 1)
+        metrics = step.metrics()
+        assert metrics["counts/tokens"] == 88
+        assert (metrics.complete, metrics.missing) == ("complete", [])
+        assert not any(note.startswith("complete") for note in metrics.notes())
+        rounds = step.rounds()
+        assert sum(rounds["tokens"]) == metrics["counts/tokens"]
+        assert step.ranks()["rank"] == (0, 1)
+        tokens = step.tokens()
+        assert tokens["abs_diff"][0] == metrics["logprob_abs_diff/max"]
+        assert step.stages()["status"] == ("ok", "ok")
+        assert all(math.isnan(value) for value in step.scalars()["value"])
+        assert len(step.dumps()) == 0
+        assert session.losses()["count"] == (2, 2)
+        assert len(session.findings()) == 0
+        assert len(session.plan()) == 0
+        assert session.step("latest").step == 6
+        with pytest.raises(NotFound, match="has no step 17"):
+            session.step(17)
+        with pytest.raises(Forbidden):
+            session.capture(steps=5, stages="all", keep=["old_log_probs"])
+
+
+def test_a_session_orders_a_capture(live: Service) -> None:
+    with stagescope.attach(live.server.url, token=token(live, "operate")) as session:
+        capture = session.capture(steps=7, stages="all", keep=["old_log_probs"])
+        assert session.plan()["capture_id"] == (capture["capture_id"],)
+        session.remove_capture(capture["capture_id"])
+        assert len(session.plan()) == 0
+
+
+def test_a_session_pages_through_more_than_it_asks_at_once(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    for step in range(1, 24):
+        rank.begin("actor_update", step)
+    with stagescope.attach(live.server.url, token=token(live, "read")) as session:
+        assert session.steps(limit=10)["step"] == tuple(range(23, 13, -1))
+        assert session.steps(limit=10).truncated
+        assert session.steps()["step"] == tuple(range(23, 0, -1))
+
+
+def test_a_batch_of_a_worker_without_ray(live: Service) -> None:
+    sender = schema.Sender("http-0", "r", "a", "actor", 0, started=1_000.0).wire()
+    taken = payload()
+    offsets = np.arange(0, 49, 12, dtype=np.int64)
+    for name, (dtype, _, buffer, _) in list(taken["tensors"].items()):
+        taken["tensors"][name] = (dtype, (48,), buffer.reshape(-1), offsets)
+    half = taken["tensors"]["old_log_probs"][2].view(np.uint32) >> 16
+    taken["tensors"]["old_log_probs"] = ("bfloat16", (48,), half.astype(np.uint16), offsets)
+    mask = taken["tensors"]["response_mask"][2].astype(bool)
+    taken["tensors"]["response_mask"] = ("bool", (48,), mask, offsets)
+    work = {"step": 5, "stage": STAGE, "scalars": {"loss": math.nan}}
+    announced = {"tensors": {}, "bytes": 1, "meta": {}}
+    events = [
+        schema.Event("begin", 1, 1_000.0, 1.0, work).wire(),
+        schema.Event("end", 2, 1_001.0, 2.0, {**work, "payload": announced}).wire(),
+    ]
+    link = HttpLink(live.server.url, token(live, "operate"))
+    try:
+        answer = link.record(sender, events, {2: taken}).result(30)
+        assert answer["receipts"] == {2: "ingested"}
+        polled = link.poll(sender, -1, [2], 1.0).result(30)
+        assert polled["receipts"] == {2: "ingested"}
+        assert polled["plan"] == {"revision": 0, "captures": []}
+        live.engine.not_ready = "starting"
+        assert "starting" in link.record(sender, events, {2: taken}).result(30)["not_ready"]
+    finally:
+        link.close()
+    measured = live.get("/steps/5/metrics")
+    assert measured["coverage"]["tokens"] == 44
+    assert measured["streams"]["old"]["dtypes"] == ["bfloat16"]
+    assert live.get("/steps/5/scalars")["rows"][0]["value"] == "nan"

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from stagescope_service.settings import Settings
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = Settings()
+    assert settings.home == tmp_path / ".stagescope"
+    assert settings.data_path == settings.home / "data"
+    assert settings.catalogue_url == f"sqlite:///{settings.data_path}/catalogue.db"
+    assert (settings.host, settings.port) == ("127.0.0.1", 8700)
+    assert settings.roots == (settings.data_path,)
+    assert settings.auth
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {
+        "HOME": str(tmp_path / "home"),
+        "DATA_DIR": str(tmp_path / "data"),
+        "PORT": "0",
+        "ALLOWED_ROOTS": f"{tmp_path / 'a'}:{tmp_path / 'b'}",
+        "ALLOWED_HOSTS": "head, head.cluster",
+        "RING_BYTES": "1024",
+        "URL": "http://elsewhere:1",  # the client's, not a setting
+        "ATTEMPT": "a7",
+    }.items():
+        monkeypatch.setenv(f"STAGESCOPE_{name}", value)
+    settings = Settings()
+    assert settings.home == tmp_path / "home"
+    assert settings.roots == (tmp_path / "data", tmp_path / "a", tmp_path / "b")
+    assert settings.allowed_hosts == ("head", "head.cluster")
+    assert (settings.port, settings.ring_bytes) == (0, 1024)
+
+
+def test_survive_the_way_to_an_actor(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, allowed_roots=(tmp_path,), allowed_hosts=("a", "b"))
+    assert Settings(**settings.model_dump(mode="json", exclude_none=True)) == settings
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"port": 70_000}, {"surprise": 1}, {"page_size": 0}, {"lease_seconds": 0}]
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(ValidationError):
+        Settings(home=tmp_path, **wrong)  # type: ignore[arg-type]
+
+
+def test_every_setting_is_described() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+
+
+def test_are_not_changed_once_read(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError):
+        Settings(home=tmp_path).port = 1
