@@ -99,6 +99,7 @@ class Rows:
             quiet = row["status"] == "unfinished" and row["step"] is None
             return row["status"] in ("open", None) or (quiet and row["attempt_id"] in live)
 
+        unread = {row["incarnation"] for row in self.of("payloads", state="announced")}
         return Snapshot(
             runs=self.of("runs"),
             attempts=attempts,
@@ -107,6 +108,7 @@ class Rows:
                 for row in self.of("processes")
                 if (row["finished_wall"] is None and row["lapsed_wall"] is None)
                 or row["attempt_id"] in live
+                or row["incarnation"] in unread
             ],
             steps=chosen,
             stages=[row for row in self.of("stages") if is_open(row) or kept(row)],
@@ -125,7 +127,7 @@ class Rows:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Delivery:
     """An event as a rank hands it over."""
 
@@ -133,6 +135,10 @@ class Delivery:
     event: Event
     has_payload: bool = False
     raw: bool = False
+
+    def __repr__(self) -> str:
+        fields = {name: value for name, value in self.event.fields.items() if value is not None}
+        return f"{self.sender.incarnation}#{self.event.seq}:{self.event.kind}{fields}"
 
     @property
     def key(self) -> PayloadKey:
@@ -262,9 +268,11 @@ class Bench:
             )
         return out
 
-    def settle(self, key: PayloadKey, state: str = "ingested", wall: float = 0.0) -> None:
+    def settle(
+        self, key: PayloadKey, state: str = "ingested", wall: float = 0.0
+    ) -> list[Instruction]:
         reason = None if state == "ingested" else "because"
-        self.carry_out(self.state.settle(key, state, reason, wall))
+        return self.carry_out(self.state.settle(key, state, reason, wall))
 
     def settle_all(self) -> None:
         """Read every payload that was handed to an ingestor."""

@@ -50,7 +50,7 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
     for row in snapshot.stages:
         _take_span(state, row)
     for row in snapshot.payloads:
-        _take_payload(state, row, now)
+        _take_payload(state, row)
     for row in snapshot.findings:
         state.remember_finding(row["finding_id"], row["first_wall"])
     for attempt in registry.attempts.values():
@@ -179,37 +179,17 @@ def _take_span(state: State, row: Row) -> None:
         process.unfinished[(work.key, span.revision)] = span
 
 
-def _take_payload(state: State, row: Row, now: float) -> None:
+def _take_payload(state: State, row: Row) -> None:
     attempt = state.registry.attempts.get(row["attempt_id"])
-    if attempt is None:
-        return
     process = state.registry.processes.get(row["incarnation"])
-    if row["state"] != ANNOUNCED:
-        if process is not None:
-            process.settle(row["seq"], row["state"])
+    if attempt is None or process is None:
         return
-    if process is None:
-        process = _gone(state, attempt, row, now)
+    if row["state"] != ANNOUNCED:
+        process.settle(row["seq"], row["state"])
+        return
     key, work = PayloadKey(row["incarnation"], row["seq"]), _work(row)
     process.payloads[key] = Payload(key, row["attempt_id"], work)
     steps.payload_pending(attempt, work.step, key)
-
-
-def _gone(state: State, attempt: Attempt, row: Row, now: float) -> Process:
-    """Stand in for a process of an earlier attempt that left before its payload was read."""
-    process = Process(
-        incarnation=row["incarnation"],
-        attempt_id=row["attempt_id"],
-        role=row["role"],
-        rank=row["rank"],
-        started=0.0,
-        lease_until=now + state.lease_seconds,
-        finished=True,
-        bound=True,
-    )
-    state.registry.processes[process.incarnation] = process
-    attempt.add(process)
-    return process
 
 
 def _settle(attempt: Attempt) -> None:

@@ -47,8 +47,8 @@ class Snapshot:
     """What a coordinator needs to go on where its predecessor stopped; plain rows by table.
 
     * `runs`, `attempts`, `captures`: all of them (captures that were removed too).
-    * `processes`: those that neither finished nor lapsed, and all of the attempts that have not
-      ended or are the newest of their run.
+    * `processes`: those that neither finished nor lapsed, those with a payload in state
+      'announced', and all of the attempts that have not ended or are the newest of their run.
     * `steps`: those not closed, and the last closed ones of each attempt; without their blobs.
     * `stages`: the open ones, and those of these steps in attempts that have not ended or are
       the newest of their run; of work without a step the unfinished ones.

@@ -111,9 +111,12 @@ def _literal_state(state: str) -> sa.ColumnElement[bool]:
 
 def _processes(live: Query) -> Query:
     gone = processes.c.finished_wall.is_not(None) | processes.c.lapsed_wall.is_not(None)
+    unread = sa.select(payloads.c.incarnation).where(_literal_state("announced"))
     return (
         sa.select(processes)
-        .where(sa.not_(gone) | processes.c.attempt_id.in_(live))
+        .where(
+            sa.not_(gone) | processes.c.attempt_id.in_(live) | processes.c.incarnation.in_(unread)
+        )
         .order_by(processes.c.first_wall)
     )
 
