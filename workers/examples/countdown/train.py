@@ -13,6 +13,11 @@ from typing import Any
 
 import click
 import numpy as np
+
+# Ray authenticates by itself only to a cluster that it finds; this one is named by its address.
+if (Path.home() / ".ray" / "auth_token").exists():
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 import ray
 
 from examples.countdown import checkpoint
@@ -107,9 +112,10 @@ def describe(step: int, batch: Batch, scalars: dict[str, float], seconds: float)
     """Return one line on a step: what was learned, and how far the engine is from the trainer."""
     mask = batch.response_mask == 1
     distance = np.abs(batch.columns["old_log_probs"] - batch.rollout_log_probs)[mask]
-    exact = np.mean([a == p.target for a, p in zip(batch.answers, batch.puzzles, strict=True)])
+    played = zip(batch.answers, batch.puzzles, batch.results, strict=True)
+    solved = np.mean([answer == p.target and answer in results for answer, p, results in played])
     return (
-        f"step {step}: reward {batch.columns['rewards'].mean():.3f}, exact {exact:.0%}, "
+        f"step {step}: reward {batch.columns['rewards'].mean():.3f}, solved {solved:.0%}, "
         f"loss {scalars['loss']:+.4f}, entropy {scalars['entropy']:.3f}, "
         f"mismatch mean |d| {distance.mean():.2e} max {distance.max():.2e}, "
         f"{batch.round_counts.mean():.1f} rounds, {mask.sum()} tokens, {seconds:.1f} s"
