@@ -157,14 +157,14 @@ def _sequences(tokens: Sequence[Token]) -> dict[str, float]:
         "rollout_is_seq_max_deviation": np.abs(excess).max(),
     }
     shares = {
-        f"tail/abs_diff_over_{b}_seq_{how}": pick(
-            [sum(abs(t.d) > float(b) for t in ts) / len(ts) for ts in own]
+        f"tail/abs_diff_over_{b}_seq_{how}": float(
+            pick([sum(abs(t.d) > float(b) for t in ts) / len(ts) for ts in own])
         )
         for b in ("0.1", "0.5", "1", "5")
         for how, pick in (("mean", np.mean), ("max", np.max))
     }
     return {
-        **{f"rollout_corr/{name}": value for name, value in corr.items()},
+        **{f"rollout_corr/{name}": float(value) for name, value in corr.items()},
         **shares,
         "train_rollout_logprob_abs_diff": size.mean(),
         "logprob/old_seq_mean": p.mean(),

@@ -220,13 +220,13 @@ def _numbers(inside: Bool, row_ends: npt.NDArray[np.int64] | None) -> npt.NDArra
     if row_ends is None:
         return np.cumsum(opens, axis=1, dtype=np.int64)
     # One packed row: a run also begins with each sample, where the count begins anew.
-    starts = np.concatenate([[0], row_ends[:-1]])
+    starts = np.concatenate([[0], row_ends[:-1]]).astype(np.int64)
     starts = starts[starts < inside.shape[1]]
     opens[0, starts] = inside[0, starts]
     total = np.cumsum(opens, axis=1, dtype=np.int64)
     before: npt.NDArray[np.int64] = (total - opens)[0, starts]
-    lengths = np.diff(np.concatenate([starts, [inside.shape[1]]]))
-    numbers: npt.NDArray[np.int64] = total - np.repeat(before, lengths)[None, :]
+    ends = np.concatenate([starts[1:], [inside.shape[1]]]).astype(np.int64)
+    numbers: npt.NDArray[np.int64] = total - np.repeat(before, ends - starts)[None, :]
     return numbers
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -174,11 +173,11 @@ def _deviations(sums: Float64, total_sum: Float64, counts: Float64, total: Float
     return deviations
 
 
-def merge_groups(groups: Sequence[int], slots: int, cells: Float64) -> Float64:
+def merge_groups(groups: npt.NDArray[np.int64], slots: int, cells: Float64) -> Float64:
     """Merge cells `[k, WIDTH]` by slot: cell i goes to row `groups[i]` of `[slots, WIDTH]`."""
-    merged, labels = empty(slots), np.asarray(groups, np.int64)
+    merged = empty(slots)
     for slot in range(slots):
-        merged[slot] = merge(cells[labels == slot])
+        merged[slot] = merge(cells[groups == slot])
     return merged
 
 

@@ -190,7 +190,7 @@ def _coverage(cell: Cell, p: str, q: str) -> Check:
 def _versions(summary: Summary) -> Check:
     versions = summary.versions
     values = {"versions": float(len(versions))}
-    if not versions:
+    if len(versions) == 0:
         return Check("versions", "unknown", "nobody said which policy sampled the tokens", values)
     if len(versions) > 1:
         text = (

@@ -70,6 +70,6 @@ def entry(*signatures: Any) -> Callable[[Function], Function]:
 def _sources_digest() -> str:
     here = pathlib.Path(__file__).parent
     hashed = hashlib.blake2b(digest_size=16)
-    for name in ("jit", "cell", "segments", "blocks", "kernel"):
+    for name in ("jit", "cell", "segments", "blocks", "counts", "kernel"):
         hashed.update((here / f"{name}.py").read_bytes())
     return hashed.hexdigest()

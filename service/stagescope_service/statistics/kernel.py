@@ -14,13 +14,11 @@ import numba
 import numpy as np
 
 from stagescope_service.statistics import cell as _cell
-from stagescope_service.statistics.blocks import HISTOGRAM_HALF as HISTOGRAM_HALF
 from stagescope_service.statistics.blocks import (
     all_finite,
     exponentials_of_d,
     exponentials_of_d_wide,
     exponentials_of_q,
-    histogram,
     lagged,
     larger,
     load,
@@ -28,10 +26,10 @@ from stagescope_service.statistics.blocks import (
     probability_sums,
     probability_sums_wide,
     ranges,
-    tails,
-    weights,
 )
 from stagescope_service.statistics.cell import Field
+from stagescope_service.statistics.counts import HISTOGRAM_HALF as HISTOGRAM_HALF
+from stagescope_service.statistics.counts import histogram, tails, weights
 from stagescope_service.statistics.jit import entry, exact
 
 BLOCK: Final = 256

@@ -49,6 +49,7 @@ class Settings:
         threshold = self.rollout_is_threshold
         if self.rollout_is is None:
             return 0.0, math.inf, False
+        low = ""
         try:
             low, _, high = str(2.0 if threshold is None else threshold).rpartition("_")
             upper = float(high)

@@ -46,7 +46,9 @@ class Slices:
         keys = np.concatenate([s.keys for s in slices]) if slices else np.empty(0, np.int64)
         stacked = np.concatenate([s.cells for s in slices]) if slices else cells.empty(0)
         unique, where = np.unique(keys, return_inverse=True)
-        return cls(unique, cells.merge_groups(where.reshape(-1), len(unique), stacked))
+        return cls(
+            unique, cells.merge_groups(where.reshape(-1).astype(np.int64), len(unique), stacked)
+        )
 
     def get(self, key: int) -> Cell | None:
         """Return the cell of a key."""

@@ -124,7 +124,7 @@ def test_buffers_that_cannot_be_written_to_are_read() -> None:
 
 
 def test_which_pairs_a_payload_gives() -> None:
-    names = dict.fromkeys(("old_log_probs", "rollout_log_probs", "recomputed_log_probs"))
+    names = {"old_log_probs": 0, "rollout_log_probs": 0, "recomputed_log_probs": 0}
     assert available_pairs(names) == (("old", "rollout"), ("old", "recomputed"))
     assert available_pairs({"log_probs": 0, "rollout_log_probs": 0}) == (("current", "rollout"),)
 

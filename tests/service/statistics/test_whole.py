@@ -34,7 +34,7 @@ def make(seed: int = 0) -> tuple[Any, Any, Any]:
 
 
 def record(key: str, batch: TokenBatch, rank: int = 0, **fields: Any) -> PartRecord:
-    values = {"stage": "actor_compute_log_prob", "role": "actor"} | fields
+    values: dict[str, Any] = {"stage": "actor_compute_log_prob", "role": "actor"} | fields
     return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
 
 

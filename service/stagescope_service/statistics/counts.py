@@ -1,0 +1,110 @@
+"""What is counted of one block of tokens: tails, applied weights, the histogram of |d|.
+
+`out` is always a cell's vector, already filled by `blocks`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope_service.statistics import cell as _cell
+from stagescope_service.statistics.blocks import CLAMP_HIGH, CLAMP_LOW, larger, smaller
+from stagescope_service.statistics.cell import Field
+from stagescope_service.statistics.jit import exact, reduction
+
+HISTOGRAM_HALF: Final = 512
+"""Buckets kept on either side of 1: |d| beyond 2^±64 counts in the outermost one."""
+
+_A0, _A1, _A2, _A3 = _cell.ABS_TAILS
+(_L0, _H0), (_L1, _H1) = _cell.RATIO_TAILS
+_B1, _B2, _B3, _B4, _B5, _B6, _B7 = (math.ceil((2 ** (j / 8) - 1) * 2**52) - 1 for j in range(1, 8))
+"""Mantissas at which the histogram's buckets inside an octave begin, less one."""
+
+
+@reduction
+def tails(d: Any, em1: Any, n: int, out: Any) -> None:
+    """Count the tails; a block whose extremes reach no bound is not looked at."""
+    largest = larger(out[Field.D_MAX], -out[Field.D_MIN])
+    # 0.095 is below |ln| of the innermost bounds of the ratio, 0.9 and 1.1.
+    if largest < 0.095:
+        return
+    over0 = over1 = over2 = over3 = 0.0
+    below0 = above0 = below1 = above1 = 0.0
+    for i in range(n):
+        x, ratio = abs(d[i]), 1.0 + em1[i]
+        over0 += 1.0 if x > _A0 else 0.0
+        below0 += 1.0 if ratio < _L0 else 0.0
+        above0 += 1.0 if ratio > _H0 else 0.0
+    if largest > _A1:
+        for i in range(n):
+            x, ratio = abs(d[i]), 1.0 + em1[i]
+            over1 += 1.0 if x > _A1 else 0.0
+            over2 += 1.0 if x > _A2 else 0.0
+            over3 += 1.0 if x > _A3 else 0.0
+            below1 += 1.0 if ratio < _L1 else 0.0
+            above1 += 1.0 if ratio > _H1 else 0.0
+    out[Field.ABS_OVER_0], out[Field.ABS_OVER_1] = over0, over1
+    out[Field.ABS_OVER_2], out[Field.ABS_OVER_3] = over2, over3
+    out[Field.RATIO_BELOW_0], out[Field.RATIO_ABOVE_0] = below0, above0
+    out[Field.RATIO_BELOW_1], out[Field.RATIO_ABOVE_1] = below1, above1
+
+
+@exact
+def clamped(x: float) -> float:
+    """e^x - 1 with x clamped."""
+    return smaller(larger(math.expm1(x), CLAMP_LOW), CLAMP_HIGH)
+
+
+@reduction
+def weights(em1: Any, n: int, rule: Any, out: Any) -> None:
+    """The applied weights minus 1. `rule` is `Settings.weight_rule()`."""
+    least, most = clamped(out[Field.D_MIN]), clamped(out[Field.D_MAX])
+    out[Field.W_MIN], out[Field.W_MAX] = least, most
+    upper, lower = rule[0], rule[1]
+    high, high_value, low, low_value = rule[2], rule[3], rule[4], rule[5]
+    # The extremes of e^d - 1 come from another routine than em1: leave room for its rounding.
+    slack = 1e-12 * (1.0 + abs(most))
+    if most + slack <= smaller(upper, high) and least - slack >= larger(lower, low):
+        return
+    origin, least, most = 0.0, math.inf, -math.inf
+    is_high = is_low = sw = sww = 0.0
+    for i in range(n):
+        e = em1[i]
+        w = CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)
+        is_high += 1.0 if w > upper else 0.0
+        is_low += 1.0 if w < lower else 0.0
+        w = high_value if w > high else (low_value if w < low else w)
+        if i == 0:
+            origin = w
+        least = w if w < least else least
+        most = w if w > most else most
+        sw += w - origin
+        sww += (w - origin) * (w - origin)
+    count = float(n)
+    out[Field.IS_HIGH], out[Field.IS_LOW] = is_high, is_low
+    out[Field.W_MIN], out[Field.W_MAX] = least, most
+    out[Field.W_SUM], out[Field.W_M2] = sw + count * origin, sww - sw * sw / count
+
+
+@exact
+def histogram(d: Any, n: int, zeros: int, slots: Any, counts: Any) -> None:
+    """Count |d| by OpenTelemetry's base-2 exponential buckets: (2^(i/8), 2^((i+1)/8)]."""
+    for i in range(n):
+        # One less, so that a power of two falls into the bucket that ends with it.
+        bits = np.int64(np.float64(abs(d[i])).view(np.int64) - 1)
+        mantissa = bits & 0xFFFFFFFFFFFFF
+        sub = (
+            np.int64(mantissa >= _B1) + np.int64(mantissa >= _B2) + np.int64(mantissa >= _B3)
+            + np.int64(mantissa >= _B4) + np.int64(mantissa >= _B5) + np.int64(mantissa >= _B6)
+            + np.int64(mantissa >= _B7)
+        )  # fmt: skip
+        slot = ((bits >> 52) - 1023) * 8 + sub + HISTOGRAM_HALF
+        slot = np.int64(0) if slot < 0 else slot
+        slots[i] = 2 * HISTOGRAM_HALF - 1 if slot >= 2 * HISTOGRAM_HALF else slot
+    for i in range(n):
+        counts[slots[i]] += np.uint32(1)
+    # Zeros fell below the lowest bucket, and have a count of their own.
+    counts[0] -= np.uint32(zeros)
