@@ -7,7 +7,7 @@ place that says what it may hold.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,15 +65,23 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         raise InvalidPlan(
             "a capture has both config and config_path", expected="one of them, or none"
         )
-    dump_path = (capture["config"] or {}).get("dump_path")
-    if dump_path:
-        _path(dump_path, "config.dump_path", roots)
+    for field, path in _paths_in(capture["config"] or {}):
+        _path(path, f"config.{field}", roots)
     if capture["config"] is None and capture["config_path"] is None and not capture["keep"]:
         raise InvalidPlan(
             "a capture orders nothing",
             expected="config or config_path for msprobe, or names of tensors in keep",
         )
     return capture
+
+
+def _paths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the paths that an msprobe configuration names, wherever they stand in it."""
+    for field, value in config.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{field}.{name}", path) for name, path in _paths_in(value))
+        elif field in ("dump_path", "bench_path") and value:
+            yield field, value
 
 
 def _names(spec: Mapping[str, Any], field: str, *, required: bool) -> Any:

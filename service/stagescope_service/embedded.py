@@ -88,8 +88,6 @@ def main(home: Path) -> None:
         address="local",
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE,
-        # For this machine alone: nothing of it listens to the network.
-        _node_ip_address="127.0.0.1",
         log_to_driver=False,
     )
     said = home / "cluster.json"

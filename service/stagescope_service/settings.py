@@ -106,11 +106,8 @@ class Settings(BaseSettings):
     keep_steps: int = Field(
         default=2000,
         ge=1,
-        description="Newest steps of an attempt that keep every summary; older ones keep their "
-        "whole and their rounds.",
-    )
-    keep_attempts: int = Field(
-        default=20, ge=1, description="Newest attempts of a run that keep every summary."
+        description="Newest steps of an attempt that keep the summary of each part; older ones "
+        "keep their whole, with its rounds, ranks and worst tokens.",
     )
 
     @field_validator("home", mode="after")

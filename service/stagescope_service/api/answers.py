@@ -9,10 +9,10 @@ from typing import Any, Final
 from stagescope.errors import NotFound
 from stagescope_service.api.measures import Measured
 from stagescope_service.api.rows import layout_of
-from stagescope_service.engine.parts import incarnation_of
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
 from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
+from stagescope_service.store.parts import incarnation_of
 
 Row = dict[str, Any]
 

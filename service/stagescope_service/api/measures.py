@@ -16,7 +16,6 @@ from stagescope.errors import InvalidInput, NotFound
 from stagescope.schema import WHOLE_STAGES
 from stagescope_service.api.cache import Lru
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.engine.parts import pair_name, part_records
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.whole import (
@@ -27,6 +26,7 @@ from stagescope_service.statistics.whole import (
     assemble,
 )
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.parts import pair_name, part_records
 
 Row = dict[str, Any]
 

@@ -20,7 +20,7 @@ from stagescope.captures import validate_capture
 from stagescope.errors import NotReady, StagescopeError
 from stagescope_service.engine import wholes
 from stagescope_service.engine.ingestor import Ingestors
-from stagescope_service.engine.instructions import Assemble, Ingest, PayloadKey, Put
+from stagescope_service.engine.instructions import Assemble, Delete, Ingest, PayloadKey, Put
 from stagescope_service.engine.plans import Plan
 from stagescope_service.engine.reception import Reception, describe
 from stagescope_service.engine.restore import restore
@@ -265,6 +265,7 @@ class _Floor:
             ring_bytes=settings.ring_bytes,
             most_bytes=settings.ingestor_bytes,
         )
+        self._keep_steps = settings.keep_steps
         self._forming: dict[Assemble, bool] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -325,6 +326,9 @@ class _Floor:
 
     async def _form_once(self, order: Assemble) -> None:
         attempt = self.reception.state.attempt(order.attempt_id)
+        closed = None if attempt is None else attempt.last_closed_step
+        if closed is not None and order.step <= closed - self._keep_steps:
+            return  # its parts are gone: what was formed of them stays
         forming = await asyncio.to_thread(
             wholes.begin, self._catalogue, order.attempt_id, order.step
         )
@@ -337,7 +341,12 @@ class _Floor:
             await asyncio.to_thread(forming.assemble)
         run = "" if attempt is None else attempt.run
         rows = await asyncio.to_thread(wholes.rows_of, forming, run)
-        await self.reception.write(rows)
+        await self.reception.write([*rows, *self._retired(order)])
+
+    def _retired(self, order: Assemble) -> list[Delete]:
+        """Let the summaries of the step that is now too old go; its whole stays."""
+        old = order.step - self._keep_steps
+        return [Delete("summaries", {"attempt_id": order.attempt_id, "step": old})]
 
     async def _restated(
         self, row: Mapping[str, Any], forming: wholes.Forming, skips: Sequence[Any]

@@ -21,7 +21,6 @@ from stagescope.schema import (
 )
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.parts import pair_name, part_key
 from stagescope_service.engine.samples import sample_rows
 from stagescope_service.engine.values import Payload, read_value
 from stagescope_service.statistics import Settings, TokenBatch, available_pairs, skip_of, summarise
@@ -29,6 +28,7 @@ from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.artifacts import kept_path, step_directory, write_tensors
 from stagescope_service.store.base import Put
+from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.ring import Ring, RingKey
 
 Row = dict[str, Any]

@@ -264,7 +264,7 @@ class Reception:
         settled = self.state.settle(key, state, reason, self.wall(), **columns)
         await self._carry_out([*rows, *settled])
 
-    async def write(self, rows: Sequence[Put]) -> None:
+    async def write(self, rows: Sequence[Put | Delete]) -> None:
         """Commit rows that change nothing of the state."""
         await self._carry_out(rows)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from stagescope.errors import InvalidInput
 from stagescope_service.engine.findings import finding
-from stagescope_service.engine.parts import pair_name, part_records
 from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.parts import pair_name, part_records
 
 _ALL = 1_000_000
 

@@ -1,0 +1,149 @@
+"""Imports follow the data: worker -> engine -> store -> api -> client, and nothing runs back up."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+CLIENT: Final = ROOT / "client/stagescope"
+WORKERS: Final = ROOT / "workers/stagescope_workers"
+SERVICE: Final = ROOT / "service/stagescope_service"
+
+LAYERS: Final = ("statistics", "store", "engine", "api")
+"""Rooms of the service, the ground first: each may import itself and those before it."""
+TOP: Final = ("serve", "commands", "embedded")
+
+ONLY_IN: Final = {
+    "ray": ("service/stagescope_service/engine/coordinator.py",
+            "service/stagescope_service/engine/ingestor.py",
+            "service/stagescope_service/serve.py",
+            "service/stagescope_service/embedded.py",
+            "workers/stagescope_workers/link.py"),
+    "torch": ("workers/stagescope_workers/payload.py",
+              "workers/stagescope_workers/device.py",
+              "workers/stagescope_workers/msprobe_",
+              "workers/stagescope_workers/integrations/"),
+    "msprobe": ("workers/stagescope_workers/msprobe_",),
+    "sqlalchemy": ("service/stagescope_service/store/",),
+    "alembic": ("service/stagescope_service/store/",),
+    "fastapi": ("service/stagescope_service/api/",),
+    "starlette": ("service/stagescope_service/api/",),
+    "uvicorn": ("service/stagescope_service/api/",),
+    "numba": ("service/stagescope_service/statistics/",),
+    "pandas": ("client/stagescope/convert.py",),
+    "polars": ("client/stagescope/convert.py",),
+    "pyarrow": ("client/stagescope/convert.py",),
+}  # fmt: skip
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield every module that a file imports when it runs, inside functions too."""
+    tree = ast.parse(path.read_text())
+    blocks = [node for node in ast.walk(tree) if _is_for_types(node)]
+    for_types = {id(node) for block in blocks for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def files(folder: Path) -> list[Path]:
+    found = sorted(folder.rglob("*.py"))
+    assert found
+    return found
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+SOURCES: Final = [*files(CLIENT), *files(WORKERS), *files(SERVICE)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_heavy_libraries_stay_in_their_rooms(path: Path) -> None:
+    for module in imports(path):
+        allowed = ONLY_IN.get(module.partition(".")[0])
+        if allowed is not None:
+            assert name(path).startswith(allowed), f"imports {module}"
+
+
+@pytest.mark.parametrize("path", files(CLIENT), ids=name)
+def test_the_client_imports_neither_of_the_others(path: Path) -> None:
+    for module in imports(path):
+        assert not module.startswith(("stagescope_service", "stagescope_workers"))
+
+
+@pytest.mark.parametrize("path", files(WORKERS), ids=name)
+def test_the_workers_import_only_the_statistics_of_the_service(path: Path) -> None:
+    for module in imports(path):
+        if module.startswith("stagescope_service"):
+            assert module.startswith("stagescope_service.statistics")
+
+
+@pytest.mark.parametrize("path", files(SERVICE), ids=name)
+def test_the_service_is_built_from_the_ground_up(path: Path) -> None:
+    room = path.relative_to(SERVICE).parts[0]
+    for module in imports(path):
+        assert not module.startswith("stagescope_workers")
+        parts = module.split(".")
+        if parts[0] != "stagescope_service" or len(parts) == 1:
+            continue
+        if room in LAYERS:
+            assert parts[1] not in TOP, f"imports {module}"
+            if parts[1] in LAYERS:
+                assert LAYERS.index(parts[1]) <= LAYERS.index(room), f"imports {module}"
+
+
+def test_no_two_files_import_each_other() -> None:
+    graph: dict[str, set[str]] = {}
+    modules = {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts): path
+        for folder in (CLIENT, WORKERS, SERVICE)
+        for path in files(folder)
+    }
+    for module, path in modules.items():
+        at_top = ast.Module(body=_top_level(ast.parse(path.read_text())), type_ignores=[])
+        graph[module] = {
+            found
+            for node in ast.walk(at_top)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for found in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            if found in modules and found != module
+        }
+    for module in graph:
+        assert module not in _reached(graph, module), f"{module} imports itself in a circle"
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _top_level(tree: ast.Module) -> list[ast.stmt]:
+    return [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom | ast.Try | ast.If) and not _is_for_types(node)
+    ]
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += graph.get(module, ())
+    return seen
