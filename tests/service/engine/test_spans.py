@@ -1,0 +1,271 @@
+"""Stages and their parts: begun, ended, overlapping, repeated, lost; scalars, drops, dumps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.trainings import Bench, Delivery, Rank, check_memory
+
+from stagescope_service.engine.spans import RAW_SEQ
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_stage_with_its_times(bench: Bench) -> None:
+    rank = Rank()
+    begun = rank.begin(1, epoch=1, minibatch=2, microbatch=3, device_time=True)
+    ended = rank.end(begun, status="failed", error_type="ValueError", error_message="no")
+    bench.give(begun, ended)
+    row = bench.rows.one("stages")
+    assert row["work_key"] == "1||actor_update|0.1.2.3"
+    assert (row["begin_wall"], row["end_wall"]) == (begun.event.wall, ended.event.wall)
+    assert (row["begin_mono"], row["end_mono"]) == (begun.event.mono, ended.event.mono)
+    assert (row["begin_seq"], row["end_seq"]) == (1, 2)
+    assert (row["status"], row["error_type"], row["error_message"]) == (
+        "failed",
+        "ValueError",
+        "no",
+    )
+    assert (row["device_time"], row["superseded"]) == (True, False)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(2))])
+def test_begin_and_end_in_any_order(bench: Bench, order: tuple[int, ...]) -> None:
+    rank = Rank()
+    said = rank.work(1)
+    bench.give(*(said[place] for place in order), *said)
+    row = bench.rows.one("stages")
+    assert (row["status"], row["begin_seq"], row["end_seq"]) == ("ok", 1, 2)
+    check_memory(bench.state)
+
+
+def test_an_end_without_its_beginning_still_says_when_it_began(bench: Bench) -> None:
+    rank = Rank()
+    begun = rank.begin(1)
+    bench.give(rank.end(begun))
+    row = bench.rows.one("stages")
+    assert (row["begin_wall"], row["begin_seq"], row["status"]) == (begun.event.wall, None, "ok")
+
+
+def test_stages_of_one_name_overlap(bench: Bench) -> None:
+    rank = Rank()
+    first, second = rank.begin(1, occurrence=0), rank.begin(1, occurrence=1)
+    bench.give(first, second, rank.end(first))
+    assert {row["occurrence"]: row["status"] for row in bench.rows.of("stages")} == {
+        0: "ok", 1: "open",
+    }  # fmt: skip
+
+
+PARTS_TWICE = [(0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 0, 1), (0, 2, 1, 3), (3, 0, 2, 1)]
+
+
+@pytest.mark.parametrize("order", PARTS_TWICE)
+def test_a_part_done_twice_by_one_process(bench: Bench, order: tuple[int, ...]) -> None:
+    rank = Rank()
+    said = [*rank.work(1), *rank.work(1)]
+    bench.give(*(said[place] for place in order))
+    rows = bench.rows.of("stages")
+    assert [(row["begin_seq"], row["end_seq"], row["superseded"]) for row in rows] == [
+        (1, 2, True), (3, 4, False),
+    ]  # fmt: skip
+    found = bench.rows.one("findings")
+    assert (found["kind"], found["step"], found["rank"]) == ("superseded_work", 1, 0)
+    check_memory(bench.state)
+
+
+def test_a_part_done_again_after_its_step_left_memory(bench: Bench) -> None:
+    rank = Rank()
+    for step in range(1, 30):
+        bench.give(*rank.work(step))
+    bench.give(*rank.work(3))
+    rows = bench.rows.of("stages", step=3)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert rows[0]["begin_seq"] == 5  # what was there stays
+
+
+def test_ends_that_do_not_say_where_they_began(bench: Bench) -> None:
+    rank = Rank()
+    for _ in range(2):
+        begun = rank.begin(1)
+        bench.give(begun, rank.end(begun, tell=False))
+    rows = bench.rows.of("stages")
+    assert [(row["begin_seq"], row["end_seq"]) for row in rows] == [(1, 2), (3, 4)]
+    late = Rank(1)
+    begun = late.begin(1)
+    bench.give(late.end(begun, tell=False), begun, begun)
+    row = bench.rows.one("stages", rank=1)
+    assert (row["begin_seq"], row["end_seq"], row["status"]) == (1, 2, "ok")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (1, 3, 0, 2)])
+def test_two_incarnations_did_the_same(bench: Bench, order: tuple[int, ...]) -> None:
+    old, new = Rank(0, "rollout"), Rank(0, "rollout", started=2000.0)
+    said = [*old.work(1), *new.work(1)]
+    bench.give(*(said[place] for place in order))
+    flags = {row["incarnation"]: row["superseded"] for row in bench.rows.of("stages")}
+    assert flags == {old.sender.incarnation: True, new.sender.incarnation: False}
+    assert bench.rows.one("findings")["kind"] == "superseded_work"
+
+
+def test_a_finding_keeps_when_it_was_made_first(bench: Bench) -> None:
+    rank = Rank()
+    said = [*rank.work(1), *rank.work(1), *rank.work(1)]
+    bench.give(*said)
+    found = bench.rows.one("findings")
+    assert (found["first_wall"], found["last_wall"]) == (said[2].event.wall, said[4].event.wall)
+
+
+def test_an_end_after_the_lapse_takes_the_loss_back(bench: Bench) -> None:
+    rank = Rank()
+    begun = rank.begin(1)
+    bench.give(begun)
+    bench.silence()
+    assert bench.rows.one("stages")["status"] == "unfinished"
+    assert bench.rows.one("losses")["kind"] == "stage"
+    bench.give(rank.end(begun))
+    assert bench.rows.one("stages")["status"] == "ok"
+    assert bench.rows.of("losses") == []
+    assert bench.rows.one("processes")["lapsed_wall"] is None
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_a_leave_before_other_events(bench: Bench, order: tuple[int, ...]) -> None:
+    rank = Rank()
+    said = [*rank.work(1), rank.finish()]
+    bench.give(*(said[place] for place in order))
+    assert bench.rows.one("stages")["status"] == "ok"
+    assert bench.rows.of("losses") == []
+    assert bench.rows.one("processes")["finished_wall"] == said[2].event.wall
+    assert bench.attempt()["ended_wall"] == said[2].event.wall
+    assert bench.step(1)["closed_wall"] is not None
+
+
+@pytest.mark.parametrize("first", ["begin", "finish"])
+def test_a_leave_inside_a_stage(bench: Bench, first: str) -> None:
+    rank = Rank()
+    begun, left = rank.begin(1), rank.finish()
+    bench.give(*((begun, left) if first == "begin" else (left, begun)))
+    assert bench.rows.one("stages")["status"] == "unfinished"
+    loss = bench.rows.one("losses")
+    assert loss["reason"] == "its process took leave inside the stage"
+    assert loss["wall"] == left.event.wall
+
+
+def raw_call(rank: Rank, kind: str, delivery: int, **fields: Any) -> Delivery:
+    said = rank.say(kind, **fields)
+    event = type(said.event)(kind, RAW_SEQ + delivery, said.event.wall, said.event.mono, fields)
+    return Delivery(said.sender, event, raw=True)
+
+
+def test_raw_calls_have_no_order(bench: Bench) -> None:
+    raw = Rank(0, raw=True)
+    begun = raw_call(raw, "begin", 900, step=1, stage="s")
+    ended = raw_call(raw, "end", 100, step=1, stage="s", status="ok")
+    bench.give(begun, begun, ended, ended)
+    row = bench.rows.one("stages")
+    assert (row["status"], row["begin_seq"], row["end_seq"]) == ("ok", RAW_SEQ + 900, RAW_SEQ + 100)
+    again = raw_call(raw, "begin", 50, step=1, stage="s")
+    bench.give(again, raw_call(raw, "end", 20, step=1, stage="s", status="ok"))
+    rows = bench.rows.of("stages")
+    assert [(row["begin_seq"] - RAW_SEQ, row["superseded"]) for row in rows] == [
+        (900, True), (50, False),
+    ]  # fmt: skip
+
+
+def test_scalars_finite_or_not(bench: Bench) -> None:
+    values = {
+        "a": 1, "b": float("nan"), "c": -math.inf, "d": np.float32(0.5), "e": np.int64(3),
+        "f": True, "g": 10**400,
+    }  # fmt: skip
+    bench.give(Rank().say("log", step=1, scalars={**values, "bad": "1.0", "worse": None}))
+    rows = {row["name"]: row["value"] for row in bench.rows.of("scalars")}
+    assert math.isnan(rows.pop("b"))
+    assert rows == {"a": 1.0, "c": -math.inf, "d": 0.5, "e": 3.0, "f": 1.0, "g": math.inf}
+    assert all(type(value) is float for value in rows.values())
+    found = bench.rows.one("findings")
+    assert (found["kind"], found["message"]) == ("refused_scalar", "not numbers: bad, worse")
+
+
+def test_drops_are_counted_once_however_often_they_are_told(bench: Bench) -> None:
+    rank = Rank()
+    said = [
+        rank.dropped("event", 3, step=1, stage="s"),
+        rank.dropped("payload", 2, bytes=10),
+        rank.dropped("scalar", 7),
+    ]
+    bench.give(*said, *reversed(said), *said)
+    row = bench.rows.one("processes")
+    assert (row["dropped_events"], row["dropped_payloads"], row["dropped_bytes"]) == (3, 2, 10)
+    losses = {row["kind"]: row["count"] for row in bench.rows.of("losses")}
+    assert losses == {"event": 3, "payload": 2, "scalar": 7}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_was_said_of_a_dump_last_stands(bench: Bench, order: tuple[int, ...]) -> None:
+    rank = Rank()
+    said = [
+        rank.dump(1, "s", "armed", estimate={"bytes": 9}, path="/first"),
+        rank.dump(1, "s", "failed", path="/d", bytes=3, error="disk full"),
+    ]
+    bench.give(*(said[place] for place in order))
+    row = bench.rows.one("dumps")
+    assert (row["state"], row["path"], row["bytes"]) == ("failed", "/d", 3)
+    assert row["estimate"] == {"bytes": 9}
+    assert bench.rows.one("losses")["reason"] == "dump failed: disk full"
+    bench.give(rank.dump(1, "s", "complete"))
+    assert bench.rows.of("losses") == []
+
+
+def test_a_refused_call_makes_a_finding(bench: Bench) -> None:
+    bench.give(Rank().refused("mask", step=4, stage="s"))
+    found = bench.rows.one("findings")
+    assert (found["kind"], found["step"], found["message"]) == ("refused_mask", 4, "wrong shape")
+
+
+class Strange:
+    def __repr__(self) -> str:
+        return "strange\x00\ud800"
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"error_message": "\ud800\x00", "error_type": 7, "device_seconds": "1"},
+    {"scalars": {1: 2.0, "\ud800": 1.0}, "begin_wall": "x", "begin_mono": True},
+    {"payload": {"tensors": Strange(), "bytes": "7", "meta": {3: Strange(), "n": math.nan}}},
+    {"payload": {"meta": {"deep": [[[[{"x": {1, 2}}]]]]}, "bytes": 1 << 80}},
+    {"payload_dropped": {"reason": Strange(), "bytes": -1.5}},
+    {"begin_seq": "1"},
+    {"begin_seq": 1 << 90},
+    {"scalars": [1, 2], "payload": 7},
+]
+
+
+@pytest.mark.parametrize("fields", HOSTILE, ids=str)
+def test_strange_fields_spoil_no_row(bench: Bench, fields: dict[str, Any], tmp_path: Any) -> None:
+    from stagescope_service.engine.instructions import Delete, Put
+    from stagescope_service.store.sql import SqlStore
+
+    rank = Rank()
+    hello = rank.hello(
+        world_size="2", data_rank=1.5, layout={"tp_rank": "0", "host": 7, 3: Strange()},
+        fingerprint={"x": Strange()}, settings={"y": {1}}, pid="no", resumed_from_step=True,
+    )  # fmt: skip
+    out = bench.give(
+        hello,
+        rank.say("end", step=1, stage="s", **fields),
+        rank.say("dump", step=1, stage="s", capture_id=7, bytes="x", estimate=Strange()),
+        rank.say("dropped", what=Strange(), count="many", bytes=[]),
+        rank.say("refused", what=None, message=Strange()),
+    )
+    store = SqlStore(f"sqlite:///{tmp_path}/catalogue.db")
+    store.open()
+    try:
+        store.submit([each for each in out if isinstance(each, Put | Delete)]).result(30)
+    finally:
+        store.close()

@@ -1,0 +1,328 @@
+"""When a step closes, and what is said of it then and later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.trainings import Bench, Rank, check_memory
+
+from stagescope_service.engine.entities import OPEN_STEPS, RECENT_STEPS, SETTLED_REMEMBERED
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def missing(row: dict[str, Any]) -> list[tuple[str, int, str, str]]:
+    return [(m["role"], m["rank"], m["stage"], m["status"]) for m in row["missing"]]
+
+
+def hello(bench: Bench, ranks: list[Rank], size: int | None) -> None:
+    for rank in ranks:
+        bench.give(rank.hello(**({} if size is None else {"world_size": size})))
+
+
+def test_a_step_closes_when_every_role_and_rank_went_on(bench: Bench) -> None:
+    actors, critic = [Rank(0), Rank(1)], Rank(0, "critic")
+    hello(bench, [*actors, critic], None)
+    for each in (*actors, critic):
+        bench.give(*each.work(1))
+    bench.give(actors[0].begin(2), actors[1].begin(2))
+    assert bench.step(1)["closed_wall"] is None
+    last = critic.begin(3)
+    bench.give(last)
+    row = bench.step(1)
+    assert (row["closed_wall"], row["close_reason"]) == (last.event.wall, "everyone went on")
+    assert bench.step(2)["closed_wall"] is None
+    bench.give(actors[0].begin(3), actors[1].begin(3))
+    assert bench.step(2)["closed_wall"] is not None
+    assert bench.attempt()["last_closed_step"] == 2
+
+
+def test_who_never_begins_a_step_holds_none_open(bench: Bench) -> None:
+    rank, idle = Rank(0), Rank(0, "reward_model")
+    bench.give(idle.hello(world_size=1), *rank.work(1), *rank.work(2))
+    assert bench.step(1)["closed_wall"] is not None
+
+
+def test_work_without_a_step_opens_none(bench: Bench) -> None:
+    rollout = Rank(0, "rollout")
+    bench.give(*rollout.work(None, "rollout_generate", policy_version=4))
+    assert bench.rows.of("steps") == []
+    row = bench.rows.one("stages")
+    assert (row["step"], row["policy_version"], row["status"]) == (None, 4, "ok")
+    assert row["work_key"] == "|4|rollout_generate|0.0.0.0"
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(None, "unknown"), (1, "complete"), (2, "partial")])
+def test_the_first_step_is_never_complete_without_a_world_size(
+    bench: Bench, size: int | None, verdict: str
+) -> None:
+    rank = Rank(0)
+    hello(bench, [rank], size)
+    bench.give(*rank.work(1), rank.begin(2))
+    assert bench.step(1)["completeness"] == verdict
+
+
+def test_a_first_step_stays_unknown_when_something_of_it_comes_late(bench: Bench) -> None:
+    rank = Rank(0)
+    begun = rank.begin(1)
+    bench.give(begun, rank.begin(2), rank.end(begun))
+    assert bench.step(1)["completeness"] == "unknown"
+    bench.give(*Rank(1).work(1))
+    assert bench.step(1)["completeness"] == "unknown"
+
+
+def test_without_a_world_size_the_last_closed_step_tells_whom_to_expect(bench: Bench) -> None:
+    ranks = [Rank(0), Rank(1)]
+    for step in (1, 2):
+        for rank in ranks:
+            bench.give(*rank.work(step))
+    bench.give(*ranks[0].work(3), *ranks[1].work(3, "other"))
+    for rank in ranks:
+        bench.give(*rank.work(4))
+    assert bench.step(2)["completeness"] == "complete"
+    assert missing(bench.step(3)) == [("actor", 1, "actor_update", "not begun")]
+    assert bench.step(3)["completeness"] == "unknown"  # nobody said who does `other`
+    assert bench.step(4)["completeness"] is None
+
+
+def test_a_step_known_by_scalars_alone_is_unknown(bench: Bench) -> None:
+    rank = Rank(0)
+    bench.give(rank.hello(world_size=1), rank.log(1, loss=1.0), rank.end_step(1))
+    assert bench.step(1)["completeness"] == "unknown"
+    assert bench.step(1)["closed_wall"] is not None
+
+
+def test_a_stage_begun_by_some_ranks_misses_the_others(bench: Bench) -> None:
+    ranks = [Rank(rank) for rank in range(3)]
+    hello(bench, ranks, 3)
+    begun = ranks[1].begin(1)
+    bench.give(*ranks[0].work(1), begun, *ranks[2].work(1, "critic_update"))
+    for rank in ranks:
+        bench.give(rank.begin(2))
+    row = bench.step(1)
+    assert row["completeness"] == "partial"
+    assert row["expected"] == {"actor": {"actor_update": [0, 1, 2], "critic_update": [0, 1, 2]}}
+    assert missing(row) == [
+        ("actor", 1, "actor_update", "open"),
+        ("actor", 2, "actor_update", "not begun"),
+        ("actor", 0, "critic_update", "not begun"),
+        ("actor", 1, "critic_update", "not begun"),
+    ]
+    bench.give(ranks[1].end(begun))
+    assert missing(bench.step(1))[0] == ("actor", 2, "actor_update", "not begun")
+    for at, stage in ((2, "actor_update"), (0, "critic_update"), (1, "critic_update")):
+        assert bench.step(1)["completeness"] == "partial"
+        bench.give(*ranks[at].work(1, stage))
+    assert (bench.step(1)["completeness"], bench.step(1)["missing"]) == ("complete", [])
+
+
+def test_every_part_of_a_stage_must_end(bench: Bench) -> None:
+    rank = Rank(0)
+    hello(bench, [rank], 1)
+    parts = [rank.begin(1, microbatch=part) for part in range(3)]
+    bench.give(*parts, rank.end(parts[0]), rank.end(parts[2]), rank.begin(2))
+    assert missing(bench.step(1)) == [("actor", 0, "actor_update", "open")]
+    bench.give(rank.end(parts[1], status="failed", error_type="ValueError"))
+    assert bench.step(1)["completeness"] == "complete"  # a failed stage has ended
+
+
+def test_a_hello_that_comes_late_corrects_the_verdict(bench: Bench) -> None:
+    rank = Rank(0)
+    bench.give(*rank.work(1), *rank.work(2), *rank.work(3))
+    assert [bench.step(step)["completeness"] for step in (1, 2)] == ["unknown", "complete"]
+    bench.give(rank.hello(world_size=2))
+    assert [bench.step(step)["completeness"] for step in (1, 2)] == ["partial", "partial"]
+
+
+def test_the_newest_incarnation_says_how_many_ranks_there_are(bench: Bench) -> None:
+    old = [Rank(rank) for rank in range(4)]
+    hello(bench, old, 4)
+    for rank in old:
+        bench.give(*rank.work(1))
+    new = [Rank(rank, started=2000.0) for rank in range(2)]
+    hello(bench, new, 2)
+    for step in (2, 3):
+        for rank in new:
+            bench.give(*rank.work(step))
+    bench.silence()
+    assert bench.step(3)["completeness"] == "complete"
+
+
+def test_an_unbelievable_world_size_is_not_believed(bench: Bench) -> None:
+    rank = Rank(0)
+    bench.give(rank.hello(world_size=10**12), *rank.work(1), rank.begin(2))
+    assert bench.step(1)["completeness"] == "unknown"
+    assert bench.rows.one("processes")["world_size"] is None
+
+
+def test_an_attempt_that_broke_off_misses_the_stages_that_nobody_began(bench: Bench) -> None:
+    rank = Rank(0)
+    hello(bench, [rank], 1)
+    for step in (1, 2):
+        bench.give(*rank.work(step, "gen"), *rank.work(step, "actor_update"))
+    bench.give(*rank.work(3, "gen"))
+    bench.silence(wall=1234.0)
+    row = bench.step(3)
+    assert (row["close_reason"], row["closed_wall"]) == ("attempt ended", 1234.0)
+    assert (row["completeness"], missing(row)) == (
+        "partial", [("actor", 0, "actor_update", "not begun")],
+    )  # fmt: skip
+
+
+def test_an_attempt_that_finished_misses_nothing_that_its_last_step_did_not_do(
+    bench: Bench,
+) -> None:
+    rank = Rank(0)
+    hello(bench, [rank], 1)
+    bench.give(*rank.work(1, "gen"), *rank.work(1), *rank.work(2, "gen"), rank.finish())
+    assert bench.step(2)["completeness"] == "complete"
+
+
+def test_end_step_closes_a_step_and_those_before_it(bench: Bench) -> None:
+    ranks = [Rank(0), Rank(1)]
+    hello(bench, ranks, 2)
+    begun = [rank.begin(2) for rank in ranks]
+    bench.give(*begun, ranks[0].end_step(2))
+    assert bench.step(2)["close_reason"] == "end_step"
+    assert bench.step(2)["completeness"] == "partial"
+    bench.give(*(rank.end(each) for rank, each in zip(ranks, begun, strict=True)))
+    assert bench.step(2)["completeness"] == "complete"
+    bench.give(*ranks[0].work(1))
+    assert bench.step(1)["close_reason"] == "end_step"
+
+
+def test_end_step_may_come_first_and_survives_a_restart(bench: Bench) -> None:
+    from stagescope_service.engine.restore import restore
+    from stagescope_service.engine.state import State
+
+    rank = Rank(0)
+    bench.give(rank.hello(world_size=1), rank.end_step(5))
+    state = State()
+    restore(state, bench.rows.snapshot(), 0.0)
+    bench.state = state
+    bench.give(*rank.work(5), *rank.work(4))
+    assert [bench.step(step)["close_reason"] for step in (4, 5)] == ["end_step", "end_step"]
+    assert bench.step(5)["completeness"] == "complete"
+
+
+def test_a_rank_that_left_holds_nothing_open(bench: Bench) -> None:
+    ranks = [Rank(0), Rank(1)]
+    bench.give(ranks[0].begin(1), ranks[1].begin(1), ranks[0].begin(2))
+    assert bench.step(1)["closed_wall"] is None
+    bench.give(ranks[1].finish())
+    assert bench.step(1)["closed_wall"] is not None
+    assert bench.step(2)["closed_wall"] is None
+    check_memory(bench.state)
+
+
+def test_a_rank_that_falls_silent_and_wakes(bench: Bench) -> None:
+    ranks = [Rank(0), Rank(1)]
+    hello(bench, ranks, 2)
+    begun = [rank.begin(1) for rank in ranks]
+    bench.give(*begun)
+    bench.now += 40.0
+    bench.carry_out(bench.state.renew(ranks[0].sender.incarnation, bench.now, 1.0))
+    bench.now += 20.0
+    bench.carry_out(bench.state.expire(bench.now, 1100.0))
+    quiet = bench.rows.one("processes", rank=1)
+    assert quiet["lapsed_wall"] == 1100.0
+    assert bench.rows.one("processes", rank=0)["lapsed_wall"] is None
+    assert bench.rows.one("stages", rank=1)["status"] == "unfinished"
+    loss = bench.rows.one("losses")
+    assert (loss["kind"], loss["rank"], loss["stage"]) == ("stage", 1, "actor_update")
+    assert loss["reason"] == "its process fell silent inside the stage"
+    bench.give(ranks[0].end(begun[0]), ranks[0].begin(2))
+    assert missing(bench.step(1)) == [("actor", 1, "actor_update", "unfinished")]
+    bench.carry_out(bench.state.renew(ranks[1].sender.incarnation, bench.now, 1101.0))
+    assert bench.rows.one("stages", rank=1)["status"] == "open"
+    assert bench.rows.of("losses") == []
+    assert missing(bench.step(1)) == [("actor", 1, "actor_update", "open")]
+    bench.give(ranks[1].end(begun[1]))
+    assert bench.step(1)["completeness"] == "complete"
+    check_memory(bench.state)
+
+
+def test_a_replaced_incarnation_is_not_waited_for(bench: Bench) -> None:
+    old = [Rank(0), Rank(1)]
+    for rank in old:
+        bench.give(*rank.work(1), rank.begin(2))
+    new = [Rank(0, started=2000.0), Rank(1, started=2000.0)]
+    for rank in new:
+        bench.give(*rank.work(2))
+    assert bench.step(2)["closed_wall"] is None
+    bench.give(new[1].begin(3), new[0].begin(3))
+    assert bench.step(2)["closed_wall"] is not None
+    late = old[0].begin(3)  # an old one that goes on is not waited for either
+    bench.give(late, new[0].begin(4), new[1].begin(4))
+    assert bench.step(3)["closed_wall"] is not None
+    check_memory(bench.state)
+
+
+def test_an_older_incarnation_heard_of_late_is_not_waited_for(bench: Bench) -> None:
+    new, old = Rank(0, started=2000.0), Rank(0, started=1000.0)
+    bench.give(*new.work(2), *old.work(1), *new.work(3), *new.work(4))
+    assert bench.step(3)["closed_wall"] is not None
+    check_memory(bench.state)
+
+
+def test_a_raw_caller_does_not_replace_the_rank_whose_name_it_bears(bench: Bench) -> None:
+    rank, raw = Rank(0), Rank(0, raw=True, started=3000.0)
+    bench.give(*rank.work(1), *raw.work(1, "rollout_generate"), raw.begin(2, "rollout_generate"))
+    assert bench.step(1)["closed_wall"] is None
+    bench.give(rank.begin(2))
+    assert bench.step(1)["closed_wall"] is not None
+
+
+def test_one_that_stays_far_behind_does_not_hold_every_step(bench: Bench) -> None:
+    slow, rank = Rank(0, "rollout"), Rank(0)
+    bench.give(*slow.work(0, "validate"))
+    for step in range(1, 2 * OPEN_STEPS):
+        bench.give(*rank.work(step))
+    assert bench.step(0)["close_reason"] == "left behind"
+    attempt = bench.state.registry.attempts[1]
+    assert len(attempt.open) == OPEN_STEPS
+    check_memory(bench.state)
+
+
+def test_memory_stays_bounded_over_a_long_training(bench: Bench) -> None:
+    ranks = [Rank(rank) for rank in range(4)]
+    rollout = Rank(0, "rollout")
+    hello(bench, ranks, 4)
+    sizes = []
+    for step in range(1, 600):
+        for rank in ranks:
+            begun = [rank.begin(step, microbatch=part) for part in range(2)]
+            ends = [rank.end(begun[0], payload=True)]
+            ends += [rank.end(begun[1])] if step % 50 else []  # now and then an end is lost
+            bench.give(*begun, *ends, rank.dropped(step=step), rank.log(step, loss=1.0))
+        for version in range(8):
+            bench.give(*rollout.work(None, "gen", policy_version=8 * step + version, payload=True))
+        bench.settle_all()
+        sizes.append(held(bench))
+    check_memory(bench.state)
+    lost_ends = 4 * 600 // 50
+    assert max(sizes[300:]) <= max(sizes[:300]) + lost_ends
+    attempt = bench.state.registry.attempts[1]
+    assert len(attempt.steps) <= RECENT_STEPS + 1
+    bench.give(*(rank.finish() for rank in ranks))
+    assert {row["status"] for row in bench.rows.of("stages", step=50)} == {"ok", "unfinished"}
+    process = bench.rows.one("processes", role="actor", rank=0)
+    assert process["dropped_events"] == 599
+    assert len(process["dropped_seqs"]) <= 256
+
+
+def held(bench: Bench) -> int:
+    """Count what is remembered."""
+    total = 0
+    for attempt in bench.state.registry.attempts.values():
+        for step in [*attempt.steps.values(), attempt.loose]:
+            total += len(step.spans) + len(step.holders)
+        total += len(attempt.pending)
+        for process in attempt.processes.values():
+            assert len(process.settled) <= SETTLED_REMEMBERED
+            total += len(process.payloads) + len(process.open_spans)
+    return total
