@@ -40,14 +40,15 @@ def test_an_unknown_character_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "result"),
     [
-        ("[3 5]12*7", (12, 7, 84)),
-        ("84/3", (84, 3, 28)),
-        ("7-12", None),  # negative
-        ("7/2", None),  # not whole
-        ("7/0", None),
-        ("999+1", None),  # above 999
-        ("12", None),
-        ("1+", None),
+        ("[003 005]012*007", (12, 7, 84)),
+        ("084/003", (84, 3, 28)),
+        ("007-012", None),  # negative
+        ("007/002", None),  # not whole
+        ("007/000", None),
+        ("999+001", None),  # above 999
+        ("7+5", None),  # not three digits
+        ("012", None),
+        ("001+", None),
         ("", None),
     ],
 )
@@ -73,25 +74,25 @@ def test_every_puzzle_has_the_solution_it_was_made_with() -> None:
 
 
 def test_the_calculators_tokens_are_masked_and_belong_to_their_round() -> None:
-    sample = play("12*7=", "84-5=", "79$")
-    assert decode(sample.tokens) == "12*7=84;84-5=79;79$"
-    assert "".join(map(str, sample.mask)) == "1111100011111000111"
-    assert "".join(map(str, sample.turns)) == "0000000011111111222"
-    assert sample.log_probs[:6] == [-0.5] * 5 + [0.0]
+    sample = play("012*007=", "084-005=", "079$")
+    assert decode(sample.tokens) == "012*007=084;084-005=079;079$"
+    assert "".join(map(str, sample.mask)) == "1111111100001111111100001111"
+    assert "".join(map(str, sample.turns)) == "0000000000001111111111112222"
+    assert sample.log_probs[:9] == [-0.5] * 8 + [0.0]
     assert (sample.done, sample.answer, sample.round_count) == (True, 79, 3)
-    assert (sample.valid_calls, sample.calls) == (2, 2)
+    assert sample.results == [84, 79]
 
 
 def test_a_round_without_a_delimiter_is_closed_by_the_environment() -> None:
-    sample = play("12*7")
-    assert decode(sample.tokens) == "12*7=84;"
-    assert sample.mask == [1, 1, 1, 1, 0, 0, 0, 0]
+    sample = play("012*007")
+    assert decode(sample.tokens) == "012*007=084;"
+    assert sample.mask == [1] * 7 + [0] * 5
 
 
 def test_an_answer_in_the_first_round_is_too_early() -> None:
-    sample = play("79$")
+    sample = play("079$")
     assert not sample.done
-    assert decode(sample.tokens) == "79$=?;"
+    assert decode(sample.tokens) == "079$=?;"
 
 
 def test_the_fourth_round_is_the_last() -> None:
@@ -100,23 +101,30 @@ def test_the_fourth_round_is_the_last() -> None:
     assert sample.mask[-1] == 1
 
 
-def test_a_call_with_numbers_that_are_not_there_is_answered_but_not_valid() -> None:
-    sample = play("12*7=", "12*7=")
-    assert decode(sample.tokens) == "12*7=84;12*7=84;"
-    assert (sample.valid_calls, sample.calls) == (1, 2)
+def test_a_call_with_numbers_that_are_not_there_is_answered_but_not_counted() -> None:
+    sample = play("012*007=", "012*007=")
+    assert decode(sample.tokens) == "012*007=084;012*007=084;"
+    assert sample.results == [84]
 
 
-def test_a_worked_example_earns_the_whole_reward() -> None:
+def test_a_worked_example_solves_its_puzzle() -> None:
     generator = random.Random(2)
-    rounds = set()
+    rewards = set()
     for _ in range(50):
         sample = worked_example(make_puzzle(generator), Settings())
         assert sample.done
-        assert score(sample.puzzle, sample.answer, sample.valid_calls / sample.calls) == 1.0
-        rounds.add(sample.round_count)
-    assert rounds == {2, 3, 4}
+        assert len(sample.results) == sample.round_count - 1
+        rewards.add(round(score(sample.puzzle, sample.answer, sample.results), 6))
+    assert rewards == {round(0.5 * calls / 3 + 0.5, 6) for calls in (1, 2, 3)}
 
 
-def test_the_reward_grows_with_closeness() -> None:
-    none, far, near, exact = (score(PUZZLE, answer, 0.5) for answer in (None, 5, 70, 79))
-    assert 0.1 == none < far < near < 0.4 < exact == pytest.approx(0.9)
+def test_the_reward_grows_with_closeness_and_with_calls() -> None:
+    scores = [score(PUZZLE, answer, [5, 70, 79]) for answer in (None, 5, 70, 79)]
+    assert scores == sorted(set(scores))
+    assert scores[0] == 0.5
+    assert scores[-1] == pytest.approx(1.0)
+    assert score(PUZZLE, 79, [79]) == pytest.approx(0.5 / 3 + 0.5)
+
+
+def test_an_answer_that_no_call_gave_earns_nothing() -> None:
+    assert score(PUZZLE, 79, [84]) == score(PUZZLE, None, [84])

