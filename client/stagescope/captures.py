@@ -40,7 +40,9 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         InvalidPlan: an unknown field, or a value that cannot be carried out.
         Forbidden: a path outside `allowed_roots`.
     """
-    unknown = sorted(set(spec) - set(CAPTURE_FIELDS))
+    if not isinstance(spec, Mapping):
+        raise InvalidPlan(f"a capture is {spec!r:.200}", expected=f"fields {list(CAPTURE_FIELDS)}")
+    unknown = sorted(map(str, set(spec) - set(CAPTURE_FIELDS)))
     if unknown:
         raise InvalidPlan(
             f"a capture has no field {', '.join(map(repr, unknown))}",
@@ -58,8 +60,8 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         "data_dir": _path(spec.get("data_dir"), "data_dir", roots),
         "keep": _names(spec, "keep", required=False) or [],
         "limits": _limits(spec.get("limits")),
-        "force": bool(spec.get("force", False)),
-        "strict": bool(spec.get("strict", False)),
+        "force": _flag(spec, "force"),
+        "strict": _flag(spec, "strict"),
     }
     if capture["config"] is not None and capture["config_path"] is not None:
         raise InvalidPlan(
@@ -95,6 +97,13 @@ def _names(spec: Mapping[str, Any], field: str, *, required: bool) -> Any:
     if (not value and required) or not all(isinstance(item, str) and item for item in value):
         raise InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
     return list(value)
+
+
+def _flag(spec: Mapping[str, Any], field: str) -> bool:
+    value = spec.get(field)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -163,7 +172,10 @@ def _path(value: Any, field: str, roots: Sequence[str]) -> str | None:
         raise InvalidPlan(f"{field} is {value!r:.200}", expected="a path")
     if not os.path.isabs(value):
         raise InvalidPlan(f"{field} is {value!r:.200}", expected="an absolute path")
-    resolved = Path(value).resolve()
+    try:
+        resolved = Path(value).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, too long, no UTF-8
+        raise InvalidPlan(f"{field} is {value!r:.200}: {error}", expected="a path") from error
     if any(resolved.is_relative_to(Path(root).resolve()) for root in roots):
         return str(resolved)
     raise Forbidden(

@@ -21,6 +21,7 @@ The fields of each kind are listed at the constants below.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -159,7 +160,7 @@ class Sender:
             InvalidEvent: not a sender of this schema.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(wire, tuple | list) or len(wire) < 7 or wire[0] != SCHEMA:
+        if not isinstance(wire, tuple | list) or len(wire) < 6 or wire[0] != SCHEMA:
             raise InvalidEvent(
                 f"sender {wire!r:.200} cannot be read",
                 expected=f"({SCHEMA}, {', '.join(names)})",
@@ -172,9 +173,10 @@ class Sender:
                 expected="a role's name and a rank from 0",
             )
         for name, needed in (("incarnation", True), ("attempt_key", False), ("node_id", False)):
-            if not (_is_name(values[name], 500) or (values[name] is None and not needed)):
+            value = values.get(name)
+            if not (_is_name(value, 500) or (value is None and not needed)):
                 raise InvalidEvent(
-                    f"sender with {name} {values[name]!r:.200}",
+                    f"sender with {name} {values.get(name)!r:.200}",
                     expected="a printable text of 1 to 500 characters",
                 )
         for name in ("clock_offset", "clock_error", "started"):
@@ -270,23 +272,13 @@ class Work:
             InvalidEvent: a step, version or part that is not an int (of 64 bits, a part from 0),
                 or a stage that is no name.
         """
-        for name in ("step", "policy_version"):
-            value = fields.get(name)
-            if value is not None and not _is_int(value, -_INT64, _INT64):
-                raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int or None")
-        part = _WHOLE_STAGE
-        for name in PART_FIELDS:
-            value = fields.get(name)
-            if value:
-                part = Part(*(fields.get(field) or 0 for field in PART_FIELDS))
-            if value is not None and not _is_int(value, 0, _INT64):
-                raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int from 0, or None")
-        stage = fields.get("stage")
-        if stage is not None and not _is_name(stage, 200):
+        try:
+            return _parse_work(*map(fields.get, WORK_FIELDS))
+        except TypeError:  # not even hashable
+            values = {name: fields.get(name) for name in WORK_FIELDS}
             raise InvalidEvent(
-                f"stage is {stage!r:.200}", expected="a printable name of 1 to 200 characters"
-            )
-        return cls(fields.get("step"), fields.get("policy_version"), stage, part)
+                f"work fields are {values!r:.400}", expected="ints and a stage's name"
+            ) from None
 
     def fields(self) -> dict[str, Any]:
         """Return the work fields of an event."""
@@ -302,7 +294,20 @@ class Work:
         }
 
 
-_WHOLE_STAGE: Final = Part()
+@functools.lru_cache(maxsize=8192, typed=True)  # typed: True is no step
+def _parse_work(step: Any, policy_version: Any, stage: Any, *part: Any) -> Work:
+    # All ranks of a step say the same work: one object serves them all.
+    for name, value in (("step", step), ("policy_version", policy_version)):
+        if value is not None and not _is_int(value, -_INT64, _INT64):
+            raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int or None")
+    for name, value in zip(PART_FIELDS, part, strict=True):
+        if value is not None and not _is_int(value, 0, _INT64):
+            raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int from 0, or None")
+    if stage is not None and not _is_name(stage, 200):
+        raise InvalidEvent(
+            f"stage is {stage!r:.200}", expected="a printable name of 1 to 200 characters"
+        )
+    return Work(step, policy_version, stage, Part(*(value or 0 for value in part)))
 
 
 def _is_int(value: object, least: int, below: int) -> bool:

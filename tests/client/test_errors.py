@@ -1,0 +1,64 @@
+"""The tree of errors, and that each says what to do."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+
+import pytest
+
+from stagescope import errors
+from stagescope.errors import MissingExtra, StagescopeError
+
+CLASSES = [
+    value
+    for value in vars(errors).values()
+    if inspect.isclass(value) and issubclass(value, StagescopeError)
+]
+
+
+def test_the_tree_at_the_top_is_the_tree() -> None:
+    drawn: list[tuple[str, str, int | None]] = []
+    above: dict[int, str] = {}
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"( *)\* `(\w+)`(?:.*?\((\d+)\))?", line)
+        if found is None:
+            continue
+        depth = len(found[1]) // 4
+        above[depth] = found[2]
+        if depth:
+            drawn.append((found[2], above[depth - 1], int(found[3]) if found[3] else None))
+    real = {(each.__name__, each.__bases__[0].__name__) for each in CLASSES[1:]}
+    assert {(name, base) for name, base, _ in drawn} == real
+    for name, _, status in drawn:
+        if status is not None:
+            assert getattr(errors, name).status == status
+
+
+def test_all_of_them_are_public() -> None:
+    assert sorted(each.__name__ for each in CLASSES) == sorted(errors.__all__)
+
+
+def test_codes_are_unique() -> None:
+    codes = [each.code for each in CLASSES]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_each_survives_the_way_through_ray(kind: type[StagescopeError]) -> None:
+    error = kind("it broke", expected="that it holds", advice="mend it")
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert str(back) == str(error) == "it broke; expected that it holds; mend it"
+    assert (back.wrong, back.expected, back.advice) == ("it broke", "that it holds", "mend it")
+    assert 400 <= kind.status < 600
+
+
+def test_a_message_of_one_part() -> None:
+    assert str(StagescopeError("it broke")) == "it broke"
+
+
+def test_a_missing_extra_is_an_import_error() -> None:
+    with pytest.raises(ImportError, match="pandas"):
+        raise MissingExtra("pandas is not installed")
