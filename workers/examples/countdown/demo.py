@@ -9,6 +9,7 @@ Everything lies in `.demo/` of the repository; `KEEP=1` leaves the service up.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -39,9 +40,10 @@ from stagescope.schema import STAGES
 from stagescope.session import Session, attach
 
 ROOT: Final = Path(__file__).resolve().parents[3] / ".demo"
+_LOCK: Final = ROOT / "lock"
 RUN: Final = "countdown"
 ALGORITHM: Final = "ppo"
-"""With a critic, for GRPO has two stages less; the steps are as quick."""
+"""It has all eight stages, GRPO two less (no critic), and its steps are as quick."""
 RANKS: Final = 2
 CAPTURED_STEP: Final = 3
 KILLED_STEP: Final = 6
@@ -224,7 +226,9 @@ def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
     """Ask the live service and print what it says."""
     heading("step metrics of both attempts")
     with checks.check("step metrics of both attempts"):
-        show_metrics(session, RUN, [(1, CAPTURED_STEP), (2, LAST_STEP)])
+        last, killed = KILLED_STEP - 1, KILLED_STEP
+        show_metrics(session, RUN, [(1, last), (1, killed), (2, killed)])
+        print(f"attempt 1 was killed inside step {killed}; attempt 2 did the same step again")
         steps = session.steps(RUN)
         closed = {(r["attempt"], r["step"]) for r in steps if r["measured"]}
         wanted = {(1, s) for s in range(1, KILLED_STEP)}
@@ -261,8 +265,8 @@ def service() -> Iterator[dict[str, Any]]:
     if (ROOT / "home" / "service.json").exists():
         with contextlib.suppress(Exception):  # left up by KEEP=1, or long gone
             stagescope("stop")
-    shutil.rmtree(ROOT, ignore_errors=True)
-    ROOT.mkdir(parents=True)
+    for old in [path for path in ROOT.iterdir() if path != _LOCK]:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
     port = os.environ.get("PORT") or ("8700" if _is_free(8700) else "0")
     # 'local' is a cluster of its own, whatever else runs on this machine.
     info = stagescope(
@@ -283,6 +287,20 @@ def service() -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Run the demo; return 0 only if everything was there."""
+    ROOT.mkdir(exist_ok=True)
+    with _LOCK.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another demo runs in {ROOT}", file=sys.stderr)
+            return 1
+        # What is open is closed on the way out, the service and the training too.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        return run_demo()
+
+
+def run_demo() -> int:
+    """Run the demo; the caller sees to it that it is alone in its folder."""
     begin = time.monotonic()
     checks = Checks()
     os.environ.update(environment())

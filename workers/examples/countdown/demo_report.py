@@ -77,12 +77,15 @@ def heading(text: str) -> None:
 def show_metrics(session: Session, run: str, columns: Sequence[tuple[int, int]]) -> None:
     """Print the metrics of some (attempt, step) side by side; each must be a real mismatch."""
     found = [session.step(step, run=run, attempt=attempt).metrics() for attempt, step in columns]
-    print(f"{'':44}" + "".join(f"{f'attempt {a}':>17}" for a, _ in columns))
-    print(f"{'':44}" + "".join(f"{f'step {s}':>17}" for _, s in columns))
-    for name in METRICS:
-        print(f"{name:44}" + "".join(f"{metrics[name]:17.6g}" for metrics in found))
-    print(f"{'taken from stage':44}" + "".join(f"{str(m.stage)[:16]:>17}" for m in found))
-    print(f"{'complete':44}" + "".join(f"{m.complete:>17}" for m in found))
+    rows = {
+        "": [f"attempt {attempt}" for attempt, _ in columns],
+        " ": [f"step {step}" for _, step in columns],
+        **{name: [f"{metrics[name]:.5g}" for metrics in found] for name in METRICS},
+        "complete": [metrics.complete for metrics in found],
+    }
+    for name, values in rows.items():
+        print(f"{name:41}" + "".join(f"{value:>13}" for value in values))
+    print(f"all taken from stage {', '.join(sorted({str(metrics.stage) for metrics in found}))}")
     for (attempt, step), metrics in zip(columns, found, strict=True):
         where = f"attempt {attempt}, step {step}"
         require((metrics.attempt, metrics.step) == (attempt, step), f"{where} was not answered")
