@@ -18,10 +18,10 @@ from stagescope_service.api.cache import Lru
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
+from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.whole import (
     MISMATCH_PAIRS,
     NOISE_PAIR,
-    PartRecord,
     Whole,
     assemble,
 )

@@ -10,14 +10,12 @@ from stagescope_service.statistics.batch import TokenBatch, WireTensor, availabl
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.comparability import Check, Comparability, examine
 from stagescope_service.statistics.mismatch import publish, publish_cell
+from stagescope_service.statistics.part import PartRecord, RankRow, Restate
 from stagescope_service.statistics.settings import Settings
 from stagescope_service.statistics.summarise import summarise, warm
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.statistics.whole import (
     NOISE_PAIR,
-    PartRecord,
-    RankRow,
-    Restate,
     Whole,
     assemble,
     skip_of,

@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import InvalidInput
-from stagescope.schema import PAIRS, ROLES, WHOLE_STAGES, Part
+from stagescope.schema import PAIRS, WHOLE_STAGES
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.ledger import Ledger
+from stagescope_service.statistics.part import PartRecord, RankRow, Restate, role_order
 from stagescope_service.statistics.summary import Summary
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
@@ -36,89 +37,6 @@ REPEATED: Final = "repeated"
 OTHER_ROLE: Final = "other role"
 LATER_EPOCH: Final = "later epoch"
 PARTIAL: Final = "restate"
-
-_FIRST_PART: Final = Part()
-
-
-@dataclasses.dataclass(frozen=True)
-class PartRecord:
-    """One rank's summary of one part of a stage.
-
-    Attributes:
-        key: The caller's name for it, unique among the parts handed over.
-        data_rank: Ranks with the same rows share it; None where not said.
-        layout: `schema.LAYOUT_COLUMNS` by name, as far as known.
-    """
-
-    key: str
-    summary: Summary
-    stage: str
-    role: str
-    rank: int
-    part: Part = _FIRST_PART
-    data_rank: int | None = None
-    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    incarnation: str = ""
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """What decides which of several equal parts counts."""
-        part, role = self.part, _role_order(self.role)
-        piece = (part.epoch, part.occurrence, part.minibatch, part.microbatch)
-        # A driver's copy of the batch comes last: it would cut across what the ranks hold.
-        return (
-            self.role not in ROLES,
-            *piece,
-            *role,
-            self._place,
-            self.rank,
-            self.incarnation,
-            self.key,
-        )
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        """tp 0 first, then the last pp, where they are known."""
-        return int(self.layout.get("tp_rank") or 0), -int(self.layout.get("pp_rank") or 0)
-
-    @property
-    def group(self) -> tuple[Any, ...]:
-        """What ranks with the same tokens have in common."""
-        cp, dp = self.layout.get("cp_rank"), self.layout.get("dp_rank")
-        if self.data_rank is not None:
-            return (self.role, "data", self.data_rank, cp)
-        if dp is not None:
-            return (self.role, "dp", dp, cp)
-        return (self.role, "rank", self.rank, cp)
-
-    @property
-    def has_ids(self) -> bool:
-        """Whether every fragment names its sample."""
-        return all(self.summary.sequences.samples) and len(self.summary.sequences) > 0
-
-    @property
-    def cp_rank(self) -> object:
-        """The context-parallel rank, None where the sample is whole."""
-        return self.layout.get("cp_rank") if (self.layout.get("cp_size") or 1) > 1 else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Restate:
-    """A part of which (row, first, last) positions counted elsewhere."""
-
-    key: str
-    skips: tuple[tuple[int, int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class RankRow:
-    """One rank's own tokens, whether or not they count in the whole."""
-
-    role: str
-    rank: int
-    cell: Cell
-    parts: int
-    counted_parts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +52,7 @@ class Whole:
         duplicates: Tokens under the mask that were left out since they counted elsewhere.
         differing: (key, key of the counted replica) of replicas whose numbers differ.
         restate: Parts to take again; until then their tokens are missing.
+        restate_ranks: The same for the numbers of single ranks; stored nowhere.
         fragmented: Sequences in pieces that nobody placed: their sequence and round values
             describe the pieces.
     """
@@ -147,6 +66,7 @@ class Whole:
     differing: tuple[tuple[str, str], ...]
     restate: tuple[Restate, ...]
     fragmented: int
+    restate_ranks: tuple[Restate, ...] = ()
 
     @property
     def total(self) -> Cell:
@@ -235,7 +155,7 @@ def assemble(
         InvalidInput: no part has such a pair.
     """
     stage, chosen = _choose(parts, stage, pairs)
-    main_role = min((record.role for record in chosen), key=_role_order)
+    main_role = min((record.role for record in chosen), key=role_order)
     books = _Books(main_role)
     for record in sorted(chosen, key=lambda record: record.order):
         books.enter(record)
@@ -243,16 +163,18 @@ def assemble(
         summary = Summary.merge([record.summary.named(record.key) for record in books.counted])
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
+    ranks, restate_ranks = _rank_rows(chosen, {record.key for record in books.counted})
     return Whole(
         stage=stage,
         summary=summary,
-        ranks=_rank_rows(chosen, {record.key for record in books.counted}),
+        ranks=ranks,
         counted=tuple(record.key for record in books.counted),
         left_out=books.left_out,
         duplicates=books.duplicates,
         differing=tuple(books.differing),
         restate=tuple(books.restate),
         fragmented=int(summary.sequences.fragmented().sum()),
+        restate_ranks=restate_ranks,
     )
 
 
@@ -304,7 +226,7 @@ class _Books:
         if why != PARTIAL:
             self.duplicates += record.summary.total.masked
         same_tokens = why in (REPLICA, REPEATED) and holder is not record
-        if same_tokens and holder.summary.digest != record.summary.digest:
+        if same_tokens and holder.digest != record.digest:
             self.differing.append((record.key, holder.key))
 
     def _by_sample(self, record: PartRecord) -> str | None:
@@ -331,10 +253,6 @@ class _Books:
         return None
 
 
-def _role_order(role: str) -> tuple[int, str]:
-    return (ROLES.index(role) if role in ROLES else len(ROLES), role)
-
-
 def _choose(
     parts: Sequence[PartRecord], stage: str | None, pairs: Sequence[tuple[str, str]]
 ) -> tuple[str, list[PartRecord]]:
@@ -354,24 +272,31 @@ def _choose(
     return stage, [record for record in of_stage if record.summary.pair == pair]
 
 
-def _rank_rows(records: Sequence[PartRecord], counted: set[str]) -> tuple[RankRow, ...]:
+def _rank_rows(
+    records: Sequence[PartRecord], counted: set[str]
+) -> tuple[tuple[RankRow, ...], tuple[Restate, ...]]:
+    """Return each rank's own numbers, and the parts to take again for them."""
     by_rank: dict[tuple[tuple[int, str], int], list[PartRecord]] = {}
     for record in sorted(records, key=lambda record: record.order):
-        by_rank.setdefault((_role_order(record.role), record.rank), []).append(record)
-    rows = []
+        by_rank.setdefault((role_order(record.role), record.rank), []).append(record)
+    rows: list[RankRow] = []
+    restate: list[Restate] = []
     for (role, rank), own in sorted(by_rank.items()):
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
-        vectors = [
-            record.summary.total.vector
-            for record in own
-            if (
-                not ledger.claim(record.summary, record.cp_rank).everything
-                if record.has_ids
-                else record.part.epoch == epoch
-            )
-        ]
+        vectors = []
+        for record in own:
+            summary = record.ranked or record.handed or record.summary
+            if not record.has_ids:
+                if record.part.epoch == epoch:
+                    vectors.append(summary.total.vector)
+                continue
+            claim = ledger.claim(summary, record.cp_rank)
+            if claim.skips and not claim.everything:
+                restate.append(Restate(record.key, claim.skips))
+            elif not claim.everything:
+                vectors.append(summary.total.vector)
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
         rows.append(
             RankRow(role[1], rank, cell, len(own), sum(record.key in counted for record in own))
         )
-    return tuple(rows)
+    return tuple(rows), tuple(restate)

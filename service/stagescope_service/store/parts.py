@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part
+from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.statistics.whole import PartRecord
 
 Row = Mapping[str, Any]
 

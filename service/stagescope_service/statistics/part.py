@@ -1,0 +1,109 @@
+"""What a step's whole is put together from, and what it says of parts and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope.schema import ROLES, Part
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.summary import Summary
+
+_FIRST_PART: Final = Part()
+
+
+@dataclasses.dataclass(frozen=True)
+class PartRecord:
+    """One rank's summary of one part of a stage.
+
+    Attributes:
+        key: The caller's name for it, unique among the parts handed over.
+        data_rank: Ranks with the same rows share it; None where not said.
+        layout: `schema.LAYOUT_COLUMNS` by name, as far as known.
+        handed: The summary of all that was handed over, where `summary` was taken again without
+            tokens that count elsewhere.
+        ranked: The same without tokens that another part of this rank counts (`restate_ranks`).
+    """
+
+    key: str
+    summary: Summary
+    stage: str
+    role: str
+    rank: int
+    part: Part = _FIRST_PART
+    data_rank: int | None = None
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    incarnation: str = ""
+    handed: Summary | None = None
+    ranked: Summary | None = None
+
+    @property
+    def digest(self) -> str:
+        """Tells whether a replica handed over the same numbers."""
+        return (self.handed or self.summary).digest
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What decides which of several equal parts counts."""
+        part, role = self.part, role_order(self.role)
+        piece = (part.epoch, part.occurrence, part.minibatch, part.microbatch)
+        # A driver's copy of the batch comes last: it would cut across what the ranks hold.
+        return (
+            self.role not in ROLES,
+            *piece,
+            *role,
+            self._place,
+            self.rank,
+            self.incarnation,
+            self.key,
+        )
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """tp 0 first, then the last pp, where they are known."""
+        return int(self.layout.get("tp_rank") or 0), -int(self.layout.get("pp_rank") or 0)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What ranks with the same tokens have in common."""
+        cp, dp = self.layout.get("cp_rank"), self.layout.get("dp_rank")
+        if self.data_rank is not None:
+            return (self.role, "data", self.data_rank, cp)
+        if dp is not None:
+            return (self.role, "dp", dp, cp)
+        return (self.role, "rank", self.rank, cp)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether every fragment names its sample."""
+        return all(self.summary.sequences.samples) and len(self.summary.sequences) > 0
+
+    @property
+    def cp_rank(self) -> object:
+        """The context-parallel rank, None where the sample is whole."""
+        return self.layout.get("cp_rank") if (self.layout.get("cp_size") or 1) > 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Restate:
+    """A part of which (row, first, last) positions counted elsewhere."""
+
+    key: str
+    skips: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRow:
+    """One rank's own tokens, whether or not they count in the whole."""
+
+    role: str
+    rank: int
+    cell: Cell
+    parts: int
+    counted_parts: int
+
+
+def role_order(role: str) -> tuple[int, str]:
+    """Order roles by: those of `schema.ROLES` before others."""
+    return (ROLES.index(role) if role in ROLES else len(ROLES), role)
