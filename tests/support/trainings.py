@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +30,7 @@ from stagescope_service.engine.instructions import (
     Put,
     Settled,
 )
+from stagescope_service.engine.restore import restore
 from stagescope_service.engine.state import State
 from stagescope_service.store.base import Snapshot
 from stagescope_service.store.tables import TABLES
@@ -285,6 +286,12 @@ class Bench:
         self.now += 10_000.0
         return self.carry_out(self.state.expire(self.now, wall))
 
+    def restart(self) -> None:
+        """Go on with a new state machine on what is in the catalogue."""
+        self.state = State(lease_seconds=self.state.lease_seconds)
+        restore(self.state, self.rows.snapshot(), self.now)
+        check_memory(self.state)
+
     def attempt(self, number: int = 1, run: str = "r") -> Row:
         return self.rows.one("attempts", run=run, number=number)
 
@@ -294,8 +301,6 @@ class Bench:
 
 def check_memory(state: State) -> None:
     """Hold the invariants of what the state machine remembers."""
-    from collections import Counter
-
     registry = state.registry
     for attempt in registry.attempts.values():
         live = [each.max_step for each in attempt.processes.values() if each.live]

@@ -83,11 +83,7 @@ class State:
         Raises:
             InvalidEvent: this event cannot be carried out; nothing was changed by it.
         """
-        work = Work.parse(event.fields)
-        if event.kind in (BEGIN, END, DUMP) and work.stage is None:
-            raise InvalidEvent(f"{event.kind} event {event.seq} has no stage", expected="a name")
-        if event.kind == END_STEP and work.step is None:
-            raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
+        work = self.check(event)
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
         process, out = self.registry.process_for(sender, event, lease, raw=raw)
         attempt = self.registry.attempt_of(process)
@@ -118,6 +114,20 @@ class State:
             case "dump":
                 out += reports.dump(attempt, process, event, work)
         return self._noted(out)
+
+    @staticmethod
+    def check(event: Event) -> Work:
+        """Return what an event is about, or say why it cannot be carried out.
+
+        Raises:
+            InvalidEvent: as `handle`.
+        """
+        work = Work.parse(event.fields)
+        if event.kind in (BEGIN, END, DUMP) and work.stage is None:
+            raise InvalidEvent(f"{event.kind} event {event.seq} has no stage", expected="a name")
+        if event.kind == END_STEP and work.step is None:
+            raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
+        return work
 
     def _noted(self, out: list[Instruction]) -> list[Instruction]:
         """Let a finding that is made again keep the time at which it was made first."""
@@ -226,6 +236,11 @@ class State:
             return []
         process.lease_until = max(process.lease_until, now + self.lease_seconds)
         return self._wake(process, wall)
+
+    def renew_all(self, now: float) -> None:
+        """Renew the lease of every process: nobody could be heard until now."""
+        for process in self.registry.processes.values():
+            process.lease_until = max(process.lease_until, now + self.lease_seconds)
 
     def expire(self, now: float, wall: float) -> list[Instruction]:
         """Let go of the processes whose lease ran out."""

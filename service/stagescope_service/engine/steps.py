@@ -65,11 +65,8 @@ def _open(attempt: Attempt, number: int, wall: float) -> tuple[Step, list[Instru
     step = attempt.steps[number] = Step(step=number, opened_wall=wall)
     attempt.open.add(number)
     out.append(Put("steps", {**_key(attempt, number), "opened_wall": wall}))
-    top = attempt.top_step
-    if top is None or number > top:
+    if attempt.top_step is None or number > attempt.top_step:
         attempt.top_step = number
-        if top is not None:
-            out += rejudge_number(attempt, top)  # it is not where the attempt broke off
     if len(attempt.open) > OPEN_STEPS:
         out += _close(attempt, attempt.steps[min(attempt.open)], wall, LEFT_BEHIND)
     return step, out

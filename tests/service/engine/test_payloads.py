@@ -124,6 +124,19 @@ def test_a_payload_that_its_process_let_go(bench: Bench) -> None:
     check_memory(bench.state)
 
 
+def test_a_restart_reads_nothing_twice_and_nothing_less(bench: Bench) -> None:
+    rank = Rank()
+    said = [*rank.work(1, payload=True), *rank.work(1, "other", payload=True)]
+    bench.give(*said)
+    bench.settle(said[1].key)
+    bench.restart()
+    bench.ingests.clear()
+    assert bench.state.pending("r") == [said[3].key]
+    out = bench.give(said[1], said[3])
+    assert Settled(said[1].key, "ingested") in out
+    assert [order.key for order in bench.ingests] == [said[3].key]
+
+
 def test_outcomes_that_nobody_waits_for_change_no_row(bench: Bench) -> None:
     _, ended = Rank().work(1, payload=True)
     bench.settle(ended.key)

@@ -89,6 +89,30 @@ def test_without_a_world_size_the_last_closed_step_tells_whom_to_expect(bench: B
     assert bench.step(4)["completeness"] is None
 
 
+def test_a_step_heard_of_late_tells_the_next_whom_to_expect(bench: Bench) -> None:
+    rank = Rank(0)
+    bench.give(*rank.work(2), *rank.work(3))
+    assert bench.step(2)["completeness"] == "unknown"
+    bench.give(*rank.work(1))
+    assert [bench.step(step)["completeness"] for step in (1, 2)] == ["unknown", "complete"]
+
+
+def test_the_oldest_step_in_memory_still_knows_whom_to_expect(bench: Bench) -> None:
+    ranks = [Rank(0), Rank(1)]
+    last = 20
+    for step in range(1, last):
+        for rank in ranks:
+            bench.give(*rank.work(step))
+    oldest = min(bench.state.registry.attempts[1].steps)
+    assert bench.step(oldest)["completeness"] == "complete"
+    bench.give(*ranks[0].work(oldest, microbatch=1), *Rank(2).work(oldest))
+    row = bench.step(oldest)
+    assert (row["completeness"], row["expected"]["actor"]["actor_update"]) == (
+        "complete",
+        [0, 1, 2],
+    )
+
+
 def test_a_step_known_by_scalars_alone_is_unknown(bench: Bench) -> None:
     rank = Rank(0)
     bench.give(rank.hello(world_size=1), rank.log(1, loss=1.0), rank.end_step(1))
@@ -196,14 +220,9 @@ def test_end_step_closes_a_step_and_those_before_it(bench: Bench) -> None:
 
 
 def test_end_step_may_come_first_and_survives_a_restart(bench: Bench) -> None:
-    from stagescope_service.engine.restore import restore
-    from stagescope_service.engine.state import State
-
     rank = Rank(0)
     bench.give(rank.hello(world_size=1), rank.end_step(5))
-    state = State()
-    restore(state, bench.rows.snapshot(), 0.0)
-    bench.state = state
+    bench.restart()
     bench.give(*rank.work(5), *rank.work(4))
     assert [bench.step(step)["close_reason"] for step in (4, 5)] == ["end_step", "end_step"]
     assert bench.step(5)["completeness"] == "complete"
@@ -260,6 +279,15 @@ def test_a_replaced_incarnation_is_not_waited_for(bench: Bench) -> None:
     bench.give(late, new[0].begin(4), new[1].begin(4))
     assert bench.step(3)["closed_wall"] is not None
     check_memory(bench.state)
+
+
+def test_nor_is_it_after_a_restart(bench: Bench) -> None:
+    bench.give(*Rank(0).work(1), *Rank(0, started=2000.0).work(2))
+    bench.restart()
+    new = Rank(0, started=2000.0)
+    new.seq = 10
+    bench.give(*new.work(3))
+    assert bench.step(2)["closed_wall"] is not None
 
 
 def test_an_older_incarnation_heard_of_late_is_not_waited_for(bench: Bench) -> None:
