@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import ray
+from ray import exceptions
 
 from stagescope.errors import Conflict, NotReady, StagescopeError, Unreachable
 from stagescope_service import embedded
@@ -102,11 +103,11 @@ class CoordinatorCommands:
             ref = getattr(self._handle, method).remote(**arguments)
             answer: Reply = await asyncio.wait_for(asyncio.wrap_future(ref.future()), seconds)
             return answer
-        except ray.exceptions.RayTaskError as error:
+        except exceptions.RayTaskError as error:
             if isinstance(error.cause, StagescopeError):
                 raise error.cause from None
             raise
-        except (ValueError, ray.exceptions.RayError) as error:
+        except (ValueError, exceptions.RayError) as error:
             self._handle = None
             raise NotReady(
                 f"the coordinator cannot be reached: {type(error).__name__}",
@@ -126,6 +127,7 @@ class ApiServer:
         self._settings = Settings(**settings)
         self._server: HttpServer | None = None
         self._problem = "the API is starting"
+        self._started = time.time()
         self._stopping = threading.Event()
         # Nothing that can fail may run in a constructor: a restarted one would end the actor.
         threading.Thread(target=self._keep_serving, name="api-starter", daemon=True).start()
@@ -159,13 +161,14 @@ class ApiServer:
         return server
 
     def where(self) -> dict[str, Any]:
-        """Return `{"url", "problem", "pid", "home"}`; the url is None while it does not serve."""
+        """Return how the API is; `url` is None while it does not serve, `problem` says why."""
         server = self._server
         url = server.url if server is not None and server.running else None
         return {
             "url": url,
             "problem": self._problem,
             "pid": os.getpid(),
+            "started": self._started,
             "home": str(self._settings.home),
         }
 
@@ -367,7 +370,7 @@ def _stop_actors() -> bool:
         found = found or name in (API_NAME, NAME)
         if name in (API_NAME, NAME):
             # Killed all the same where it does not answer: what is acknowledged is on disk.
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(exceptions.RayError):
                 ray.get(actor.stop.remote(), timeout=_CALL_SECONDS)
         ray.kill(actor, no_restart=True)
     return found
