@@ -24,7 +24,7 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of the same run
-	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done
 
 format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .

@@ -24,8 +24,8 @@ import torch
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 
 from stagescope.schema import Part
-from stagescope_workers.msprobe_capture import Capturer
-from stagescope_workers.msprobe_patches import load_debugger_class
+from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_patches import load_debugger_class
 
 BLOCKS, STEPS = 40, 25
 LEVELS = ("L0", "L1", "mix")

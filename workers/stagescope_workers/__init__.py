@@ -24,8 +24,8 @@ from stagescope_workers.probe import Probe
 from stagescope_workers.stage import Stage
 
 if TYPE_CHECKING:
+    from stagescope_workers.capture.msprobe_capture import save
     from stagescope_workers.debug_metrics import calculate_debug_metrics
-    from stagescope_workers.msprobe_capture import save
 
 __all__ = [
     "Probe",
@@ -39,12 +39,12 @@ __all__ = [
     "save",
 ]
 
-# Imported when asked for: the drop-in compiles its kernel with numba.
+# Imported when asked for: most processes need neither the drop-in nor msprobe.
 _LAZY = {
     "_calculate_per_round_metrics": "debug_metrics",
     "_find_contiguous_segments": "debug_metrics",
     "calculate_debug_metrics": "debug_metrics",
-    "save": "msprobe_capture",
+    "save": "capture.msprobe_capture",
 }
 
 

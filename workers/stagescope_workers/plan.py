@@ -110,11 +110,11 @@ def read_plan(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
         InvalidPlan: the file cannot be read, or a capture in it cannot be carried out.
     """
     if not isinstance(source, Mapping):
-        from stagescope_workers.local_captures import captures_from_yaml
+        from stagescope_workers.capture.local_captures import captures_from_yaml
 
         return captures_from_yaml(str(source))
     if "global_profiler" in source:
-        from stagescope_workers.verl_blocks import captures_from_verl
+        from stagescope_workers.capture.verl_blocks import captures_from_verl
 
         return captures_from_verl(source)
     captures = source.get("captures")

@@ -18,7 +18,7 @@ from stagescope_workers.outbox import Awaited
 from stagescope_workers.payload import describe, is_torch
 
 if TYPE_CHECKING:
-    from stagescope_workers.msprobe_capture import ArmedCapture
+    from stagescope_workers.capture.msprobe_capture import ArmedCapture
     from stagescope_workers.probe import Probe
 
 _MAX_MESSAGE: Final = 2000
@@ -164,7 +164,7 @@ class Stage:
     # --- captures -------------------------------------------------------------------------
 
     def _arm(self, captures: list[Mapping[str, Any]], work: Work, stage: str) -> None:
-        from stagescope_workers.msprobe_capture import Capturer
+        from stagescope_workers.capture.msprobe_capture import Capturer
 
         probe = self._probe
         try:

@@ -19,7 +19,7 @@ from stagescope_service.store.artifacts import (
     safe_name,
     step_directory,
 )
-from stagescope_workers import dump_paths
+from stagescope_workers.capture import dump_paths
 
 ROOT = Path("/data")
 

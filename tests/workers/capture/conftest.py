@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagescope.schema import Part
-from stagescope_workers.msprobe_capture import ArmedCapture, Capturer
+from stagescope_workers.capture.msprobe_capture import ArmedCapture, Capturer
 
 
 class Captures:
@@ -87,6 +87,6 @@ class Captures:
 def captures(tmp_path: Path) -> Iterator[Captures]:
     made = Captures(tmp_path / "dumps")
     yield made
-    from stagescope_workers.msprobe_capture import _busy
+    from stagescope_workers.capture.msprobe_capture import _busy
 
     assert not _busy.locked(), "a capture was left open"

@@ -10,8 +10,8 @@ from tests.support.small_decoder import forward_backward, small_decoder, token_i
 from tests.workers.capture.conftest import Captures
 
 from stagescope.errors import InvalidPlan
-from stagescope_workers import msprobe_config
-from stagescope_workers.msprobe_config import MsprobeConfig, check_config, resolve_config
+from stagescope_workers.capture import msprobe_config
+from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_config, resolve_config
 
 # The two examples of verl's guide, with every key that it shows.
 STATISTICS = {
@@ -170,7 +170,7 @@ def test_bench_path_is_compared_with(captures: Captures) -> None:
 
 
 def test_level_debug_saves_values_and_gradients(captures: Captures) -> None:
-    from stagescope_workers.msprobe_capture import save
+    from stagescope_workers.capture.msprobe_capture import save
 
     model = small_decoder()
     save(model(token_ids()), "outside")

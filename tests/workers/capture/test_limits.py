@@ -13,9 +13,9 @@ import torch
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
-from stagescope_workers import capture_estimate
-from stagescope_workers.capture_estimate import Estimate, History, ModelSize
-from stagescope_workers.msprobe_config import MsprobeConfig
+from stagescope_workers.capture import capture_estimate
+from stagescope_workers.capture.capture_estimate import Estimate, History, ModelSize
+from stagescope_workers.capture.msprobe_config import MsprobeConfig
 
 
 def test_the_byte_cap_ends_a_dump_midway(captures: Captures) -> None:
@@ -76,7 +76,7 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         sys.path[:0] = ["client", "workers", "."]
         import torch
         from stagescope.schema import Part
-        from stagescope_workers.msprobe_capture import Capturer
+        from stagescope_workers.capture.msprobe_capture import Capturer
         from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

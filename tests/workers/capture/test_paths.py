@@ -11,7 +11,7 @@ from tests.workers.capture.conftest import Captures
 
 from stagescope.errors import CaptureError
 from stagescope.schema import Part
-from stagescope_workers import dump_paths
+from stagescope_workers.capture import dump_paths
 
 
 def capture(captures: Captures, **arguments: Any) -> Path:

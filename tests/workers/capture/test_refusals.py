@@ -13,8 +13,8 @@ from tests.workers.capture.conftest import Captures
 
 from stagescope.errors import CaptureError, InvalidPlan
 from stagescope.schema import Part
-from stagescope_workers import msprobe_capture, msprobe_patches
-from stagescope_workers.msprobe_capture import Capturer
+from stagescope_workers.capture import msprobe_capture, msprobe_patches
+from stagescope_workers.capture.msprobe_capture import Capturer
 
 
 def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: Any) -> None:

@@ -18,7 +18,7 @@ from tests.workers.capture.conftest import Captures
 from torch import nn
 from torch.nn import functional
 
-from stagescope_workers import msprobe_patches
+from stagescope_workers.capture import msprobe_patches
 
 LEVELS = ("L0", "L1", "mix")
 

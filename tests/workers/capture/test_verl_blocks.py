@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from stagescope.errors import InvalidPlan
-from stagescope_workers.local_captures import captures_from_yaml
-from stagescope_workers.verl_blocks import captures_from_verl
+from stagescope_workers.capture.local_captures import captures_from_yaml
+from stagescope_workers.capture.verl_blocks import captures_from_verl
 
 # The blocks of verl's guide.
 GUIDE = """

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from stagescope.captures import validate_capture
 from stagescope.errors import InvalidPlan
-from stagescope_workers.msprobe_config import check_config, load_config
-from stagescope_workers.verl_blocks import captures_from_verl
+from stagescope_workers.capture.msprobe_config import check_config, load_config
+from stagescope_workers.capture.verl_blocks import captures_from_verl
 
 _OWN_FIELDS: Final = ("capture_id", "by", "created", "source")
 _MOST_BYTES: Final = 1 << 20

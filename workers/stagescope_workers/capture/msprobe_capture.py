@@ -19,10 +19,10 @@ from typing import Any, Final
 
 from stagescope.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
 from stagescope.schema import Part
-from stagescope_workers import capture_estimate, dump_paths
-from stagescope_workers.capture_estimate import Estimate, History, ModelSize
-from stagescope_workers.msprobe_config import MsprobeConfig, check_bench, resolve_config
-from stagescope_workers.msprobe_session import MsprobeSession, Watch, free_bytes
+from stagescope_workers.capture import capture_estimate, dump_paths
+from stagescope_workers.capture.capture_estimate import Estimate, History, ModelSize
+from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_bench, resolve_config
+from stagescope_workers.capture.msprobe_session import MsprobeSession, Watch, free_bytes
 
 __all__ = ["ArmedCapture", "Capturer", "save"]
 

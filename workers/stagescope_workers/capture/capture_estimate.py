@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Final
 
-from stagescope_workers.msprobe_config import MsprobeConfig
+from stagescope_workers.capture.msprobe_config import MsprobeConfig
 
 ASSUMED_TOKENS: Final = 4096
 """Tokens of one forward pass, where nobody said how many there are."""

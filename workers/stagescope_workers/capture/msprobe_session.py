@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import CaptureError, Conflict
-from stagescope_workers import msprobe_patches as patches
-from stagescope_workers.msprobe_config import MsprobeConfig, temporary_config
+from stagescope_workers.capture import msprobe_patches as patches
+from stagescope_workers.capture.msprobe_config import MsprobeConfig, temporary_config
 
 _log = logging.getLogger(__name__)
 
