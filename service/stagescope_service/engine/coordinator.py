@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import ray
+from ray import exceptions
 
 from stagescope.captures import validate_capture
 from stagescope.errors import NotReady, StagescopeError
-from stagescope_service.engine import wholes
+from stagescope_service.engine.forming import Former
 from stagescope_service.engine.ingestor import Ingestors
 from stagescope_service.engine.instructions import Assemble, Delete, Ingest, PayloadKey, Put
 from stagescope_service.engine.plans import Plan
@@ -266,6 +267,7 @@ class _Floor:
             most_bytes=settings.ingestor_bytes,
         )
         self._keep_steps = settings.keep_steps
+        self._former = Former(self._catalogue, self, self._write)
         self._forming: dict[Assemble, bool] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -289,12 +291,13 @@ class _Floor:
     async def _ingest(self, order: Ingest, payload: object) -> None:
         key, node = order.key, order.node_id
         outcome: Reply | None = None
+        reason = ""
         for _ in range(2):
             try:
                 ingestor = self._ingestors.on(node)
                 outcome = await ingestor.ingest.remote(tuple(key), order.job, payload)
                 break
-            except ray.exceptions.RayActorError as error:
+            except exceptions.RayActorError as error:
                 reason = f"its ingestor died while reading it: {describe(error)}"
                 self._ingestors.forget(node)
             except Exception as error:  # whatever it was, the payload ends here
@@ -312,6 +315,11 @@ class _Floor:
             logger.exception("the outcome of %s was refused", key)
             reason = f"the catalogue refused what came of it: {describe(error)}"
             await self.reception.settle(key, "refused", reason)
+        for again in self._former.arrived(order.job, rows):
+            self.assemble(again)
+
+    async def _write(self, rows: Sequence[Put | Delete]) -> None:
+        await self.reception.write(rows)
 
     async def _form(self, order: Assemble) -> None:
         while True:
@@ -329,39 +337,44 @@ class _Floor:
         closed = None if attempt is None else attempt.last_closed_step
         if closed is not None and order.step <= closed - self._keep_steps:
             return  # its parts are gone: what was formed of them stays
-        forming = await asyncio.to_thread(
-            wholes.begin, self._catalogue, order.attempt_id, order.step
-        )
-        if forming.restate:
-            for item in forming.restate:
-                row = forming.rows[item.key]
-                summary = await self._restated(row, forming, item.skips)
-                if summary is not None:
-                    forming.replace(item.key, summary)
-            await asyncio.to_thread(forming.assemble)
-        run = "" if attempt is None else attempt.run
-        rows = await asyncio.to_thread(wholes.rows_of, forming, run)
-        await self.reception.write([*rows, *self._retired(order)])
+        await self._former.form(order, "" if attempt is None else attempt.run)
+        await self.reception.write(self._retired(order))
 
     def _retired(self, order: Assemble) -> list[Delete]:
         """Let the summaries of the step that is now too old go; its whole stays."""
         old = order.step - self._keep_steps
         return [Delete("summaries", {"attempt_id": order.attempt_id, "step": old})]
 
-    async def _restated(
-        self, row: Mapping[str, Any], forming: wholes.Forming, skips: Sequence[Any]
+    async def restate(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
     ) -> bytes | None:
-        node = await asyncio.to_thread(wholes.node_of, self._catalogue, row)
-        key = PayloadKey(row["incarnation"], row["seq"])
-        job = {"attempt_id": forming.attempt_id, "step": forming.step}
-        pair = forming.whole.summary.pair if forming.whole else ("old", "rollout")
+        """Take a payload's statistics again without tokens that count elsewhere (`Hands`)."""
         try:
-            summary: bytes | None = await self._ingestors.on(node).restate.remote(
-                tuple(key), job, pair, list(skips)
-            )
+            ingestor = self._ingestors.on(node_id)
+            summary: bytes | None = await ingestor.restate.remote(tuple(key), job, pair, skips)
         except ray.exceptions.RayError:
             return None
         return summary
+
+    async def join(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        sources: Sequence[tuple[Any, ...]],
+    ) -> Reply | None:
+        """Join a trainer's payload with rollouts (`Hands`)."""
+        try:
+            ingestor = self._ingestors.on(node_id)
+            answer: Reply | None = await ingestor.join.remote(tuple(key), job, sources)
+        except ray.exceptions.RayError:
+            return None
+        return answer
 
 
 def _unformed(snapshot: Snapshot) -> list[Assemble]:

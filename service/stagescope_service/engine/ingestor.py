@@ -10,29 +10,35 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import ray
+from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from stagescope.errors import StagescopeError
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.intake import Intake
+from stagescope_service.engine.joining import RolloutRows
 from stagescope_service.engine.reception import describe
+from stagescope_service.engine.retake import Retake, Source
 from stagescope_service.statistics import warm
 from stagescope_service.store.artifacts import ring_directory
 from stagescope_service.store.ring import Ring
+
+T = TypeVar("T")
 
 NAMESPACE: Final = "stagescope"
 _NICE: Final = 10
 _READ_SECONDS: Final = 120.0
 _GONE: Final = (
-    ray.exceptions.ObjectLostError,  # OwnerDiedError, ReferenceCountingAssertionError, ...
-    ray.exceptions.ObjectFetchTimedOutError,
-    ray.exceptions.GetTimeoutError,
-    ray.exceptions.RayTaskError,
-    ray.exceptions.RayActorError,
+    exceptions.ObjectLostError,  # OwnerDiedError, ReferenceCountingAssertionError, ...
+    exceptions.ObjectFetchTimedOutError,
+    exceptions.GetTimeoutError,
+    exceptions.RayTaskError,
+    exceptions.RayActorError,
 )
 
 
@@ -75,10 +81,57 @@ class Ingestor:
         skips: Sequence[tuple[int, int, int]],
     ) -> bytes | None:
         """Return a payload's summary without tokens that counted elsewhere; None: not kept."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, self._restate, PayloadKey(*key), job, pair, skips
-        )
+        return await self._again(Retake.restate, PayloadKey(*key), job, (pair[0], pair[1]), skips)
+
+    async def join(
+        self, key: tuple[str, int], job: dict[str, Any], sources: Sequence[tuple[Any, ...]]
+    ) -> dict[str, Any] | None:
+        """Join a trainer's payload with rollouts (`Retake.join`); None: not kept.
+
+        Between its two turns in the thread it waits for other nodes' ingestors in the loop: two
+        that ask each other would otherwise wait for ever.
+        """
+        wanted = await self._again(Retake.samples, PayloadKey(*key), job)
+        if wanted is None:
+            return None
+        by_node: dict[str, list[Source]] = {}
+        for source in (Source(*fields) for fields in sources):
+            by_node.setdefault(source.node_id or self._node_id, []).append(source)
+        asked = [self._rollouts_of(node, some, wanted) for node, some in by_node.items()]
+        found = [rows for some in await asyncio.gather(*asked) for rows in some]
+        return await self._again(Retake.join, PayloadKey(*key), job, found)
+
+    async def rollouts(
+        self, sources: Sequence[tuple[Any, ...]], wanted: Sequence[str]
+    ) -> list[RolloutRows]:
+        """Return the rows of wanted samples in payloads of this node's ring."""
+        some = [Source(*fields) for fields in sources]
+        return await self._again(Retake.rollouts, some, wanted) or []
+
+    async def _rollouts_of(
+        self, node: str, sources: Sequence[Source], wanted: Sequence[str]
+    ) -> list[RolloutRows]:
+        if node == self._node_id:
+            return await self.rollouts(sources, wanted)
+        try:
+            other = ray.get_actor(ingestor_name(node), namespace=NAMESPACE)
+            found: list[RolloutRows] = await other.rollouts.remote(
+                [tuple(source) for source in sources], wanted
+            )
+        except (ValueError, ray.exceptions.RayError):
+            return []  # that node is gone: its samples stay without a rollout, and that is said
+        return found
+
+    async def _again(self, what: Callable[..., T], *arguments: Any) -> T | None:
+        """Do something with the ring in the thread; None where it cannot be done."""
+
+        def work() -> T | None:
+            try:
+                return what(Retake(self._here()), *arguments)
+            except StagescopeError:
+                return None
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
@@ -101,20 +154,6 @@ class Ingestor:
         except Exception as error:  # one payload must not end the ingestor
             reason = f"the service failed to read it: {describe(error)}"
             return {"state": "refused", "reason": reason, "rows": [], "columns": {}}
-
-    def _restate(
-        self,
-        key: PayloadKey,
-        job: Mapping[str, Any],
-        pair: tuple[str, str],
-        skips: Sequence[tuple[int, int, int]],
-    ) -> bytes | None:
-        from stagescope.errors import StagescopeError
-
-        try:
-            return self._here().restate(key, job, (pair[0], pair[1]), skips)
-        except StagescopeError:
-            return None
 
 
 def _start_worker() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.samples import sample_rows
 from stagescope_service.engine.values import Payload, read_value
-from stagescope_service.statistics import Settings, TokenBatch, available_pairs, skip_of, summarise
+from stagescope_service.statistics import Settings, TokenBatch, available_pairs, summarise
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.artifacts import kept_path, step_directory, write_tensors
@@ -79,7 +79,7 @@ class Intake:
         problems: list[StagescopeError] = []
         digest = None
         for summary in self._summaries(key, job, payload, problems):
-            rows += self._summary_rows(key, job, summary)
+            rows += summary_rows(key, job, summary)
             digest = digest or summary.digest
         rows += self._keep(key, job, payload, problems)
         rows += _stream_rows(job, payload)
@@ -90,23 +90,6 @@ class Intake:
         if wrong is not None and digest is None:
             return Outcome("refused", str(wrong), rows, columns)
         return Outcome("ingested", None, rows, columns)
-
-    def restate(
-        self, key: PayloadKey, job: Mapping[str, Any], pair: tuple[str, str],
-        skips: Sequence[tuple[int, int, int]],
-    ) -> bytes:  # fmt: skip
-        """Take a payload's statistics again from the ring, without tokens that counted elsewhere.
-
-        Raises:
-            NotFound: the ring no longer holds it.
-        """
-        kept = self.ring.read(_ring_key(key, job))
-        batch = TokenBatch.from_tensors(
-            kept.tensors, kept.metadata["strings"], kept.metadata["meta"], pair=pair
-        )
-        skip = skip_of(batch, skips)
-        settings = statistics_settings(kept.metadata["settings"])
-        return summarise(batch, settings, skip=skip, name=part_key(*key)).to_bytes()
 
     def _summaries(
         self,
@@ -123,31 +106,6 @@ class Intake:
                 yield summarise(batch, settings, name=part_key(*key))
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
-
-    def _summary_rows(
-        self, key: PayloadKey, job: Mapping[str, Any], summary: Summary
-    ) -> Iterator[Put]:
-        names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", "data_rank")
-        parts = ("occurrence", "epoch", "minibatch", "microbatch")
-        row: Row = {name: job.get(name) for name in (*names, *parts)}
-        row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
-        yield Put("summaries", {**row, "summary": summary.to_bytes()})
-        odd = {
-            name.removeprefix("nonfinite/"): int(count)
-            for name, count in non_finite(summary.total, *summary.pair).items()
-            if count
-        }
-        if odd:
-            counts = ", ".join(f"{count} {name}" for name, count in sorted(odd.items()))
-            yield finding(
-                "nonfinite_log_probs",
-                f"log-probs under the mask are not finite: {counts} of {summary.total.masked} "
-                f"tokens",
-                **_place(job),
-                severity="error",
-                evidence=odd,
-                advice="see /steps/{step}/tokens for which; statistics are over the finite ones",
-            )
 
     def _keep(
         self,
@@ -219,6 +177,30 @@ class Intake:
             **_place(job),
             severity="error",
             advice=error.advice or "the stage event stands; its numbers are missing",
+        )
+
+
+def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> Iterator[Put]:
+    """Write a payload's summary of one pair, and that values in it are not finite."""
+    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", "data_rank")
+    parts = ("occurrence", "epoch", "minibatch", "microbatch")
+    row: Row = {name: job.get(name) for name in (*names, *parts)}
+    row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
+    yield Put("summaries", {**row, "summary": summary.to_bytes()})
+    odd = {
+        name.removeprefix("nonfinite/"): int(count)
+        for name, count in non_finite(summary.total, *summary.pair).items()
+        if count
+    }
+    if odd:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(odd.items()))
+        yield finding(
+            "nonfinite_log_probs",
+            f"log-probs under the mask are not finite: {counts} of {summary.total.masked} tokens",
+            **_place(job),
+            severity="error",
+            evidence=odd,
+            advice="see /steps/{step}/tokens for which; statistics are over the finite ones",
         )
 
 

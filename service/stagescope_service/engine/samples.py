@@ -12,6 +12,7 @@ import numpy.typing as npt
 from stagescope_service.engine.values import Payload
 from stagescope_service.statistics import WireTensor
 from stagescope_service.store.base import Put
+from stagescope_service.store.rollouts import TRAINER_STAGES
 
 MOST_SAMPLES: Final = 20_000
 """Samples of one payload that get rows of their own; the statistics are of all."""
@@ -36,6 +37,8 @@ def sample_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
             "step": step,
             "policy_version": version,
         }
+        if step is not None and job["stage"] in TRAINER_STAGES:
+            columns["consumed_step"] = step
         if row < len(groups):
             columns["group_id"] = groups[row]
         if rewards is not None:

@@ -34,6 +34,11 @@ class Forming:
         """The parts to take again."""
         return () if self.whole is None else self.whole.restate
 
+    @property
+    def restate_ranks(self) -> Sequence[Restate]:
+        """The parts to take again for the numbers of their own rank."""
+        return () if self.whole is None else self.whole.restate_ranks
+
     def assemble(self) -> None:
         """Put the parts together as they are now."""
         try:
@@ -41,15 +46,19 @@ class Forming:
         except InvalidInput:
             self.whole = None  # nobody handed over both streams: there is nothing to tell
 
-    def replace(self, key: str, summary: bytes) -> None:
-        """Put a restated summary in the place of a part's own."""
+    def replace(self, key: str, summary: bytes | None, *, for_rank: bool = False) -> None:
+        """Put a restated summary in the place of a part's own; None changes nothing."""
+        if summary is None:
+            return
         taken = Summary.from_bytes(summary)
-        self.parts = [
-            dataclasses.replace(part, summary=taken)
-            if part.key == key and part.summary.pair == taken.pair
-            else part
-            for part in self.parts
-        ]
+        for at, part in enumerate(self.parts):
+            if part.key != key or part.summary.pair != taken.pair:
+                continue
+            if for_rank:
+                self.parts[at] = dataclasses.replace(part, ranked=taken)
+            else:
+                handed = part.handed or part.summary
+                self.parts[at] = dataclasses.replace(part, summary=taken, handed=handed)
 
 
 def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
@@ -66,13 +75,11 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
     return forming
 
 
-def node_of(catalogue: Catalogue, row: Mapping[str, Any]) -> str | None:
-    """Return the node whose ring holds the payload of a summary's row."""
-    payloads = catalogue.payloads(row["attempt_id"], row["step"], stage=row["stage"], limit=_ALL)
-    for payload in payloads:
-        if (payload["incarnation"], payload["seq"]) == (row["incarnation"], row["seq"]):
-            return None if payload["node_id"] is None else str(payload["node_id"])
-    return None
+def nodes_of(catalogue: Catalogue, forming: Forming) -> dict[str, str | None]:
+    """Return, by part key, the nodes whose rings hold the payloads of the whole's stage."""
+    stage = None if forming.whole is None else forming.whole.stage
+    rows = catalogue.payloads(forming.attempt_id, forming.step, stage=stage, limit=_ALL)
+    return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
 
 
 def rows_of(forming: Forming, run: str) -> list[Put]:

@@ -9,14 +9,14 @@ Filters are keyword arguments named as the columns; None is no filter, a sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import sqlalchemy as sa
 
 from stagescope.errors import CatalogueUnavailable
-from stagescope_service.store import connect, migrate, overview
+from stagescope_service.store import connect, migrate, overview, rollouts
 from stagescope_service.store.base import Row
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
@@ -244,6 +244,16 @@ class Catalogue:
         return self._page(
             "samples", _where("samples", locals()), "step sample_uid clock", limit, offset
         )
+
+    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[Row]:
+        """Return the rows of samples that a step consumed and another process made."""
+        return self._rows(rollouts.consumed_samples(attempts, attempt_id, step))
+
+    def rollout_payloads(
+        self, attempts: Sequence[int], step: int, versions: Collection[int | None]
+    ) -> list[Row]:
+        """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
+        return self._rows(rollouts.rollout_payloads(attempts, step, versions))
 
     # --- what the service noticed, kept and lost --------------------------------------------
 

@@ -180,6 +180,13 @@ payloads = _table(
         sqlite_where=sa.text("state = 'announced'"),
         postgresql_where=sa.text("state = 'announced'"),
     ),
+    Index(  # answers: which rollouts of a version may a step have consumed
+        "ix_payloads_stepless",
+        "attempt_id",
+        "policy_version",
+        sqlite_where=sa.text("step IS NULL"),
+        postgresql_where=sa.text("step IS NULL"),
+    ),
 )
 
 summaries = _table(

@@ -245,6 +245,13 @@ def upgrade() -> None:
         postgresql_where=sa.text("state = 'announced'"),
     )
     op.create_index("ix_payloads_attempt_id_step", "payloads", ["attempt_id", "step"])
+    op.create_index(
+        "ix_payloads_stepless",
+        "payloads",
+        ["attempt_id", "policy_version"],
+        sqlite_where=sa.text("step IS NULL"),
+        postgresql_where=sa.text("step IS NULL"),
+    )
     op.create_table(
         "summaries",
         sa.Column("incarnation", Text, autoincrement=False, nullable=False),

@@ -1,0 +1,319 @@
+"""Joining two streams of the same samples that came from different processes. Arrays in and out.
+
+An engine hands over the rollout's log-probs of a sample, in one row or in several (a partial
+rollout goes on under a later version); a trainer holds rows, or context-parallel pieces of rows.
+A token is found again by its sample and its position where both sides say positions; else the
+model's tokens are taken in their order, where both sides have as many; else by position in the
+row. Where both sides have token ids, a row whose ids differ is not aligned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidTensor
+from stagescope_service.statistics import TokenBatch, WireTensor
+from stagescope_service.statistics.summarise import widened
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+MISSING: Final = "no rollout of the sample"
+UNALIGNED: Final = "other positions"
+OTHER_TOKENS: Final = "other tokens"
+
+_ROLLOUT: Final = "rollout_log_probs"
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutRows:
+    """The model's tokens of some rows of one payload; row r is `offsets[r]:offsets[r + 1]`.
+
+    Attributes:
+        samples: sample_uid of each row.
+        positions: int64 [tokens], in the sample where `placed`, else in the row.
+        placed: whether the payload said positions (or token_offset).
+        q: [tokens] log-probs of `dtype` (bfloat16 as uint16).
+        token_ids, versions: int64 [tokens], or None where not said.
+        age: the higher, the newer: of a position that is there twice the newest counts.
+    """
+
+    samples: tuple[str, ...]
+    offsets: Int64
+    positions: Int64
+    placed: bool
+    q: npt.NDArray[Any]
+    dtype: str
+    token_ids: Int64 | None
+    versions: Int64 | None
+    age: tuple[int, int] = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A trainer's batch with the rollout's stream.
+
+    Attributes:
+        batch: with q, and with versions where only the rollout said them.
+        left_out: rows whose tokens must not count: they have model tokens and no q.
+        why: row -> `MISSING`, `UNALIGNED` or `OTHER_TOKENS`.
+    """
+
+    batch: TokenBatch
+    left_out: tuple[int, ...]
+    why: Mapping[int, str]
+
+    @property
+    def skip(self) -> npt.NDArray[np.uint8]:
+        """[tokens], 1 where a token must not count."""
+        return skip_rows(self.batch, self.left_out)
+
+
+def skip_rows(batch: TokenBatch, rows: Collection[int]) -> npt.NDArray[np.uint8]:
+    """Return the `skip` array [tokens] that leaves whole rows out."""
+    lengths = np.diff(batch.row_offsets)
+    chosen = np.isin(np.arange(batch.rows), np.fromiter(rows, np.int64, len(rows)))
+    return np.repeat(chosen, lengths).astype(np.uint8)
+
+
+def rollout_rows(
+    tensors: Mapping[str, WireTensor],
+    strings: Mapping[str, Sequence[str]],
+    meta: Mapping[str, Any],
+    wanted: Collection[str],
+    age: tuple[int, int] = (0, 0),
+) -> RolloutRows | None:
+    """Return the rows of an engine's payload that are of wanted samples; None where none is.
+
+    Without a response_mask every token of ragged rows is the model's.
+
+    Raises:
+        InvalidTensor: shapes or dtypes that do not fit, or padded rows without a mask.
+    """
+    batch = stream_of(_masked(tensors), strings, meta, "rollout")
+    ids = batch.sample_ids or ()
+    mine = np.array([sample in wanted for sample in ids], bool)
+    if not mine.any():
+        return None
+    row = _rows(batch)
+    at = np.flatnonzero((batch.mask == batch.mask_one) & mine[row])
+    chosen = np.flatnonzero(mine)
+    counts = np.bincount(row[at], minlength=batch.rows)[chosen]
+    return RolloutRows(
+        samples=tuple(ids[index] for index in chosen),
+        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        positions=_positions(batch, row, at),
+        placed=_placed(batch),
+        q=batch.q[at],
+        dtype=batch.q_dtype,
+        token_ids=None if batch.token_ids is None else batch.token_ids[at].astype(np.int64),
+        versions=_versions(batch, row, at),
+        age=age,
+    )
+
+
+def stream_of(
+    tensors: Mapping[str, WireTensor],
+    strings: Mapping[str, Sequence[str]],
+    meta: Mapping[str, Any],
+    stream: str,
+) -> TokenBatch:
+    """Return a payload of one stream as a batch; q is the same stream.
+
+    Raises:
+        InvalidTensor: shapes or dtypes that do not fit, or no response_mask.
+    """
+    return TokenBatch.from_tensors(tensors, strings, meta, pair=(stream, stream))
+
+
+def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False) -> Joined:
+    """Give a trainer's batch the rollout's stream.
+
+    Args:
+        batch: of one stream (`stream_of`), with sample ids.
+        found: rows of the same samples, from any number of payloads.
+        split: rows are context-parallel pieces: their tokens have no order of the whole sample.
+
+    Raises:
+        InvalidTensor: positions that no sample has.
+    """
+    rollout = _Rollout.of(found)
+    row = _rows(batch)
+    at = np.flatnonzero(batch.mask == batch.mask_one)
+    row = row[at]
+    counts = np.bincount(row, minlength=batch.rows)
+    code = np.array([rollout.codes.get(s, -1) for s in batch.sample_ids or ()], np.int64)
+    if batch.sample_ids is None:
+        code = np.full(batch.rows, -1, np.int64)
+    known = code >= 0
+    ids = None if batch.token_ids is None else batch.token_ids[at].astype(np.int64)
+
+    by_position, hit = rollout.find(code[row], _positions(batch, row, at))
+    every = np.bincount(row[~hit], minlength=batch.rows) == 0
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]]) if batch.rows else counts
+    in_order = rollout.starts[code[row]] + np.arange(len(at)) - first[row]
+    as_many = known & (counts == rollout.sizes[code])
+
+    placed = _placed(batch)
+    sure = known & every & placed & rollout.placed[code]
+    order = as_many & ~sure & ~np.full(batch.rows, split and placed)
+    verified = known & every & ~sure & ~order & (ids is not None) & rollout.has_ids[code]
+    aligned = sure | order | verified
+
+    use = aligned[row]
+    source = np.where(order[row], in_order, by_position)[use]
+    other = np.zeros(batch.rows, bool)
+    if ids is not None and rollout.token_ids is not None:
+        differ = (rollout.token_ids[source] != ids[use]) & rollout.has_ids[code[row[use]]]
+        other = np.bincount(row[use][differ], minlength=batch.rows) > 0
+    q, q_dtype = _filled(batch.tokens, at[use], rollout, source)
+    versions = batch.versions
+    if versions is None and rollout.versions is not None:
+        versions = np.zeros(batch.tokens, np.int64)
+        versions[at[use]] = rollout.versions[source]
+    left = np.flatnonzero((counts > 0) & (~aligned | other))
+    return Joined(
+        batch=dataclasses.replace(
+            batch, pair=(batch.pair[0], "rollout"), q=q, q_dtype=q_dtype, versions=versions
+        ),
+        left_out=tuple(int(index) for index in left),
+        why={
+            int(index): MISSING
+            if not known[index]
+            else (OTHER_TOKENS if other[index] else UNALIGNED)
+            for index in left
+        },
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rollout:
+    """Tokens of many payloads, by (sample, position), each position once."""
+
+    codes: dict[str, int]
+    keys: Int64
+    """code * span + position - low, ascending."""
+    low: int
+    span: int
+    starts: Int64
+    """[samples + 1 unknown one]: the first token of each."""
+    sizes: Int64
+    placed: Bool
+    has_ids: Bool
+    q: npt.NDArray[Any]
+    dtype: str
+    token_ids: Int64 | None
+    versions: Int64 | None
+
+    @classmethod
+    def of(cls, found: Sequence[RolloutRows]) -> _Rollout:
+        """Put payloads together; the newest counts where a position is there twice."""
+        ordered = sorted(found, key=lambda rows: rows.age)
+        codes = {s: i for i, s in enumerate(dict.fromkeys(s for r in ordered for s in r.samples))}
+        code = _joined([_codes(rows, codes) for rows in ordered])
+        position = _joined([rows.positions for rows in ordered])
+        low = int(position.min()) if position.size else 0
+        span = int(position.max()) - low + 1 if position.size else 1
+        if span * (len(codes) + 1) >= 1 << 62:
+            raise InvalidTensor(f"positions from {low} to {low + span - 1}", expected="< 2^32")
+        keys = code * span + position - low
+        order = np.argsort(keys, kind="stable")
+        last = np.ones(len(order), bool)
+        last[:-1] = keys[order][1:] != keys[order][:-1]
+        order = order[last]
+        # One more entry of each, for samples that are not known (code -1).
+        sizes = np.bincount(code[order], minlength=len(codes) + 1)
+        placed, has_ids = np.ones(len(codes) + 1, bool), np.ones(len(codes) + 1, bool)
+        placed[-1] = has_ids[-1] = False
+        for rows in ordered:
+            own = [codes[sample] for sample in rows.samples]
+            placed[own] &= rows.placed
+            has_ids[own] &= rows.token_ids is not None
+        dtypes = sorted({rows.dtype for rows in ordered})
+        same = len(dtypes) == 1
+        q = [rows.q if same else widened(rows.q, rows.dtype) for rows in ordered]
+        told = bool(ordered) and all(rows.versions is not None for rows in ordered)
+        ids = [np.full(len(r.q), -1) if r.token_ids is None else r.token_ids for r in ordered]
+        return cls(
+            codes=codes,
+            keys=keys[order],
+            low=low,
+            span=span,
+            starts=np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64),
+            sizes=sizes,
+            placed=placed,
+            has_ids=has_ids,
+            q=np.concatenate(q)[order] if q else np.empty(0, np.float32),
+            dtype=dtypes[0] if same else ("float64" if dtypes else "float32"),
+            token_ids=_joined(ids)[order] if has_ids.any() else None,
+            versions=_joined([r.versions for r in ordered])[order] if told else None,
+        )
+
+    def find(self, code: Int64, position: Int64) -> tuple[Int64, Bool]:
+        """Return where each (sample, position) lies, and whether it does."""
+        inside = (code >= 0) & (position >= self.low) & (position < self.low + self.span)
+        wanted = np.where(inside, code * self.span + position - self.low, 0)
+        place = np.searchsorted(self.keys, wanted)
+        if not len(self.keys):
+            return place.astype(np.int64), np.zeros(len(code), bool)
+        place = np.minimum(place, len(self.keys) - 1)
+        return place.astype(np.int64), inside & (self.keys[place] == wanted)
+
+
+def _codes(rows: RolloutRows, codes: Mapping[str, int]) -> Int64:
+    own = np.array([codes[sample] for sample in rows.samples], np.int64)
+    return np.repeat(own, np.diff(rows.offsets))
+
+
+def _joined(arrays: Sequence[Int64 | None]) -> Int64:
+    there = [array for array in arrays if array is not None]
+    return np.concatenate(there).astype(np.int64) if there else np.empty(0, np.int64)
+
+
+def _filled(
+    tokens: int, at: Int64, rollout: _Rollout, source: Int64
+) -> tuple[npt.NDArray[Any], str]:
+    q = np.zeros(tokens, rollout.q.dtype)
+    q[at] = rollout.q[source]
+    return q, rollout.dtype
+
+
+def _rows(batch: TokenBatch) -> Int64:
+    """Return the row of each token."""
+    return np.repeat(np.arange(batch.rows, dtype=np.int64), np.diff(batch.row_offsets))
+
+
+def _placed(batch: TokenBatch) -> bool:
+    return batch.positions is not None or batch.token_offset is not None
+
+
+def _positions(batch: TokenBatch, row: Int64, at: Int64) -> Int64:
+    """Return positions of the tokens `at`; `row` is that of each token, or of each of `at`."""
+    if batch.positions is not None:
+        return batch.positions[at]
+    own = row if len(row) == len(at) else row[at]
+    shift: Int64 = at - batch.row_offsets[own]
+    return shift if batch.token_offset is None else shift + batch.token_offset[own]
+
+
+def _versions(batch: TokenBatch, row: Int64, at: Int64) -> Int64 | None:
+    if batch.versions is None:
+        version = batch.policy_version
+        return None if version is None else np.full(len(at), version, np.int64)
+    by_token = batch.versions.size == batch.tokens
+    return (batch.versions[at] if by_token else batch.versions[row[at]]).astype(np.int64)
+
+
+def _masked(tensors: Mapping[str, WireTensor]) -> Mapping[str, WireTensor]:
+    if "response_mask" in tensors or _ROLLOUT not in tensors:
+        return tensors
+    _, shape, buffer, offsets = tensors[_ROLLOUT]
+    if offsets is None and "cu_seqlens" not in tensors:
+        return tensors  # padded rows: their ends are not known, and the batch says so
+    ones = np.ones(buffer.size, np.uint8)
+    return {**tensors, "response_mask": ("uint8", shape, ones, offsets)}

@@ -1,0 +1,157 @@
+"""Reading payloads once more, from the ring: without tokens that counted elsewhere, or joined.
+
+No Ray in here: what lies on another node comes as arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidTensor, StagescopeError
+from stagescope.schema import STREAM_TENSORS
+from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.engine.intake import Intake, statistics_settings, summary_rows
+from stagescope_service.engine.joining import (
+    Joined,
+    RolloutRows,
+    join,
+    rollout_rows,
+    skip_rows,
+    stream_of,
+)
+from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.parts import part_key
+from stagescope_service.store.ring import RingKey
+
+_LEFT_OUT: Final = "left_out_rows"
+_JOINED: Final = "joined_tensors"
+
+
+class Source(NamedTuple):
+    """A rollout's payload in some node's ring; `age` orders those of one sample."""
+
+    node_id: str | None
+    incarnation: str
+    seq: int
+    attempt_id: int
+    step: int | None
+    age: tuple[int, int]
+
+
+class Retake:
+    """What an ingestor does with payloads that it has read before."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._ring = intake.ring
+        self._intake = intake
+
+    def restate(
+        self, key: PayloadKey, job: Mapping[str, Any], pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes:  # fmt: skip
+        """Take a payload's statistics again, without tokens that counted elsewhere.
+
+        Raises:
+            NotFound: the ring no longer holds it.
+        """
+        kept = self._ring.read(_ring_key(key, job))
+        strings, meta = kept.metadata["strings"], kept.metadata["meta"]
+        batch = TokenBatch.from_tensors(kept.tensors, strings, meta, pair=pair)
+        skip = skip_of(batch, skips)
+        skip |= skip_rows(batch, kept.metadata.get(_LEFT_OUT, []))
+        settings = statistics_settings(kept.metadata["settings"])
+        return summarise(batch, settings, skip=skip, name=part_key(*key)).to_bytes()
+
+    def samples(self, key: PayloadKey, job: Mapping[str, Any]) -> list[str]:
+        """Return the sample ids of a payload.
+
+        Raises:
+            NotFound: the ring no longer holds it.
+        """
+        kept = self._ring.read(_ring_key(key, job))
+        return [str(sample) for sample in kept.metadata["strings"].get("sample_ids", ())]
+
+    def rollouts(self, sources: Iterable[Source], wanted: Collection[str]) -> list[RolloutRows]:
+        """Return the rows of wanted samples in these payloads, as far as the ring holds them."""
+        found: list[RolloutRows] = []
+        names = set(wanted)
+        for source in sources:
+            key = RingKey(source.attempt_id, source.step, source.incarnation, source.seq)
+            try:
+                kept = self._ring.read(key)
+                strings, meta = kept.metadata["strings"], kept.metadata["meta"]
+                rows = rollout_rows(kept.tensors, strings, meta, names, source.age)
+            except StagescopeError:
+                continue  # its samples stay without a rollout, and that is said
+            if rows is not None:
+                found.append(rows)
+        return found
+
+    def join(
+        self, key: PayloadKey, job: Mapping[str, Any], found: Sequence[RolloutRows]
+    ) -> dict[str, Any]:
+        """Give a trainer's payload the rollout's stream, and take its statistics.
+
+        Returns:
+            `rows` for the catalogue; `left_out`: reason -> samples whose tokens do not count;
+            `used`: ages of the payloads that had a sample of it.
+
+        Raises:
+            NotFound: the ring no longer holds it.
+            InvalidTensor: its tensors do not fit.
+        """
+        kept = self._ring.read(_ring_key(key, job))
+        added = kept.metadata.get(_JOINED, [])
+        tensors = {name: t for name, t in kept.tensors.items() if name not in added}
+        stream = next((s for s in ("old", "current") if STREAM_TENSORS[s] in tensors), None)
+        if stream is None:
+            raise InvalidTensor("neither old_log_probs nor log_probs is there", expected="one")
+        batch = stream_of(tensors, kept.metadata["strings"], kept.metadata["meta"], stream)
+        joined = join(batch, found, split=(job.get("cp_size") or 1) > 1)
+        left_out: dict[str, list[str]] = {}
+        for row, why in joined.why.items():
+            sample = batch.sample_ids[row] if batch.sample_ids else ""
+            left_out.setdefault(why, []).append(sample)
+        answer = {"rows": [], "left_out": left_out, "used": sorted({rows.age for rows in found})}
+        if len(joined.left_out) < batch.rows:
+            self._keep(key, job, kept.metadata, tensors, joined)
+            summary = _summary(key, kept.metadata["settings"], joined)
+            puts = summary_rows(key, job, summary)
+            answer["rows"] = [(put.table, dict(put.row)) for put in puts]
+        return answer
+
+    def _keep(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, WireTensor],
+        joined: Joined,
+    ) -> None:
+        """Keep the joined stream beside the others: who looks later finds both."""
+        batch = joined.batch
+        _, shape, _, offsets = tensors[STREAM_TENSORS[batch.pair[0]]]
+        added: dict[str, WireTensor] = {
+            STREAM_TENSORS["rollout"]: (batch.q_dtype, shape, batch.q.reshape(shape), offsets)
+        }
+        if batch.versions is not None and "versions" not in tensors:
+            added["versions"] = ("int64", shape, batch.versions.reshape(shape), offsets)
+        about = {**metadata, _JOINED: list(added), _LEFT_OUT: list(joined.left_out)}
+        self._ring.keep(_ring_key(key, job), {**tensors, **added}, about)
+
+
+def _summary(key: PayloadKey, settings: Mapping[str, Any], joined: Joined) -> Summary:
+    batch = joined.batch
+    known = statistics_settings(settings)
+    summary = summarise(batch, known, skip=joined.skip, name=part_key(*key))
+    # Rows that were left out have model tokens: they are not empty.
+    out = {batch.sample_ids[row] for row in joined.left_out} if batch.sample_ids else set()
+    empty = tuple(sample for sample in summary.empty_samples if sample not in out)
+    return dataclasses.replace(summary, empty_samples=empty)
+
+
+def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
+    return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
