@@ -120,6 +120,7 @@ class DebugCoordinator:
     async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
         """Put a capture in force and return it with its id."""
         reception = self._ready()
+        reception.check_ready()  # before the plan changes: who is refused may ask again
         roots = [str(root) for root in self._settings().roots]
         valid = validate_capture(spec, allowed_roots=roots)
         if valid["data_dir"] is None:
@@ -140,6 +141,7 @@ class DebugCoordinator:
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture and return it."""
         reception = self._ready()
+        reception.check_ready()
         entry = reception.plan.remove(capture_id)
         row = {
             "capture_id": capture_id,

@@ -124,6 +124,17 @@ class Intake:
             entry = self.ring.keep(_ring_key(key, job), recent, about)
             if entry is not None:
                 yield self._artifact(key, job, "ring", entry.path, entry.bytes, None)
+            elif self.ring.max_bytes:
+                yield finding(
+                    "ring_keeps_nothing",
+                    f"the tensors of the last steps are not kept: {self.ring.health().reason}",
+                    run=job["run"],
+                    attempt_id=job.get("attempt_id"),
+                    wall=time.time(),
+                    evidence={"node_id": self.node_id, "not_kept": self.ring.not_kept},
+                    advice="statistics are complete; only looking at the tensors later is not "
+                    "possible for these steps",
+                )
         for evicted in self.ring.take_evicted():
             name = f"ring/{evicted.key.incarnation}/{evicted.key.seq}"
             yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})

@@ -69,6 +69,7 @@ class Reception:
         self.wall = wall
         self.mono = mono
         self.events_taken = 0
+        self._listened = mono()
         self._payloads: dict[PayloadKey, object] = {}
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
@@ -85,7 +86,7 @@ class Reception:
             InvalidEvent: the sender cannot be read: then nothing of the batch is taken.
             NotReady: the catalogue cannot be written now; nothing was taken.
         """
-        self._check_ready()
+        self.check_ready()
         sender = Sender.parse(sender_wire)
         refused: dict[int, str] = {}
         out: list[Instruction] = []
@@ -133,7 +134,7 @@ class Reception:
         self, sender_wire: object, revision: int, unreceipted: Iterable[object], wait: float
     ) -> dict[str, Any]:
         """Renew a lease, and answer when the plan changed or a payload was settled."""
-        self._check_ready()
+        self.check_ready()
         sender = Sender.parse(sender_wire)
         await self._carry_out(self._heard(sender, revision))
         seqs = [seq for seq in unreceipted if isinstance(seq, int)]
@@ -206,17 +207,18 @@ class Reception:
             InvalidInput: a run, role, rank, step or stage that cannot be right.
             NotReady: the catalogue cannot be written now; nothing was taken.
         """
-        self._check_ready()
+        self.check_ready()
         run = check_run_name(fields.get("run"))
         role, rank = fields.get("role") or "actor", fields.get("rank") or 0
         attempt_key = fields.get("attempt_key")
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         newest = self.state.registry.newest(run)
         key = attempt_key or (newest.key if newest else UNKEYED)
-        probe = Sender.parse(Sender(f"raw/{run}/{key}/{role}/{rank}", run, None, role, rank).wire())
-        sender = Sender(probe.incarnation, run, attempt_key, role, rank)
+        name = f"raw/{run}/{key}/{role}/{rank}"
+        sender = Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
         wall, mono = self.wall(), self.mono()
         body = {name: value for name, value in fields.items() if value is not None}
+        self.state.check(Event(kind, seq, wall, mono, body))  # before anything is changed
         out: list[Instruction] = []
         if body.get("world_size") is not None:
             hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
@@ -274,12 +276,22 @@ class Reception:
         self.state.unread(key)
 
     async def expire(self) -> None:
-        """Let go of processes that fell silent."""
-        await self._carry_out(self.state.expire(self.mono(), self.wall()))
+        """Let go of processes that fell silent; to be called several times a lease.
+
+        While the catalogue cannot be written, or this process was held up itself, nobody could be
+        heard: then every lease begins anew.
+        """
+        now = self.mono()
+        held_up = now - self._listened > self.state.lease_seconds / 2
+        self._listened = now
+        if held_up or not self.store.health().healthy:
+            self.state.renew_all(now)
+        else:
+            await self._carry_out(self.state.expire(now, self.wall()))
 
     async def order(self, puts: Sequence[Put]) -> None:
         """Commit a change of the plan, then let every rank know."""
-        self._check_ready()
+        self.check_ready()
         await self._carry_out([*puts])
         self._notify(list(self._waiting))
 
@@ -303,7 +315,8 @@ class Reception:
             if isinstance(order, Ingest):
                 self._payloads[order.key] = payload
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raise `NotReady` while the catalogue cannot be written."""
         health = self.store.health()
         if not health.healthy:
             raise NotReady(

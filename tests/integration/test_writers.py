@@ -1,0 +1,239 @@
+"""Everybody who may write, on a real cluster: raw calls, other jobs, processes without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tests.support.measure import payload
+
+ray = pytest.importorskip("ray")
+from tests.support.cluster import Service, eventually  # noqa: E402
+from tests.support.ranks import Rank  # noqa: E402
+
+from stagescope_service.serve import start_service  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service.start(tmp_path_factory.mktemp("home"), address)
+    yield service
+    service.stop()
+
+
+def refs_of(handed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: ray.put(item[2]) for name, item in handed["tensors"].items()}
+
+
+def counted(service: Service, run: str, step: int) -> Any:
+    with service.session() as session:
+        return session.step(step, run=run).metrics()["counts/tokens"]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def run_python(program: str, *arguments: str, **environment: str) -> None:
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        check=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+def test_raw_call_that_ray_retries_over_a_killed_coordinator_counts_once(service: Service) -> None:
+    call = {"run": "raw", "step": 3, "stage": "actor_update", "rank": 0, "world_size": 1}
+    assert ray.get(service.coordinator.begin_stage.remote(**call))["occurrence"] == 0
+    first = service.coordinator.end_stage.remote(**call, payload=refs_of(payload(seed=1)))
+    assert ray.get(first, timeout=60)["payload"] == "ingested"  # now there is an ingestor
+    assert ray.get(service.coordinator.begin_stage.remote(**call))["occurrence"] == 1
+    with service.held("ingestor"):
+        answer = service.coordinator.end_stage.remote(
+            **call, payload=refs_of(payload(seed=2, first_sample=4))
+        )
+        eventually(lambda: service.status()["pending_payloads"] == 1)
+        service.reborn("coordinator", service.kill("coordinator"))
+    settled = ray.get(answer, timeout=60)
+    assert (settled["payload"], settled["occurrence"], settled["attempt"]) == ("ingested", 1, 1)
+    with service.session() as session:
+        rows = list(session.step(3, run="raw").stages())
+        assert sorted((row["part"], row["status"]) for row in rows) == [
+            ("0.0.0.0", "ok"), ("1.0.0.0", "ok"),
+        ]  # fmt: skip
+        assert len(session.losses("raw")) == 0
+    assert counted(service, "raw", 3) == 88
+
+
+def test_unkeyed_raw_calls_are_marked_and_keyed_ones_find_their_attempt(service: Service) -> None:
+    def end(step: int, **more: Any) -> int:
+        call = service.coordinator.end_stage.remote(
+            run="keys", step=step, stage="actor_update", rank=0, **more
+        )
+        return int(ray.get(call, timeout=60)["attempt"])
+
+    assert end(1) == 1
+    assert end(1, attempt_key="a") == 2
+    assert end(1, attempt_key="b") == 3
+    service.kill_and_await("coordinator")
+    assert end(2, attempt_key="a") == 2
+    assert end(2) == 3
+    rank = Rank("keys", 0, attempt_key="a")
+    rank.ask("report", 3, None)
+    eventually(rank.settled)
+    rank.kill()
+    with service.session() as session:
+        attempts = {row["attempt"]: row for row in session.attempts("keys")}
+        assert {number: row["attempt_key"] for number, row in attempts.items() if number > 1} == {
+            2: "a", 3: "b",
+        }  # fmt: skip
+        assert [attempts[number]["unkeyed"] for number in (1, 2, 3)] == [True, False, False]
+        steps = {row["step"] for row in session.steps("keys", attempt=2)}
+        assert steps == {1, 2, 3}
+
+
+def test_unrelated_job_writes_with_three_lines(service: Service, address: str) -> None:
+    run_python(
+        """
+        import sys
+        import ray
+        ray.init(address=sys.argv[1], log_to_driver=False)
+
+        coordinator = ray.get_actor("DebugCoordinator", namespace="stagescope")
+        coordinator.begin_stage.remote(run="other-job", step=1, stage="actor_update", rank=0)
+        ray.get(coordinator.end_stage.remote(run="other-job", step=1, stage="actor_update", rank=0))
+        """,
+        address,
+        RAY_AUTH_MODE="token",
+    )
+    with service.session() as session:
+        assert [row["status"] for row in session.step(1, run="other-job").stages()] == ["ok"]
+
+
+def test_process_without_ray_writes_over_http(service: Service) -> None:
+    run_python(
+        """
+        import sys
+        import numpy as np
+        from stagescope_workers import init
+
+        values = np.full((2, 5), -1.0, np.float32)
+        with init("no-ray", world_size=1, attempt_key="a") as probe:
+            with probe.stage("actor_update", step=4) as stage:
+                stage.record(old_log_probs=values, rollout_log_probs=values + 0.5,
+                             response_mask=np.ones((2, 5), np.int64), sample_ids=["a", "b"])
+                stage.log(loss=2.5)
+            probe.end_step(4)
+            assert probe.close(30.0), probe.status()
+        assert "ray" not in sys.modules
+        """,
+        STAGESCOPE_URL=service.info.url,
+        STAGESCOPE_TOKEN=service.token,
+    )
+    with service.session() as session:
+        step = session.step(4, run="no-ray")
+        assert step.metrics()["logprob_abs_diff/mean"] == pytest.approx(0.5)
+        assert [(row["name"], row["value"]) for row in step.scalars()] == [("loss", 2.5)]
+
+
+def test_ring_keeps_the_last_steps_and_a_capture_keeps_its_tensors(service: Service) -> None:
+    from safetensors.numpy import load_file
+
+    rank = Rank("kept", world_size=1)
+    with service.session() as session:
+        ordered = session.capture(
+            run="kept", steps=[5], stages=["actor_update"], keep=["old_log_probs"]
+        )
+        revision = session.plan().about["revision"]
+        eventually(lambda: rank.ask("status")["plan_revision"] == revision)
+        for step in (5, 6):
+            rank.ask("report", step, payload(seed=step))
+        eventually(rank.settled)
+        session.remove_capture(ordered["capture_id"])
+    handed = payload(seed=5)["tensors"]["old_log_probs"][2]
+    (kept,) = (service.settings.data_path / "kept").rglob("*.safetensors")
+    assert np.array_equal(load_file(kept)["old_log_probs"], handed)
+    ring = [
+        load_file(file) for file in (service.settings.data_path / "ring").rglob("*.safetensors")
+    ]
+    assert any(np.array_equal(each["old_log_probs"], handed) for each in ring)
+    rank.kill()
+
+
+def test_serve_again_changes_nothing(service: Service, address: str) -> None:
+    pids = {which: service.pid(which) for which in ("coordinator", "api")}
+    before = (service.settings.home / "service.json").read_text()
+    again = start_service(service.settings, address=address)
+    assert again.already_running
+    assert (again.url, again.address) == (service.info.url, service.info.address)
+    assert {which: service.pid(which) for which in pids} == pids
+    assert (service.settings.home / "service.json").read_text() == before
+
+
+def test_stop_ends_the_service_alone_and_what_it_stored_answers_later(
+    service: Service, address: str
+) -> None:
+    rank = Rank("stopped", world_size=1)
+    rank.ask("report", 1, payload(seed=1))
+    eventually(rank.settled)
+    assert service.stop()
+    assert not service.stop()
+    assert ray.get_runtime_context().get_node_id()  # the cluster stays
+    assert not (service.settings.home / "service.json").exists()
+    with pytest.raises(ValueError, match="DebugCoordinator"):
+        _ = service.coordinator
+    # Training goes on meanwhile, and what it reports waits for the next service.
+    rank.ask("report", 2, payload(seed=2))
+    service.info = Service.start(service.settings.home, address).info
+    eventually(rank.settled)
+    for step in (1, 2):
+        assert counted(service, "stopped", step) == 44
+    with service.session() as session:
+        assert len(session.losses("stopped")) == 0
+    rank.kill()
+
+
+def test_serve_without_a_cluster_starts_one_and_stop_ends_it_and_no_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from stagescope.cli import main; main()"]
+    home = {"STAGESCOPE_HOME": str(tmp_path / "home")}
+
+    def call(*arguments: str) -> Any:
+        done = subprocess.run(
+            [*command, *arguments, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            env={**os.environ, **home},
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    started = call("serve", "--address", "local", "--port", "0")
+    assert (started["cluster"], started["already_running"]) == ("embedded", False)
+    keeper = json.loads((tmp_path / "home" / "service.json").read_text())["embedded_pid"]
+    try:
+        again = call("serve", "--port", "0")
+        assert (again["cluster"], again["already_running"]) == ("embedded", True)
+        assert (again["url"], again["address"]) == (started["url"], started["address"])
+        assert call("status")["ready"]
+    finally:
+        stopped = call("stop")
+    assert stopped == {"stopped": True}
+    assert not is_alive(keeper)
+    assert ray.cluster_resources()  # this module's own lives on
+    assert call("stop") == {"stopped": False}

@@ -1,0 +1,180 @@
+"""Ranks with the real probe, in processes of their own that can be killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from tests.support.cluster import SECONDS, answer, kill
+
+_DRIVER = """
+import sys, time
+import numpy as np
+import ray
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+class Worker:
+    def __init__(self, run, rank):
+        from stagescope_workers import init
+        self.probe = init(run, rank=rank, world_size=2)
+        self.rank = rank
+
+    def train(self, first):
+        values = np.full((2, 8), -1.0, np.float32)
+        with self.probe.stage("actor_update", step=first) as stage:
+            stage.record(old_log_probs=values, rollout_log_probs=values + 0.01 * first,
+                         response_mask=np.ones((2, 8), np.int64),
+                         sample_ids=[f"{self.rank}-{row}" for row in range(2)])
+        self.stage = self.probe.begin("actor_update", step=first + 1)
+        while self.probe.status()["waiting_events"] or self.probe.status()["waiting_payloads"]:
+            time.sleep(0.01)
+
+workers = [Worker.remote(sys.argv[2], rank) for rank in range(2)]
+ray.get([worker.train.remote(int(sys.argv[3])) for worker in workers])
+print("hanging", flush=True)
+time.sleep(600)
+"""
+
+
+def _rank_class() -> Any:
+    """Return the class by value: the actor's process cannot import the tests."""
+
+    class Rank:
+        """A rank with the real probe."""
+
+        def __init__(self, run: str, rank: int, options: Mapping[str, Any]) -> None:
+            from stagescope_workers import init
+
+            self.probe = init(run=run, rank=rank, **options)
+            self.open: Any = None
+
+        def pid(self) -> int:
+            """Return the process id."""
+            return os.getpid()
+
+        def report(self, step: int, payload: Any, stage: str = "actor_update") -> None:
+            """Do one stage that hands over a payload."""
+            with self.probe.stage(stage, step=step) as span:
+                if payload is not None:
+                    tensors = {name: item[2] for name, item in payload["tensors"].items()}
+                    span.record(**tensors, **payload["strings"])
+                span.log(loss=float(step))
+
+        def flood(self, step: int) -> None:
+            """Do one stage that hands over a thousand scalars."""
+            with self.probe.stage("actor_update", step=step) as span:
+                span.log(**{f"scalar_{number}": float(number) for number in range(1000)})
+
+        def end_raw(self, run: str, step: int, payload: Any) -> list[Any]:
+            """End a stage with a raw call; return the refs, which this process owns."""
+            import ray
+
+            coordinator = ray.get_actor("DebugCoordinator", namespace="stagescope")
+            refs = {name: ray.put(item[2]) for name, item in payload["tensors"].items()}
+            self.open = coordinator.end_stage.remote(
+                run=run, step=step, stage="actor_update", rank=0, payload=refs
+            )
+            return [*refs.values()]
+
+        def train(self, steps: list[int], payload: Any, seconds: float) -> list[float]:
+            """Do steps of some work each; return how long each took."""
+            import numpy as np
+
+            took = []
+            for step in steps:
+                began = time.perf_counter()
+                while time.perf_counter() < began + seconds:
+                    np.sort(np.random.default_rng(step).random(20_000))
+                self.report(step, payload)
+                took.append(time.perf_counter() - began)
+            return took
+
+        def begin(self, step: int, stage: str = "actor_update") -> None:
+            """Begin a stage and stay in it."""
+            self.open = self.probe.begin(stage, step=step)
+
+        def end(self) -> None:
+            """End the stage that `begin` began."""
+            self.probe.end(self.open)
+
+        def end_step(self, step: int) -> None:
+            """Say that a step is over."""
+            self.probe.end_step(step)
+
+        def status(self) -> dict[str, Any]:
+            """Return what the probe says of itself."""
+            return self.probe.status()
+
+        def close(self, timeout: float = 30.0) -> bool:
+            """Take leave."""
+            return self.probe.close(timeout)
+
+    return Rank
+
+
+class Rank:
+    """A rank in a process of its own; calls wait for their answer."""
+
+    def __init__(self, run: str, rank: int = 0, **options: Any) -> None:
+        self.run = run
+        made = ray.remote(_rank_class()).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        self.handle = made.remote(run, rank, options)
+        self.pid = self.ask("pid")
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call and wait."""
+        return answer(getattr(self.handle, method).remote(*arguments), 2 * SECONDS)
+
+    def begins(self, method: str, *arguments: Any) -> Any:
+        """Call; return the ref of the answer."""
+        return getattr(self.handle, method).remote(*arguments)
+
+    def acknowledged(self) -> bool:
+        """Say whether every event (payloads apart) has its receipt."""
+        status = self.ask("status")
+        return bool(status["connected"]) and status["waiting_events"] == 0
+
+    def settled(self) -> bool:
+        """Say whether everything has its receipt, payloads included."""
+        status = self.ask("status")
+        return bool(status["connected"]) and not (
+            status["waiting_events"] or status["waiting_payloads"]
+        )
+
+    def kill(self) -> None:
+        """Kill -9."""
+        kill(self.pid)
+
+
+class HangingJob:
+    """A training job in a driver process of its own, whose two ranks hang inside a stage."""
+
+    def __init__(self, driver: subprocess.Popen[str]) -> None:
+        self._driver = driver
+
+    def kill(self) -> None:
+        """Kill the driver with -9; its ranks die with it."""
+        kill(self._driver.pid)
+        self._driver.wait()
+        if self._driver.stdout is not None:
+            self._driver.stdout.close()
+
+
+def hanging_job(address: str, run: str, first: int) -> HangingJob:
+    """Start a job that has done step `first` and hangs inside step `first + 1`."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER, address, run, str(first)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
+    )
+    assert driver.stdout is not None
+    assert any(line.strip() == "hanging" for line in iter(driver.stdout.readline, ""))
+    return HangingJob(driver)
