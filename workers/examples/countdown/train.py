@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ import click
 import numpy as np
 
 # Ray authenticates by itself only to a cluster that it finds; this one is named by its address.
-if (Path.home() / ".ray" / "auth_token").exists():
+# It reads the mode when it is imported: whoever did that before has chosen.
+if "ray" not in sys.modules and (Path.home() / ".ray" / "auth_token").exists():
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
