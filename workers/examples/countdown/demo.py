@@ -268,6 +268,8 @@ def service() -> Iterator[dict[str, Any]]:
     for old in [path for path in ROOT.iterdir() if path != _LOCK]:
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     port = os.environ.get("PORT") or ("8700" if _is_free(8700) else "0")
+    if port == "0":
+        print("port 8700 is taken: another is used")
     # 'local' is a cluster of its own, whatever else runs on this machine.
     info = stagescope(
         "serve", "--data-dir", str(ROOT / "data"), "--port", port, "--address", "local"
