@@ -93,7 +93,8 @@ def stage_row(row: Row, now: float) -> Row:
     begin, end = began(row), ended(row)
     seconds = None
     if row["begin_mono"] is not None and row["end_mono"] is not None:
-        seconds = row["end_mono"] - row["begin_mono"]
+        # Two raw calls are timed as they arrive, which may be in the other order.
+        seconds = max(row["end_mono"] - row["begin_mono"], 0.0)
     is_open = (row["status"] or "open") == "open"
     return {
         "stage": row["stage"],

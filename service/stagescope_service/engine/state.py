@@ -328,7 +328,8 @@ class State:
     def raw_occurrence(self, incarnation: str, work: Work, kind: str, seq: int) -> int:
         """Return the occurrence that a raw call means where it does not say: in order of entry.
 
-        A retried call gets what it got; an end belongs to the first one that is open.
+        A retried call gets what it got; an end belongs to the first one that is open, a beginning
+        to the first one that has only ended so far.
         """
         process = self.registry.processes.get(incarnation)
         if process is None:
@@ -339,10 +340,11 @@ class State:
         for span in found:
             if seq == (span.begin_seq if kind == BEGIN else span.end_seq):
                 return span.work.part.occurrence
-        if kind == END:
-            unended = [span.work.part.occurrence for span in found if span.end_seq is None]
-            if unended:
-                return min(unended)
+        missing = "end_seq" if kind == END else "begin_seq"
+        # Two calls that a caller makes without waiting may run in the other order.
+        halves = [span.work.part.occurrence for span in found if getattr(span, missing) is None]
+        if halves:
+            return min(halves)
         return 1 + max((span.work.part.occurrence for span in found), default=-1)
 
     # --- asking -----------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""Calls as they come in, on a real catalogue; no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from tests.support.stores import eventually, rows_of, url_of
+
+from stagescope.errors import NotReady
+from stagescope.schema import Sender
+from stagescope_service.engine.instructions import Assemble, Ingest
+from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.reception import Reception
+from stagescope_service.engine.state import State
+from stagescope_service.store.sql import SqlStore
+
+T = TypeVar("T")
+
+
+class NoFloor:
+    """Carries out nothing: payloads stay unread."""
+
+    def ingest(self, order: Ingest, payload: object) -> None:
+        """Leave it."""
+
+    def assemble(self, order: Assemble) -> None:
+        """Leave it."""
+
+
+class Desk:
+    """A reception whose clock the test moves."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self.now = 0.0
+        self.store = store
+        self.reception = Reception(
+            State(lease_seconds=45.0), store, Plan(), NoFloor(),
+            coordinator="c", poll_seconds=0.0, mono=lambda: self.now,
+        )  # fmt: skip
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(call)
+
+    def raw(self, kind: str, delivery: str, **fields: Any) -> dict[str, Any]:
+        body = {"run": "r", "step": 1, "stage": "actor_update", **fields}
+        return self.run(self.reception.raw(kind, delivery, body))
+
+    def begin(self) -> None:
+        """Let a probe begin a stage."""
+        sender = Sender("i", "r", "a", "actor", 0).wire()
+        event = (1, "begin", 1, 1.0, 1.0, {"step": 1, "stage": "actor_update"})
+        self.run(self.reception.record(sender, [event]))
+
+    def pass_time(self, seconds: float, every: float = 1.0) -> None:
+        """Let time pass as for a coordinator that looks after leases."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += every
+            self.run(self.reception.expire())
+
+    def statuses(self) -> list[tuple[int, str]]:
+        return sorted((row["occurrence"], row["status"]) for row in rows_of(self.store, "stages"))
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    store = SqlStore(url_of(tmp_path))
+    store.open()
+    yield Desk(store)
+    store.close()
+
+
+def test_raw_calls_that_ran_in_the_other_order_are_one_stage(desk: Desk) -> None:
+    assert desk.raw("end", "first end", status="ok")["occurrence"] == 0
+    assert desk.raw("begin", "first begin")["occurrence"] == 0
+    assert desk.statuses() == [(0, "ok")]
+    assert desk.raw("begin", "second begin")["occurrence"] == 1
+    assert desk.raw("begin", "third begin")["occurrence"] == 2
+    assert desk.raw("end", "second end", status="ok")["occurrence"] == 1
+    assert desk.raw("begin", "first begin")["occurrence"] == 0  # a retry
+    assert desk.statuses() == [(0, "ok"), (1, "ok"), (2, "open")]
+
+
+def test_a_silent_process_loses_its_lease(desk: Desk) -> None:
+    desk.begin()
+    desk.pass_time(44.0)
+    assert desk.statuses() == [(0, "open")]
+    desk.pass_time(3.0)
+    assert desk.statuses() == [(0, "unfinished")]
+
+
+def test_leases_begin_anew_where_the_coordinator_was_held_up(desk: Desk) -> None:
+    desk.begin()
+    desk.pass_time(200.0, every=200.0)
+    desk.pass_time(44.0)
+    assert desk.statuses() == [(0, "open")]
+    desk.pass_time(3.0)
+    assert desk.statuses() == [(0, "unfinished")]
+
+
+def test_leases_begin_anew_where_the_catalogue_could_not_be_written(
+    desk: Desk, tmp_path: Path
+) -> None:
+    desk.begin()
+    there = tmp_path / "catalogue.db"
+    os.rename(there, tmp_path / "away.db")
+    waiting = desk.store.submit([])
+    eventually(lambda: not desk.store.health().healthy)
+    with pytest.raises(NotReady, match="was removed"):
+        desk.begin()
+    desk.pass_time(200.0)
+    os.rename(tmp_path / "away.db", there)
+    waiting.result(30)
+    eventually(lambda: desk.store.health().healthy)
+    desk.pass_time(44.0)
+    assert desk.statuses() == [(0, "open")]
+    desk.pass_time(3.0)
+    assert desk.statuses() == [(0, "unfinished")]
