@@ -60,8 +60,8 @@ class Joined:
 
     Attributes:
         batch: with q, and with versions where only the rollout said them.
-        left_out: rows whose tokens must not count: they have model tokens and no q.
-        why: row -> `MISSING`, `UNALIGNED` or `OTHER_TOKENS`.
+        left_out: rows that must not count.
+        why: `MISSING`, `UNALIGNED` or `OTHER_TOKENS` for those of them that have model tokens.
     """
 
     batch: TokenBatch
@@ -177,11 +177,13 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
         versions = np.zeros(batch.tokens, np.int64)
         versions[at[use]] = rollout.versions[source]
     left = np.flatnonzero((counts > 0) & (~aligned | other))
+    # A piece without a model token says nothing of a sample of which no rollout is known.
+    out = np.union1d(left, np.flatnonzero(~known))
     return Joined(
         batch=dataclasses.replace(
             batch, pair=(batch.pair[0], "rollout"), q=q, q_dtype=q_dtype, versions=versions
         ),
-        left_out=tuple(int(index) for index in left),
+        left_out=tuple(int(index) for index in out),
         why={
             int(index): MISSING
             if not known[index]

@@ -9,6 +9,9 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.schema import STREAM_TENSORS
 from stagescope_service.engine.instructions import PayloadKey
@@ -60,10 +63,10 @@ class Retake:
         kept = self._ring.read(_ring_key(key, job))
         strings, meta = kept.metadata["strings"], kept.metadata["meta"]
         batch = TokenBatch.from_tensors(kept.tensors, strings, meta, pair=pair)
-        skip = skip_of(batch, skips)
-        skip |= skip_rows(batch, kept.metadata.get(_LEFT_OUT, []))
-        settings = statistics_settings(kept.metadata["settings"])
-        return summarise(batch, settings, skip=skip, name=part_key(*key)).to_bytes()
+        left_out = kept.metadata.get(_LEFT_OUT, [])
+        skip = skip_of(batch, skips) | skip_rows(batch, left_out)
+        settings = kept.metadata["settings"]
+        return _summary(key, settings, batch, left_out, skip).to_bytes()
 
     def samples(self, key: PayloadKey, job: Mapping[str, Any]) -> list[str]:
         """Return the sample ids of a payload.
@@ -118,7 +121,8 @@ class Retake:
         answer = {"rows": [], "left_out": left_out, "used": sorted({rows.age for rows in found})}
         if len(joined.left_out) < batch.rows:
             self._keep(key, job, kept.metadata, tensors, joined)
-            summary = _summary(key, kept.metadata["settings"], joined)
+            settings = kept.metadata["settings"]
+            summary = _summary(key, settings, joined.batch, joined.left_out, joined.skip)
             puts = summary_rows(key, job, summary)
             answer["rows"] = [(put.table, dict(put.row)) for put in puts]
         return answer
@@ -143,12 +147,16 @@ class Retake:
         self._ring.keep(_ring_key(key, job), {**tensors, **added}, about)
 
 
-def _summary(key: PayloadKey, settings: Mapping[str, Any], joined: Joined) -> Summary:
-    batch = joined.batch
-    known = statistics_settings(settings)
-    summary = summarise(batch, known, skip=joined.skip, name=part_key(*key))
-    # Rows that were left out have model tokens: they are not empty.
-    out = {batch.sample_ids[row] for row in joined.left_out} if batch.sample_ids else set()
+def _summary(
+    key: PayloadKey,
+    settings: Mapping[str, Any],
+    batch: TokenBatch,
+    left_out: Sequence[int],
+    skip: npt.NDArray[np.uint8],
+) -> Summary:
+    summary = summarise(batch, statistics_settings(settings), skip=skip, name=part_key(*key))
+    # What was left out is not known to be empty.
+    out = {batch.sample_ids[row] for row in left_out} if batch.sample_ids else set()
     empty = tuple(sample for sample in summary.empty_samples if sample not in out)
     return dataclasses.replace(summary, empty_samples=empty)
 

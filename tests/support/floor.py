@@ -1,0 +1,126 @@
+"""The coordinator's calls and two nodes' ingestors without Ray, on the real parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.parallel import Said
+
+from stagescope.errors import StagescopeError
+from stagescope_service.engine.forming import Former
+from stagescope_service.engine.instructions import Assemble, Delete, Ingest, PayloadKey, Put
+from stagescope_service.engine.intake import Intake
+from stagescope_service.engine.joining import RolloutRows
+from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.reception import Reception
+from stagescope_service.engine.retake import Retake, Source
+from stagescope_service.engine.state import State
+from stagescope_service.store.artifacts import ring_directory
+from stagescope_service.store.base import Store
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.ring import Ring
+
+
+class LocalFloor:
+    """What `_Floor` and the ingestors do, in one process: payloads are read in order of arrival."""
+
+    def __init__(
+        self, store: Store, catalogue: Catalogue, data_dir: Path, ring_bytes: int = 1 << 30
+    ) -> None:
+        self._data_dir, self._ring_bytes = data_dir, ring_bytes
+        self._intakes: dict[str | None, Intake] = {}
+        self._former = Former(catalogue, self, self._write)
+        self._orders: list[tuple[Ingest, object] | Assemble] = []
+        self.joined: list[PayloadKey] = []
+        self.restated: list[PayloadKey] = []
+        self.formed: list[Assemble] = []
+        self.reception = Reception(
+            State(), store, Plan(), self, coordinator="c", poll_seconds=1.0
+        )  # fmt: skip
+
+    # --- the floor ------------------------------------------------------------------------
+    def ingest(self, order: Ingest, payload: object) -> None:
+        self._orders.append((order, payload))
+
+    def assemble(self, order: Assemble) -> None:
+        self._orders.append(order)
+
+    async def hear(self, said: Iterable[Said], batch: int = 40) -> None:
+        """Take in what was said, in batches of each sender, and do what follows of it."""
+        everything = list(said)
+        for begin in range(0, len(everything), batch):
+            senders: dict[str, list[Said]] = {}
+            for each in everything[begin : begin + batch]:
+                senders.setdefault(each.sender.incarnation, []).append(each)
+            for own in senders.values():
+                answer = await self.reception.record(
+                    own[0].sender.wire(),
+                    [each.event.wire() for each in own],
+                    {e.event.seq: e.payload for e in own if e.payload is not None},
+                )
+                assert not answer["refused"], answer
+            await self.work()
+
+    async def work(self) -> None:
+        """Carry out what is to do until nothing is."""
+        while self._orders:
+            order = self._orders.pop(0)
+            if isinstance(order, Assemble):
+                attempt = self.reception.state.attempt(order.attempt_id)
+                assert attempt is not None
+                await self._former.form(order, attempt.run)
+                self.formed.append(order)
+                continue
+            ingest, payload = order
+            outcome = self._node(ingest.node_id).take(ingest.key, ingest.job, payload)
+            assert outcome.state == "ingested", outcome
+            await self.reception.settle(
+                ingest.key, outcome.state, outcome.reason, outcome.rows, **outcome.columns
+            )
+            self._orders += self._former.arrived(ingest.job, outcome.rows)
+
+    # --- the hands ------------------------------------------------------------------------
+    async def restate(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes | None:
+        self.restated.append(key)
+        try:
+            return Retake(self._node(node_id)).restate(key, job, pair, skips)
+        except StagescopeError:
+            return None
+
+    async def join(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        sources: Sequence[tuple[Any, ...]],
+    ) -> dict[str, Any] | None:
+        self.joined.append(key)
+        mine = Retake(self._node(node_id))
+        found: list[RolloutRows] = []
+        try:
+            wanted = mine.samples(key, job)
+            for source in (Source(*fields) for fields in sources):
+                found += Retake(self._node(source.node_id)).rollouts([source], wanted)
+            return mine.join(key, job, found)
+        except StagescopeError:
+            return None
+
+    async def _write(self, rows: Sequence[Put | Delete]) -> None:
+        await asyncio.sleep(0)
+        await self.reception.write(rows)
+
+    def _node(self, node_id: str | None) -> Intake:
+        if node_id not in self._intakes:
+            ring = Ring(ring_directory(self._data_dir, str(node_id)), self._ring_bytes)
+            self._intakes[node_id] = Intake(self._data_dir, str(node_id), ring)
+        return self._intakes[node_id]
