@@ -359,7 +359,7 @@ class _Floor:
         try:
             ingestor = self._ingestors.on(node_id)
             summary: bytes | None = await ingestor.restate.remote(tuple(key), job, pair, skips)
-        except ray.exceptions.RayError:
+        except exceptions.RayError:
             return None
         return summary
 
@@ -374,7 +374,7 @@ class _Floor:
         try:
             ingestor = self._ingestors.on(node_id)
             answer: Reply | None = await ingestor.join.remote(tuple(key), job, sources)
-        except ray.exceptions.RayError:
+        except exceptions.RayError:
             return None
         return answer
 

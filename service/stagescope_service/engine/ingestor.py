@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 NAMESPACE: Final = "stagescope"
 _NICE: Final = 10
+_NODES_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 120.0
 _GONE: Final = (
     exceptions.ObjectLostError,  # OwnerDiedError, ReferenceCountingAssertionError, ...
@@ -114,11 +116,11 @@ class Ingestor:
         if node == self._node_id:
             return await self.rollouts(sources, wanted)
         try:
-            other = ray.get_actor(ingestor_name(node), namespace=NAMESPACE)
+            other: Any = ray.get_actor(ingestor_name(node), namespace=NAMESPACE)
             found: list[RolloutRows] = await other.rollouts.remote(
                 [tuple(source) for source in sources], wanted
             )
-        except (ValueError, ray.exceptions.RayError):
+        except (ValueError, exceptions.RayError):
             return []  # that node is gone: its samples stay without a rollout, and that is said
         return found
 
@@ -200,6 +202,8 @@ class Ingestors:
         self._arguments = (data_dir, ring_bytes, most_bytes)
         self._handles: dict[str, Any] = {}
         self._home = ray.get_runtime_context().get_node_id()
+        self._alive: set[str] = set()
+        self._looked = 0.0
 
     @property
     def home(self) -> str:
@@ -208,7 +212,7 @@ class Ingestors:
 
     def on(self, node_id: str | None) -> Any:
         """Return the handle for a node; the home node's where it is not known or not alive."""
-        node = node_id if node_id is not None and _is_alive(node_id) else self.home
+        node = node_id if node_id is not None and self._is_alive(node_id) else self.home
         handle = self._handles.get(node)
         if handle is None:
             options = {
@@ -229,11 +233,17 @@ class Ingestors:
     def forget(self, node_id: str | None) -> None:
         """Look the ingestor of a node up again next time."""
         self._handles.pop(node_id or self.home, None)
+        self._looked = 0.0
+
+    def _is_alive(self, node_id: str) -> bool:
+        # The list of nodes is a call to the cluster: not one for each payload.
+        now = time.monotonic()
+        if now - self._looked > _NODES_SECONDS:
+            nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+            self._alive = {node["NodeID"] for node in nodes if node["Alive"]}
+            self._looked = now
+        return node_id in self._alive
 
     def all(self) -> dict[str, Any]:
         """Return the handles by node id."""
         return dict(self._handles)
-
-
-def _is_alive(node_id: str) -> bool:
-    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
