@@ -137,10 +137,10 @@ class Service:
         """Wait until Ray made an actor anew; return its pid and when that was (wall)."""
 
         def anew() -> tuple[int, float] | None:
-            with contextlib.suppress(exceptions.RayError, psutil.NoSuchProcess, ValueError):
+            with contextlib.suppress(exceptions.RayError, ValueError):
                 pid = self.pid(which)
                 if pid != old:
-                    return pid, psutil.Process(pid).create_time()
+                    return pid, time.time()
             return None
 
         pid, began = eventually(anew)
@@ -160,8 +160,7 @@ class Service:
         """
         died = time.time()
         old = self.kill(which, pid)
-        # Ray may use a process that it had started in advance.
-        began = max(died, self.reborn(which, old)[1])
+        began = self.reborn(which, old)[1]
         eventually(ready or (lambda: self.ready()[0] == 200))
         now = time.time()
         print(  # noqa: T201 - what was measured
