@@ -170,12 +170,13 @@ class Process:
 
 
 class Training:
-    """16 trainer ranks on node a, two rollout workers on node b.
+    """16 trainer ranks on one node, two rollout workers on another.
 
     Args:
         trainer_has_rollout: the trainer hands over both streams; else only the rollout job does.
         rollout_key: the attempt key of the rollout job; the trainer's is "job-1".
         perturbed: the rank whose old_log_probs are wrong.
+        nodes: the trainer's node and the rollout workers'.
     """
 
     def __init__(
@@ -184,6 +185,7 @@ class Training:
         trainer_has_rollout: bool = True,
         rollout_key: str = "job-1",
         perturbed: int | None = None,
+        nodes: tuple[str, str] = ("node-a", "node-b"),
     ) -> None:
         self.trainer_has_rollout = trainer_has_rollout
         self.perturbed = perturbed
@@ -193,7 +195,7 @@ class Training:
                 "actor",
                 rank,
                 "job-1",
-                "node-a",
+                nodes[0],
                 world_size=DP * PP * CP * TP,
                 data_rank=dp,
                 layout={
@@ -204,7 +206,7 @@ class Training:
             for rank, (dp, pp, cp, tp) in enumerate(places)
         ]  # fmt: skip
         self.rollouts = [
-            Process("rollout", rank, rollout_key, "node-b", world_size=2) for rank in range(2)
+            Process("rollout", rank, rollout_key, nodes[1], world_size=2) for rank in range(2)
         ]
         self.first: dict[int, list[Sample]] = {}
         self.resampled: dict[int, list[Sample]] = {}
