@@ -162,7 +162,7 @@ class Measures:
         return NotFound(
             f"step {place.step} has no numbers (yet): no rank has handed over both streams",
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
-            advice="see /steps/{step}/stages for who has arrived, /losses for what was lost",
+            advice=f"see /steps/{place.step}/stages for who has arrived, /losses for what was lost",
         )
 
 

@@ -24,6 +24,7 @@ from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.samples import sample_rows
 from stagescope_service.engine.values import Payload, read_value
 from stagescope_service.statistics import Settings, TokenBatch, available_pairs, summarise
+from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.artifacts import kept_path, step_directory, write_tensors
@@ -103,7 +104,9 @@ class Intake:
             try:
                 settings = statistics_settings(job.get("settings"))
                 batch = TokenBatch.from_tensors(payload.tensors, payload.strings, meta, pair=pair)
-                yield summarise(batch, settings, name=part_key(*key))
+                summary = summarise(batch, settings, name=part_key(*key))
+                _check_ids(summary)
+                yield summary
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
 
@@ -211,7 +214,8 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
             **_place(job),
             severity="error",
             evidence=odd,
-            advice="see /steps/{step}/tokens for which; statistics are over the finite ones",
+            advice=f"see /steps/{job.get('step')}/tokens?kind=nonfinite for which; statistics are "
+            "over the finite ones",
         )
 
 
@@ -224,6 +228,25 @@ def statistics_settings(settings: object) -> Settings:
     known = settings if isinstance(settings, Mapping) else {}
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
     return Settings(**{name: known[name] for name in names if known.get(name) is not None})
+
+
+def _check_ids(summary: Summary) -> None:
+    """Refuse ids that name several samples of one payload: all but one would not count.
+
+    Raises:
+        InvalidTensor: two rows of an id hold the same positions.
+    """
+    skips = Ledger().claim(summary, None).skips
+    names = dict(zip(summary.sequences.row.tolist(), summary.sequences.samples, strict=True))
+    repeated = {row: names[row] for row, _, _ in skips if names[row]}
+    if repeated:
+        row, name = next(iter(repeated.items()))
+        raise InvalidTensor(
+            f"sample_ids names {name!r:.100} again in row {row}: {len(repeated)} rows of this "
+            "payload hold positions of a sample that another row holds",
+            expected="ids that are unique in a step (the id of a prompt belongs in group_ids), or "
+            "token_offset where the rows are pieces of one sample",
+        )
 
 
 def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
