@@ -204,10 +204,15 @@ class Reception:
             payload: name -> ref or array; the answer then waits for the payload's receipt.
 
         Raises:
-            InvalidInput: a run, role, rank, step or stage that cannot be right.
+            InvalidInput: a run, role, rank, step, stage or payload that cannot be right.
             NotReady: the catalogue cannot be written now; nothing was taken.
         """
         self.check_ready()
+        if payload is not None and not isinstance(payload, Mapping):
+            raise InvalidEvent(
+                f"the payload is a {type(payload).__name__}",
+                expected="a dict of names to tensors or to refs of them",
+            )
         run = check_run_name(fields.get("run"))
         role, rank = fields.get("role") or "actor", fields.get("rank") or 0
         attempt_key = fields.get("attempt_key")

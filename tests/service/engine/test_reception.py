@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from tests.support.stores import eventually, rows_of, url_of
 
-from stagescope.errors import NotReady
+from stagescope.errors import InvalidEvent, NotReady
 from stagescope.schema import Sender
 from stagescope_service.engine.instructions import Assemble, Ingest
 from stagescope_service.engine.plans import Plan
@@ -121,3 +121,11 @@ def test_leases_begin_anew_where_the_catalogue_could_not_be_written(
     assert desk.statuses() == [(0, "open")]
     desk.pass_time(3.0)
     assert desk.statuses() == [(0, "unfinished")]
+
+
+def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(desk: Desk) -> None:
+    with pytest.raises(InvalidEvent, match="the payload is a int"):
+        desk.run(
+            desk.reception.raw("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
+        )
+    assert desk.statuses() == []
