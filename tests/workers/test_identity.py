@@ -35,6 +35,12 @@ def test_arguments_are_shown_without_secrets(argument: str, shown: str) -> None:
     assert identity.hide(argument) == shown
 
 
+def test_value_after_a_secret_option_is_not_shown() -> None:
+    arguments = ["train.py", "--api-key", "hidden", "--lr", "1e-6", "--no-auth", "--steps", "5"]
+    shown = identity.visible_arguments(arguments)
+    assert shown == ["train.py", "--api-key", "...", "--lr", "1e-6", "--no-auth", "--steps", "5"]
+
+
 def test_git_commit_and_dirt_are_read(tmp_path: Path) -> None:
     assert identity.git_state(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]

@@ -15,7 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
         "config": lambda: dict(settings),
         "python": platform.python_version,
         "platform": platform.platform,
-        "argv": lambda: [hide(argument)[:_MAX_VALUE] for argument in sys.argv[:100]],
+        "argv": lambda: visible_arguments(sys.argv[:100]),
         "packages": package_versions,
         "drivers": driver_versions,
         "environment": lambda: visible_environment(os.environ),
@@ -59,6 +59,16 @@ def visible_environment(environment: Mapping[str, str]) -> dict[str, str]:
     names = sorted(name for name in environment if not _SECRET.search(name))[:_MAX_VARIABLES]
     values = {name: environment[name][:_MAX_VALUE] for name in names}
     return {name: value for name, value in values.items() if not _SECRET_VALUE.search(value)}
+
+
+def visible_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without what may be a secret: `--api-key=x`, `--api-key x`."""
+    shown: list[str] = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        secret = before.startswith("-") and "=" not in before and _SECRET.search(before)
+        value = secret and not argument.startswith("-")
+        shown.append("..." if value else hide(argument)[:_MAX_VALUE])
+    return shown
 
 
 def hide(argument: str) -> str:
