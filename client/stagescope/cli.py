@@ -218,9 +218,15 @@ def ranks(session: Session, step: StepWord, **options: Any) -> Table:
     return _noun(session, step, options).ranks(**options)
 
 
-@_question(_MEASURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _ROUND, _LIMIT)
+@_question(
+    _MEASURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _ROUND,
+    click.option(
+        "--kind", type=click.Choice(["worst", "nonfinite"]), help="Only these [default: both]."
+    ),
+    _LIMIT,
+)  # fmt: skip
 def tokens(session: Session, step: StepWord, **options: Any) -> Table:
-    """A step's worst tokens, the worst first."""
+    """A step's worst tokens, the worst first, then those that are not finite."""
     return _noun(session, step, options).tokens(**options)
 
 
@@ -328,6 +334,8 @@ def _ints(text: str, option: str) -> list[int] | str:
                 f"{word!r} is not a number, a range or 'all'", param_hint=option
             )
         ends = int(first), int(last if dash else first)
+        if ends[1] < ends[0]:
+            raise click.BadParameter(f"{word!r} ends before it begins", param_hint=option)
         if ends[1] - ends[0] >= _LONGEST_RANGE:
             raise click.BadParameter(f"{word!r} is too long a range", param_hint=option)
         found += range(ends[0], ends[1] + 1)

@@ -190,8 +190,11 @@ def test_metrics_say_what_they_rest_on() -> None:
             "comparability": [{"code": "shift", "verdict": "warning", "text": "<b>shifted</b>"}],
             "superseded_by": 2,
             "also_live": [{"run": "other", "attempt": 1}],
+            "coverage": {"payloads_ingested": 1, "payloads_refused": 3, "payloads_lost": 0},
         }
     )
+    assert "not in these numbers: 3 refused payloads; see losses" in repr(metrics)
+    assert "lost payloads" not in repr(metrics)
     text, page = repr(metrics), metrics._repr_html_()
     for said in ("partial", "actor/1 s begun", "shift", '"nan": 2', "superseded by: 2", "other"):
         assert said in text
