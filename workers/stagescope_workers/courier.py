@@ -242,7 +242,9 @@ class Courier:
         try:
             answer = call.future.result()
         except Exception as error:
-            self._warn(what, f"{what} failed, and is tried again: {error!r:.300}")
+            self._warn(
+                what, f"{what} failed, and is tried again: {type(error).__name__}: {error!s:.300}"
+            )
             backoff.fail()
             self._connecting.until = backoff.until
             if _is_refusal(error):
