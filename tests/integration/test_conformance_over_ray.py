@@ -28,10 +28,10 @@ def nodes() -> Iterator[tuple[str, str, str]]:
         ray.init(address=cluster.address, log_to_driver=False)
         own = ray.get_runtime_context().get_node_id()
         (other,) = (node["NodeID"] for node in ray.nodes() if node["NodeID"] != own)
-        yield cluster.address, own, other
+        yield str(cluster.address), own, other
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def test_rollouts_of_another_node_are_joined(tmp_path: Path, nodes: tuple[str, str, str]) -> None:

@@ -13,6 +13,9 @@ from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import payloads, samples
 
 TRAINER_STAGES: Final = tuple(name for name in WHOLE_STAGES if name != "rollout_generate")
+MOST_VERSIONS: Final = 100
+"""Policy versions of which a step's samples may be; the newest are looked at."""
+
 REUSED_STEPS: Final = 8
 """A sample that a step so many steps away consumed may be consumed once more."""
 
@@ -37,15 +40,19 @@ def consumed_samples(attempt_ids: Sequence[int], attempt_id: int, step: int) -> 
         samples.c.clock == f"s{step}",
         samples.c.consumed_step == step,
     )
-    # Consumed ones have their step filled in, so few are without one and an index finds them.
-    near = samples.c.step.between(step - REUSED_STEPS, step + REUSED_STEPS)
-    stepless = samples.c.clock.like("v%") & (samples.c.step.is_(None) | near)
-    elsewhere = (samples.c.attempt_id != attempt_id) & (samples.c.clock == f"s{step}")
-    return sa.select(samples).where(
-        samples.c.attempt_id.in_(attempt_ids),
-        stepless | elsewhere,
-        samples.c.sample_uid.in_(consumed),
+    # Three selects and not one OR: each then has an index. Consumed samples have their step
+    # filled in, so few are without one.
+    numbers = (step - REUSED_STEPS, step + REUSED_STEPS)
+    cases = (
+        samples.c.clock.like("v%") & samples.c.step.is_(None),
+        samples.c.clock.like("v%") & samples.c.step.between(*numbers),
+        (samples.c.attempt_id != attempt_id)
+        & (samples.c.step == step)
+        & (samples.c.clock == f"s{step}"),
     )
+    chosen = samples.c.attempt_id.in_(attempt_ids) & samples.c.sample_uid.in_(consumed)
+    found = sa.union_all(*(sa.select(samples).where(chosen, case) for case in cases))
+    return sa.select(found.subquery())
 
 
 def rollout_payloads(
@@ -58,16 +65,16 @@ def rollout_payloads(
         step: the step.
         versions: policy versions; None for those that said none.
     """
-    numbers = [version for version in versions if version is not None]
-    unnumbered = payloads.c.policy_version.is_(None) if None in versions else sa.false()
-    of_version = payloads.c.policy_version.in_(numbers) | unnumbered
-    return (
-        sa.select(payloads)
-        .where(
-            payloads.c.attempt_id.in_(attempt_ids),
-            (payloads.c.step == step) | (payloads.c.step.is_(None) & of_version),
-            payloads.c.state == "ingested",
-            payloads.c.stage.not_in(TRAINER_STAGES),
-        )
-        .order_by(payloads.c.announced_wall, payloads.c.incarnation, payloads.c.seq)
+    chosen = (
+        payloads.c.attempt_id.in_(attempt_ids)
+        & (payloads.c.state == "ingested")
+        & payloads.c.stage.not_in(TRAINER_STAGES)
     )
+    # A select each, and no IN: SQLite then takes the index of those without a step.
+    newest = sorted(versions, key=lambda version: (version is not None, version))[-MOST_VERSIONS:]
+    cases = (
+        payloads.c.step == step,
+        *(payloads.c.step.is_(None) & (payloads.c.policy_version == each) for each in newest),
+    )
+    found = sa.union_all(*(sa.select(payloads).where(chosen, case) for case in cases)).subquery()
+    return sa.select(found).order_by(found.c.announced_wall, found.c.incarnation, found.c.seq)
