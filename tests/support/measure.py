@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.parts import pair_name, part_records
 from stagescope_service.statistics.batch import TokenBatch, available_pairs
 from stagescope_service.statistics.summarise import summarise
 from stagescope_service.statistics.whole import MISMATCH_PAIRS, assemble
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.parts import pair_name, part_records
 
 
 def payload(
