@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from stagescope import nonfinite, render
-from stagescope.frames import Table, context, no_column
+from stagescope.frames import Table, context, gaps_of, no_column
 
 if TYPE_CHECKING:
     import pandas
@@ -148,7 +148,7 @@ class Metrics(Mapping[str, float]):
         if self.complete != "complete":
             missing = f", missing {render.format_value(self.missing)}" if self.missing else ""
             notes.append(f"complete: {self.complete}{missing}")
-        gaps = _gaps(self._about.get("coverage") or {})
+        gaps = gaps_of(self._about.get("coverage") or {})
         if gaps:
             notes.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
         if "comparable" in self._about:
@@ -226,20 +226,6 @@ class Record(Mapping[str, Any]):
         fields = _flattened(self._fields)
         columns = {"field": tuple(fields), "value": tuple(fields.values())}
         return render.html_table(columns, units={}, caption=self._title)
-
-
-_GAPS: Final = {
-    "payloads_refused": "refused payloads",
-    "payloads_lost": "lost payloads",
-    "payloads_dropped": "dropped payloads",
-    "payloads_pending": "payloads on their way",
-    "parts_to_restate": "parts that overlap others",
-}
-
-
-def _gaps(coverage: Mapping[str, Any]) -> list[str]:
-    """Return what was announced and is not in the numbers, as `1 refused payloads`."""
-    return [f"{coverage[name]} {what}" for name, what in _GAPS.items() if coverage.get(name)]
 
 
 def _any_counted(kinds: Any) -> bool:

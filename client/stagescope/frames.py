@@ -207,6 +207,13 @@ class Table:
             foot.append(f"... {self._length - rows} more rows")
         if self._truncated:
             foot.append(f"truncated at {self._length} rows: the service has more (see limit)")
+        about = self._about
+        if "coverage" in about and about.get("complete") not in (None, "complete"):
+            foot.append(f"the step is {render.format_value(about['complete'])}")
+        if "coverage" in about and (gaps := gaps_of(about["coverage"])):
+            foot.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
+        if about.get("superseded_by") is not None:
+            foot.append(f"superseded by {render.format_value(about['superseded_by'])}")
         return foot
 
     def _row(self, index: int) -> dict[str, Any]:
@@ -239,3 +246,17 @@ def context(about: Mapping[str, Any]) -> str:
         if about.get(name) is not None
     ]
     return ", ".join(map(render.printable, parts))
+
+
+_GAPS: Final = {
+    "payloads_refused": "refused payloads",
+    "payloads_lost": "lost payloads",
+    "payloads_dropped": "dropped payloads",
+    "payloads_pending": "payloads on their way",
+    "parts_to_restate": "parts that overlap others",
+}
+
+
+def gaps_of(coverage: Mapping[str, Any]) -> list[str]:
+    """Return what was announced and is not in the numbers, as `1 refused payloads`."""
+    return [f"{coverage[name]} {what}" for name, what in _GAPS.items() if coverage.get(name)]

@@ -16,11 +16,12 @@ def test_secrets_are_left_out_by_name_and_by_value() -> None:
     environment = {
         "HF_TOKEN": "hidden", "wandb_api_key": "hidden", "DB_PASSWORD": "hidden",
         "AWS_SECRET_ACCESS": "hidden", "GOOGLE_APPLICATION_CREDENTIALS": "hidden",
-        "PROXY": "http://user:hidden@proxy:80", "NCCL_DEBUG": "INFO", "LONG": "x" * 10_000,
+        "PROXY": "http://user:hidden@proxy:80", "NCCL_DEBUG": "INFO", "CUDA_LONG": "x" * 10_000,
+        "GIT_CRED": "hidden", "MY_DSN": "hidden", "RAY_AUTH_TOKEN": "hidden",
     }  # fmt: skip
     shown = identity.visible_environment(environment)
-    assert set(shown) == {"NCCL_DEBUG", "LONG"}
-    assert len(shown["LONG"]) == 2000
+    assert set(shown) == {"NCCL_DEBUG", "CUDA_LONG"}
+    assert len(shown["CUDA_LONG"]) == 2000
 
 
 @pytest.mark.parametrize(

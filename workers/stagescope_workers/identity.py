@@ -28,6 +28,15 @@ PACKAGES: Final = (
 )  # fmt: skip
 
 _SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie|session", re.I)
+# What shapes a training or its numbers. A list of what may be shown, for no list of what must not
+# be is ever complete.
+_SHOWN: Final = re.compile(
+    r"(ACCELERATE|ACL|ASCEND|ATB|CANN|CONDA|CT2|CUBLAS|CUDA|CUDNN|DEEPSPEED|FLASH|FSDP|GLOO|GOMP|"
+    r"GPU|HABANA|HCCL|HCOMM|HF|HIP|HYDRA|KMP|LD|LOCAL|MASTER|MEGATRON|MINDSPEED|MKL|MSPROBE|NCCL|"
+    r"NEURON|NPU|NUMBA|NUMEXPR|NVIDIA|NVTE|OMP|OPENBLAS|PYTHON|PYTORCH|RANK|RAY|ROCM|ROCR|SGLANG|"
+    r"SLURM|STAGESCOPE|TASK|TBE|TE|TF32|TOKENIZERS|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VERL|"
+    r"VLLM|WEAVER|WORLD|XDG|XLA)(_|$|[A-Z0-9])"
+)
 # An address may carry a password, whatever its variable is called: https://user:password@host
 _SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
 _GIT_SECONDS: Final = 2.0
@@ -55,8 +64,9 @@ def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def visible_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without variables that may hold a secret, by name or by value."""
-    names = sorted(name for name in environment if not _SECRET.search(name))[:_MAX_VARIABLES]
+    """Return the variables that shape a training, none that may hold a secret by name or value."""
+    shown = (name for name in environment if _SHOWN.match(name) and not _SECRET.search(name))
+    names = sorted(shown)[:_MAX_VARIABLES]
     values = {name: environment[name][:_MAX_VALUE] for name in names}
     return {name: value for name, value in values.items() if not _SECRET_VALUE.search(value)}
 

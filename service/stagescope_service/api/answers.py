@@ -57,6 +57,7 @@ def said_of(measured: Measured) -> Row:
         "stage": whole.stage,
         "role": _roles(measured),
         "pair": list(whole.summary.pair),
+        "coverage": coverage(measured),
     }
 
 
@@ -83,7 +84,6 @@ def metrics(measured: Measured, number: int | None = None) -> Row:
             if check.status != "ok"
         ],
         "streams": measured.streams,
-        "coverage": coverage(measured),
         "rollout_is": weights(summary),
         "differing": [list(keys) for keys in whole.differing],
     }

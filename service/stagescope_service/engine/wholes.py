@@ -133,5 +133,6 @@ def _replicas(whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[s
         f"{len(pairs)} ranks hold the same rows as another rank and differ from it in log-probs",
         **place,
         evidence={"pairs": pairs[:100]},
-        advice="compare these ranks: replicas of one model on one batch should agree",
+        advice="replicas of one model on one batch should agree; if these ranks are no replicas, "
+        "their sample_ids are not unique in the step, and all but one of them are left out",
     )

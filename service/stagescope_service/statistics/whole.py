@@ -201,6 +201,7 @@ class _Books:
         self._holders: dict[tuple[Any, ...], PartRecord] = {}
         self._epochs: dict[tuple[Any, ...], int] = {}
         self._digests: dict[tuple[Any, ...], str] = {}
+        self._sampled: dict[tuple[Any, ...], tuple[bytes, str]] = {}
         self.counted: list[PartRecord] = []
         self.left_out: dict[str, str] = {}
         self.duplicates = 0
@@ -221,6 +222,8 @@ class _Books:
         holder = self._holders.setdefault((*record.group, record.part), record)
         if why is None:
             self.counted.append(record)
+            if record.has_ids:
+                self._contradicted(record)
             return
         self.left_out[record.key] = why
         if why != PARTIAL:
@@ -228,6 +231,24 @@ class _Books:
         same_tokens = why in (REPLICA, REPEATED) and holder is not record
         if same_tokens and holder.digest != record.digest:
             self.differing.append((record.key, holder.key))
+        elif why == REPEATED and record.has_ids:
+            other = self._contradicted(record)
+            if other is not None:
+                self.differing.append((record.key, other))
+
+    def _contradicted(self, record: PartRecord) -> str | None:
+        """Note a record's samples; name a part of the same pass that has others by these ids.
+
+        Ranks whose ids are not unique in the step would otherwise pass for replicas, in silence.
+        """
+        sequences, part = record.summary.sequences, record.part
+        found = None
+        for sample, values in zip(sequences.samples, sequences.values, strict=True):
+            key = (sample, record.role, part.epoch, part.occurrence, record.cp_rank)
+            content, owner = self._sampled.setdefault(key, (values.tobytes(), record.key))
+            if owner != record.key and content != values.tobytes():
+                found = found or owner
+        return found
 
     def _by_sample(self, record: PartRecord) -> str | None:
         claim = self._ledger.claim(record.summary, record.cp_rank)

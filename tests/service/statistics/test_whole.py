@@ -294,3 +294,16 @@ def test_any_ranks_parts_and_replicas_give_the_same_whole(seed: int, data: st.Da
     assert_same(whole.summary, plain(streams))
     assert not whole.restate
     assert not whole.differing
+
+
+def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
+    """Two ranks number their samples from 0 each: one is left out, and that is said."""
+    first, second = make(seed=1), make(seed=2)
+    second = (second[0], second[1], first[2])
+    rows = list(range(ROWS))
+    one = record("a", rows_of(first, rows), rank=0)
+    other = record("b", rows_of(second, rows), rank=1)
+    same = record("c", rows_of(first, rows), rank=2)
+    whole = assemble([one, other, same])
+    assert whole.counted == ("a",)
+    assert whole.differing == (("b", "a"),)
