@@ -41,7 +41,15 @@ _RECENT: Final = 100
 # Columns that are shown first: a table in 80 columns leaves out the last.
 _RUN_ORDER: Final = ("run", "live", "attempt", "last_closed_step", "last_wall")
 _ATTEMPT_ORDER: Final = ("attempt", "state", "first_step", "last_closed_step", "resumed_from_step")
-_STEPS_ORDER: Final = ("step", "attempt", "complete", "measured", "superseded_by", "missing")
+_STEPS_ORDER: Final = (
+    "step",
+    "attempt",
+    "complete",
+    "measured",
+    "losses",
+    "superseded_by",
+    "missing",
+)
 _FINDING_ORDER: Final = ("severity", "kind", "message", "step", "stage", "role", "rank", "count")
 _PLAN_ORDER: Final = ("capture_id", "run", "steps", "stages", "ranks", "roles", "by", "created")
 _LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")

@@ -79,6 +79,7 @@ def step_row(row: Row, superseded_by: int | None, arrival: Arrival | None) -> Ro
         "closed_wall": row["closed_wall"],
         "close_reason": row["close_reason"],
         "measured": row["has_whole"],
+        "losses": row["losses"],
         "pinned": bool(row["pinned"]),
     }
 

@@ -110,7 +110,7 @@ class Catalogue:
         before: int | None = None,
         limit: int = LIMIT,
     ) -> list[Row]:
-        """Return steps, newest first, with `run`, `attempt` and `has_whole` (not the blob).
+        """Return steps, newest first, with `run`, `attempt`, `losses`, `has_whole` (not the blob).
 
         Args:
             attempt_id: of this attempt; None for all attempts of `run`.

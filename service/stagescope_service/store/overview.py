@@ -123,11 +123,18 @@ def training_attempt() -> Query:
 
 
 def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
-    """Select steps, newest first, without their blobs."""
+    """Select steps, newest first, without their blobs, with how many losses each has."""
+    lost = (
+        sa.select(sa.func.count())
+        .where(losses.c.attempt_id == tables.steps.c.attempt_id)
+        .where(losses.c.step == tables.steps.c.step)
+        .scalar_subquery()
+    )
     query = (
         sa.select(
             *(column for column in tables.steps.columns if column.name != "whole"),
             tables.steps.c.whole.is_not(None).label("has_whole"),
+            lost.label("losses"),
             tables.attempts.c.run,
             tables.attempts.c.number.label("attempt"),
         )

@@ -256,6 +256,9 @@ class TestLossesAndFindings:
             rank.say(
                 "dropped", what="payload", count=count, bytes=10, reason="full", step=2, stage="s"
             )
+        told = {row["step"]: row["losses"] for row in live.get("/steps")["rows"]}
+        assert told == {step: len(live.get("/losses", step=step)["rows"]) for step in told}
+        assert sum(told.values()) == 3
         answer = live.get("/losses")
         assert answer["run"] == "r"
         assert [row["count"] for row in answer["rows"]] == [3, 2, 1]
