@@ -6,30 +6,26 @@ is found by name and left alone.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import ray
 from ray import exceptions
 
-from stagescope.errors import Conflict, NotReady, StagescopeError, Unreachable
-from stagescope_service import embedded
-from stagescope_service.api.app import make_app
+from stagescope.errors import Conflict, NotReady, Unreachable
+from stagescope_service import embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
-from stagescope_service.api.server import ApiServer as HttpServer
+from stagescope_service.api_actor import ApiServer
 from stagescope_service.engine.coordinator import NAME, NAMESPACE, DebugCoordinator
 from stagescope_service.engine.ingestor import ingestor_name
 from stagescope_service.settings import Settings
-from stagescope_service.store.catalogue import Catalogue
 
 API_NAME: Final = "ApiServer"
 CONCURRENCY: Final = 20_000
@@ -38,8 +34,6 @@ LOCAL: Final = "local"
 """As an address: a cluster of the service's own, whatever else runs on the machine."""
 _CALL_SECONDS: Final = 15.0
 _START_SECONDS: Final = 60.0
-
-Reply = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,131 +46,6 @@ class ServiceInfo:
     address: str
     cluster: Literal["joined", "running", "embedded"]
     already_running: bool
-
-
-class CoordinatorCommands:
-    """`api.Commands` over Ray; found again by name after the actor was made anew."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-
-    async def record_events(
-        self,
-        *,
-        sender: Sequence[Any],
-        events: Sequence[Sequence[Any]],
-        payloads: Mapping[int, Any] | None = None,
-    ) -> Reply:
-        """Hand a batch on; its payloads go through this node's object store."""
-        refs = {seq: ray.put(payload) for seq, payload in (payloads or {}).items()}
-        return await self._call("record_events", sender=sender, events=events, payloads=refs)
-
-    async def poll(
-        self, *, sender: Sequence[Any], revision: int, unreceipted: Sequence[int], wait: float
-    ) -> Reply:
-        """Hand a poll on."""
-        return await self._call(
-            "poll", sender=sender, revision=revision, unreceipted=unreceipted, wait=wait
-        )
-
-    async def plan(self) -> Reply:
-        """Return the plan in force."""
-        return await self._call("plan")
-
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
-        """Order a capture."""
-        return await self._call("add_capture", spec=dict(spec), by=by)
-
-    async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
-        """Withdraw a capture."""
-        return await self._call("remove_capture", capture_id=capture_id, by=by)
-
-    async def status(self) -> Reply:
-        """Return how the coordinator is."""
-        return await self._call("status")
-
-    async def _call(self, method: str, **arguments: Any) -> Reply:
-        seconds = _CALL_SECONDS + float(arguments.get("wait") or 0.0)
-        try:
-            if self._handle is None:
-                self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)
-            ref = getattr(self._handle, method).remote(**arguments)
-            answer: Reply = await asyncio.wait_for(asyncio.wrap_future(ref.future()), seconds)
-            return answer
-        except exceptions.RayTaskError as error:
-            if isinstance(error.cause, StagescopeError):
-                raise error.cause from None
-            raise
-        except (ValueError, exceptions.RayError) as error:
-            self._handle = None
-            raise NotReady(
-                f"the coordinator cannot be reached: {type(error).__name__}",
-                advice="Ray is restarting it; the same call may be made again",
-            ) from error
-        except asyncio.TimeoutError as error:
-            raise NotReady(
-                f"the coordinator did not answer {method} within {seconds:.0f} s",
-                advice="the same call may be made again",
-            ) from error
-
-
-class ApiServer:
-    """The API's actor: uvicorn in a thread, reading the catalogue, calling the coordinator."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = Settings(**settings)
-        self._server: HttpServer | None = None
-        self._problem = "the API is starting"
-        self._started = time.time()
-        self._stopping = threading.Event()
-        # Nothing that can fail may run in a constructor: a restarted one would end the actor.
-        threading.Thread(target=self._keep_serving, name="api-starter", daemon=True).start()
-
-    def _keep_serving(self) -> None:
-        while not self._stopping.is_set():
-            server = self._server
-            if server is None or not server.running:
-                try:
-                    self._server = self._serve()
-                    self._problem = ""
-                except (StagescopeError, OSError) as error:
-                    self._problem = str(error)
-            self._stopping.wait(0.5)
-
-    def _serve(self) -> HttpServer:
-        settings = self._settings
-        settings.data_path.mkdir(parents=True, exist_ok=True)
-        tokens = Tokens.load(settings) if settings.auth else None
-        app = make_app(
-            catalogue=Catalogue(settings.catalogue_url),
-            commands=CoordinatorCommands(),
-            settings=settings,
-            tokens=tokens,
-        )
-        # After a restart the port is kept, so that notebooks and URLs go on working.
-        port = _port_of(settings) or settings.port
-        server = HttpServer(app, host=settings.host, port=port)
-        server.start(wait_for_port=5.0)
-        _write_service_file(settings, {"url": server.url, "pid": os.getpid()})
-        return server
-
-    def where(self) -> dict[str, Any]:
-        """Return how the API is; `url` is None while it does not serve, `problem` says why."""
-        server = self._server
-        url = server.url if server is not None and server.running else None
-        return {
-            "url": url,
-            "problem": self._problem,
-            "pid": os.getpid(),
-            "started": self._started,
-            "home": str(self._settings.home),
-        }
-
-    def stop(self) -> None:
-        """Let go of the port."""
-        self._stopping.set()
-        if self._server is not None:
-            self._server.stop()
 
 
 def start_service(settings: Settings, *, address: str | None = None) -> ServiceInfo:
@@ -201,8 +70,8 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         options = json.loads(
             settings.model_dump_json(exclude={"read_token", "operate_token"}, exclude_none=True)
         )
-        known = _read_service_file(settings)
-        _write_service_file(
+        known = service_file.read(settings)
+        service_file.change(
             settings,
             {
                 **({} if running else {"url": None}),
@@ -234,7 +103,7 @@ def stop_service(settings: Settings, *, address: str | None = None) -> bool:
 
     Returns whether one was running.
     """
-    known = _read_service_file(settings)
+    known = service_file.read(settings)
     given = None if address == LOCAL else address
     joined = given or known.get("cluster_address") or os.environ.get("RAY_ADDRESS")
     found = False
@@ -244,13 +113,8 @@ def stop_service(settings: Settings, *, address: str | None = None) -> bool:
     pid = known.get("embedded_pid")
     if isinstance(pid, int):
         found = embedded.stop(pid, settings.home) or found
-    service_file(settings).unlink(missing_ok=True)
+    service_file.path_of(settings).unlink(missing_ok=True)
     return found
-
-
-def service_file(settings: Settings) -> Path:
-    """Return the file that tells clients of this home where the service is."""
-    return settings.home / "service.json"
 
 
 # --- clusters -------------------------------------------------------------------------------
@@ -261,7 +125,7 @@ def _find_cluster(
         return "joined", address
     if not address and os.environ.get("RAY_ADDRESS"):
         return "joined", os.environ["RAY_ADDRESS"]
-    known = _read_service_file(settings)
+    known = service_file.read(settings)
     pid = known.get("embedded_pid")
     if isinstance(pid, int) and embedded.is_ours(pid, settings.home):
         return "embedded", str(known["cluster_address"])
@@ -269,7 +133,7 @@ def _find_cluster(
     if running is not None:
         return "running", running
     pid, started = embedded.start(settings.home)
-    _write_service_file(settings, {"embedded_pid": pid, "cluster_address": started})
+    service_file.change(settings, {"embedded_pid": pid, "cluster_address": started})
     return "embedded", started
 
 
@@ -374,29 +238,3 @@ def _stop_actors() -> bool:
                 ray.get(actor.stop.remote(), timeout=_CALL_SECONDS)
         ray.kill(actor, no_restart=True)
     return found
-
-
-# --- service.json ---------------------------------------------------------------------------
-def _read_service_file(settings: Settings) -> dict[str, Any]:
-    try:
-        known = json.loads(service_file(settings).read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write_service_file(settings: Settings, change: Mapping[str, Any]) -> None:
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = service_file(settings)
-    content = {**_read_service_file(settings), **change}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(content, file, indent=1)
-    os.replace(temporary, path)
-
-
-def _port_of(settings: Settings) -> int | None:
-    url = _read_service_file(settings).get("url")
-    _, _, port = str(url or "").rpartition(":")
-    return int(port) if settings.port == 0 and port.isdigit() else None

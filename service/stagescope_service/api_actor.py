@@ -1,0 +1,151 @@
+"""The API's actor: uvicorn in a thread, and the coordinator's calls over Ray behind its routes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import ray
+from ray import exceptions
+
+from stagescope.errors import NotReady, StagescopeError
+from stagescope_service import service_file
+from stagescope_service.api.app import make_app
+from stagescope_service.api.auth import Tokens
+from stagescope_service.api.server import ApiServer as HttpServer
+from stagescope_service.engine.coordinator import NAME, NAMESPACE
+from stagescope_service.settings import Settings
+from stagescope_service.store.catalogue import Catalogue
+
+_CALL_SECONDS: Final = 15.0
+
+Reply = dict[str, Any]
+
+
+class CoordinatorCommands:
+    """`api.Commands` over Ray; found again by name after the actor was made anew."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    async def record_events(
+        self,
+        *,
+        sender: Sequence[Any],
+        events: Sequence[Sequence[Any]],
+        payloads: Mapping[int, Any] | None = None,
+    ) -> Reply:
+        """Hand a batch on; its payloads go through this node's object store."""
+        refs = {seq: ray.put(payload) for seq, payload in (payloads or {}).items()}
+        return await self._call("record_events", sender=sender, events=events, payloads=refs)
+
+    async def poll(
+        self, *, sender: Sequence[Any], revision: int, unreceipted: Sequence[int], wait: float
+    ) -> Reply:
+        """Hand a poll on."""
+        return await self._call(
+            "poll", sender=sender, revision=revision, unreceipted=unreceipted, wait=wait
+        )
+
+    async def plan(self) -> Reply:
+        """Return the plan in force."""
+        return await self._call("plan")
+
+    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
+        """Order a capture."""
+        return await self._call("add_capture", spec=dict(spec), by=by)
+
+    async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
+        """Withdraw a capture."""
+        return await self._call("remove_capture", capture_id=capture_id, by=by)
+
+    async def status(self) -> Reply:
+        """Return how the coordinator is."""
+        return await self._call("status")
+
+    async def _call(self, method: str, **arguments: Any) -> Reply:
+        seconds = _CALL_SECONDS + float(arguments.get("wait") or 0.0)
+        try:
+            if self._handle is None:
+                self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)
+            ref = getattr(self._handle, method).remote(**arguments)
+            answer: Reply = await asyncio.wait_for(asyncio.wrap_future(ref.future()), seconds)
+            return answer
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, StagescopeError):
+                raise error.cause from None
+            raise
+        except (ValueError, exceptions.RayError) as error:
+            self._handle = None
+            raise NotReady(
+                f"the coordinator cannot be reached: {type(error).__name__}",
+                advice="Ray is restarting it; the same call may be made again",
+            ) from error
+        except asyncio.TimeoutError as error:
+            raise NotReady(
+                f"the coordinator did not answer {method} within {seconds:.0f} s",
+                advice="the same call may be made again",
+            ) from error
+
+
+class ApiServer:
+    """The API's actor: uvicorn in a thread, reading the catalogue, calling the coordinator."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = Settings(**settings)
+        self._server: HttpServer | None = None
+        self._problem = "the API is starting"
+        self._started = time.time()
+        self._stopping = threading.Event()
+        # Nothing that can fail may run in a constructor: a restarted one would end the actor.
+        threading.Thread(target=self._keep_serving, name="api-starter", daemon=True).start()
+
+    def _keep_serving(self) -> None:
+        while not self._stopping.is_set():
+            server = self._server
+            if server is None or not server.running:
+                try:
+                    self._server = self._serve()
+                    self._problem = ""
+                except (StagescopeError, OSError) as error:
+                    self._problem = str(error)
+            self._stopping.wait(0.5)
+
+    def _serve(self) -> HttpServer:
+        settings = self._settings
+        settings.data_path.mkdir(parents=True, exist_ok=True)
+        tokens = Tokens.load(settings) if settings.auth else None
+        app = make_app(
+            catalogue=Catalogue(settings.catalogue_url),
+            commands=CoordinatorCommands(),
+            settings=settings,
+            tokens=tokens,
+        )
+        # After a restart the port is kept, so that notebooks and URLs go on working.
+        port = service_file.last_port(settings) or settings.port
+        server = HttpServer(app, host=settings.host, port=port)
+        server.start(wait_for_port=5.0)
+        service_file.change(settings, {"url": server.url, "pid": os.getpid()})
+        return server
+
+    def where(self) -> dict[str, Any]:
+        """Return how the API is; `url` is None while it does not serve, `problem` says why."""
+        server = self._server
+        url = server.url if server is not None and server.running else None
+        return {
+            "url": url,
+            "problem": self._problem,
+            "pid": os.getpid(),
+            "started": self._started,
+            "home": str(self._settings.home),
+        }
+
+    def stop(self) -> None:
+        """Let go of the port."""
+        self._stopping.set()
+        if self._server is not None:
+            self._server.stop()
