@@ -72,7 +72,7 @@ def test_hello_comes_first_and_says_who(
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "hidden")
     monkeypatch.setenv("SOME_URL", "https://me:hidden@host/")
-    monkeypatch.setenv("MY_SETTING", "shown")
+    monkeypatch.setenv("NCCL_DEBUG", "shown")
     make_probe(world_size=2, layout={"tp_rank": 1}, settings={"rollout_is": "token"})
     wait_for(lambda: coordinator.batches)
     hello = coordinator.batches[0][0]
@@ -82,7 +82,7 @@ def test_hello_comes_first_and_says_who(
     assert hello.fields["layout"]["tp_rank"] == 1
     assert hello.fields["layout"]["host"]
     fingerprint = hello.fields["fingerprint"]
-    assert fingerprint["environment"]["MY_SETTING"] == "shown"
+    assert fingerprint["environment"]["NCCL_DEBUG"] == "shown"
     assert "hidden" not in repr(fingerprint)
     assert fingerprint["packages"]["numpy"] == np.__version__
     assert fingerprint["config"] == {"rollout_is": "token"}
