@@ -1,0 +1,159 @@
+"""What lets verl train without an accelerator; loaded by `VERL_USE_EXTERNAL_MODULES`.
+
+verl has a place for other devices (`PlatformRegistry`), which `CpuPlatform` fills. Four spots in
+verl assume an accelerator in other ways and are patched here, in every process that imports verl:
+
+* `torch.distributed.init_process_group`: verl asks for "cpu:gloo,cpu:gloo", torch takes one
+  backend a device;
+* the critic's loader asks for flash attention, whatever the configuration says;
+* the reference model is offloaded into pinned memory, which needs an accelerator;
+* `ResourcePoolManager` counts GPUs or NPUs before it asks Ray for the platform's own resource.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.single_controller.ray.base import ResourcePoolManager
+
+
+def _device_module() -> types.ModuleType:
+    """Return `torch.cpu` with what verl expects of `torch.cuda` besides."""
+    module = types.ModuleType("cpu_device")
+    vars(module).update({name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
+    vars(module).update(
+        empty_cache=lambda: None,
+        get_device_name=lambda *_: "CPU",
+        max_memory_allocated=lambda *_: 0,
+        max_memory_reserved=lambda *_: 0,
+        mem_get_info=lambda *_: (0, 0),
+        memory_allocated=lambda *_: 0,
+        memory_reserved=lambda *_: 0,
+        set_device=lambda *_: None,
+    )
+    return module
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):
+    """The CPU as a device of verl; a rank takes one of Ray's CPU slots."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _device_module()
+
+    def is_available(self) -> bool:
+        """Every host has one."""
+        return True
+
+    def current_device(self) -> str:
+        """Return what `tensor.to()` takes; a bare index would mean an accelerator."""
+        return "cpu"
+
+    def device_count(self) -> int:
+        """One: there is no choice."""
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        """There is no choice."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Nothing runs ahead of the host."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's generator."""
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed torch's generator."""
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """The host's allocator has none."""
+
+    def empty_cache(self) -> None:
+        """The host's allocator has no cache."""
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        """A CPU has no CUDA capability."""
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        """Return the one backend for tensors on the host."""
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        """Return a name that nobody reads."""
+        return "CPU_VISIBLE_DEVICES"
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        """There is no device profiler to tell."""
+        yield
+
+    def profiler_start(self) -> None:
+        """There is no device profiler."""
+
+    def profiler_stop(self) -> None:
+        """There is no device profiler."""
+
+    def ray_resource_name(self) -> str:
+        """Return a resource that every Ray cluster has."""
+        return "CPU"
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        """Ask for a rank's share of its CPU slot."""
+        return {"num_cpus": num_gpus}
+
+    def ray_noset_envvars(self) -> list[str]:
+        """Ray hides no CPU from a worker."""
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        """There is no device memory to share."""
+        return False
+
+    def cudart(self) -> None:
+        """There is no CUDA runtime."""
+
+
+def _one_backend_a_device() -> None:
+    original = torch.distributed.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        pairs = backend.split(",") if backend else []
+        return original(",".join(dict.fromkeys(pairs)) or None, *args, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+
+
+def _critic_without_flash_attention() -> None:
+    original = transformers.AutoModelForTokenClassification.from_pretrained
+
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "attn_implementation": "sdpa"})
+
+    transformers.AutoModelForTokenClassification.from_pretrained = from_pretrained
+
+
+def _pinned_memory_is_memory() -> None:
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
+
+
+def _ray_counts_the_slots() -> None:
+    # Ray waits for the placement group anyhow.
+    ResourcePoolManager._check_resource_available = lambda _: None
+
+
+_one_backend_a_device()
+_critic_without_flash_attention()
+_pinned_memory_is_memory()
+_ray_counts_the_slots()
