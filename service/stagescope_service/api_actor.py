@@ -14,8 +14,11 @@ from ray import exceptions
 
 from stagescope.errors import NotReady, StagescopeError
 from stagescope_service import service_file
+from stagescope_service.api import steps
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
+from stagescope_service.api.desk import Desk
+from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.engine.coordinator import NAME, NAMESPACE
 from stagescope_service.settings import Settings
@@ -143,6 +146,26 @@ class ApiServer:
             "started": self._started,
             "home": str(self._settings.home),
         }
+
+    def step_metrics(self, *, run: str, step: int, attempt_key: str | None = None) -> bytes:
+        """Return what `GET /steps/{step}/metrics` answers, for processes of the cluster.
+
+        The API's address is loopback by default: a trainer on another node cannot ask it. Runs in
+        a thread of the actor's own, beside those of the HTTP server.
+
+        Raises:
+            NotReady: the API does not serve (yet).
+            NotFound: no such run, attempt or step, or nothing was measured of it (yet).
+        """
+        server = self._server
+        if server is None or not server.running:
+            raise NotReady(
+                f"the API does not serve: {self._problem or 'it is being started anew'}",
+                advice="the same call may be made again",
+            )
+        desk: Desk = server.app.state.desk
+        target = desk.finder.step(run, None, step, key=attempt_key)
+        return encode(steps.metrics_of(desk, target))
 
     def stop(self) -> None:
         """Let go of the port."""

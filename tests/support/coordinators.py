@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from stagescope.errors import NotFound
 from stagescope.schema import Event, Sender
 
 
@@ -127,6 +128,28 @@ class FakeCoordinator:
         return self.mode == "serve"
 
 
+class FakeApi:
+    """Answers questions about a step's metrics as the test says: an answer, an error, or never."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, dict[str, Any] | Exception] = {}
+        self.asked: list[tuple[str, str | None, int]] = []
+        self.hangs = False
+        self.hanging: list[Future[dict[str, Any]]] = []
+
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        said = self.answers.get(step, NotFound(f"step {step} has no numbers (yet)"))
+        if self.hangs:
+            self.hanging.append(future)
+        elif isinstance(said, Exception):
+            future.set_exception(said)
+        else:
+            future.set_result(said)
+        self.asked.append((run, attempt_key, step))
+        return future
+
+
 class FakeLink:
     """A link to whatever coordinator the test has put in place."""
 
@@ -152,6 +175,9 @@ class FakeLink:
         assert self._coordinator is not None
         return self._coordinator.poll(revision, unreceipted, wait)
 
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
+        return self._place.api.metrics(run, attempt_key, step)
+
     def moved(self) -> bool:
         return self._place.coordinator is not self._coordinator
 
@@ -167,6 +193,7 @@ class FakeService:
 
     def __init__(self, coordinator: FakeCoordinator | None = None) -> None:
         self.coordinator = coordinator
+        self.api = FakeApi()
         self.pack_error: Exception | None = None
         self.packed = 0
         self.closed = 0

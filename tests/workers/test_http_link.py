@@ -20,7 +20,8 @@ from stagescope_service.api import framing as api_framing
 from stagescope_workers import framing, lifecycle
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.draft import Draft
-from stagescope_workers.link import HttpLink, find_link
+from stagescope_workers.http_link import HttpLink
+from stagescope_workers.link import find_link
 from stagescope_workers.payload import owned_tensor
 
 SENDER = (1, "incarnation", "run", "key", "actor", 0, None, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -47,3 +48,17 @@ class Backoff:
         """Wait no more."""
         self._failures = 0
         self.until = 0.0
+
+
+def in_thread(call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    """Run `call` in a daemon thread: an executor joins its own at exit, even one that hangs."""
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="stagescope-call", daemon=True).start()
+    return future

@@ -137,9 +137,9 @@ class Courier:
         return self._link is not None and self.answers > 0
 
     @property
-    def has_link(self) -> bool:
-        """Say whether a way to the service was found."""
-        return self._link is not None
+    def link(self) -> Link | None:
+        """The way to the service that is open now; None while none was found."""
+        return self._link
 
     def _run(self) -> None:
         while not self._stopping:

@@ -7,20 +7,24 @@ it is initialised: `ray.get_actor` in a process without Ray would start a cluste
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, NamedTuple, Protocol
 
-from stagescope.errors import StagescopeError, Unauthorized, Unreachable
-from stagescope_workers.framing import MEDIA_TYPE, pack_batch
+from stagescope.errors import Unreachable
+from stagescope_workers.calls import in_thread
+from stagescope_workers.http_link import HttpLink
 
 COORDINATOR: Final = "DebugCoordinator"
+API: Final = "ApiServer"
 NAMESPACE: Final = "stagescope"
 _JOIN_SECONDS: Final = 5.0
+_READ_SECONDS: Final = 30.0
 
 _log = logging.getLogger("stagescope.workers")
 _forked_from_ray = False
@@ -43,6 +47,14 @@ class Link(Protocol):
         self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
     ) -> Future[dict[str, Any]]:
         """Ask for the plan and receipts, and renew the lease."""
+        ...
+
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
+        """Ask what `GET /steps/{step}/metrics` answers; the coordinator is not asked.
+
+        The future fails with NotFound while nothing of the step was measured, and with another
+        error where the API is dead, restarting or silent.
+        """
         ...
 
     def moved(self) -> bool:
@@ -141,6 +153,24 @@ class RayLink:
             call(sender=sender, revision=revision, unreceipted=unreceipted, wait=wait)
         )
 
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
+        """Ask the API's actor: its address may be one of the head node alone."""
+        return in_thread(lambda: self._metrics(run, attempt_key, step))
+
+    def _metrics(self, run: str, attempt_key: str | None, step: int) -> dict[str, Any]:
+        try:
+            api = self._ray.get_actor(API, namespace=self._namespace)
+        except ValueError as error:
+            raise Unreachable("no API runs on this Ray cluster") from error
+        # Ray would hold a call to an actor that restarts: a question is asked again, not kept.
+        ask = api.step_metrics.options(max_task_retries=0)
+        ref = ask.remote(run=run, attempt_key=attempt_key, step=step)
+        try:
+            answer: dict[str, Any] = json.loads(ref.future().result(_READ_SECONDS))
+        except FutureTimeout as error:
+            raise Unreachable(f"the API did not answer within {_READ_SECONDS:.0f} s") from error
+        return answer
+
     def moved(self) -> bool:
         """Say whether the name is free, or belongs to another actor than the one called so far."""
         try:
@@ -164,98 +194,6 @@ class RayLink:
         self._answers[future] = ref
         future.add_done_callback(self._answers.pop)
         return future
-
-
-class HttpLink:
-    """Calls to the service's API, each in a daemon thread of its own."""
-
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 30.0) -> None:
-        import httpx
-
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._timeout = timeout
-        self._errors = (httpx.HTTPError, OSError)
-        self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
-
-    def pack(self, payload: dict[str, Any]) -> object:
-        """Return `payload` as it is: it travels in the body."""
-        return payload
-
-    def record(
-        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
-    ) -> Future[dict[str, Any]]:
-        """Send a batch to `POST /events`."""
-        return _in_thread(lambda: self._record(sender, events, payloads))
-
-    def _record(
-        self, sender: Sequence[Any], events: Sequence[Sequence[Any]], payloads: Mapping[int, Any]
-    ) -> dict[str, Any]:
-        body = pack_batch(sender, events, payloads)
-        return self._answer("POST", "/events", content=body, headers={"Content-Type": MEDIA_TYPE})
-
-    def poll(
-        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
-    ) -> Future[dict[str, Any]]:
-        """Ask `POST /poll` for the plan and receipts, and renew the lease."""
-        said = {
-            "sender": sender,
-            "revision": revision,
-            "unreceipted": unreceipted,
-            "wait": wait,
-        }
-        return _in_thread(
-            lambda: self._answer("POST", "/poll", json=said, timeout=wait + self._timeout)
-        )
-
-    def _answer(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        try:
-            response = self._client.request(method, path, **options)
-        except self._errors as error:
-            raise Unreachable(
-                f"{method} {self._client.base_url}{path}: {type(error).__name__}: {error}",
-                advice="is `stagescope serve` up, and STAGESCOPE_URL its address?",
-            ) from error
-        if response.status_code == 503:
-            return {"coordinator": None, "not_ready": response.text[:500]}
-        if response.status_code in {401, 403}:
-            raise Unauthorized(
-                f"the service answered {response.status_code} to {method} {path}",
-                expected="STAGESCOPE_TOKEN with the service's operate token",
-            )
-        if response.status_code >= 500 or response.status_code == 404:
-            raise Unreachable(f"{method} {path} was answered with {response.status_code}")
-        if response.status_code >= 400:
-            raise StagescopeError(f"{method} {path} was refused: {response.text[:500]}")
-        answer: dict[str, Any] = response.json()
-        for name in ("receipts", "refused"):
-            answer[name] = {int(seq): text for seq, text in (answer.get(name) or {}).items()}
-        return answer
-
-    def moved(self) -> bool:
-        """Never: an address stays."""
-        return False
-
-    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
-        """Nothing more to wait for than this process's own receipts, which `close` awaits."""
-        return {"run": run, "drained": True}
-
-    def close(self) -> None:
-        """Close the connections; a call in flight fails, in its own thread."""
-        self._client.close()
-
-
-def _in_thread(call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-    """Run `call` in a daemon thread: an executor joins its own at exit, even one that hangs."""
-    future: Future[dict[str, Any]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="stagescope-http", daemon=True).start()
-    return future
 
 
 def find_link(

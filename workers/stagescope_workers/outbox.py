@@ -315,6 +315,12 @@ class Outbox:
         with self._lock:
             return sorted(self._unreceipted)
 
+    def awaits_receipt(self, step: int) -> bool:
+        """Say whether a payload of `step` has no receipt yet."""
+        with self._lock:
+            bodies = (*self._bodies.values(), *self._flight, *self._unreceipted.values())
+            return any(body.has_body and body.fields.get("step") == step for body in bodies)
+
     @property
     def waiting(self) -> int:
         """Events that the service has not acknowledged."""

@@ -221,7 +221,7 @@ class Probe:
         """Say whether there is nothing more to wait for."""
         if self.outbox.is_empty:
             return not self.outbox.has_drops
-        nobody = self._courier is not None and not self._courier.has_link
+        nobody = self._courier is not None and self._courier.link is None
         return nobody and time.monotonic() - self._made > _SEARCH_SECONDS
 
     def forget(self) -> None:
@@ -259,6 +259,11 @@ class Probe:
             with contextlib.suppress(Exception):
                 self._locate()
         return self._attempt_key
+
+    @property
+    def service(self) -> Link | None:
+        """The way to the service that is open now; None while none was found."""
+        return None if self._courier is None else self._courier.link
 
     @property
     def data_root(self) -> str | None:

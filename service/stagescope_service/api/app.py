@@ -34,8 +34,9 @@ such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds o
 clock, durations (`seconds`) are monotonic seconds of the process.
 
 **Which run.** Without `run` the run whose training stage began last answers; without `attempt`
-its newest attempt that has the step. Every answer names both; other live runs stand in
-`also_live`. A step that a later attempt did again says so in `superseded_by`.
+its newest attempt that has the step; with `attempt_key` only those of that key are looked at.
+Every answer names both; other live runs stand in `also_live`. A step that a later attempt did
+again says so in `superseded_by`.
 
 **Lists** hold `rows` and `next`: give that as `cursor` for the next page, `null` ends it.
 

@@ -44,6 +44,10 @@ AttemptNumber = Annotated[
     int | None,
     Query(ge=1, lt=1 << 31, description="An attempt; default: the newest that has the step."),
 ]
+AttemptKey = Annotated[
+    str | None,
+    Query(max_length=500, description="Only attempts of this key, as the processes gave it."),
+]
 Rank = Annotated[int | None, Query(ge=0, lt=1 << 31, description="Only this rank.")]
 Role = Annotated[str | None, Query(max_length=200, description="Only this role.")]
 Stage = Annotated[
@@ -61,10 +65,14 @@ StepWord = Annotated[
 
 
 def step_target(
-    desk: AtDesk, step: StepWord, run: Run = None, attempt: AttemptNumber = None
+    desk: AtDesk,
+    step: StepWord,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    attempt_key: AttemptKey = None,
 ) -> Target:
     """Return the step that a path and its query name."""
-    return desk.finder.step(run, attempt, step_number(step))
+    return desk.finder.step(run, attempt, step_number(step), key=attempt_key)
 
 
 def attempt_target(desk: AtDesk, run: Run = None, attempt: AttemptNumber = None) -> Target:

@@ -111,8 +111,7 @@ def metrics(
     With `rank`, `role`, `stage` or `round` the numbers are of that slice. Read `comparable` and
     `comparability` before a number is trusted: `not measured` says that one stream is a copy.
     """
-    measured = _measured(desk, target, stage, role, rank)
-    return Answer({**_opening(desk, target), **answers.metrics(measured, round)})
+    return Answer(metrics_of(desk, target, Slice(stage, role, rank), round))
 
 
 @router.get("/rounds")
@@ -185,6 +184,22 @@ def tokens(
 
 
 ABSENT: Final = "not begun"
+
+
+def metrics_of(
+    desk: Desk,
+    target: Target,
+    cut: Slice = Slice(),  # noqa: B008
+    round: int | None = None,
+) -> Row:
+    """Return what `/steps/{step}/metrics` answers; the API's actor answers the same.
+
+    Raises:
+        NotFound: nothing of that stage, role, rank or round was measured (yet).
+    """
+    assert target.step is not None
+    measured = desk.measures.of(target.attempt_id, target.step, cut)
+    return {**_opening(desk, target), **answers.metrics(measured, round)}
 
 
 def stages_of(desk: Desk, target: Target) -> tuple[list[Row], Arrival]:

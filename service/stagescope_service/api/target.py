@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from stagescope.errors import NotFound
 from stagescope.schema import check_run_name
+from stagescope_service.engine.registry import base_key, given_key
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]
@@ -72,14 +73,18 @@ class Finder:
             raise self._no_attempt(name, number)
         return Target(found, self._also_live(name))
 
-    def step(self, run: str | None, number: int | None, step: int | None) -> Target:
+    def step(
+        self, run: str | None, number: int | None, step: int | None, *, key: str | None = None
+    ) -> Target:
         """Return a step; of the newest attempt that has it where `number` is None.
+
+        With `key` only the attempts of that attempt key are looked at.
 
         Raises:
             NotFound: no such run, attempt or step, with those that there are.
         """
         name = self._run(run)
-        attempt, row = self._attempt_with(name, number, step)
+        attempt, row = self._attempt_with(name, number, step, key)
         superseded = superseded_by(row, attempt["number"], self._catalogue.attempts(name))
         return Target(attempt, self._also_live(name), row, superseded)
 
@@ -100,13 +105,17 @@ class Finder:
             )
         return str(runs[0]["run"])
 
-    def _attempt_with(self, run: str, number: int | None, step: int | None) -> tuple[Row, Row]:
+    def _attempt_with(
+        self, run: str, number: int | None, step: int | None, key: str | None
+    ) -> tuple[Row, Row]:
         catalogue = self._catalogue
-        if number is not None:
+        if key is not None:
+            candidates: Iterable[Row] = self._of_key(run, number, key)
+        elif number is not None:
             attempt = catalogue.find_attempt(run, number)
             if attempt is None:
                 raise self._no_attempt(run, number)
-            candidates: Iterable[Row] = [attempt]
+            candidates = [attempt]
         elif step is not None:
             attempt = catalogue.attempt_of_step(run, step)
             candidates = [] if attempt is None else [attempt]
@@ -120,6 +129,23 @@ class Finder:
             if newest and (step is None or newest[0]["step"] == step):
                 return attempt, newest[0]
         raise self._no_step(run, number, step)
+
+    def _of_key(self, run: str, number: int | None, key: str) -> list[Row]:
+        """Return the attempts of a key, newest first: several where its ranks were made anew."""
+        wanted = given_key(key)
+        of_key = [row for row in self._catalogue.attempts(run) if base_key(row["key"]) == wanted]
+        found = [row for row in of_key if number in (None, row["number"])]
+        if found:
+            return found
+        if of_key:
+            numbers = sorted(int(row["number"]) for row in of_key)
+            raise NotFound(
+                f"attempt {number} of run {run} has another key than {key!r:.100}",
+                expected=_one_of(numbers, number or 0),
+            )
+        raise NotFound(
+            f"run {run} has no attempt of key {key!r:.100}", advice=f"see /runs/{run}/attempts"
+        )
 
     def _also_live(self, run: str) -> list[Row]:
         known = self._live

@@ -35,6 +35,16 @@ GONE_REMEMBERED: Final = 100_000
 """Processes of earlier attempts of which the attempt alone stays in memory."""
 
 
+def given_key(key: str) -> str:
+    """Return a sender's key as attempts have it: the mark is ours, and would name another start."""
+    return key.replace(RESTART_MARK, "-")
+
+
+def base_key(key: str) -> str:
+    """Return the key that the processes of an attempt gave, without the count of its start."""
+    return key.partition(RESTART_MARK)[0]
+
+
 class Registry:
     """Attempts and processes by their identities; mutated by the state machine alone."""
 
@@ -99,8 +109,7 @@ class Registry:
             if newest is not None:
                 return newest, []
             return self.open_attempt(sender.run, UNKEYED, wall, unkeyed=True)
-        # The mark is ours: in a user's key it would name another start.
-        key = sender.attempt_key.replace(RESTART_MARK, "-")
+        key = given_key(sender.attempt_key)
         latest = self._latest_of_key(sender.run, key)
         if latest is not None:
             return latest, []
@@ -218,7 +227,7 @@ class Registry:
         older = self._older(attempt, process)
         if older is None:
             return None, []
-        base, _, _ = attempt.key.partition(RESTART_MARK)
+        base = base_key(attempt.key)
         count = 2
         while (attempt.run, f"{base}{RESTART_MARK}{count}") in self._by_key:
             count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from tests.support.measure import payload
 
 import stagescope
 from stagescope import schema
-from stagescope.errors import Forbidden, NotFound
-from stagescope_workers.link import HttpLink
+from stagescope.errors import Forbidden, NotFound, Unauthorized, Unreachable
+from stagescope_workers.http_link import HttpLink
 
 STAGE = "actor_compute_log_prob"
+Link = Callable[[str | None], HttpLink]
 
 
 def token(live: Service, grade: str) -> str:
@@ -79,6 +81,49 @@ def test_a_session_pages_through_more_than_it_asks_at_once(live: Service) -> Non
         assert session.steps(limit=10)["step"] == tuple(range(23, 13, -1))
         assert session.steps(limit=10).truncated
         assert session.steps()["step"] == tuple(range(23, 0, -1))
+
+
+@pytest.fixture
+def make_link(live: Service) -> Iterator[Link]:
+    """Links with the token of a grade, closed at the end."""
+    made: list[HttpLink] = []
+
+    def make(grade: str | None) -> HttpLink:
+        made.append(HttpLink(live.server.url, None if grade is None else token(live, grade)))
+        return made[-1]
+
+    yield make
+    for link in made:
+        link.close()
+
+
+@pytest.mark.parametrize("grade", ["read", "operate"])
+def test_metrics_of_an_open_step_over_a_worker_s_link(
+    live: Service, make_link: Link, grade: str
+) -> None:
+    for number, key in enumerate(("first", "second")):
+        Rank(live, key=key, world_size=1, start=1_000.0 + number).stage(STAGE, 5, payload(number))
+    link = make_link(grade)
+    for key in ("first", "second"):
+        found = live.get("/steps/5/metrics", attempt_key=key)
+        assert link.metrics("r", key, 5).result(30) == found
+    assert link.metrics("r", None, 5).result(30) == found
+    answer = link.metrics("r", "first", 5).result(30)
+    assert (answer["attempt"], answer["complete"]) == (1, "open")
+    assert answer["coverage"]["payloads_pending"] == 0
+
+
+def test_what_is_not_measured_fails_the_future(live: Service, make_link: Link) -> None:
+    Rank(live, world_size=1).begin(STAGE, 5)
+    link = make_link("read")
+    for run, key, step in (("r", None, 5), ("r", None, 6), ("r", "other", 5), ("s", None, 5)):
+        with pytest.raises(NotFound):
+            link.metrics(run, key, step).result(30)
+    with pytest.raises(Unauthorized):
+        make_link(None).metrics("r", None, 5).result(30)
+    live.server.stop()
+    with pytest.raises(Unreachable):
+        link.metrics("r", None, 5).result(30)
 
 
 def test_a_batch_of_a_worker_without_ray(live: Service) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -161,6 +162,32 @@ class TestWhoAnswers:
         assert (gone["attempt"], gone["superseded_by"]) == (1, 2)
         assert live.get("/steps/3/stages")["superseded_by"] is None
 
+    def test_of_an_attempt_key_only_its_own(self, live: Service) -> None:
+        resumed(live)
+        path = "/steps/5/stages"
+        assert live.get(path, attempt_key="first")["attempt"] == 1
+        assert live.get(path, attempt_key="second")["attempt"] == 2
+        assert live.get("/steps/latest/stages", attempt_key="first")["step"] == 6
+        assert live.get(path, attempt_key="first", attempt=1)["attempt"] == 1
+        problem = live.problem(404, path, attempt_key="third")
+        assert problem["wrong"] == "run r has no attempt of key 'third'"
+        problem = live.problem(404, path, attempt_key="first", attempt=2)
+        assert problem["expected"] == "one of 1"
+        problem = live.problem(404, "/steps/6/stages", attempt_key="second")
+        assert "has no step 6" in problem["wrong"]
+
+    def test_of_a_key_that_covers_two_starts_the_newest(self, live: Service) -> None:
+        train(live, range(1, 4), key="job~1")
+        late = Rank(live, key="job~1", start=2_000.0)
+        late.sender = dataclasses.replace(late.sender, incarnation="again")
+        late.say("hello", world_size=1)
+        late.stage("actor_update", 2)
+        keys = [row["attempt_key"] for row in live.get("/runs/r/attempts")["rows"]]
+        assert keys == ["job-1~2", "job-1"]
+        assert live.get("/steps/2/stages", attempt_key="job~1")["attempt"] == 2
+        assert live.get("/steps/3/stages", attempt_key="job~1")["attempt"] == 1
+        live.problem(404, "/steps/2/stages", attempt_key="job-1~2")
+
     def test_latest_is_of_the_newest_attempt(self, live: Service) -> None:
         resumed(live)
         answer = live.get("/steps/latest/stages")
@@ -232,7 +259,7 @@ class TestErrors:
         train(live, range(1, 2))
         problem = live.problem(422, "/steps/1/metrics", rnak=1)
         assert problem["wrong"] == "unknown query parameter rnak"
-        assert problem["expected"] == "one of attempt, rank, role, round, run, stage"
+        assert problem["expected"] == "one of attempt, attempt_key, rank, role, round, run, stage"
         assert live.problem(422, "/plan", run="r")["expected"] == "none"
 
     def test_a_parameter_given_twice(self, live: Service) -> None:
