@@ -1,0 +1,1 @@
+"""What attaches the probe to trainers from outside: a room for each framework."""

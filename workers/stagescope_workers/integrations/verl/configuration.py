@@ -1,0 +1,174 @@
+"""What verl's configuration says of a run; read once, on the driver."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie", re.I)
+_SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
+_NAMES: Final = "stagescope"
+_MOST_SHOWN: Final = 990
+_ROLE_PROFILERS: Final = (
+    ("actor_rollout_ref", "actor"),
+    ("actor_rollout_ref", "ref"),
+    ("critic",),
+)
+
+
+def run_name(config: Any) -> str:
+    """Return STAGESCOPE_RUN, else `{project_name}.{experiment_name}` in the letters of a run."""
+    given = os.environ.get("STAGESCOPE_RUN")
+    names = [at(config, "trainer", name) for name in ("project_name", "experiment_name")]
+    name = given or ".".join(str(part) for part in names if part)
+    return _NOT_IN_NAMES.sub("-", name).strip(".-")[:100] or "verl"
+
+
+def names(config: Any) -> tuple[str, str | None]:
+    """Return the run's name and the attempt key: as the driver said, else as this process sees."""
+    said = at(config, _NAMES)
+    if said is not None:
+        return str(at(said, "run")), at(said, "attempt_key")
+    return run_name(config), attempt_key()
+
+
+def attempt_key() -> str | None:
+    """Return STAGESCOPE_ATTEMPT; None leaves the key to Ray's session and job."""
+    return os.environ.get("STAGESCOPE_ATTEMPT") or None
+
+
+def with_names(config: Any) -> Any:
+    """Return a copy of verl's configuration that carries the driver's names to other processes.
+
+    The variables that set them may be known to the driver alone.
+    """
+    from omegaconf import OmegaConf, open_dict
+
+    copied = OmegaConf.create(config)
+    with open_dict(copied):
+        copied[_NAMES] = {"run": run_name(config), "attempt_key": attempt_key()}
+    return copied
+
+
+def is_bypass(config: Any) -> bool:
+    """Say whether the trainer takes the rollout's log-probs for its own."""
+    return bool(at(config, "algorithm", "rollout_correction", "bypass_mode"))
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Return what shapes the statistics (verl's rollout_correction), and the whole configuration.
+
+    The configuration is flat, `{"actor_rollout_ref.actor.ppo_epochs": 1, ...}`, without what may
+    be a secret.
+    """
+    correction = at(config, "algorithm", "rollout_correction")
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+    shaping = {name: at(correction, name) for name in names}
+    shown = dict(flat(container(config)))
+    kept = dict(sorted(shown.items())[:_MOST_SHOWN])
+    return {**{name: value for name, value in shaping.items() if value is not None}, "verl": kept}
+
+
+def streams(config: Any) -> dict[str, Any]:
+    """Return the metadata of a batch: who made its streams, and how tokens were drawn."""
+    rollout = at(config, "actor_rollout_ref", "rollout")
+    drawn = {name: at(rollout, name) for name in ("temperature", "top_p", "top_k")}
+    mode = at(rollout, "logprobs_mode")
+    engine = {
+        "producer": "rollout",
+        "engine": at(rollout, "name"),
+        "quantisation": at(rollout, "quantization"),
+        "processed": None if mode is None else str(mode).startswith("processed"),
+        **drawn,
+    }
+    trainer = {
+        "producer": "trainer",
+        "engine": at(config, "actor_rollout_ref", "actor", "strategy"),
+        "temperature": drawn["temperature"],
+    }
+    return {
+        "streams": {
+            "rollout": {name: value for name, value in engine.items() if value is not None},
+            "old": {name: value for name, value in trainer.items() if value is not None},
+            "current": {name: value for name, value in trainer.items() if value is not None},
+        }
+    }
+
+
+def profiler(config: Any) -> dict[str, Any] | None:
+    """Return the blocks of verl's precision debugger, with absolute paths; None where it is off."""
+    block = container(at(config, "global_profiler")) or {}
+    if block.get("tool") != "precision_debugger":
+        return None
+    tool = (block.get("global_tool_config") or {}).get("precision_debugger") or {}
+    directory = tool.get("data_dir") or block.get("save_path")
+    found: dict[str, Any] = {
+        "global_profiler": {
+            "tool": "precision_debugger",
+            "steps": block.get("steps"),
+            "global_tool_config": {
+                "precision_debugger": {
+                    **tool,
+                    "steps": None,  # verl reads the steps of global_profiler alone
+                    "config_path": _absolute(tool.get("config_path")),
+                    "data_dir": _absolute(directory),
+                }
+            },
+        }
+    }
+    for path in _ROLE_PROFILERS:
+        node = found
+        for name in path:
+            node = node.setdefault(name, {})
+        node["profiler"] = {
+            name: at(config, *path, "profiler", name) for name in ("enable", "all_ranks")
+        } | {"ranks": list(at(config, *path, "profiler", "ranks") or [])}
+    return found
+
+
+def at(node: Any, *path: str) -> Any:
+    """Return what stands at a path of keys, or None; also of OmegaConf and dataclasses."""
+    for name in path:
+        if node is None:
+            return None
+        try:
+            node = node.get(name) if hasattr(node, "get") else getattr(node, name, None)
+        except Exception:  # OmegaConf raises its own errors for what it cannot interpolate
+            return None
+    return node
+
+
+def container(node: Any) -> Any:
+    """Return an OmegaConf node as built-in types, interpolations resolved where they can be."""
+    if node is None or isinstance(node, dict):
+        return node
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_container(node, resolve=True)
+    except Exception:  # '???' somewhere, or an interpolation that leads nowhere
+        return OmegaConf.to_container(node, resolve=False)
+
+
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of the leaves of a tree; nothing that may be a secret."""
+    if not isinstance(tree, Mapping):
+        return
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{name}.")
+        elif not (isinstance(value, str) and _is_secret(str(key), value)):
+            yield name, value
+
+
+def _is_secret(key: str, value: str) -> bool:
+    return bool(_SECRET.search(key) or _SECRET_VALUE.search(value))
+
+
+def _absolute(path: Any) -> str | None:
+    return str(Path(path).expanduser().absolute()) if isinstance(path, str) and path else None

@@ -1,0 +1,126 @@
+"""What stands beside verl's trainer: it knows the step, and what is wanted of it."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope_workers.integrations.verl import batches, configuration, context, processes
+from stagescope_workers.integrations.verl.context import Context
+from stagescope_workers.integrations.verl.modes import Mode
+from stagescope_workers.integrations.verl.service import is_there
+from stagescope_workers.lifecycle import finish
+from stagescope_workers.metrics_feed import MetricsFeed
+from stagescope_workers.probe import Probe
+from stagescope_workers.stage import Stage
+
+_FINISH_SECONDS: Final = 10.0
+_FAILED_SECONDS: Final = 3.0
+
+
+class Driver:
+    """Plants the context, hands over batches, and brings the service's numbers back.
+
+    The trainer is alone in its process and its loop runs in one thread.
+    """
+
+    def __init__(self, trainer: Any, mode: Mode) -> None:
+        self.trainer = trainer
+        self.mode = mode
+        self.is_validating = False
+        self.resumed_from_step: int | None = None
+        self._step: tuple[int, str, Context] | None = None
+        self._feed: MetricsFeed | None = None
+
+    @functools.cached_property
+    def _told(self) -> dict[str, Any]:
+        config = self.trainer.config
+        return {
+            "run": configuration.run_name(config),
+            "attempt_key": configuration.attempt_key(),
+            "stages": self.mode.stages,
+            "bypass": self.mode.metrics and configuration.is_bypass(config),
+            "settings": configuration.settings(config),
+            "streams": configuration.streams(config),
+            "profiler": configuration.profiler(config) if self.mode.stages else None,
+        }
+
+    @property
+    def is_bypass(self) -> bool:
+        """Say whether the streams meet in the workers' loss, and not here."""
+        return bool(self._told["bypass"])
+
+    def context(self) -> Context | None:
+        """Return the context of the step; None where nothing is to be reported."""
+        step = getattr(self.trainer, "global_steps", None)
+        if self.is_validating or not isinstance(step, int) or not is_there():
+            return None
+        if self._step is None or self._step[0] != step:
+            made = Context(step=step, **self._told)
+            self._step = (step, made.text(), made)
+        return self._step[2]
+
+    def plant(self, batch: Any) -> None:
+        """Have the ranks that will get `batch` know the step."""
+        found = self.context()
+        if found is not None and self._step is not None and (found.stages or found.bypass):
+            context.plant(batch, self._step[1])
+
+    def stage(self, name: str, role: str = "driver") -> Stage | None:
+        """Return a stage of this step, or None where nothing is to be reported."""
+        found = self.context()
+        if found is None:
+            return None
+        probe = self._probe(found, role)
+        return probe.stage(name, step=found.step, policy_version=found.policy_version)
+
+    def record(self, stage: Stage, batch: Any, tensors: Mapping[str, Any]) -> None:
+        """Hand over tensors of a batch, with the ids and versions of its rows."""
+        if tensors:
+            about = batches.ids(batch) | batches.versions(batch) | dict(self._told["streams"])
+            stage.record({**about, **tensors})
+
+    def want_numbers(self) -> None:
+        """Begin to ask for the step's numbers: its streams were handed over."""
+        found = self.context()
+        if found is None or not self.mode.metrics:
+            return
+        if self._feed is None:
+            self._feed = MetricsFeed(self._probe(found, "driver"))
+        self._feed.want(found.step)
+
+    def log(self, step: int, data: Mapping[str, Any]) -> Mapping[str, float]:
+        """Take verl's metrics of a step as scalars; return the service's numbers of that step."""
+        found = self.context()
+        if found is None:
+            return {}
+        scalars: dict[str, Any] = {
+            str(name): float(value)
+            for name, value in data.items()
+            if isinstance(value, numbers.Real) and not isinstance(value, bool)
+        }
+        self._probe(found, "driver").log(step=step, **scalars)
+        return {} if self._feed is None else self._feed.take(step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Send what waits: training is over, or ends with `error`."""
+        if self._feed is not None:
+            self._feed.close()
+        if self._step is None:
+            return
+        probe = self._probe(self._step[2], "driver")
+        if error is not None:
+            probe.close(_FAILED_SECONDS)
+        else:
+            probe.end_step(self._step[0])
+            finish(_FINISH_SECONDS, run=probe.run)
+        processes.forget()
+
+    def _probe(self, found: Context, role: str) -> Probe:
+        options = {
+            "layout": {"framework": "verl"},
+            "resumed_from_step": self.resumed_from_step,
+        }
+        return processes.probe_of(found, role, 0, world_size=1, describe=lambda: options)

@@ -1,0 +1,105 @@
+"""Every function of verl's that is patched, with what is not reported where it cannot be.
+
+verl 0.9 has two trainers: `ray_trainer` (V0) and `v1.trainer_base` (V1); 0.7 and 0.8 have V0
+alone, and 0.7 also has workers of an older kind, one a role, in `fsdp_workers` and
+`megatron_workers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from stagescope_workers.integrations.verl import loss, precision, ranks, rollout, trainer_calls
+from stagescope_workers.integrations.verl.modes import ALL, METRICS, STAGES, Mode
+from stagescope_workers.integrations.verl.patches import Patch
+from stagescope_workers.integrations.verl.registered import inside, outside
+
+Function = Callable[..., Any]
+Wrap = Callable[[Function], Function]
+
+_ANY: Final = frozenset({METRICS, STAGES, ALL})
+_WITH_METRICS: Final = frozenset({METRICS, ALL})
+_WITH_STAGES: Final = frozenset({STAGES, ALL})
+
+_V0: Final = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
+_V1: Final = ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer")
+_WORKERS: Final = "verl.workers.engine_workers"
+_LOOPS: Final = "verl.experimental.agent_loop.agent_loop"
+
+
+def patches(mode: Mode) -> list[Patch]:
+    """Return what `mode` patches."""
+    everything = [*_trainers(), *_numbers(), *_workers(), *_rollout()]
+    return [patch for patch in everything if mode.name in patch.modes]
+
+
+def _trainers() -> list[Patch]:
+    calls: dict[str, tuple[Wrap, str, frozenset[str]]] = {
+        "_load_checkpoint": (trainer_calls.run_load_checkpoint, "the step resumed from", _ANY),
+        "_validate": (trainer_calls.run_validate, "telling validation from training", _ANY),
+        "_balance_batch": (trainer_calls.run_balance, "the index of samples", _WITH_METRICS),
+        "_compute_old_log_prob": (trainer_calls.run_old_log_prob, "the step's log-probs", _ANY),
+        "_compute_ref_log_prob": (trainer_calls.run_planted, "ref_compute_log_prob", _WITH_STAGES),
+        "_compute_values": (trainer_calls.run_planted, "compute_values", _WITH_STAGES),
+        "_compute_reward_colocate": (trainer_calls.run_reward, "compute_rm_score", _WITH_STAGES),
+        "_update_critic": (trainer_calls.run_planted, "critic_update", _WITH_STAGES),
+        "_update_actor": (trainer_calls.run_update_actor, "actor_update", _ANY),
+        "fit": (trainer_calls.run_fit, "waiting for receipts at the end", _ANY),
+    }
+    return [
+        Patch(module, f"{name}.{method}", outside(wrap), purpose, modes)
+        for module, name in (_V0, _V1)
+        for method, (wrap, purpose, modes) in calls.items()
+    ]
+
+
+def _numbers() -> list[Patch]:
+    advantage = outside(trainer_calls.run_advantage)
+    return [
+        Patch("verl.utils.debug.metrics", "calculate_debug_metrics",
+              outside(trainer_calls.run_debug_metrics), "V1's log-probs", _WITH_METRICS),
+        Patch(_V0[0], "compute_advantage", advantage, "advantages and rewards", _WITH_METRICS),
+        Patch(_V1[0], "compute_advantage_for_multi_trajectories", advantage,
+              "advantages and rewards", _WITH_METRICS),
+        Patch("verl.trainer.ppo.rollout_corr_helper", "compute_offpolicy_metrics",
+              outside(trainer_calls.run_offpolicy_metrics), "V1's perplexities in float32", _WITH_METRICS),
+        Patch("verl.utils.tracking", "Tracking.log", outside(trainer_calls.run_log),
+              "numbers in verl's log, and verl's scalars", _ANY),
+        Patch("verl.workers.utils.losses", "ppo_loss", outside(loss.run_ppo_loss),
+              "the log-probs of bypass mode", _WITH_METRICS),
+    ]  # fmt: skip
+
+
+def _workers() -> list[Patch]:
+    in_ref = partial(ranks.run_forward, "ref_compute_log_prob", "ref", ranks.ref_engine)
+    worker, inner = "ActorRolloutRefWorker", "TrainingWorker"
+    return [
+        Patch(_WORKERS, f"{worker}.compute_log_prob", inside(ranks.run_actor_log_prob),
+              "actor_compute_log_prob", _WITH_STAGES),
+        Patch(_WORKERS, f"{worker}.compute_ref_log_prob", inside(in_ref),
+              "ref_compute_log_prob", _WITH_STAGES),
+        Patch(_WORKERS, f"{worker}.update_weights", inside(ranks.run_update_weights),
+              "weight_sync", _WITH_STAGES),
+        Patch(_WORKERS, f"{inner}.infer_batch", inside(ranks.run_infer_batch),
+              "compute_values", _WITH_STAGES),
+        Patch(_WORKERS, f"{inner}.train_mini_batch", inside(ranks.run_train_mini_batch),
+              "actor_update and critic_update", _ANY),
+        Patch(_WORKERS, f"{inner}.train_batch", inside(ranks.run_train_batch),
+              "the mini-batches of an update", _ANY),
+        Patch("verl.utils.profiler.precision_debugger_profile",
+              "PrecisionDebuggerProfiler.annotate", outside(precision.run_annotate),
+              "verl's precision_debugger block", _WITH_STAGES),
+    ]  # fmt: skip
+
+
+def _rollout() -> list[Patch]:
+    return [
+        Patch(_LOOPS, "AgentLoopManager.__init__", outside(rollout.run_manager_init),
+              "the run's name in agent loops", _WITH_STAGES),
+        Patch(_LOOPS, "AgentLoopWorker.__init__", outside(rollout.run_init),
+              "rollout_generate", _WITH_STAGES),
+        Patch(_LOOPS, "AgentLoopWorker.generate_sequences", outside(rollout.run_generate),
+              "rollout_generate", _WITH_STAGES),
+    ]  # fmt: skip

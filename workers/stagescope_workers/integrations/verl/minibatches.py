@@ -1,0 +1,138 @@
+"""An update as verl runs it: a part of the stage for each mini-batch, with no gap between them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import numbers
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Final
+
+from stagescope_workers.integrations.verl.context import Context
+from stagescope_workers.integrations.verl.guard import guarded
+from stagescope_workers.integrations.verl.meeting import Meeting
+from stagescope_workers.probe import Probe
+from stagescope_workers.stage import Stage
+
+_current: Final[contextvars.ContextVar[Minibatches | None]] = contextvars.ContextVar(
+    "stagescope_minibatches", default=None
+)
+
+
+def current() -> Minibatches | None:
+    """Return the update that the caller is part of, or None."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def entered(update: Minibatches) -> Iterator[None]:
+    """Run an update as the current one."""
+    token = _current.set(update)
+    try:
+        with update:
+            yield
+    finally:
+        _current.reset(token)
+
+
+class Minibatches:
+    """The parts of one `train_mini_batch` call.
+
+    The first begins with the call (loading what was offloaded is part of it), each ends where
+    `train_batch` returns and the next begins there, the last ends with the call.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        name: str,
+        context: Context,
+        *,
+        model: object,
+        a_epoch: int | None,
+        epochs: int,
+        collects: bool,
+    ) -> None:
+        """Make the parts of an update.
+
+        Args:
+            probe: of the rank and role.
+            name: the stage.
+            context: what was planted.
+            model: the module, or Megatron's chunks.
+            a_epoch: mini-batches in an epoch, where that is known.
+            epochs: how many.
+            collects: whether the loss hands over the two log-prob streams (bypass mode).
+        """
+        self.meeting = Meeting() if collects else None
+        self.is_reported = context.stages
+        """Whether it is a stage that was asked for, and not only the way of the log-probs."""
+        self._probe = probe
+        self._name = name
+        self._context = context
+        self._model = model
+        self._a_epoch = a_epoch
+        self._total = None if a_epoch is None else a_epoch * epochs
+        self._done = 0
+        self._stage: Stage | None = None
+
+    def __enter__(self) -> Minibatches:
+        self._begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(error)
+
+    @property
+    def is_first_epoch(self) -> bool:
+        """Say whether each row is seen for the first time."""
+        return self._a_epoch is None or self._done < self._a_epoch
+
+    def advance(self, metrics: Any) -> None:
+        """A mini-batch is over: end its part and begin the next, if there is one."""
+        if isinstance(metrics, Mapping) and self._stage is not None:
+            with guarded("the scalars of a mini-batch"):
+                self._stage.log(**_numbers(metrics))
+        self._done += 1
+        if self._total is None or self._done < self._total:
+            self._end(None)
+            self._begin()
+
+    def _begin(self) -> None:
+        epoch, minibatch = (
+            (0, self._done) if not self._a_epoch else divmod(self._done, self._a_epoch)
+        )
+        context = self._context
+        self._stage = self._probe.begin(
+            self._name,
+            step=context.step,
+            policy_version=context.policy_version,
+            model=self._model,
+            epoch=epoch,
+            minibatch=minibatch,
+        )
+
+    def _end(self, error: BaseException | None) -> None:
+        stage, self._stage = self._stage, None
+        if stage is None:
+            return
+        if self.meeting is not None:
+            with guarded("the log-probs of the loss"):
+                taken = self.meeting.take()
+                if taken:
+                    stage.record({**taken, **self._context.streams})
+        stage.end(error)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        str(name): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, numbers.Real) and not isinstance(value, bool)
+    }

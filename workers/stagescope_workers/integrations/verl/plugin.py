@@ -1,0 +1,34 @@
+"""The module that verl imports; importing it is what attaches stagescope to verl.
+
+verl loads it by the entry point `verl.plugins` (0.9 and later), or where the variable
+VERL_USE_EXTERNAL_MODULES names it: stagescope_workers.integrations.verl.plugin.
+`python -m stagescope_workers.integrations.verl` lists what it patches.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from stagescope_workers.integrations.verl import hooks
+from stagescope_workers.integrations.verl.modes import OFF, chosen
+from stagescope_workers.integrations.verl.patches import Patches
+
+_log = logging.getLogger("stagescope.verl")
+
+
+def _install() -> Patches | None:
+    mode = chosen()
+    if mode.name == OFF:
+        return None
+    try:
+        installed = Patches(hooks.patches(mode))
+        installed.install()
+    except Exception as error:  # whatever it is, verl must come up
+        _log.warning("stagescope is not attached to verl: %r", error, exc_info=True)
+        return None
+    return installed
+
+
+INSTALLED: Final = _install()
+"""What was patched in this process; None where nothing is."""

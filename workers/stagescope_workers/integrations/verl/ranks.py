@@ -1,0 +1,227 @@
+"""The stages that verl's workers run: actor, ref and critic, on every rank.
+
+Each function here stands round one of verl's, and does nothing where no context was planted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from stagescope_workers.integrations.verl import context as contexts
+from stagescope_workers.integrations.verl import layout, minibatches
+from stagescope_workers.integrations.verl.context import Context
+from stagescope_workers.integrations.verl.guard import guarded
+from stagescope_workers.integrations.verl.minibatches import Minibatches
+from stagescope_workers.integrations.verl.processes import probe_of
+from stagescope_workers.probe import Probe
+from stagescope_workers.stage import Stage
+
+Function = Callable[..., Any]
+
+_newest: Context | None = None
+_active: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
+    "stagescope_active", default=False
+)
+
+
+def is_active() -> bool:
+    """Say whether the caller runs inside a stage that is reported."""
+    return _active.get()
+
+
+def run_forward(
+    name: str, role: str, find_engine: Callable[[Any], Any], function: Function
+) -> Function:
+    """Return `function(worker, data, ...)` run as the stage `name` of `role`."""
+
+    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        with _reported(worker, data, name, role, find_engine):
+            return function(worker, data, *args, **kwargs)
+
+    return run
+
+
+def run_actor_log_prob(function: Function) -> Function:
+    """Return `ActorRolloutRefWorker.compute_log_prob`, which with LoRA is the reference's too."""
+    as_actor = run_forward("actor_compute_log_prob", "actor", actor_engine, function)
+    as_ref = run_forward("ref_compute_log_prob", "ref", actor_engine, function)
+
+    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ref = False
+        with guarded("telling the reference from the actor"):
+            is_ref = bool(contexts.non_tensor(data, "no_lora_adapter"))
+        return (as_ref if is_ref else as_actor)(worker, data, *args, **kwargs)
+
+    return run
+
+
+def run_infer_batch(function: Function) -> Function:
+    """Return `TrainingWorker.infer_batch`: a critic's is `compute_values`, others are inner."""
+    as_values = run_forward("compute_values", "critic", own_engine, function)
+
+    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = as_values if is_critic(worker) else function
+        return chosen(worker, data, *args, **kwargs)
+
+    return run
+
+
+def run_train_mini_batch(function: Function) -> Function:
+    """Return `TrainingWorker.train_mini_batch` with a part of its stage for each mini-batch."""
+
+    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        update: Minibatches | None = None
+        with guarded("the mini-batches of an update"):
+            update = _update(worker, data)
+        if update is None:
+            return function(worker, data, *args, **kwargs)
+        with minibatches.entered(update), _activity(update.is_reported):
+            return function(worker, data, *args, **kwargs)
+
+    return run
+
+
+def run_train_batch(function: Function) -> Function:
+    """Return `TrainingWorker.train_batch`, which ends a mini-batch where it is one of several."""
+
+    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        output = function(worker, data, *args, **kwargs)
+        update = minibatches.current()
+        if update is not None:
+            metrics: Any = None
+            with guarded("the metrics of a mini-batch"):
+                metrics = None if output is None else contexts.non_tensor(output, "metrics")
+            update.advance(metrics)
+        return output
+
+    return run
+
+
+def run_update_weights(function: Function) -> Function:
+    """Return `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
+
+    async def run(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        stage: Stage | None = None
+        with guarded("weight_sync"):
+            step = kwargs.get("global_steps", args[0] if args else None)
+            stage = _weight_sync(worker, step)
+        if stage is None:
+            return await function(worker, *args, **kwargs)
+        with stage:
+            return await function(worker, *args, **kwargs)
+
+    return run
+
+
+# --- whose model, whose rank -----------------------------------------------------------------
+
+
+def actor_engine(worker: Any) -> Any:
+    """Return the engine of an ActorRolloutRefWorker's actor."""
+    return worker.actor.engine
+
+
+def ref_engine(worker: Any) -> Any:
+    """Return the engine of an ActorRolloutRefWorker's reference."""
+    return worker.ref.engine
+
+
+def own_engine(worker: Any) -> Any:
+    """Return the engine of a TrainingWorker."""
+    return worker.engine
+
+
+def is_critic(worker: Any) -> bool:
+    """Say whether a TrainingWorker holds a value model."""
+    return getattr(getattr(worker, "config", None), "model_type", None) == "value_model"
+
+
+def _probe(context: Context, worker: Any, role: str, engine: Any) -> Probe:
+    return probe_of(
+        context,
+        role,
+        int(worker.rank),
+        world_size=int(worker.world_size),
+        describe=lambda: layout.describe(worker, engine),
+    )
+
+
+def _note(data: Any) -> Context | None:
+    global _newest
+    context = contexts.find(data)
+    if context is not None:
+        _newest = context
+    return context
+
+
+@contextlib.contextmanager
+def _reported(
+    worker: Any, data: Any, name: str, role: str, find_engine: Callable[[Any], Any]
+) -> Iterator[None]:
+    stage: Stage | None = None
+    with guarded(name):
+        context = _note(data)
+        if context is not None and context.stages:
+            engine = find_engine(worker)
+            stage = _probe(context, worker, role, engine).stage(
+                name,
+                step=context.step,
+                policy_version=context.policy_version,
+                model=getattr(engine, "module", None),
+            )
+    if stage is None:
+        yield
+        return
+    with _activity(), stage:
+        yield
+
+
+@contextlib.contextmanager
+def _activity(active: bool = True) -> Iterator[None]:
+    token = _active.set(active)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _update(worker: Any, data: Any) -> Minibatches | None:
+    context = _note(data)
+    critic = is_critic(worker)
+    if context is None or not (context.stages or (context.bypass and not critic)):
+        return None
+    probe = _probe(context, worker, "critic" if critic else "actor", worker.engine)
+    rows, size, count = (
+        int(data.shape[0]),
+        contexts.non_tensor(data, "mini_batch_size"),
+        contexts.non_tensor(data, "num_mini_batch"),
+    )
+    if count is None and size is not None:
+        count = rows // max(1, int(size) // int(worker.engine.get_data_parallel_size()))
+    return Minibatches(
+        probe,
+        "critic_update" if critic else "actor_update",
+        context,
+        model=getattr(worker.engine, "module", None),
+        a_epoch=None if count is None else int(count),
+        epochs=int(contexts.non_tensor(data, "epochs") or 1),
+        collects=context.bypass and not critic,
+    )
+
+
+def _weight_sync(worker: Any, step: Any) -> Stage | None:
+    # The sync before the first step has no batch that could carry a context: it is not reported.
+    context = _newest
+    if context is None or not context.stages or not isinstance(step, int):
+        return None
+    engine = actor_engine(worker)
+    probe = _probe(context, worker, "actor", engine)
+    return probe.stage(
+        "weight_sync",
+        step=step,
+        policy_version=step,
+        model=getattr(engine, "module", None),
+    )
