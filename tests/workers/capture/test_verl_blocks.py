@@ -129,8 +129,8 @@ def test_steps_of_both_levels(outer: Any, inner: Any, steps: Any) -> None:
     [
         ({"enable": True, "all_ranks": True, "ranks": [1]}, "all"),
         ({"enable": True, "all_ranks": False, "ranks": [3, 1]}, [1, 3]),
-        ({"enable": True}, [0]),
-        ({"enable": True, "ranks": []}, [0]),
+        ({"enable": True}, "all"),
+        ({"enable": True, "ranks": []}, "all"),
         ({"enable": False, "all_ranks": True}, None),
         ({"all_ranks": True}, None),
         (None, None),
@@ -141,6 +141,16 @@ def test_ranks_of_a_role(block: Any, ranks: Any) -> None:
     assert (captures["verl-critic"]["ranks"] if ranks is not None else None) == ranks
     assert ("verl-critic" in captures) == (ranks is not None)
     assert captures["verl-actor"]["ranks"] == [0]
+
+
+def test_verl_leaves_the_choice_of_ranks_to_msprobes_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    changes = {"BLOCK.config_path": str(file), "critic.profiler": {"enable": True, "all_ranks": 1}}
+    file.write_text('{"task": "statistics", "rank": [3, 1]}', encoding="utf-8")
+    assert {str(c["ranks"]) for c in captures_from_verl(config(**changes))} == {"[1, 3]"}
+    file.write_text('{"task": "statistics", "rank": []}', encoding="utf-8")
+    captures = by_id(captures_from_verl(config(**changes)))
+    assert (captures["verl-actor"]["ranks"], captures["verl-critic"]["ranks"]) == ([0], "all")
 
 
 def test_the_actors_block_decides_for_the_reward_model() -> None:

@@ -9,8 +9,9 @@ verl need not be installed):
 * `global_profiler.steps`: where both levels name steps, the steps that both name; where neither
   does, nothing is captured: verl profiles no step then, and "every step" could fill a disk
 * `actor_rollout_ref.actor.profiler`, `actor_rollout_ref.ref.profiler`, `critic.profiler`:
-  `enable`, `all_ranks`, `ranks` (with neither, rank 0, as in verl) decide for the stages of their
-  role. `compute_rm_score` has no block of its own and follows the actor's.
+  `enable`, `all_ranks`, `ranks` (with neither, all) decide for the stages of their role; where
+  msprobe's config.json names ranks, those alone, since verl leaves the choice to it.
+  `compute_rm_score` has no block of its own and follows the actor's.
 
 `rollout_generate` is left out, also when strict. Another stage name that verl does not know raises
 when strict, else it is logged and left out.
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.errors import InvalidPlan
+from stagescope_workers.capture.msprobe_config import load_config
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def _captures(
     data_dir = _at(block, "data_dir")
     captures = []
     for role, of_role in _STAGES_OF.items():
-        ranks = _ranks(_at(config, *_BLOCK_OF[role]), ".".join(_BLOCK_OF[role]))
+        ranks = _ranks(_at(config, *_BLOCK_OF[role]), ".".join(_BLOCK_OF[role]), str(config_path))
         wanted = [stage for stage in of_role if stage in stages]
         if ranks is None or not wanted:
             continue
@@ -163,13 +165,22 @@ def _steps(profiler: object, block: object, notes: list[str]) -> list[int]:
     return both
 
 
-def _ranks(block: object, name: str) -> list[int] | str | None:
+def _ranks(block: object, name: str, config_path: str) -> list[int] | str | None:
     """Return the ranks that a role's profiler block chooses, or None where it is off."""
     if not _at(block, "enable"):
         return None
-    if _at(block, "all_ranks"):
-        return "all"
-    return sorted(_numbers(_at(block, "ranks"), f"{name}.ranks") or {0})
+    own = None if _at(block, "all_ranks") else _numbers(_at(block, "ranks"), f"{name}.ranks")
+    chosen = _ranks_of_msprobe(config_path) or own
+    return sorted(chosen) if chosen else "all"
+
+
+def _ranks_of_msprobe(config_path: str) -> set[int] | None:
+    try:
+        return _numbers(load_config(config_path).get("rank"), f"rank of {config_path}")
+    except InvalidPlan as error:
+        # Each rank says it when it captures; a file on the ranks' hosts alone is no mistake.
+        _log.debug("the ranks in msprobe's configuration are not known here: %s", error)
+        return None
 
 
 def _numbers(value: Any, name: str) -> set[int] | None:

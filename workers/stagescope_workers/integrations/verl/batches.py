@@ -24,6 +24,9 @@ class Keys:
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
 
+    def __len__(self) -> int:
+        return len(self.keys)
+
     @classmethod
     def of(cls, keys: Any) -> Keys | None:
         """Return the keys, or None where there are none."""
@@ -38,6 +41,16 @@ def is_keys(batch: Any) -> bool:
 def is_v1(trainer: Any) -> bool:
     """Say whether a trainer's batches are keys of the TransferQueue."""
     return hasattr(trainer, "replay_buffer")
+
+
+def is_synchronous(trainer: Any) -> bool:
+    """Say whether a step's tokens all come from the weights that the step begins with.
+
+    Of the trainers before V1 only RayPPOTrainer itself is known to work so: others derive from it.
+    """
+    if is_v1(trainer):
+        return getattr(trainer, "trainer_mode", None) == "sync"
+    return type(trainer).__name__ == "RayPPOTrainer"
 
 
 def log_probs(batch: Any, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -121,6 +134,11 @@ def ids(batch: Any) -> dict[str, list[str]]:
     if "uid" in others:
         found["group_ids"] = [str(group) for group in others["uid"]]
     return found
+
+
+def one_version(version: int, rows: int) -> dict[str, Any]:
+    """Return the policy version of each of `rows` samples, where it is the same."""
+    return {"versions": np.full(rows, version, dtype=np.int64)}
 
 
 def versions(batch: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Context:
             processes of a job share.
         step: The global step.
         stages: Whether ranks report stages at all.
+        synchronous: Whether the weights that a step begins with sampled all of its tokens.
         bypass: Whether the workers' loss is where the two log-prob streams meet.
         settings: Of the run: what shapes the statistics, and the configuration.
         streams: Metadata that stands beside log-probs: who made them, and how tokens were drawn.
@@ -39,6 +40,7 @@ class Context:
     attempt_key: str | None
     step: int
     stages: bool = True
+    synchronous: bool = False
     bypass: bool = False
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     streams: Mapping[str, Any] = dataclasses.field(default_factory=dict)

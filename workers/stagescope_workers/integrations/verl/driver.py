@@ -41,6 +41,7 @@ class Driver:
             "run": configuration.run_name(config),
             "attempt_key": configuration.attempt_key(),
             "stages": self.mode.stages,
+            "synchronous": batches.is_synchronous(self.trainer),
             "bypass": self.mode.metrics and configuration.is_bypass(config),
             "settings": configuration.settings(config),
             "streams": configuration.streams(config),
@@ -78,9 +79,13 @@ class Driver:
 
     def record(self, stage: Stage, batch: Any, tensors: Mapping[str, Any]) -> None:
         """Hand over tensors of a batch, with the ids and versions of its rows."""
-        if tensors:
-            about = batches.ids(batch) | batches.versions(batch) | dict(self._told["streams"])
-            stage.record({**about, **tensors})
+        found = self.context()
+        if not tensors or found is None:
+            return
+        known = batches.versions(batch)
+        if not known and found.synchronous:
+            known = batches.one_version(found.policy_version, len(batch))
+        stage.record({**batches.ids(batch), **known, **self._told["streams"], **tensors})
 
     def want_numbers(self) -> None:
         """Begin to ask for the step's numbers: its streams were handed over."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
 
+from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded
 from stagescope_workers.integrations.verl.meeting import Meeting
@@ -118,6 +119,12 @@ class Minibatches:
             minibatch=minibatch,
         )
 
+    def _known(self, taken: Mapping[str, Any]) -> dict[str, Any]:
+        context = self._context
+        if not context.synchronous:
+            return {}
+        return batches.one_version(context.policy_version, len(taken["cu_seqlens"]) - 1)
+
     def _end(self, error: BaseException | None) -> None:
         stage, self._stage = self._stage, None
         if stage is None:
@@ -126,7 +133,7 @@ class Minibatches:
             with guarded("the log-probs of the loss"):
                 taken = self.meeting.take()
                 if taken:
-                    stage.record({**taken, **self._context.streams})
+                    stage.record({**taken, **self._known(taken), **self._context.streams})
         stage.end(error)
 
 
