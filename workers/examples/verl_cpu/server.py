@@ -77,7 +77,7 @@ class Replica(RolloutReplica):
 
 
 class ServerAdapter(base.BaseRollout):
-    """Hands a training worker's weights to the server of its rank."""
+    """Hands the training workers' weights to the server of their replica."""
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing was kept to be resumed: `update_weights` brings everything."""
@@ -93,8 +93,10 @@ class ServerAdapter(base.BaseRollout):
     ) -> None:
         """Gather the weights (all ranks together) and send them in the engine's dtype."""
         gathered = {name: tensor.to(torch.bfloat16) for name, tensor in weights}
-        server = ray.get_actor(_actor_name(int(os.environ["RANK"])))
-        await server.update_weights.remote(gathered, global_steps)
+        replica, rank = divmod(int(os.environ["RANK"]), self.config.tensor_model_parallel_size)
+        if rank == 0:
+            server = ray.get_actor(_actor_name(replica))
+            await server.update_weights.remote(gathered, global_steps)
 
 
 RolloutReplicaRegistry.register(NAME, lambda: Replica)

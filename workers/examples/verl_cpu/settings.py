@@ -134,7 +134,7 @@ def _rollout(settings: Settings) -> dict[str, Any]:
     return {
         "name": "transformers",
         "n": 4,
-        "tensor_model_parallel_size": 1,
+        "tensor_model_parallel_size": settings.ranks,  # one server for all
         "log_prob_micro_batch_size_per_gpu": 4,
         "seed": settings.seed,
         "agent.num_workers": 1,
