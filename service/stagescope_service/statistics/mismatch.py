@@ -207,7 +207,7 @@ def _sequence_weights(sequences: SequenceColumns, settings: Settings) -> Metrics
         "min": math.exp(min(float(log_ratio.min()), 700.0)) if n.size else math.nan,
         **_spread(mean, variance, int(total)),
         "ratio_fraction_high": _mean(log_ratio > math.log(upper)),
-        "ratio_fraction_low": _mean(log_ratio < math.log(lower)),
+        "ratio_fraction_low": _mean(log_ratio < (math.log(lower) if lower else -math.inf)),
     }
     if drops:
         outside = (raw < lower) | (raw > upper)

@@ -41,11 +41,16 @@ class Settings:
             )
         if not 1 <= self.worst <= 4096:
             raise InvalidInput(f"worst is {self.worst}", expected="1 to 4096 tokens to keep")
+        if self.rollout_is_threshold == math.inf:  # JSON has no word for the number
+            object.__setattr__(self, "rollout_is_threshold", "inf")
         _ = self.bounds
 
     @property
     def bounds(self) -> tuple[float, float, bool]:
-        """(L, U, whether weights outside become 0). L is 1/U where the settings give none."""
+        """(L, U, whether weights outside become 0).
+
+        L is 1/U where the settings give none: above U for a U below 1, as verl has it.
+        """
         threshold = self.rollout_is_threshold
         if self.rollout_is is None:
             return 0.0, math.inf, False
@@ -56,7 +61,7 @@ class Settings:
             lower = float(low) if low else 1.0 / upper
         except (ValueError, ZeroDivisionError):
             lower = upper = math.nan
-        if not 0.0 < lower <= upper < math.inf:
+        if not upper > 0.0 or (low and not 0.0 < lower <= upper):
             raise InvalidInput(
                 f"rollout_is_threshold is {threshold!r}",
                 expected="U > 0, or 'L_U' with 0 < L <= U",

@@ -10,7 +10,7 @@ import pytest
 from tests.support.batches import batch_of, random_streams
 
 from stagescope.errors import InvalidInput
-from stagescope_service.statistics import Settings, publish, summarise
+from stagescope_service.statistics import Settings, Summary, publish, summarise
 
 
 def expected(p: Any, q: Any, mask: Any, settings: Settings) -> dict[str, float]:
@@ -57,7 +57,7 @@ def expected(p: Any, q: Any, mask: Any, settings: Settings) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("threshold", [2.0, "1.3", "0.8_1.2"])
+@pytest.mark.parametrize("threshold", [2.0, "1.3", "0.8_1.2", 0.7])
 def test_weights_are_those_of_verl(level: str, threshold: float | str) -> None:
     p, q, mask = random_streams(np.random.default_rng(8), 12, 60, 0.3)
     settings = Settings(level, threshold, rollout_is_batch_normalize=True)
@@ -65,6 +65,19 @@ def test_weights_are_those_of_verl(level: str, threshold: float | str) -> None:
     assert found["rollout_corr/rollout_is_truncated"] == 1.0
     for name, value in expected(p, q, mask, settings).items():
         assert found[name] == pytest.approx(value, rel=1e-9), name
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("threshold", [math.inf, "inf"])
+def test_weights_without_a_bound_are_cut_nowhere(level: str, threshold: float | str) -> None:
+    p, q = np.array([[-1.0, -1.0]]), np.array([[-4.0, -0.5]])
+    settings = Settings(level, threshold)
+    summary = summarise(batch_of(p, q, np.ones((1, 2))), settings)
+    found = publish(Summary.from_bytes(summary.to_bytes()))
+    largest = 3.0 if level == "token" else 2.5
+    assert found["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(largest))
+    assert found["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0
+    assert found["rollout_corr/rollout_is_ratio_fraction_low"] == 0.0
 
 
 def test_without_settings_the_weights_are_untruncated_and_say_so() -> None:
