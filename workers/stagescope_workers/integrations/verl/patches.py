@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
+import inspect
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -36,6 +34,7 @@ class Patch:
         purpose: What is not reported where the function cannot be found.
         modes: The modes of STAGESCOPE_VERL that want it.
         state: WAITING, APPLIED, ABSENT, or why it failed.
+        replacement: What stands in the original's place.
     """
 
     module: str
@@ -44,6 +43,7 @@ class Patch:
     purpose: str
     modes: frozenset[str]
     state: str = WAITING
+    replacement: Function | None = None
 
     @property
     def is_missing(self) -> bool:
@@ -55,19 +55,31 @@ class Patch:
 
     def apply(self, module: ModuleType) -> None:
         """Replace the function in `module`; whatever goes wrong is kept as `state`."""
-        try:
-            *holders, name = self.path.split(".")
-            holder = functools.reduce(getattr, holders, module)
-            # vars: an inherited method belongs to another class, and is replaced there.
-            original = vars(holder).get(name)
-            if not callable(original):
+        *holders, name = self.path.split(".")
+        holder: Any = module
+        for inner in holders:
+            holder = vars(holder).get(inner)
+            if not isinstance(holder, type):
                 self.state = ABSENT
                 return
-            setattr(holder, name, self.wrap(original))
-            self.state = APPLIED
+        # vars: an inherited method belongs to another class, and is replaced there.
+        original = vars(holder).get(name)
+        if original is not None and original is self.replacement:
+            return
+        if not callable(original) or isinstance(original, staticmethod | type):
+            self.state = ABSENT
+            return
+        try:
+            self._replace(holder, name, original)
         except Exception as error:
             self.state = f"failed: {error!r:.200}"
-            _log.warning("%s of %s was not patched: %r", self.path, self.module, error)
+
+    def _replace(self, holder: Any, name: str, original: Function) -> None:
+        replacement = self.wrap(original)
+        if inspect.iscoroutinefunction(replacement) != inspect.iscoroutinefunction(original):
+            raise LookupError("it became asynchronous, or ceased to be")
+        setattr(holder, name, replacement)
+        self.replacement, self.state = replacement, APPLIED
 
 
 class Patches:
@@ -77,51 +89,67 @@ class Patches:
         self._by_module: dict[str, list[Patch]] = {}
         for patch in patches:
             self._by_module.setdefault(patch.module, []).append(patch)
-        self._loading = threading.local()
 
     def __iter__(self) -> Iterator[Patch]:
         return (patch for patches in self._by_module.values() for patch in patches)
 
     def install(self) -> None:
         """Apply what can be applied now, and wait for the imports of the rest."""
+        sys.meta_path.insert(0, self)
         for name in self._by_module:
             module = sys.modules.get(name)
             if module is not None and not _is_loading(module):
-                self._apply(module)
-        sys.meta_path.insert(0, self)
+                self._apply(name, module)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module as the others would, and apply its patches after it has run."""
-        loading: set[str] = self._loading.__dict__.setdefault("names", set())
-        if fullname not in self._by_module or fullname in loading:
+        """Find a module as the others would, and have its patches applied after it has run."""
+        if fullname not in self._by_module:
             return None
-        loading.add(fullname)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            loading.discard(fullname)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            run = loader.exec_module
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is None:
+                continue
+            if hasattr(spec.loader, "exec_module"):
+                loader: Any = _PatchingLoader(
+                    spec.loader, lambda module: self._apply(fullname, module)
+                )
+                spec.loader = loader
+            return spec
+        return None
 
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                self._apply(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-    def _apply(self, module: ModuleType) -> None:
-        patches = self._by_module[module.__name__]
+    def _apply(self, name: str, module: ModuleType) -> None:
+        patches = self._by_module[name]
         for patch in patches:
-            if patch.state == WAITING:
-                patch.apply(module)
+            patch.apply(module)
         missing = [patch for patch in patches if patch.is_missing]
         # Every rank finds the same: one of them says it.
         if missing and os.environ.get("RANK", "0") == "0":
             _log.warning("not reported with this version: %s", "; ".join(map(str, missing)))
+
+
+class _PatchingLoader:
+    """Runs one module as its own loader does, then calls `then`; the module keeps that loader.
+
+    A loader may serve many modules (one zip file has one), so it is not changed itself.
+    """
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run `module`, which finds its own loader in `__spec__`, and patch it."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then(module)
 
 
 def _is_loading(module: ModuleType) -> bool:
