@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope_workers.identity import hide, visible_arguments
+
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie", re.I)
 _SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
+_SHORTEST_SECRET: Final = 8
+_LONGEST_NAME: Final = 100
 _NAMES: Final = "stagescope"
 _MOST_SHOWN: Final = 990
 _ROLE_PROFILERS: Final = (
@@ -25,7 +30,12 @@ def run_name(config: Any) -> str:
     given = os.environ.get("STAGESCOPE_RUN")
     names = [at(config, "trainer", name) for name in ("project_name", "experiment_name")]
     name = given or ".".join(str(part) for part in names if part)
-    return _NOT_IN_NAMES.sub("-", name).strip(".-")[:100] or "verl"
+    kept = _NOT_IN_NAMES.sub("-", name).strip(".-") or "verl"
+    if name.isascii() and len(kept) <= _LONGEST_NAME:
+        return kept
+    # What is cut off, or written in other letters, must still tell two experiments apart.
+    digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{kept[: _LONGEST_NAME - 9]}-{digest}"
 
 
 def names(config: Any) -> tuple[str, str | None]:
@@ -68,8 +78,7 @@ def settings(config: Any) -> dict[str, Any]:
     correction = at(config, "algorithm", "rollout_correction")
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
     shaping = {name: at(correction, name) for name in names}
-    shown = dict(flat(container(config)))
-    kept = dict(sorted(shown.items())[:_MOST_SHOWN])
+    kept = dict(sorted(shown(container(config) or {}).items())[:_MOST_SHOWN])
     return {**{name: value for name, value in shaping.items() if value is not None}, "verl": kept}
 
 
@@ -154,20 +163,40 @@ def container(node: Any) -> Any:
         return OmegaConf.to_container(node, resolve=False)
 
 
-def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of the leaves of a tree; nothing that may be a secret."""
-    if not isinstance(tree, Mapping):
-        return
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{name}.")
-        elif not (isinstance(value, str) and _is_secret(str(key), value)):
-            yield name, value
+def shown(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the leaves of a tree by dotted name; nothing that may be a secret."""
+    secrets = {
+        value
+        for variable, value in os.environ.items()
+        if _SECRET.search(variable) and len(value) >= _SHORTEST_SECRET
+    }
+    found: dict[str, Any] = {}
+    for name, value in _leaves(tree, ""):
+        texts = [text for text in _listed(value) if isinstance(text, str)]
+        if texts and _SECRET.search(name):
+            continue
+        if any(_SECRET_VALUE.search(text) or text in secrets for text in texts):
+            continue
+        # An argument may be an option of its own: --api-key=x
+        if isinstance(value, str):
+            found[name] = hide(value)
+        else:
+            found[name] = visible_arguments(texts) if texts == value else value
+    return found
 
 
-def _is_secret(key: str, value: str) -> bool:
-    return bool(_SECRET.search(key) or _SECRET_VALUE.search(value))
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, Mapping) or any(
+            isinstance(item, Mapping | list | tuple) for item in _listed(value)
+        ):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _absolute(path: Any) -> str | None:

@@ -29,7 +29,7 @@ def probe_of(
     Args:
         context: what the driver planted.
         role, rank, world_size: as in `init`.
-        describe: asked once for more options of `init`: layout, data_rank.
+        describe: asked once for more options of `init`: layout, data_rank, settings.
     """
     key = (os.getpid(), context.run, role, rank)
     with _lock:
@@ -41,9 +41,8 @@ def probe_of(
                 rank=rank,
                 world_size=world_size,
                 attempt_key=context.attempt_key,
-                settings=context.settings,
                 plan=context.profiler,
-                **describe(),
+                **{"settings": context.settings, **describe()},
             )
         return probe
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from stagescope_workers.integrations.verl import configuration
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.guard import guarded
+from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.processes import probe_of
 from stagescope_workers.integrations.verl.service import is_there
 from stagescope_workers.stage import Stage
@@ -44,9 +44,7 @@ def run_generate(function: Function) -> Function:
             # V1's batch has none: its worker returns at once, see run_init.
             if about is not None and not about.get("validate"):
                 stage = _stage(worker, about.get("global_steps"))
-        if stage is None:
-            return await function(worker, batch, *args, **kwargs)
-        with stage:
+        with running(stage):
             return await function(worker, batch, *args, **kwargs)
 
     return run
@@ -127,7 +125,10 @@ def _stage(worker: Any, step: Any) -> Stage | None:
         "rollout",
         _index(),
         world_size=configuration.at(config, "actor_rollout_ref", "rollout", "agent", "num_workers"),
-        describe=lambda: {"layout": _layout(config)},
+        describe=lambda: {
+            "layout": _layout(config),
+            "settings": configuration.settings(config),
+        },
     )
     asynchronous = (
         str(configuration.at(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
@@ -152,9 +153,7 @@ def run_manager_init(function: Function) -> Function:
 
 def _context(config: Any, step: int) -> Context:
     run, attempt_key = configuration.names(config)
-    return Context(
-        run=run, attempt_key=attempt_key, step=step, settings=configuration.settings(config)
-    )
+    return Context(run=run, attempt_key=attempt_key, step=step)
 
 
 def _layout(config: Any) -> dict[str, Any]:
