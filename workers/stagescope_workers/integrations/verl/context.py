@@ -53,7 +53,7 @@ class Context:
 
     def text(self) -> str:
         """Return the string that is planted."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, default=str)
 
 
 @functools.lru_cache(maxsize=64)

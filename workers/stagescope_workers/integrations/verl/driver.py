@@ -18,6 +18,8 @@ from stagescope_workers.stage import Stage
 
 _FINISH_SECONDS: Final = 10.0
 _FAILED_SECONDS: Final = 3.0
+_NO_SCALARS: Final = ("step", "policy_version")
+"""What `Probe.log` would take for the clock."""
 
 
 class Driver:
@@ -105,14 +107,16 @@ class Driver:
             str(name): float(value)
             for name, value in data.items()
             if isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if name not in _NO_SCALARS
         }
         self._probe(found, "driver").log(step=step, **scalars)
         return {} if self._feed is None else self._feed.take(step)
 
     def close(self, error: BaseException | None) -> None:
         """Send what waits: training is over, or ends with `error`."""
-        if self._feed is not None:
-            self._feed.close()
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
         if self._step is None:
             return
         probe = self._probe(self._step[2], "driver")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
 
+from stagescope.errors import StagescopeError
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded
@@ -110,14 +111,15 @@ class Minibatches:
             (0, self._done) if not self._a_epoch else divmod(self._done, self._a_epoch)
         )
         context = self._context
-        self._stage = self._probe.begin(
-            self._name,
-            step=context.step,
-            policy_version=context.policy_version,
-            model=self._model,
-            epoch=epoch,
-            minibatch=minibatch,
-        )
+        with guarded("the mini-batches of an update", but=StagescopeError):
+            self._stage = self._probe.begin(
+                self._name,
+                step=context.step,
+                policy_version=context.policy_version,
+                model=self._model,
+                epoch=epoch,
+                minibatch=minibatch,
+            )
 
     def _known(self, taken: Mapping[str, Any]) -> dict[str, Any]:
         context = self._context
@@ -134,7 +136,8 @@ class Minibatches:
                 taken = self.meeting.take()
                 if taken:
                     stage.record({**taken, **self._known(taken), **self._context.streams})
-        stage.end(error)
+        with guarded("the mini-batches of an update", but=StagescopeError if not error else ()):
+            stage.end(error)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from stagescope_workers.capture.verl_blocks import VERL_STAGES
 from stagescope_workers.integrations.verl import ranks
+from stagescope_workers.integrations.verl.guard import guarded
 
 Function = Callable[..., Any]
 
@@ -19,9 +20,10 @@ def run_annotate(function: Function) -> Function:
     """Return `PrecisionDebuggerProfiler.annotate`, which leaves alone what is not its own."""
 
     def run(profiler: Any, *args: Any, **kwargs: Any) -> Any:
-        if ranks.is_active() or kwargs.get("role") not in VERL_STAGES:
-            return _alone
-        return function(profiler, *args, **kwargs)
+        steps_aside = False
+        with guarded("stepping in for verl's precision debugger"):
+            steps_aside = ranks.is_active() or kwargs.get("role") not in VERL_STAGES
+        return _alone if steps_aside else function(profiler, *args, **kwargs)
 
     return run
 

@@ -10,10 +10,11 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from stagescope.errors import StagescopeError
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import layout, minibatches
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.guard import guarded
+from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.minibatches import Minibatches
 from stagescope_workers.integrations.verl.processes import probe_of
 from stagescope_workers.probe import Probe
@@ -63,7 +64,10 @@ def run_infer_batch(function: Function) -> Function:
     as_values = run_forward("compute_values", "critic", own_engine, function)
 
     def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = as_values if is_critic(worker) else function
+        chosen = function
+        with guarded("compute_values"):
+            if is_critic(worker):
+                chosen = as_values
         return chosen(worker, data, *args, **kwargs)
 
     return run
@@ -94,7 +98,8 @@ def run_train_batch(function: Function) -> Function:
             metrics: Any = None
             with guarded("the metrics of a mini-batch"):
                 metrics = None if output is None else contexts.non_tensor(output, "metrics")
-            update.advance(metrics)
+            with guarded("the mini-batches of an update", but=StagescopeError):
+                update.advance(metrics)
         return output
 
     return run
@@ -108,9 +113,7 @@ def run_update_weights(function: Function) -> Function:
         with guarded("weight_sync"):
             step = kwargs.get("global_steps", args[0] if args else None)
             stage = _weight_sync(worker, step)
-        if stage is None:
-            return await function(worker, *args, **kwargs)
-        with stage:
+        with running(stage):
             return await function(worker, *args, **kwargs)
 
     return run
@@ -175,7 +178,7 @@ def _reported(
     if stage is None:
         yield
         return
-    with _activity(), stage:
+    with _activity(), running(stage):
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.driver import Driver
-from stagescope_workers.integrations.verl.guard import guarded
+from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.modes import chosen
 from stagescope_workers.stage import Stage
 
@@ -44,7 +44,8 @@ def run_update_actor(function: Function) -> Function:
 
     def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with guarded("the ids of the samples"):
-            if driver_of(trainer).is_bypass:
+            driver = driver_of(trainer)
+            if driver.context() is not None and driver.is_bypass:
                 batches.name_samples(batch)
         result = planted(trainer, batch, *args, **kwargs)
         with guarded("asking for the step's numbers"):
@@ -67,7 +68,7 @@ def run_old_log_prob(function: Function) -> Function:
                 stage = driver.stage("actor_compute_log_prob")
         if stage is None:
             return function(trainer, batch, *args, **kwargs)
-        with stage:
+        with running(stage):
             with _expected(stage, batch):
                 result = function(trainer, batch, *args, **kwargs)
             with guarded("the step's log-probs"):
@@ -121,7 +122,7 @@ def run_advantage(function: Function) -> Function:
                 stage = driver.stage("compute_advantage")
         if driver is None or stage is None:
             return function(data, *args, **kwargs)
-        with stage:
+        with running(stage):
             result = function(data, *args, **kwargs)
             with guarded("the step's advantages"):
                 named = batches.Keys.of(kwargs.get("batch_keys")) or result
@@ -140,7 +141,7 @@ def run_reward(function: Function) -> Function:
             driver = driver_of(trainer)
             if driver.mode.stages:
                 stage = driver.stage("compute_rm_score", role="reward_model")
-        with stage or contextlib.nullcontext():
+        with running(stage):
             return function(trainer, batch, *args, **kwargs)
 
     return run
@@ -162,12 +163,13 @@ def run_validate(function: Function) -> Function:
     """Return `_validate`; what is generated in it belongs to no step."""
 
     def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        driver = driver_of(trainer)
-        driver.is_validating = True
+        with guarded("telling validation from training"):
+            driver_of(trainer).is_validating = True
         try:
             return function(trainer, *args, **kwargs)
         finally:
-            driver.is_validating = False
+            with guarded("telling validation from training"):
+                driver_of(trainer).is_validating = False
 
     return run
 
@@ -217,7 +219,8 @@ def run_log(function: Function) -> Function:
 @contextlib.contextmanager
 def _expected(stage: Stage, batch: Any) -> Any:
     global _expecting
-    _expecting = (stage, batch) if batches.is_keys(batch) else None
+    with guarded("the step's log-probs"):
+        _expecting = (stage, batch) if batches.is_keys(batch) else None
     try:
         yield
     finally:
