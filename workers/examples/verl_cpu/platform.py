@@ -139,6 +139,7 @@ def _critic_without_flash_attention() -> None:
     original = transformers.AutoModelForTokenClassification.from_pretrained
 
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(0)  # its value head is new: the same one in every start
         return original(*args, **{**kwargs, "attn_implementation": "sdpa"})
 
     transformers.AutoModelForTokenClassification.from_pretrained = from_pretrained

@@ -11,8 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from stagescope_workers.integrations.verl import loss, precision, ranks, rollout, trainer_calls
-from stagescope_workers.integrations.verl.modes import ALL, METRICS, STAGES, Mode
+from stagescope_workers.integrations.verl import (
+    environment,
+    loss,
+    precision,
+    ranks,
+    rollout,
+    trainer_calls,
+)
+from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode
 from stagescope_workers.integrations.verl.patches import Patch
 from stagescope_workers.integrations.verl.registered import inside, outside
 
@@ -31,8 +38,17 @@ _LOOPS: Final = "verl.experimental.agent_loop.agent_loop"
 
 def patches(mode: Mode) -> list[Patch]:
     """Return what `mode` patches."""
-    everything = [*_trainers(), *_numbers(), *_workers(), *_rollout()]
+    everything = [*_job(), *_trainers(), *_numbers(), *_workers(), *_rollout()]
     return [patch for patch in everything if mode.name in patch.modes]
+
+
+def _job() -> list[Patch]:
+    return [
+        # Also when off: the other processes of the job must hear of it.
+        Patch("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env",
+              outside(environment.run_runtime_env), "STAGESCOPE_* in the job's other processes",
+              frozenset({OFF, METRICS, STAGES, ALL})),
+    ]  # fmt: skip
 
 
 def _trainers() -> list[Patch]:

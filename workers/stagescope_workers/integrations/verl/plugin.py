@@ -11,18 +11,15 @@ import logging
 from typing import Final
 
 from stagescope_workers.integrations.verl import hooks
-from stagescope_workers.integrations.verl.modes import OFF, chosen
+from stagescope_workers.integrations.verl.modes import chosen
 from stagescope_workers.integrations.verl.patches import Patches
 
 _log = logging.getLogger("stagescope.verl")
 
 
 def _install() -> Patches | None:
-    mode = chosen()
-    if mode.name == OFF:
-        return None
     try:
-        installed = Patches(hooks.patches(mode))
+        installed = Patches(hooks.patches(chosen()))
         installed.install()
     except Exception as error:  # whatever it is, verl must come up
         _log.warning("stagescope is not attached to verl: %r", error, exc_info=True)
@@ -31,4 +28,4 @@ def _install() -> Patches | None:
 
 
 INSTALLED: Final = _install()
-"""What was patched in this process; None where nothing is."""
+"""What is patched in this process; None where that failed."""

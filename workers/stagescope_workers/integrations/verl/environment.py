@@ -1,0 +1,34 @@
+"""The variables that set the plugin, brought to every process of the job.
+
+A job that joins a cluster is not run by the shell that started it: verl hands Ray the variables
+that its other processes need, and these go with them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from stagescope_workers.integrations.verl.guard import guarded
+from stagescope_workers.integrations.verl.modes import VARIABLE
+
+Function = Callable[..., Any]
+
+# No token: Ray shows a job's variables to whoever may look at the job.
+CARRIED: Final = (VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL")
+
+
+def run_runtime_env(function: Function) -> Function:
+    """Return `get_ppo_ray_runtime_env` with the plugin's variables among verl's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        environment = function(*args, **kwargs)
+        with guarded("the variables of the job's processes"):
+            held = environment["env_vars"]
+            for name in CARRIED:
+                if name in os.environ:
+                    held.setdefault(name, os.environ[name])
+        return environment
+
+    return run
