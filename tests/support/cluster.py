@@ -48,12 +48,11 @@ def eventually(condition: Callable[[], T | None], seconds: float = SECONDS) -> T
 
 
 @contextlib.contextmanager
-def ray_cluster() -> Iterator[str]:
-    """Be the driver of a small cluster; yields its address."""
+def ray_cluster(**options: Any) -> Iterator[str]:
+    """Be the driver of a small cluster; yields its address. Options are ray.init's."""
     context: Any = ray.init(
         address="local",
-        num_cpus=4,
-        object_store_memory=200_000_000,
+        **{"num_cpus": 4, "object_store_memory": 200_000_000, **options},
         include_dashboard=False,
         log_to_driver=False,
     )

@@ -5,6 +5,7 @@ and the sample has one round; else the calculator's result is appended, masked, 
 turn. verl finds this class by `agent_loop.yaml`.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any, Final
@@ -15,7 +16,7 @@ from verl.utils.profiler import simple_timer
 TURN_TOKENS: Final = 8
 
 
-class CalculatorAgentLoop(AgentLoopBase):
+class CalculatorAgentLoop(AgentLoopBase):  # type: ignore[misc]
     """Asks the calculator once where the first turn was no answer."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

@@ -32,10 +32,12 @@ class Engine:
 
     def load(self, weights: Mapping[str, torch.Tensor], version: int | None) -> None:
         """Take all weights of the trainer's step `version`."""
-        if self._model is None:
-            self._model = AutoModelForCausalLM.from_config(self._config).to(torch.bfloat16).eval()
-        self._model.load_state_dict(weights)
-        self.version = version
+        model = self._model
+        if model is None:
+            model = AutoModelForCausalLM.from_config(self._config)  # type: ignore[no-untyped-call]
+            model = model.to(torch.bfloat16).eval()
+        model.load_state_dict(weights)
+        self._model, self.version = model, version
 
     def unload(self) -> None:
         """Give the weights' memory back; nothing is generated until the next `load`."""

@@ -10,6 +10,7 @@ verl assume an accelerator in other ways and are patched here, in every process 
 * `ResourcePoolManager` counts GPUs or NPUs before it asks Ray for the platform's own resource.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib
@@ -42,7 +43,7 @@ def _device_module() -> types.ModuleType:
 
 
 @PlatformRegistry.register(platform="cpu")
-class CpuPlatform(PlatformBase):
+class CpuPlatform(PlatformBase):  # type: ignore[misc]
     """The CPU as a device of verl; a rank takes one of Ray's CPU slots."""
 
     device_name = "cpu"
@@ -142,11 +143,14 @@ def _critic_without_flash_attention() -> None:
         torch.manual_seed(0)  # its value head is new: the same one in every start
         return original(*args, **{**kwargs, "attn_implementation": "sdpa"})
 
-    transformers.AutoModelForTokenClassification.from_pretrained = from_pretrained
+    transformers.AutoModelForTokenClassification.from_pretrained = from_pretrained  # type: ignore[method-assign]
 
 
 def _pinned_memory_is_memory() -> None:
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor
+    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return self
+
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment, method-assign]
 
 
 def _ray_counts_the_slots() -> None:

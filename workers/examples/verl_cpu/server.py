@@ -8,6 +8,7 @@ where it reads a model's configuration, before it looks for a rollout backend.
 * `ServerAdapter` lives in each training worker and hands it the weights.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
@@ -57,7 +58,7 @@ class Server:
         self._engine.unload()
 
 
-class Replica(RolloutReplica):
+class Replica(RolloutReplica):  # type: ignore[misc]
     """Starts one server and knows its name."""
 
     async def launch_servers(self) -> None:
@@ -76,7 +77,7 @@ class Replica(RolloutReplica):
         """The engine has no profiler."""
 
 
-class ServerAdapter(base.BaseRollout):
+class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
     """Hands the training workers' weights to the server of their replica."""
 
     async def resume(self, tags: list[str]) -> None:
@@ -95,7 +96,7 @@ class ServerAdapter(base.BaseRollout):
         gathered = {name: tensor.to(torch.bfloat16) for name, tensor in weights}
         replica, rank = divmod(int(os.environ["RANK"]), self.config.tensor_model_parallel_size)
         if rank == 0:
-            server = ray.get_actor(_actor_name(replica))
+            server: Any = ray.get_actor(_actor_name(replica))
             await server.update_weights.remote(gathered, global_steps)
 
 

@@ -30,7 +30,7 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token="?"
     )
     fast.chat_template = _CHAT

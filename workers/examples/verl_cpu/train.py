@@ -1,10 +1,36 @@
-"""A complete verl training on CPU: `cd workers; python -m examples.verl_cpu.train --steps 4`."""
+"""A complete verl training on CPU, without a changed line of verl and with nothing downloaded.
 
+    cd workers
+    python -m examples.verl_cpu.train --trainer v1 --steps 4 --directory /tmp/run [key=value ...]
+
+What runs is verl's own: `run_ppo`, its task runner, V1 (`--trainer v1`, synchronous, with
+TransferQueue) or V0 (`--trainer v0`, `RayPPOTrainer`), two ranks of FSDP2 with actor, reference
+and critic, its agent loop, its reward loop, its servers' manager and its weight synchronisation.
+The model is a tiny Qwen2 of random weights, the task are sums with a calculator; a step is 4
+prompts with 4 samples each and takes 1 to 4 seconds. `key=value` overrides verl's configuration,
+for example::
+
+    algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.rollout_is=token
+
+Two things are not verl's, since they need an accelerator: the inference engine (`engine.py`,
+transformers in bfloat16, registered with verl by `server.py`) and a few assumptions about the
+device (`platform.py`, which lists them).
+
+The directory gets `assets/` (model, tokenizer, prompts), `checkpoints/` and, for each start, one
+`metrics-N.jsonl` with verl's metrics of each step. The same command started again goes on after
+the last checkpoint.
+
+With `--address` the training joins a Ray cluster, which needs no GPU but CPU slots: one a rank,
+two for TransferQueue (V1) and one that stays free to start actors in. Its nodes must see this
+source tree and the directory at the same paths.
+"""
+
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -20,7 +46,7 @@ def train(settings: Settings) -> None:
         # Ray authenticates by itself only to a cluster that it finds; this one may be named.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Only now: verl, transformers and ray read the environment when they are imported.
-    import hydra
+    import hydra  # type: ignore[import-not-found]
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -34,7 +60,7 @@ def train(settings: Settings) -> None:
     run_ppo(config, _task_runner(settings.trainer))
 
 
-def _task_runner(trainer: Trainer) -> type:
+def _task_runner(trainer: Trainer) -> Any:
     if trainer == "v1":
         from verl.trainer.main_ppo import TaskRunnerV1
 

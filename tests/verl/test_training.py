@@ -1,0 +1,254 @@
+"""Real verl trainings with the plugin installed: nothing of verl or of the example knows of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("verl")
+
+from safetensors.numpy import load_file
+from tests.support.cluster import Service, eventually, ray_cluster
+from tests.support.verl_runs import SECONDS, VerlRun, untimed
+
+pytestmark = [pytest.mark.verl, pytest.mark.ray, pytest.mark.timeout(1200)]
+
+STEPS = 4
+FORWARD = ("actor_compute_log_prob", "ref_compute_log_prob", "compute_values")
+UPDATES = ("actor_update", "critic_update")
+ROLES = {"ref_compute_log_prob": "ref", "compute_values": "critic", "critic_update": "critic"}
+DEBUG = ("valid", "max", "mean", "std")
+OFFPOLICY = (
+    "kl", "k3_kl", "training_ppl", "rollout_ppl", "training_log_ppl", "rollout_log_ppl",
+    "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio",
+    "chi2_token", "chi2_seq",
+)  # fmt: skip
+WEIGHTS = (
+    "mean", "max", "min", "std", "eff_sample_size", "seq_mean", "seq_std", "seq_max", "seq_min",
+    "seq_max_deviation", "ratio_fraction_high", "ratio_fraction_low", "seq_fraction_high",
+    "seq_fraction_low",
+)  # fmt: skip
+VERLS_OWN = (
+    *(f"training/rollout_probs_diff_{name}" for name in DEBUG),
+    "training/rollout_actor_probs_pearson_corr",
+    *(f"rollout_corr/{name}" for name in OFFPOLICY),
+    *(f"rollout_corr/rollout_is_{name}" for name in WEIGHTS),
+)
+OFF = {"STAGESCOPE_VERL": "off"}
+WEIGHTED = (
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_is_threshold=1.02",
+)
+TWO_LOOPS = ("actor_rollout_ref.rollout.agent.num_workers=2",)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ray_cluster(num_cpus=16, num_gpus=2, object_store_memory=400_000_000) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service.start(tmp_path_factory.mktemp("service"), address)
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(
+    address: str, service: Service, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, dict[int, dict[str, Any]]]:
+    """What verl logs by itself, for each of its trainers."""
+    found = {}
+    for trainer in ("v0", "v1"):
+        directory = tmp_path_factory.mktemp("alone") / trainer
+        run = VerlRun(directory, address, trainer, STEPS, (*WEIGHTED, *TWO_LOOPS), OFF)
+        run.train()
+        found[trainer] = run.logged()
+    with service.session() as session:
+        assert [row["run"] for row in session.runs()] == [], "the plugin was off"
+    return found
+
+
+@pytest.mark.parametrize("trainer", ["v0", "v1"])
+def test_a_training_is_reported_and_untouched(
+    trainer: str,
+    address: str,
+    service: Service,
+    alone: Mapping[str, dict[int, dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    dumps = tmp_path / "dumps"
+    overrides = (*WEIGHTED, *TWO_LOOPS, *precision_debugger(tmp_path, dumps))
+    run = VerlRun(tmp_path / f"watched_{trainer}", address, trainer, STEPS, overrides)
+    with run.started() as process:
+        # The service dies in the middle of a step, and comes back when Ray has made it anew.
+        eventually(lambda: service.stages(run.name, 3), SECONDS)
+        service.kill("coordinator")
+        run.finish(process)
+    for step in range(1, STEPS + 1):
+        expect_stages(service, run.name, step)
+        expect_one_batch(service, run.name, step)
+        own, watched = untimed(alone[trainer][step]), untimed(run.logged()[step])
+        assert {name: watched[name] for name in own} == own, f"step {step} is not verl's own"
+        expect_numbers(service, run.name, step, own)
+    returned = [set(run.logged()[step]) - set(alone[trainer][step]) for step in (1, 2, STEPS)]
+    assert all("per_round/round_1_abs_diff_mean" in names for names in returned)
+    expect_capture(service, run.name, dumps)
+    expect_samples(service, run.name, trainer)
+    with service.session() as session:
+        assert list(session.losses(run.name)) == []
+        (attempt,) = session.attempts(run.name)
+        assert attempt["fingerprint"]["packages"]["verl"]
+        told = attempt["fingerprint"]["config"]["verl"]
+        assert told["actor_rollout_ref.rollout.n"] == 4
+        scalars = {row["name"]: row["value"] for row in session.step(2, run=run.name).scalars()}
+        assert scalars["actor/grad_norm"] == run.logged()[2]["actor/grad_norm"]
+
+
+@pytest.mark.parametrize("trainer", ["v0", "v1"])
+def test_bypass_mode_and_a_killed_training(
+    trainer: str, address: str, service: Service, tmp_path: Path
+) -> None:
+    run = VerlRun(
+        tmp_path / f"bypass_{trainer}",
+        address,
+        trainer,
+        STEPS,
+        ("algorithm.rollout_correction.bypass_mode=true",),
+    )
+    with run.started():
+        run.await_step(2)
+    with run.started() as process:
+        run.finish(process)
+    with service.session() as session:
+        second, first = session.attempts(run.name)
+        assert (first["attempt"], second["attempt"]) == (1, 2)
+        assert second["resumed_from_step"] in (1, 2, 3)
+        assert second["fingerprint"]["config"]["verl"]["algorithm.adv_estimator"] == "gae"
+        assert eventually(lambda: session.step(1, run=run.name, attempt=1).metrics())
+        step = session.step(STEPS, run=run.name, attempt=2)
+        metrics = eventually(lambda: _settled(step))
+        answer = step.metrics()
+        assert (answer.stage, answer.about["pair"]) == ("actor_update", ["current", "rollout"])
+        assert metrics["counts/tokens"] == metrics["counts/masked_tokens"] > 0
+        assert metrics["counts/sequences"] == 16
+    logged = run.logged()[STEPS]
+    assert logged["training/rollout_probs_diff_mean"] == metrics["training/rollout_probs_diff_mean"]
+    assert logged["per_round/total_rounds"] == 2
+
+
+def precision_debugger(folder: Path, dumps: Path) -> tuple[str, ...]:
+    config = folder / "config.json"
+    config.write_text(json.dumps({"task": "statistics", "level": "L1", "rank": [], "step": []}))
+    block = "global_profiler.global_tool_config.precision_debugger"
+    return (
+        "global_profiler.tool=precision_debugger",
+        "global_profiler.steps=[2]",
+        f"global_profiler.save_path={dumps}",
+        f"{block}.config_path={config}",
+        f"{block}.stages=[critic_update,actor_compute_log_prob]",
+        f"{block}.strict=true",
+        "critic.profiler.enable=true",
+        "actor_rollout_ref.actor.profiler.enable=true",
+    )
+
+
+def expect_stages(service: Service, run: str, step: int) -> None:
+    """Every stage, on every rank, in every part of it, at its step."""
+    wanted = {(stage, ROLES.get(stage, "actor"), r, 0) for stage in FORWARD for r in (0, 1)}
+    wanted |= {
+        (stage, ROLES.get(stage, "actor"), rank, minibatch)
+        for stage in UPDATES
+        for rank in (0, 1)
+        for minibatch in (0, 1)
+    }
+    wanted |= {("weight_sync", "actor", rank, 0) for rank in (0, 1)}
+    wanted |= {("rollout_generate", "rollout", rank, 0) for rank in (0, 1)}
+    wanted |= {(stage, "driver", 0, 0) for stage in ("actor_compute_log_prob", "compute_advantage")}
+
+    def seen() -> bool:
+        rows = service.stages(run, step)
+        found = {(r["stage"], r["role"], r["rank"], r["minibatch"]) for r in rows}
+        assert all(row["status"] in ("ok", "open") for row in rows), rows
+        return (
+            len(rows) == len(found) and found == wanted and all(r["status"] == "ok" for r in rows)
+        )
+
+    eventually(seen)
+    with service.session() as session:
+        by_step = {row["step"]: row for row in session.steps(run)}
+        assert eventually(lambda: {row["step"]: row for row in session.steps(run)}[step])
+        assert by_step[step]["losses"] == 0
+
+
+def expect_one_batch(service: Service, run: str, step: int) -> None:
+    with service.session() as session:
+        metrics = eventually(lambda: _settled(session.step(step, run=run)))
+        answer = session.step(step, run=run).metrics()
+    assert (answer.stage, answer.about["role"]) == ("actor_compute_log_prob", "driver")
+    assert answer.about["coverage"]["parts_counted"] == 1
+    assert answer.about["coverage"]["duplicates_left_out"] == 0
+    assert metrics["counts/sequences"] == 16
+    assert metrics["per_round/total_rounds"] == 2
+
+
+def expect_numbers(service: Service, run: str, step: int, own: Mapping[str, Any]) -> None:
+    """The service's numbers are those that verl computes of the same batch."""
+    with service.session() as session:
+        ours = session.step(step, run=run).metrics()
+        missing = [name for name in VERLS_OWN if name not in own]
+        assert missing == []
+        for name in VERLS_OWN:
+            assert math.isclose(ours[name], own[name], rel_tol=2e-4, abs_tol=2e-6), name
+
+
+def expect_capture(service: Service, run: str, dumps: Path) -> None:
+    def rows() -> Any:
+        with service.session() as session:
+            found = list(session.step(2, run=run).dumps())
+        return found if found and all(row["state"] == "complete" for row in found) else None
+
+    found = eventually(rows)
+    collected = {(row["stage"], row["rank"], row["minibatch"]) for row in found}
+    critic = {("critic_update", rank, part) for rank in (0, 1) for part in (0, 1)}
+    assert collected == critic | {("actor_compute_log_prob", rank, 0) for rank in (0, 1)}
+    for row in found:
+        assert Path(row["path"]).is_relative_to(dumps)
+        (dump,) = Path(row["path"]).rglob("dump.json")
+        names = json.loads(dump.read_text())["data"]
+        assert any("linear" in name for name in names)
+        if row["stage"] == "critic_update":
+            assert any("backward" in name for name in names)
+
+
+def expect_samples(service: Service, run: str, trainer: str) -> None:
+    """The ring holds the batch as verl had it, under names that are unique in the step."""
+    ring = [
+        file
+        for file in (service.settings.data_path / "ring").rglob("*.safetensors")
+        if {"rollout_log_probs", "old_log_probs", "versions"} <= set(load_file(file))
+    ]
+    assert ring
+    for file in ring:
+        held = load_file(file)
+        assert held["response_mask"].shape == held["responses"].shape
+        assert held["rollout_log_probs"].dtype == np.float32
+        assert set(np.unique(held["response_mask"])) <= {0, 1}
+    assert trainer
+
+
+def _settled(step: Any) -> Any:
+    found = step.metrics()
+    return (
+        found
+        if found.about["coverage"]["payloads_pending"] == 0 and "counts/tokens" in found
+        else None
+    )
