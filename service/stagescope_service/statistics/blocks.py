@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope_service.statistics import cell as _cell
-from stagescope_service.statistics.cell import Field
+from stagescope_service.statistics.cell import AT
 from stagescope_service.statistics.jit import exact, fused, reduction
 
 FLOAT64: Final = 0
@@ -173,14 +173,14 @@ def ranges(p: Any, q: Any, d: Any, n: int, out: Any) -> None:
             q_positive += 1.0 if q[i] > 0.0 else 0.0
     if p_zero + q_zero > 0.0:
         for i in range(n):
-            out[Field.P_LACKS] += 1.0 if p[i] == 0.0 and q[i] != 0.0 else 0.0
-            out[Field.Q_LACKS] += 1.0 if q[i] == 0.0 and p[i] != 0.0 else 0.0
-    out[Field.D_MIN], out[Field.D_MAX] = d_low, d_high
-    out[Field.P_MIN], out[Field.P_MAX] = p_low, p_high
-    out[Field.Q_MIN], out[Field.Q_MAX] = q_low, q_high
-    out[Field.EQUAL], out[Field.Q_GREATER] = equal, above
-    out[Field.P_ZERO], out[Field.Q_ZERO] = p_zero, q_zero
-    out[Field.P_POSITIVE], out[Field.Q_POSITIVE] = p_positive, q_positive
+            out[AT.P_LACKS] += 1.0 if p[i] == 0.0 and q[i] != 0.0 else 0.0
+            out[AT.Q_LACKS] += 1.0 if q[i] == 0.0 and p[i] != 0.0 else 0.0
+    out[AT.D_MIN], out[AT.D_MAX] = d_low, d_high
+    out[AT.P_MIN], out[AT.P_MAX] = p_low, p_high
+    out[AT.Q_MIN], out[AT.Q_MAX] = q_low, q_high
+    out[AT.EQUAL], out[AT.Q_GREATER] = equal, above
+    out[AT.P_ZERO], out[AT.Q_ZERO] = p_zero, q_zero
+    out[AT.P_POSITIVE], out[AT.Q_POSITIVE] = p_positive, q_positive
 
 
 @reduction
@@ -203,11 +203,11 @@ def log_prob_sums(p: Any, q: Any, d: Any, n: int, out: Any) -> tuple[float, floa
         following += (p[i] - p0) * (q[i + 1] - q0)
         preceding += (p[i + 1] - p0) * (q[i] - q0)
     count = float(n)
-    out[Field.D_ABS_SUM] = absolute
-    out[Field.D_SUM], out[Field.D_M2] = sd + count * d0, sdd - sd * sd / count
-    out[Field.P_SUM], out[Field.P_M2] = sp + count * p0, spp - sp * sp / count
-    out[Field.Q_SUM], out[Field.Q_M2] = sq + count * q0, sqq - sq * sq / count
-    out[Field.PQ_C] = spq - sp * sq / count
+    out[AT.D_ABS_SUM] = absolute
+    out[AT.D_SUM], out[AT.D_M2] = sd + count * d0, sdd - sd * sd / count
+    out[AT.P_SUM], out[AT.P_M2] = sp + count * p0, spp - sp * sp / count
+    out[AT.Q_SUM], out[AT.Q_M2] = sq + count * q0, sqq - sq * sq / count
+    out[AT.PQ_C] = spq - sp * sq / count
     return following, preceding
 
 
@@ -219,9 +219,9 @@ def lagged(p: Any, q: Any, n: int, cross: float, side: int, carry: Any, out: Any
     last token of the block before, if that one ended right here.
     """
     p0, q0, count = p[0], q[0], float(n)
-    p_mean, q_mean = out[Field.P_SUM] - count * p0, out[Field.Q_SUM] - count * q0
-    sp, spp = p_mean, out[Field.P_M2] + p_mean * p_mean / count
-    sq, sqq = q_mean, out[Field.Q_M2] + q_mean * q_mean / count
+    p_mean, q_mean = out[AT.P_SUM] - count * p0, out[AT.Q_SUM] - count * q0
+    sp, spp = p_mean, out[AT.P_M2] + p_mean * p_mean / count
+    sq, sqq = q_mean, out[AT.Q_M2] + q_mean * q_mean / count
     spq, pairs = cross, count - 1.0
     # The first token is the origin: it adds nothing to any sum, so only the last one goes.
     if side == 0:
@@ -240,8 +240,8 @@ def lagged(p: Any, q: Any, n: int, cross: float, side: int, carry: Any, out: Any
             sq, sqq = sq + y, sqq + y * y
     if pairs <= 0.0:
         return
-    base = Field.NEXT_N if side == 0 else Field.LAST_N
-    second = Field.NEXT_P_M2 if side == 0 else Field.LAST_P_M2
+    base = AT.NEXT_N if side == 0 else AT.LAST_N
+    second = AT.NEXT_P_M2 if side == 0 else AT.LAST_P_M2
     out[base], out[base + 1], out[base + 2] = pairs, sp + pairs * p0, sq + pairs * q0
     out[second] = larger(spp - sp * sp / pairs, 0.0)
     out[second + 1] = larger(sqq - sq * sq / pairs, 0.0)
@@ -281,15 +281,15 @@ def probability_sums(em1: Any, k3: Any, v: Any, exp_q: Any, n: int, out: Any) ->
         ratio = 1.0 + e
         absolute += 1.0 / ratio if e < 0.0 else ratio
     count = float(n)
-    out[Field.A_SUM], out[Field.A_M2] = sa + count * a0, saa - sa * sa / count
-    out[Field.A_MIN], out[Field.A_MAX] = low, high
-    out[Field.U_SUM], out[Field.U_M2] = su + count * u0, suu - su * su / count
-    out[Field.V_SUM], out[Field.V_M2] = sv + count * v0, svv - sv * sv / count
-    out[Field.UV_C] = suv - su * sv / count
-    out[Field.K3_SUM], out[Field.CHI2_SUM], out[Field.RAW_SUM] = third, chi2, raw
-    out[Field.EXP_ABS_SUM] = absolute
+    out[AT.A_SUM], out[AT.A_M2] = sa + count * a0, saa - sa * sa / count
+    out[AT.A_MIN], out[AT.A_MAX] = low, high
+    out[AT.U_SUM], out[AT.U_M2] = su + count * u0, suu - su * su / count
+    out[AT.V_SUM], out[AT.V_M2] = sv + count * v0, svv - sv * sv / count
+    out[AT.UV_C] = suv - su * sv / count
+    out[AT.K3_SUM], out[AT.CHI2_SUM], out[AT.RAW_SUM] = third, chi2, raw
+    out[AT.EXP_ABS_SUM] = absolute
     # Until `weights` says otherwise the applied weights are the raw ones.
-    out[Field.W_SUM], out[Field.W_M2] = raw, sww - sw * sw / count
+    out[AT.W_SUM], out[AT.W_M2] = raw, sww - sw * sw / count
 
 
 @exact
@@ -315,8 +315,8 @@ def probability_sums_wide(p: Any, q: Any, em1: Any, k3: Any, n: int, out: Any) -
         w = smaller(larger(em1[i], CLAMP_LOW), CLAMP_HIGH) - raw / count
         sww += w * w
         suu, svv, suv, saa = suu + x * x, svv + y * y, suv + x * y, saa + z * z
-    out[Field.A_SUM], out[Field.A_M2], out[Field.A_MIN], out[Field.A_MAX] = sa, saa, low, high
-    out[Field.U_SUM], out[Field.U_M2], out[Field.V_SUM], out[Field.V_M2] = su, suu, sv, svv
-    out[Field.UV_C], out[Field.K3_SUM], out[Field.CHI2_SUM] = suv, third, chi2
-    out[Field.RAW_SUM], out[Field.EXP_ABS_SUM] = raw, absolute
-    out[Field.W_SUM], out[Field.W_M2] = raw, sww
+    out[AT.A_SUM], out[AT.A_M2], out[AT.A_MIN], out[AT.A_MAX] = sa, saa, low, high
+    out[AT.U_SUM], out[AT.U_M2], out[AT.V_SUM], out[AT.V_M2] = su, suu, sv, svv
+    out[AT.UV_C], out[AT.K3_SUM], out[AT.CHI2_SUM] = suv, third, chi2
+    out[AT.RAW_SUM], out[AT.EXP_ABS_SUM] = raw, absolute
+    out[AT.W_SUM], out[AT.W_M2] = raw, sww

@@ -10,10 +10,11 @@ e^p itself would be rounding noise. `A` is |e^p - e^q|, `W` the applied importan
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +113,11 @@ class Field(enum.IntEnum):
     LAST_Q_M2 = enum.auto()
     LAST_C = enum.auto()
 
+
+# numba 0.62, and what came before, takes no member of an enum as an index of an array.
+_Index = collections.namedtuple("_Index", Field.__members__)  # type: ignore[misc]
+AT: Final[Any] = _Index(*map(int, Field))
+"""`Field` as plain ints, for the compiled loops."""
 
 WIDTH: Final = len(Field)
 MINIMA: Final = slice(Field.D_MIN, Field.D_MAX)

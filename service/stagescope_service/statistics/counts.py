@@ -12,7 +12,7 @@ import numpy as np
 
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.blocks import CLAMP_HIGH, CLAMP_LOW, larger, smaller
-from stagescope_service.statistics.cell import Field
+from stagescope_service.statistics.cell import AT
 from stagescope_service.statistics.jit import exact, reduction
 
 HISTOGRAM_HALF: Final = 512
@@ -27,7 +27,7 @@ _B1, _B2, _B3, _B4, _B5, _B6, _B7 = (math.ceil((2 ** (j / 8) - 1) * 2**52) - 1 f
 @reduction
 def tails(d: Any, em1: Any, n: int, out: Any) -> None:
     """Count the tails; a block whose extremes reach no bound is not looked at."""
-    largest = larger(out[Field.D_MAX], -out[Field.D_MIN])
+    largest = larger(out[AT.D_MAX], -out[AT.D_MIN])
     # 0.095 is below |ln| of the innermost bounds of the ratio, 0.9 and 1.1.
     if largest < 0.095:
         return
@@ -46,10 +46,10 @@ def tails(d: Any, em1: Any, n: int, out: Any) -> None:
             over3 += 1.0 if x > _A3 else 0.0
             below1 += 1.0 if ratio < _L1 else 0.0
             above1 += 1.0 if ratio > _H1 else 0.0
-    out[Field.ABS_OVER_0], out[Field.ABS_OVER_1] = over0, over1
-    out[Field.ABS_OVER_2], out[Field.ABS_OVER_3] = over2, over3
-    out[Field.RATIO_BELOW_0], out[Field.RATIO_ABOVE_0] = below0, above0
-    out[Field.RATIO_BELOW_1], out[Field.RATIO_ABOVE_1] = below1, above1
+    out[AT.ABS_OVER_0], out[AT.ABS_OVER_1] = over0, over1
+    out[AT.ABS_OVER_2], out[AT.ABS_OVER_3] = over2, over3
+    out[AT.RATIO_BELOW_0], out[AT.RATIO_ABOVE_0] = below0, above0
+    out[AT.RATIO_BELOW_1], out[AT.RATIO_ABOVE_1] = below1, above1
 
 
 @exact
@@ -61,8 +61,8 @@ def clamped(x: float) -> float:
 @reduction
 def weights(em1: Any, n: int, rule: Any, out: Any) -> None:
     """The applied weights minus 1. `rule` is `Settings.weight_rule()`."""
-    least, most = clamped(out[Field.D_MIN]), clamped(out[Field.D_MAX])
-    out[Field.W_MIN], out[Field.W_MAX] = least, most
+    least, most = clamped(out[AT.D_MIN]), clamped(out[AT.D_MAX])
+    out[AT.W_MIN], out[AT.W_MAX] = least, most
     upper, lower = rule[0], rule[1]
     high, high_value, low, low_value = rule[2], rule[3], rule[4], rule[5]
     # The extremes of e^d - 1 come from another routine than em1: leave room for its rounding.
@@ -84,9 +84,9 @@ def weights(em1: Any, n: int, rule: Any, out: Any) -> None:
         sw += w - origin
         sww += (w - origin) * (w - origin)
     count = float(n)
-    out[Field.IS_HIGH], out[Field.IS_LOW] = is_high, is_low
-    out[Field.W_MIN], out[Field.W_MAX] = least, most
-    out[Field.W_SUM], out[Field.W_M2] = sw + count * origin, sww - sw * sw / count
+    out[AT.IS_HIGH], out[AT.IS_LOW] = is_high, is_low
+    out[AT.W_MIN], out[AT.W_MAX] = least, most
+    out[AT.W_SUM], out[AT.W_M2] = sw + count * origin, sww - sw * sw / count
 
 
 @exact

@@ -27,7 +27,7 @@ from stagescope_service.statistics.blocks import (
     probability_sums_wide,
     ranges,
 )
-from stagescope_service.statistics.cell import Field
+from stagescope_service.statistics.cell import AT
 from stagescope_service.statistics.counts import HISTOGRAM_HALF as HISTOGRAM_HALF
 from stagescope_service.statistics.counts import histogram, tails, weights
 from stagescope_service.statistics.jit import entry, exact
@@ -41,11 +41,11 @@ ROW: Final = (
 """Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1."""
 
 _WIDTH: Final = _cell.WIDTH
-_FIRST_MIN: Final = int(Field.D_MIN)
-_FIRST_MAX: Final = int(Field.D_MAX)
-_FIRST_SECOND: Final = int(Field.D_M2)
+_FIRST_MIN: Final = int(AT.D_MIN)
+_FIRST_MAX: Final = int(AT.D_MAX)
+_FIRST_SECOND: Final = int(AT.D_M2)
 _MOMENTS: Final = np.array(_cell.MOMENTS, np.int64)
-_N: Final = int(Field.TOKENS)
+_N: Final = int(AT.TOKENS)
 
 
 @exact
@@ -126,17 +126,13 @@ def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, 
     lagged(p, q, n, following, 0, carry, part)
     lagged(p, q, n, preceding, 1, carry, part)
     carry[0], carry[1], carry[2] = p[n - 1], q[n - 1], 1.0
-    largest = larger(part[Field.D_MAX], -part[Field.D_MIN])
+    largest = larger(part[AT.D_MAX], -part[AT.D_MIN])
     narrow = largest <= 700.0
     if narrow:
         exponentials_of_d(d, n, em1, k3)
     else:
         exponentials_of_d_wide(d, n, em1, k3)
-    if (
-        narrow
-        and part[Field.Q_MIN] >= -700.0
-        and larger(part[Field.P_MAX], part[Field.Q_MAX]) <= 300.0
-    ):
+    if narrow and part[AT.Q_MIN] >= -700.0 and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
         exponentials_of_q(q, n, v, exp_q)
         probability_sums(em1, k3, v, exp_q, n, part)
     else:
@@ -152,32 +148,32 @@ def _non_finite(x: float, y: float, cell: Any) -> None:
     x_bad, y_bad = not math.isfinite(x), not math.isfinite(y)
     if x_bad:
         kind = 0 if x != x else (1 if x > 0 else 2)
-        cell[Field.P_NAN + kind] += 1.0
+        cell[AT.P_NAN + kind] += 1.0
     if y_bad:
         kind = 0 if y != y else (1 if y > 0 else 2)
-        cell[Field.Q_NAN + kind] += 1.0
+        cell[AT.Q_NAN + kind] += 1.0
     if x_bad and not y_bad and y != 0.0:
-        cell[Field.P_LACKS] += 1.0
+        cell[AT.P_LACKS] += 1.0
     if y_bad and not x_bad and x != 0.0:
-        cell[Field.Q_LACKS] += 1.0
+        cell[AT.Q_LACKS] += 1.0
 
 
 @exact
 def _row_add(row: Any, cell: Any) -> None:
     row[0] += cell[_N]
-    row[1] += cell[Field.P_SUM]
-    row[2] += cell[Field.Q_SUM]
-    row[3] += cell[Field.D_SUM]
-    row[4] += cell[Field.D_ABS_SUM]
+    row[1] += cell[AT.P_SUM]
+    row[2] += cell[AT.Q_SUM]
+    row[3] += cell[AT.D_SUM]
+    row[4] += cell[AT.D_ABS_SUM]
     if cell[_N] > 0.0:
-        row[5] = larger(row[5], larger(abs(cell[Field.D_MIN]), abs(cell[Field.D_MAX])))
+        row[5] = larger(row[5], larger(abs(cell[AT.D_MIN]), abs(cell[AT.D_MAX])))
     for i in range(4):
-        row[6 + i] += cell[Field.ABS_OVER_0 + i]
-    row[10] += cell[Field.RATIO_BELOW_0] + cell[Field.RATIO_ABOVE_0]
-    row[11] += cell[Field.RATIO_BELOW_1] + cell[Field.RATIO_ABOVE_1]
-    row[12] += cell[Field.RAW_SUM]
-    row[13] += cell[Field.W_SUM]
-    row[14] += cell[Field.MASKED] - cell[_N]
+        row[6 + i] += cell[AT.ABS_OVER_0 + i]
+    row[10] += cell[AT.RATIO_BELOW_0] + cell[AT.RATIO_ABOVE_0]
+    row[11] += cell[AT.RATIO_BELOW_1] + cell[AT.RATIO_ABOVE_1]
+    row[12] += cell[AT.RAW_SUM]
+    row[13] += cell[AT.W_SUM]
+    row[14] += cell[AT.MASKED] - cell[_N]
 
 
 def _array(kind: Any, ndim: int) -> Any:
@@ -226,7 +222,8 @@ def accumulate(
         np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK)
     )  # fmt: skip
     work, carry, slot = (d, em1, v, exp_q, k3), np.zeros(3), np.empty(BLOCK, np.int32)
-    part, cell = np.empty(_WIDTH), np.empty(_WIDTH)
+    part: Any = np.empty(_WIDTH)
+    cell: Any = np.empty(_WIDTH)
     worst_used, odd_used = 0, 0
     for s in range(segments.shape[0]):
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]
@@ -249,8 +246,8 @@ def accumulate(
                         j += 1
                 if j > i:
                     _block(p[i:j], q[i:j], j - i, rule, work, carry, part, cell)
-                    histogram(d, j - i, int(part[Field.EQUAL]), slot, counts)
-                    largest = larger(abs(part[Field.D_MIN]), abs(part[Field.D_MAX]))
+                    histogram(d, j - i, int(part[AT.EQUAL]), slot, counts)
+                    largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
                     bound = -worst[0, 0] if worst_used == worst.shape[0] else 0.0
                     if largest >= bound and largest > 0.0:
                         for k in range(j - i):
@@ -269,7 +266,7 @@ def accumulate(
                     odd_used = _offer(odd, odd_ids, odd_used, key, token, s)
                 i = j + 1
             base += size
-        cell[Field.MASKED] = stop - start
+        cell[AT.MASKED] = stop - start
         _merge_into(rounds[slots[s, 0]], cell)
         if slots[s, 1] >= 0:
             _merge_into(turns[slots[s, 1]], cell)
