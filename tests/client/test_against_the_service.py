@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
 from tests.support.measure import payload
 
 import stagescope
-from stagescope import Session, cli
+from stagescope import Session
 from stagescope.errors import Forbidden, InvalidPlan, NotFound
 
 STAGE = "actor_compute_log_prob"
@@ -59,7 +60,7 @@ def session(found: Service) -> Iterator[Session]:
 
 
 def ask(*words: str) -> Result:
-    return CliRunner().invoke(cli.main, words)
+    return invoke(*words)
 
 
 def test_both_attempts_and_their_fingerprints(session: Session) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from tests.support.answering import METRICS, OPERATE, READ, RUN, Answering, unused_port
+from tests.support.command_line import invoke
 
-from stagescope import cli, plugins, terminal
+from stagescope import plugins, terminal
 
 ASKING = [
     ["status"],
@@ -33,7 +34,7 @@ ASKING = [
 
 def ask(service: Answering, *words: str, token: str = READ, width: int = 80) -> Result:
     env = {"STAGESCOPE_URL": service.url, "STAGESCOPE_TOKEN": token, "COLUMNS": str(width)}
-    return CliRunner().invoke(cli.main, words, env=env)
+    return invoke(*words, env=env)
 
 
 def refuse_constant(name: str) -> Any:
@@ -96,16 +97,14 @@ def test_errors_are_a_line_or_two_and_a_code(
 
 
 def test_an_unreachable_service_is_3() -> None:
-    result = CliRunner().invoke(
-        cli.main, ["status"], env={"STAGESCOPE_URL": f"http://127.0.0.1:{unused_port()}"}
-    )
+    result = invoke("status", env={"STAGESCOPE_URL": f"http://127.0.0.1:{unused_port()}"})
     assert result.exit_code == 3
     assert len(result.stderr.splitlines()) == 2
     assert "from STAGESCOPE_URL" in result.stderr
 
 
 def test_no_service_known_is_3() -> None:
-    result = CliRunner().invoke(cli.main, ["status"])
+    result = invoke("status")
     assert result.exit_code == 3
     assert "stagescope serve" in result.stderr
 
@@ -179,13 +178,13 @@ def test_a_narrow_terminal_is_kept_to(service: Answering) -> None:
 
 
 def test_help_says_the_exit_codes_and_every_command() -> None:
-    result = CliRunner().invoke(cli.main, ["--help"])
+    result = invoke("--help")
     assert result.exit_code == 0
     for code, meaning in terminal.EXIT_CODES.items():
         assert f"{code}  {meaning}" in result.stdout
     for words in (*ASKING, ["capture"], ["remove-capture"], ["serve"], ["stop"]):
         assert f"\n  {words[0]} " in result.stdout
-        assert CliRunner().invoke(cli.main, [words[0], "--help"]).exit_code == 0
+        assert invoke(words[0], "--help").exit_code == 0
 
 
 class OtherPoint:
@@ -202,10 +201,10 @@ def test_a_service_command_without_its_extra_says_how_to_install(
     monkeypatch: pytest.MonkeyPatch, points: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(plugins, "_entry_points", lambda: points)
-    result = CliRunner().invoke(cli.main, ["serve", "--port", "1"])
+    result = invoke("serve", "--port", "1")
     assert result.exit_code == 1
     assert "pip install 'stagescope[service]'" in result.stderr
-    assert CliRunner().invoke(cli.main, ["--help"]).exit_code == 0
+    assert invoke("--help").exit_code == 0
 
 
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:

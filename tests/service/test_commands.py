@@ -3,9 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from stagescope import cli
+from tests.support.command_line import invoke
 
 
 @pytest.mark.parametrize("command", ["serve", "stop"])
@@ -14,13 +12,13 @@ def test_a_wrong_setting_is_named_without_its_value(
 ) -> None:
     monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
     monkeypatch.setenv("STAGESCOPE_RING_BYTES", "secret-value")
-    result = CliRunner().invoke(cli.main, [command])
+    result = invoke(command)
     assert result.exit_code == 2
     assert "ring_bytes" in result.stderr.lower()
     assert "secret-value" not in result.output
 
 
 def test_a_port_that_is_none() -> None:
-    result = CliRunner().invoke(cli.main, ["serve", "--port", "70000"])
+    result = invoke("serve", "--port", "70000")
     assert result.exit_code == 2
     assert "--port" in result.stderr
