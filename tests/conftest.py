@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("shared-machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Rays before 2.50 leave their log files and processes to the garbage collector."""
+    major, minor = map(int, importlib.metadata.version("ray").split(".")[:2])
+    if (major, minor) < (2, 50):
+        config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")

@@ -59,12 +59,13 @@ def run_python(program: str, *arguments: str, **environment: str) -> None:
 
 def test_raw_call_that_ray_retries_over_a_killed_coordinator_counts_once(service: Service) -> None:
     call = {"run": "raw", "step": 3, "stage": "actor_update", "rank": 0, "world_size": 1}
-    assert ray.get(service.coordinator.begin_stage.remote(**call))["occurrence"] == 0
-    first = service.coordinator.end_stage.remote(**call, payload=refs_of(payload(seed=1)))
+    coordinator = service.coordinator
+    assert ray.get(coordinator.begin_stage.remote(**call))["occurrence"] == 0
+    first = coordinator.end_stage.remote(**call, payload=refs_of(payload(seed=1)))
     assert ray.get(first, timeout=60)["payload"] == "ingested"  # now there is an ingestor
-    assert ray.get(service.coordinator.begin_stage.remote(**call))["occurrence"] == 1
+    assert ray.get(coordinator.begin_stage.remote(**call))["occurrence"] == 1
     with service.held("ingestor"):
-        answer = service.coordinator.end_stage.remote(
+        answer = coordinator.end_stage.remote(
             **call, payload=refs_of(payload(seed=2, first_sample=4))
         )
         eventually(lambda: service.status()["pending_payloads"] == 1)
@@ -81,8 +82,10 @@ def test_raw_call_that_ray_retries_over_a_killed_coordinator_counts_once(service
 
 
 def test_unkeyed_raw_calls_are_marked_and_keyed_ones_find_their_attempt(service: Service) -> None:
+    coordinator = service.coordinator
+
     def end(step: int, **more: Any) -> int:
-        call = service.coordinator.end_stage.remote(
+        call = coordinator.end_stage.remote(
             run="keys", step=step, stage="actor_update", rank=0, **more
         )
         return int(ray.get(call, timeout=60)["attempt"])

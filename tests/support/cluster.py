@@ -113,7 +113,9 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         """Return what the coordinator says of itself, waiting for its restart."""
-        status: dict[str, Any] = answer(self.coordinator.status.remote())
+        # By a name: in older Rays a method does not keep its actor's handle.
+        coordinator = self.coordinator
+        status: dict[str, Any] = answer(coordinator.status.remote())
         return status
 
     def pid(self, which: str) -> int:
@@ -124,7 +126,8 @@ class Service:
             actor = ray.get_actor(API_NAME, namespace=NAMESPACE)
             return int(answer(actor.where.remote())["pid"])
         name = ingestor_name(ray.get_runtime_context().get_node_id())
-        return int(answer(ray.get_actor(name, namespace=NAMESPACE).pid.remote()))
+        actor = ray.get_actor(name, namespace=NAMESPACE)
+        return int(answer(actor.pid.remote()))
 
     def kill(self, which: str, pid: int | None = None) -> int:
         """Kill -9; return the pid that died (to be given of one that cannot answer)."""

@@ -35,7 +35,7 @@ _MOVE: Final = "give a path on a local disk, or use PostgreSQL (postgresql+psyco
 def catalogue_url(data_dir: str | Path) -> str:
     """Return the URL of the SQLite catalogue in a data directory."""
     path = Path(data_dir).absolute() / "catalogue.db"
-    return sa.URL.create("sqlite", database=str(path)).render_as_string()
+    return f"sqlite:///{urllib.parse.quote(str(path))}"
 
 
 def sqlite_path(url: str) -> Path | None:
@@ -53,12 +53,14 @@ def sqlite_path(url: str) -> Path | None:
         ) from error
     if parsed.get_backend_name() != "sqlite":
         return None
-    if not parsed.database or parsed.database == ":memory:":
+    # Not parsed.database: SQLAlchemy 2.0 leaves it quoted, and 2.1 does not.
+    database = urllib.parse.unquote(url.partition(":///")[2].partition("?")[0])
+    if database in ("", ":memory:"):
         raise CatalogueUnavailable(
             "a SQLite catalogue in memory",
             expected="sqlite:////path/catalogue.db: other processes read it",
         )
-    return Path(parsed.database).absolute()
+    return Path(database).absolute()
 
 
 def filesystem_of(path: Path, mountinfo: str) -> tuple[str, str]:
