@@ -4,17 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt
 NEEDS := pyproject.toml deploy/constraints.txt
+# verl has an environment of its own: it names the versions of what it needs more narrowly.
+VERL := .venv-verl
+VERL_INSTALL := $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-verl.txt
+VERL_NEEDS := pyproject.toml deploy/constraints-verl.txt
 
-.PHONY: demo test check bench format clean help
+.PHONY: demo test test-verl verl check bench bench-verl format clean help
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: $(VENV)/installed-demo  ## a service, a training that is killed and resumed, and its answers
 	cd workers && ../$(BIN)/python -m examples.countdown.demo
 
 test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
 	$(BIN)/python -m pytest
+
+test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, and our numbers against its own
+	$(VERL)/bin/python -m pytest tests/verl
+
+verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
@@ -24,14 +33,17 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of the same run
-	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done
+	@for file in $(filter-out %/bench_verl.py,$(wildcard tests/benchmarks/bench_*.py)); do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done
+
+bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and what the noise is
+	$(VERL)/bin/python -m tests.benchmarks.bench_verl
 
 format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) $(VERL) .demo
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,4 +54,15 @@ $(VENV)/installed-demo: $(NEEDS) | $(VENV)/bin/python
 
 $(VENV)/installed-dev: $(NEEDS) | $(VENV)/bin/python
 	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,dev]'
+	@touch $@
+
+$(VERL)/bin/python:
+	$(PYTHON) -m venv $(VERL)
+
+$(VERL)/installed: $(VERL_NEEDS) | $(VERL)/bin/python
+	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl]'
+	@touch $@
+
+$(VERL)/installed-dev: $(VERL)/installed
+	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl,dev]'
 	@touch $@
