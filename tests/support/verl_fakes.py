@@ -51,6 +51,11 @@ def register(dispatch_mode="all", execute_mode="all", blocking=True, materialize
 """
 
 
+def no_padding_2_padding(tensor: Any, data: Any) -> Any:
+    """Return the rows of a model's output side by side, as verl does; here it has no prompts."""
+    return torch.nested.to_padded_tensor(tensor, 0.0) if tensor.is_nested else tensor
+
+
 class Seen:
     """What verl's own functions were called with, and what they do then."""
 
@@ -120,7 +125,7 @@ def fake_modules(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     path = "/nowhere/verl/single_controller/base/decorator.py"
     exec(compile(_DECORATOR, path, "exec"), vars(decorator))
     padding: Any = types.ModuleType("verl.workers.utils.padding")
-    padding.no_padding_2_padding = lambda tensor, data: tensor
+    padding.no_padding_2_padding = no_padding_2_padding
     made = {module.__name__: module for module in (decorator, padding)}
     for add in (_trainers, _numbers, _workers, _rollout):
         for name, members in add(seen, decorator.register).items():

@@ -1,0 +1,316 @@
+"""What the trainer's process reports: the step, its batch as verl had it, its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support import verl_fakes
+from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
+from tests.support.verl_fakes import Seen
+from tests.workers.integrations.verl.conftest import Ended
+
+from stagescope.schema import END_STEP, FINISH, HELLO, LOG
+from stagescope_workers.integrations.verl import context, trainer_calls
+from stagescope_workers.probe import Probe
+
+Modules = dict[str, Any]
+Read = Callable[..., list[Ended]]
+
+STREAMS = {"rollout_log_probs", "old_log_probs", "response_mask", "responses"}
+TRACKING = "verl.utils.tracking"
+
+
+def planted(batch: Any) -> context.Context:
+    carried = batch.extra_info if hasattr(batch, "extra_info") else batch.meta_info
+    return context.parse(carried[context.KEY])
+
+
+def compute_old_log_prob(modules: Modules, seen: Seen, batch: Any, **trainer: Any) -> Any:
+    made = verl_fakes.trainer(modules, **trainer)
+    seen.outcomes["_compute_old_log_prob"] = lambda *_, **__: verl_fakes.old_log_probs(batch)
+    made._compute_old_log_prob(batch)
+    return made
+
+
+def in_v1(modules: Modules, seen: Seen, held: Any) -> None:
+    """Have V1's `_compute_old_log_prob` ask for its metrics, as verl's does."""
+    debug = modules["verl.utils.debug.metrics"]
+    data = verl_fakes.DataProto(held)
+    seen.outcomes["_compute_old_log_prob"] = lambda *_, **__: debug.calculate_debug_metrics(data)
+
+
+# --- the batch -------------------------------------------------------------------------------
+
+
+def test_the_step_s_log_probs_with_ids_and_versions(verl: Modules, seen: Seen, ended: Read) -> None:
+    batch = verl_fakes.batch_v0()
+    compute_old_log_prob(verl, seen, batch)
+    [end] = ended(1)
+    assert (end.stage, end.role, end.rank, end.clock) == (
+        "actor_compute_log_prob",
+        "driver",
+        0,
+        (3, 2),
+    )
+    assert set(end.payload["tensors"]) == STREAMS | {"versions"}
+    assert end.payload["strings"] == {
+        "sample_ids": ["g0_0", "g0_1", "g1_0", "g1_1"],
+        "group_ids": ["g0", "g0", "g1", "g1"],
+    }
+    tag, shape, data, _ = end.payload["tensors"]["old_log_probs"]
+    expected = batch.batch["rollout_log_probs"] - 0.01
+    assert (tag, tuple(shape)) == ("float32", (4, 3))
+    np.testing.assert_array_equal(np.asarray(data).reshape(4, 3), expected.numpy())
+    assert np.asarray(end.payload["tensors"]["versions"][2]).tolist() == [2, 2, 2, 2]
+    rollout = end.payload["meta"]["streams"]["rollout"]
+    assert (rollout["engine"], rollout["temperature"]) == ("vllm", 0.7)
+
+
+def test_the_index_of_a_sample_stays_with_its_row(verl: Modules, seen: Seen, ended: Read) -> None:
+    batch = verl_fakes.batch_v0()
+    order = [2, 0, 3, 1]
+
+    def reorder(*_: Any, **__: Any) -> None:
+        batch.batch = batch.batch[order]
+        batch.non_tensor_batch = {k: v[order] for k, v in batch.non_tensor_batch.items()}
+
+    seen.outcomes["_balance_batch"] = reorder
+    batch.non_tensor_batch["uid"] = np.array(["g0", "g0", "g1", "g1"], dtype=object)
+    verl_fakes.trainer(verl)._balance_batch(batch)
+    compute_old_log_prob(verl, seen, batch)
+    strings = ended(1)[0].payload["strings"]
+    assert strings["sample_ids"] == ["g1_0", "g0_0", "g1_1", "g0_1"]
+    assert strings["group_ids"] == ["g1", "g0", "g1", "g0"]
+
+
+def test_bfloat16_is_reported_and_upcast_for_verl_s_own_metrics(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    half = torch.full((4, 3), -0.3, dtype=torch.bfloat16)
+    held = verl_fakes.tensors(old_log_probs=half)
+    in_v1(verl, seen, held)
+    verl_fakes.trainer(verl, v1=True)._compute_old_log_prob(verl_fakes.batch_v1())
+    tensors = ended(1)[0].payload["tensors"]
+    assert (tensors["old_log_probs"][0], tensors["rollout_log_probs"][0]) == ("bfloat16", "float32")
+    [given] = [args[0] for name, args, _ in seen.calls if name == "calculate_debug_metrics"]
+    assert given.batch["old_log_probs"].dtype == torch.float32
+    assert torch.equal(given.batch["old_log_probs"], half.float())
+    assert given.batch["response_mask"] is held["response_mask"]
+    assert held["old_log_probs"] is half  # what trains is not touched
+
+
+def test_perplexities_are_computed_in_float32(verl: Modules, seen: Seen) -> None:
+    half, mask = torch.zeros(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.int64)
+    helper = verl["verl.trainer.ppo.rollout_corr_helper"]
+    helper.compute_offpolicy_metrics(half, rollout_log_prob=half.float(), mask=mask)
+    [(_, given, _)] = seen.calls
+    assert [tensor.dtype for tensor in given] == [torch.float32, torch.float32, torch.int64]
+    assert given[2] is mask
+
+
+def test_v1_s_keys_name_the_samples_and_tags_their_versions(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    batch = verl_fakes.batch_v1()
+    newest = [2, 2, 2, 3]
+    batch.tags = [{"min_global_steps": 2, "max_global_steps": n} for n in newest]
+    in_v1(verl, seen, verl_fakes.tensors())
+    verl_fakes.trainer(verl, v1=True)._compute_old_log_prob(batch)
+    payload = ended(1)[0].payload
+    assert payload["strings"]["sample_ids"] == ["g0_0_0", "g0_1_0", "g1_0_0", "g1_1_0"]
+    assert payload["strings"]["group_ids"] == ["g0", "g0", "g1", "g1"]
+    assert np.asarray(payload["tensors"]["versions"][2]).tolist() == [2, 2, 2, 2]
+    assert payload["meta"]["samples_of_mixed_versions"] == 1
+
+
+def test_a_trainer_that_may_be_asynchronous_claims_no_versions(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    plain = verl["verl.trainer.ppo.ray_trainer"].RayPPOTrainer
+    verl["verl.trainer.ppo.ray_trainer"].RayPPOTrainer = type("FullyAsyncTrainer", (plain,), {})
+    compute_old_log_prob(verl, seen, verl_fakes.batch_v0())
+    assert set(ended(1)[0].payload["tensors"]) == STREAMS
+
+
+def test_metrics_that_belong_to_no_step_are_not_taken(
+    verl: Modules, seen: Seen, probes: list[Probe]
+) -> None:
+    held = verl_fakes.DataProto(verl_fakes.tensors())
+    verl["verl.utils.debug.metrics"].calculate_debug_metrics(held)
+    assert (seen.calls[0][1][0], probes) == (held, [])
+
+
+def test_rewards_and_the_advantages_of_the_update(verl: Modules, seen: Seen, ended: Read) -> None:
+    rejected = torch.tensor([[1, 0, 0]] * 4)
+    scores = torch.tensor([[0.0, 0.0, float(row)] for row in range(4)])
+    more = {"advantages": torch.ones(4, 3), "token_level_scores": scores, "response_mask": rejected}
+    data = verl_fakes.DataProto(verl_fakes.tensors(**more), verl_fakes.batch_v0().non_tensor_batch)
+    v0 = verl["verl.trainer.ppo.ray_trainer"]
+    trainer_calls.driver_of(verl_fakes.trainer(verl))
+    seen.outcomes["compute_advantage"] = lambda data, _: data
+    assert v0.compute_advantage(data, adv_estimator="gae") is data
+    [end] = ended(1)
+    assert (end.stage, end.clock) == ("compute_advantage", (3, 2))
+    tensors = end.payload["tensors"]
+    assert np.asarray(tensors["rewards"][2]).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert np.asarray(tensors["response_mask"][2]).reshape(4, 3).tolist() == rejected.tolist()
+    assert {"advantages", "versions"} <= set(tensors)
+    assert end.payload["strings"]["sample_ids"][0] == "g0_0"
+
+
+def test_v1_s_inner_call_is_not_a_second_batch(verl: Modules, seen: Seen, ended: Read) -> None:
+    data = verl_fakes.DataProto(verl_fakes.tensors(advantages=torch.ones(4, 3)))
+    v1 = verl["verl.trainer.ppo.v1.trainer_base"]
+    inner = verl["verl.trainer.ppo.ray_trainer"].compute_advantage
+    trainer_calls.driver_of(verl_fakes.trainer(verl, v1=True))
+    seen.outcomes["compute_advantage"] = data
+    seen.outcomes["compute_advantage_for_multi_trajectories"] = lambda data, _: inner(data, "gae")
+    keys = verl_fakes.batch_v1().keys
+    v1.compute_advantage_for_multi_trajectories(data, batch_keys=keys)
+    [end] = ended(1)
+    assert end.payload["strings"]["sample_ids"] == keys
+
+
+# --- the step, where the ranks find it --------------------------------------------------------
+
+
+@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize("method", ["_compute_ref_log_prob", "_compute_values", "_update_critic"])
+def test_each_batch_carries_the_step(v1: bool, method: str, verl: Modules) -> None:
+    batch: Any = verl_fakes.batch_v1() if v1 else verl_fakes.batch_v0()
+    getattr(verl_fakes.trainer(verl, v1=v1), method)(batch)
+    found = planted(batch)
+    assert (found.run, found.attempt_key) == ("maths.first", "attempt-a")
+    assert (found.step, found.policy_version, found.synchronous) == (3, 2, True)
+
+
+def test_the_text_is_the_same_throughout_a_step(verl: Modules) -> None:
+    # verl asserts that meta_info of batches that it unites is equal.
+    trainer, one, other = verl_fakes.trainer(verl), verl_fakes.batch_v0(), verl_fakes.batch_v0()
+    trainer._compute_values(one)
+    trainer._update_actor(other)
+    assert one.meta_info == other.meta_info
+    trainer.global_steps += 1
+    trainer._update_actor(other)
+    assert planted(other).step == 4
+
+
+def test_validation_belongs_to_no_step(verl: Modules, seen: Seen) -> None:
+    trainer, during, after = verl_fakes.trainer(verl), verl_fakes.batch_v0(), verl_fakes.batch_v0()
+
+    def validate(*_: Any) -> None:
+        trainer._compute_values(during)
+        raise ValueError("verl's own")
+
+    seen.outcomes["_validate"] = validate
+    with pytest.raises(ValueError, match="own"):
+        trainer._validate()
+    trainer._compute_values(after)
+    assert (context.find(during), planted(after).step) == (None, 3)
+
+
+def test_rewards_of_a_colocated_model_are_a_stage(verl: Modules, ended: Read) -> None:
+    verl_fakes.trainer(verl)._compute_reward_colocate(verl_fakes.batch_v0())
+    [end] = ended(1)
+    assert (end.stage, end.role, end.clock) == ("compute_rm_score", "reward_model", (3, 2))
+
+
+def test_bypass_mode_names_the_samples_and_has_the_loss_report(
+    verl: Modules, seen: Seen, probes: list[Probe]
+) -> None:
+    batch = verl_fakes.batch_v0()
+    trainer = verl_fakes.trainer(verl, bypass=True)
+    trainer._update_actor(batch)
+    assert planted(batch).bypass
+    assert list(batch.non_tensor_batch[context.SAMPLES]) == ["g0_0", "g0_1", "g1_0", "g1_1"]
+    other = verl_fakes.batch_v0()
+    verl_fakes.trainer(verl)._update_actor(other)
+    assert not planted(other).bypass
+    assert context.SAMPLES not in other.non_tensor_batch
+
+
+# --- numbers that return, and the end ----------------------------------------------------------
+
+
+def answer(**metrics: object) -> dict[str, Any]:
+    return {
+        "stage": "actor_compute_log_prob", "complete": "complete", "missing": (),
+        "coverage": {"payloads_pending": 0}, "metrics": metrics,
+    }  # fmt: skip
+
+
+def test_the_service_s_numbers_stand_beside_verl_s_own(
+    verl: Modules, seen: Seen, service: FakeService, coordinator: FakeCoordinator
+) -> None:
+    coordinator.settle_at_once = True
+    service.api.answers[3] = answer(**{"per_round/total_rounds": 2, "mine": 1.0, "nan": "nan"})
+    compute_old_log_prob(verl, seen, verl_fakes.batch_v0())
+    assert trainer_calls._driver is not None
+    feed = trainer_calls._driver._feed
+    assert feed is not None
+    wait_for(lambda: feed.take(3))
+    tracking = verl[TRACKING].Tracking()
+    data = {"training/global_step": 3, "mine": 0.5, "step": 9, "flag": True, "text": "x"}
+    tracking.log(data=data, step=3)
+    [(_, (_, logged, step, backend), _)] = [call for call in seen.calls if call[0] == "log"]
+    assert (logged["per_round/total_rounds"], logged["mine"], step, backend) == (2, 0.5, 3, None)
+    assert math.isnan(logged["nan"])
+    assert "per_round/total_rounds" not in data
+    wait_for(lambda: coordinator.of_kind(LOG))
+    [told] = coordinator.of_kind(LOG)
+    assert told.fields["scalars"] == {"training/global_step": 3.0, "mine": 0.5}
+    assert told.fields["step"] == 3
+
+
+def test_another_s_log_is_left_alone(verl: Modules, seen: Seen, probes: list[Probe]) -> None:
+    trainer_calls.driver_of(verl_fakes.trainer(verl))
+    data = {"val/score": 0.5}
+    verl[TRACKING].Tracking().log(data, 3)
+    assert (seen.calls[0][1][1] is data, probes) == (True, [])
+
+
+@pytest.mark.parametrize("mode", ["hang", "dead"])
+def test_a_service_that_is_gone_changes_and_delays_nothing(
+    mode: str, verl: Modules, seen: Seen, service: FakeService, coordinator: FakeCoordinator
+) -> None:
+    if mode == "dead":
+        coordinator.die()
+    coordinator.mode, service.api.hangs = mode, True
+    batch = verl_fakes.batch_v0()
+    trainer = compute_old_log_prob(verl, seen, batch)
+    assert trainer._update_actor(batch) == "the result of _update_actor"
+    data = {"training/global_step": 3, "loss": 0.5}
+    verl[TRACKING].Tracking().log(data, step=3)
+    [(_, (_, logged, _, _), _)] = [call for call in seen.calls if call[0] == "log"]
+    assert logged == data
+    assert coordinator.events == {}
+
+
+def test_the_resumed_step_is_the_one_that_was_loaded(
+    verl: Modules, seen: Seen, coordinator: FakeCoordinator, ended: Read
+) -> None:
+    trainer = verl_fakes.trainer(verl)
+    trainer._load_checkpoint()
+    trainer.global_steps += 1
+    trainer._compute_reward_colocate(verl_fakes.batch_v0())
+    assert ended(1)[0].clock == (4, 3)
+    [hello] = coordinator.of_kind(HELLO)
+    assert hello.fields["resumed_from_step"] == 3
+    assert hello.fields["settings"]["verl"]["trainer.project_name"] == "maths"
+
+
+def test_the_end_of_training_is_the_end_of_its_step(
+    verl: Modules, seen: Seen, coordinator: FakeCoordinator
+) -> None:
+    trainer = verl_fakes.trainer(verl)
+    seen.outcomes["fit"] = lambda *_: trainer._compute_reward_colocate(verl_fakes.batch_v0())
+    coordinator.settle_at_once = True
+    trainer.fit()
+    wait_for(lambda: coordinator.of_kind(FINISH))
+    steps = [event.fields["step"] for event in coordinator.of_kind(END_STEP)]
+    assert steps == [3]

@@ -1,0 +1,299 @@
+"""What verl's workers report: stages at their step, an update in parts, the loss of bypass mode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack
+from tests.support import verl_fakes
+from tests.support.coordinators import FakeCoordinator
+from tests.support.verl_fakes import Seen
+from tests.workers.integrations.verl.conftest import Ended
+
+from stagescope.errors import CaptureError
+from stagescope.schema import BEGIN, END, HELLO
+from stagescope_workers.integrations.verl import context, precision, ranks
+from stagescope_workers.integrations.verl.context import Context
+from stagescope_workers.probe import Probe
+from stagescope_workers.stage import Stage
+
+Modules = dict[str, Any]
+Read = Callable[..., list[Ended]]
+LOSSES = "verl.workers.utils.losses"
+
+
+def data(*, notes: Any = None, **changes: Any) -> Any:
+    """Return a worker's TensorDict as the driver's batch becomes one."""
+    said = Context(**{"run": "r", "attempt_key": "a", "step": 3, "synchronous": True} | changes)
+    return verl_fakes.with_notes(
+        verl_fakes.tensors(), **{context.KEY: said.text(), "mini_batch_size": 4} | (notes or {})
+    )
+
+
+# --- whole stages -----------------------------------------------------------------------------
+
+
+def test_forward_stages_stand_at_their_step_and_rank(
+    verl: Modules, ended: Read, coordinator: FakeCoordinator
+) -> None:
+    worker = verl_fakes.outer_worker(verl)
+    worker.compute_log_prob(data())
+    worker.compute_ref_log_prob(data=data())
+    worker.compute_log_prob(data(notes={"no_lora_adapter": True}))
+    verl_fakes.inner_worker(verl, critic=True).infer_batch(data())
+    assert [(end.stage, end.role, end.rank, end.clock) for end in ended(4)] == [
+        ("actor_compute_log_prob", "actor", 1, (3, 2)),
+        ("ref_compute_log_prob", "ref", 1, (3, 2)),
+        ("ref_compute_log_prob", "ref", 1, (3, 2)),
+        ("compute_values", "critic", 1, (3, 2)),
+    ]
+    said = [hello.fields for hello in coordinator.of_kind(HELLO)]
+    assert len(said) == 3  # one a role
+    assert {(fields["world_size"], fields["data_rank"]) for fields in said} == {(2, 1)}
+    assert {fields["layout"]["engine"] for fields in said} == {"fsdp2"}
+
+
+def test_the_actor_s_own_engine_is_no_stage_of_its_own(verl: Modules, probes: list[Probe]) -> None:
+    verl_fakes.inner_worker(verl).infer_batch(data())
+    assert probes == []
+
+
+def test_a_stage_is_inside_the_layers_that_move_tensors(verl: Modules, seen: Seen) -> None:
+    decorator = verl["verl.single_controller.base.decorator"]
+    inside: list[tuple[bool, list[str]]] = []
+    seen.outcomes["compute_log_prob"] = lambda *_: inside.append(
+        (ranks.is_active(), list(decorator.entered))
+    )
+    verl_fakes.outer_worker(verl).compute_log_prob(data())
+    assert inside == [(True, ["compute_log_prob"])]  # the layer once, and before the stage
+    assert not ranks.is_active()
+
+
+def test_what_verl_raises_is_told_and_raised(verl: Modules, seen: Seen, ended: Read) -> None:
+    seen.outcomes["compute_log_prob"] = ValueError("verl's own")
+    with pytest.raises(ValueError, match="own"):
+        verl_fakes.outer_worker(verl).compute_log_prob(data())
+    [end] = ended(1)
+    assert (end.fields["status"], end.fields["error_type"]) == ("failed", "ValueError")
+
+
+def test_a_sync_of_weights_is_known_by_the_step_that_made_them(
+    verl: Modules, seen: Seen, ended: Read, probes: list[Probe]
+) -> None:
+    worker = verl_fakes.outer_worker(verl)
+    asyncio.run(worker.update_weights(global_steps=0))  # before anything told the rank its run
+    assert probes == []
+    worker.compute_log_prob(data())
+    asyncio.run(worker.update_weights(3))
+    end = ended(2)[1]
+    assert (end.stage, end.role, end.clock) == ("weight_sync", "actor", (3, 3))
+
+
+# --- an update --------------------------------------------------------------------------------
+
+
+def update(modules: Modules, seen: Seen, batch: Any, turns: int, *, critic: bool = False) -> Any:
+    """Run `train_mini_batch` as verl does; return its worker and when the call began and ended."""
+    worker = verl_fakes.inner_worker(modules, critic=critic)
+    seen.outcomes["train_batch"] = {"metrics": {"loss": 0.5, "name": "x"}}
+    times: list[float] = []
+
+    def train(*_: Any) -> None:
+        times.append(time.monotonic())
+        for _turn in range(turns):
+            worker.train_batch(batch)
+        times.append(time.monotonic())
+
+    seen.outcomes["train_mini_batch"] = train
+    worker.train_mini_batch(batch)
+    return times
+
+
+def test_parts_of_an_update_follow_each_other_without_a_gap(
+    verl: Modules, seen: Seen, ended: Read, coordinator: FakeCoordinator
+) -> None:
+    # 4 rows here, mini-batches of 4 over 2 data-parallel ranks: two of them an epoch.
+    began, over = update(verl, seen, data(notes={"epochs": 2}), turns=4)
+    ends = ended(4)
+    assert {(end.stage, end.role, end.clock) for end in ends} == {("actor_update", "actor", (3, 2))}
+    assert [end.part for end in ends] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    assert [end.fields["scalars"] for end in ends] == [{"loss": 0.5}] * 4
+    events = sorted(coordinator.events.items(), key=lambda item: item[0][1])
+    kinds = [event.kind for _, event in events if event.kind in (BEGIN, END)]
+    assert kinds == [BEGIN, END] * 4
+    times = [event.mono for _, event in events if event.kind in (BEGIN, END)]
+    assert times[0] <= began < over <= times[-1]
+    assert times == sorted(times)
+
+
+def test_a_number_of_mini_batches_is_taken_before_a_size(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    update(verl, seen, data(notes={"num_mini_batch": 3}), turns=3, critic=True)
+    assert [(end.stage, end.part) for end in ended(3)] == [
+        ("critic_update", (0, 0, number)) for number in range(3)
+    ]
+
+
+def test_where_their_number_is_unknown_the_last_part_ends_with_the_call(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    update(verl, seen, data(notes={"mini_batch_size": None}), turns=2)
+    assert [end.part for end in ended(3)] == [(0, 0, number) for number in range(3)]
+
+
+def test_a_failing_mini_batch_is_the_one_that_failed(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    worker, batch = verl_fakes.inner_worker(verl), data()
+    results: list[Any] = [{"metrics": {}}, ValueError("verl's own")]
+
+    def train(*_: Any) -> None:
+        for result in results:
+            seen.outcomes["train_batch"] = result
+            worker.train_batch(batch)
+
+    seen.outcomes["train_mini_batch"] = train
+    with pytest.raises(ValueError, match="own"):
+        worker.train_mini_batch(batch)
+    assert [(end.part[2], end.fields["status"]) for end in ended(2)] == [(0, "ok"), (1, "failed")]
+
+
+# --- bypass mode ------------------------------------------------------------------------------
+
+
+def jagged(*rows: list[float]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def micro(batch: Any, rows: slice) -> Any:
+    """Return a micro-batch, nested as verl's engines have it: responses of 2 tokens and of 3."""
+    held = batch[rows].clone()
+    for name in ("rollout_log_probs", "old_log_probs", "response_mask", "responses"):
+        first, second = held[name]
+        held[name] = torch.nested.as_nested_tensor([first[:2], second], layout=torch.jagged)
+    return held
+
+
+def train_bypassing(modules: Modules, seen: Seen, batch: Any, dtype: torch.dtype) -> None:
+    worker = verl_fakes.inner_worker(modules)
+    seen.outcomes["train_batch"] = {"metrics": {}}
+
+    def train(*_: Any) -> None:
+        for epoch in (0, 1):
+            for rows in (slice(0, 2), slice(2, 4)):
+                current = jagged([-1.0, -2.0], [-3.0, -4.0, -5.0]).to(dtype) * (epoch + 1)
+                output = {"log_probs": current.requires_grad_()}
+                modules[LOSSES].ppo_loss(None, output, micro(batch, rows))
+                worker.train_batch(batch)
+
+    seen.outcomes["train_mini_batch"] = train
+    worker.train_mini_batch(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_of_the_first_epoch_has_both_streams(
+    dtype: torch.dtype, verl: Modules, seen: Seen, ended: Read
+) -> None:
+    ids = NonTensorStack("g0_0", "g0_1", "g1_0", "g1_1")
+    notes = {"epochs": 2, "num_mini_batch": 2}
+    batch = data(bypass=True, notes=notes)
+    batch[context.SAMPLES] = ids
+    rollout = batch["rollout_log_probs"]
+    train_bypassing(verl, seen, batch, dtype)
+    ends = ended(4)
+    assert [end.payload is None for end in ends] == [False, False, True, True]
+    for end, rows in zip(ends, (slice(0, 2), slice(2, 4)), strict=False):
+        tensors, strings = end.payload["tensors"], end.payload["strings"]
+        assert strings["sample_ids"] == ["g0_0", "g0_1", "g1_0", "g1_1"][rows]
+        widths = np.diff(np.asarray(tensors["cu_seqlens"][2])).tolist()
+        assert widths == [3, 3]
+        assert tensors["log_probs"][0] == str(dtype).removeprefix("torch.")
+        mask = np.asarray(tensors["response_mask"][2]).reshape(2, 3)
+        assert mask.tolist() == [[1, 1, 0], [1, 1, 0]]
+        taken = np.asarray(tensors["rollout_log_probs"][2]).reshape(2, 3)
+        np.testing.assert_array_equal(taken[1], rollout[rows][1].numpy())
+        np.testing.assert_array_equal(taken[0], [*rollout[rows][0][:2].tolist(), 0.0])
+        assert np.asarray(tensors["versions"][2]).tolist() == [2, 2]
+    if dtype == torch.float32:
+        found = np.asarray(ends[0].payload["tensors"]["log_probs"][2]).reshape(2, 3)
+        assert found.tolist() == [[-1, -2, 0], [-3, -4, -5]]
+
+
+def test_a_loss_outside_an_update_is_left_alone(
+    verl: Modules, seen: Seen, probes: list[Probe]
+) -> None:
+    verl[LOSSES].ppo_loss(None, {"log_probs": jagged([-1.0], [-2.0])}, data(bypass=True))
+    assert (seen.names, probes) == (["ppo_loss"], [])
+
+
+def test_the_log_probs_alone_are_wanted_of_the_actor_alone(
+    verl: Modules, seen: Seen, ended: Read, probes: list[Probe]
+) -> None:
+    batch = data(bypass=True, stages=False, notes={"num_mini_batch": 1})
+    update(verl, seen, batch, turns=1, critic=True)
+    verl_fakes.outer_worker(verl).compute_log_prob(batch)
+    assert probes == []
+    update(verl, seen, batch, turns=1)
+    assert [end.stage for end in ended(1)] == ["actor_update"]
+
+
+# --- captures ---------------------------------------------------------------------------------
+
+
+class Strict:
+    """A capture that is strict, and cannot be carried out."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+def test_a_strict_capture_alone_is_raised(
+    where: str, verl: Modules, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = verl_fakes.outer_worker(verl)
+    monkeypatch.setattr(Stage, where, Strict(RuntimeError("ours")))
+    assert worker.compute_log_prob(data()) == "the result of compute_log_prob"
+    monkeypatch.setattr(Stage, where, Strict(CaptureError("no msprobe")))
+    for call in (worker.compute_log_prob, verl_fakes.inner_worker(verl).train_mini_batch):
+        with pytest.raises(CaptureError, match="no msprobe"):
+            call(data())
+
+
+def test_verl_s_own_error_comes_before_a_strict_capture_s(
+    verl: Modules, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stage, "end", Strict(CaptureError("no msprobe")))
+    seen.outcomes["compute_log_prob"] = seen.outcomes["train_mini_batch"] = ValueError("own")
+    for call in (
+        verl_fakes.outer_worker(verl).compute_log_prob,
+        verl_fakes.inner_worker(verl).train_mini_batch,
+    ):
+        with pytest.raises(ValueError, match="own"):
+            call(data())
+
+
+def test_verl_s_own_debugger_steps_aside_for_ours(verl: Modules, seen: Seen) -> None:
+    module = verl["verl.utils.profiler.precision_debugger_profile"]
+    profiler = module.PrecisionDebuggerProfiler()
+    annotated: list[Any] = []
+
+    def annotate(*_: Any) -> None:
+        annotated.append(profiler.annotate(role="actor_compute_log_prob"))
+
+    annotate()
+    seen.outcomes["compute_log_prob"] = annotate
+    verl_fakes.outer_worker(verl).compute_log_prob(data())
+    annotated.append(profiler.annotate(role="train_batch"))  # verl raises there where strict
+    assert annotated == ["the result of annotate", precision._alone, precision._alone]
+    assert precision._alone(annotate) is annotate
