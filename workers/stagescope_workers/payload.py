@@ -142,7 +142,8 @@ def _is_fresh(value: object) -> bool:
 
 
 def _from_torch(name: str, value: Any) -> WireTensor:
-    tensor = value.detach()
+    # A nested tensor is taken apart first: before torch 2.5 a detached one forgets its gaps.
+    tensor = value if value.is_nested else value.detach()
     check_torch(name, tensor)
     if not tensor.is_nested:
         return _from_dense(name, tensor)
@@ -177,7 +178,7 @@ def jagged_parts(tensor: Any) -> tuple[Any, Any] | None:
     # Rows with lengths of their own have gaps between them; a transposed one is ragged elsewhere.
     if tensor.lengths() is not None or getattr(tensor, "_ragged_idx", 1) != 1:
         return None
-    return tensor.values(), tensor.offsets()
+    return tensor.values().detach(), tensor.offsets()
 
 
 def _whole_row(row: Any) -> Any:

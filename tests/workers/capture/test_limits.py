@@ -80,7 +80,7 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        model, results = small_decoder(), []
+        model, results = small_decoder(width=64), []
         expected = forward_backward(model, token_ids())
 
         def capture(step, task):
@@ -113,7 +113,7 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
     assert first == ["complete", None]
     assert second[0] == "failed"
     assert "File too large" in second[1]
-    # The first tensor did not fit; the operators before it are there and readable.
+    # A weight did not fit; the operators before it are there and readable.
     assert third[0] == "truncated"
     assert "save pt file" in third[1]
     assert fourth == ["complete", None]

@@ -19,13 +19,15 @@ _START = """
 import json, os, sys
 sys.path[:0] = ["client", "workers", "."]
 """
+# Before 2.5, torch.distributed leaves a temporary directory to the end of the process.
+_WARNINGS = ("-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning")
 
 
 def in_process(script: str, *arguments: str, **environment: str) -> str:
     """Run a script with warnings as errors and return what it printed."""
     inherited = {key: value for key, value in os.environ.items() if key != "MSPROBE_LOG_LEVEL"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _START + textwrap.dedent(script), *arguments],
+        [sys.executable, *_WARNINGS, "-c", _START + textwrap.dedent(script), *arguments],
         cwd=REPOSITORY, env={**inherited, **environment}, capture_output=True, text=True,
         timeout=100, check=False,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def test_a_trainers_own_debugger_is_not_disturbed(captures: Captures, tmp_path: 
 def test_a_constructor_that_fails_poisons_nothing(captures: Captures) -> None:
     model = small_decoder()
     # Known to msprobe only, so that its own check refuses it.
-    section = {"slice": "neither a list nor a dict"}
+    section = {"scope": ["of", "three", "names"]}
     result = captures.begin(model, section=section).finish(None)
     assert result["state"] == "failed"
     assert "msprobe could not be started" in result["error"]

@@ -17,7 +17,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 from stagescope.errors import CaptureError
@@ -207,6 +207,30 @@ def verl_unseen() -> Iterator[None]:
         yield
     finally:
         module_processor.sys = real
+
+
+def run_compiled_eagerly() -> Callable[[], None]:
+    """Have compiled functions run eagerly: seen by msprobe, and no FakeTensor in the dump.
+
+    Returns the way back.
+    """
+    import torch
+
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    if set_stance is not None:
+        stance = set_stance("force_eager")
+        return lambda: cast(None, stance.__exit__(None, None, None))
+    # Before torch 2.6: every compiled function brings its compiler up by this very name.
+    from torch._dynamo import eval_frame
+
+    names = vars(eval_frame)
+    original = names["set_eval_frame"]
+    names["set_eval_frame"] = lambda _: original(None)
+
+    def compile_again() -> None:
+        names["set_eval_frame"] = original
+
+    return compile_again
 
 
 def ignore_hook_warning() -> Any:

@@ -115,7 +115,7 @@ class MsprobeSession:
         self._constructor_patches: list[patches.Patch] = []
         self._start_patches: list[patches.Patch] = []
         self._models: list[Any] = []
-        self._stance: Any = None
+        self._compile_again: Callable[[], None] | None = None
         self._ignored: Any = None
         self._gc_was_on = True
         self.watch: Watch | None = None
@@ -231,7 +231,6 @@ class MsprobeSession:
         self._guard()
 
     def _start(self, dump_path: Path, model: Any, rank: int, watch: Watch) -> None:
-        import torch
 
         service = self._debugger.service
         service.reset_status()
@@ -242,10 +241,7 @@ class MsprobeSession:
         service.first_start = True
         service._get_current_rank = lambda: rank
         service.config.dump_path = str(dump_path)
-        set_stance = getattr(torch.compiler, "set_stance", None)
-        if set_stance is not None:
-            # Compiled functions run eagerly: seen by msprobe, and no FakeTensor in the dump.
-            self._stance = set_stance("force_eager")
+        self._compile_again = patches.run_compiled_eagerly()
         self._ignored = patches.ignore_hook_warning()
         self.watch = watch
         snapshot = patches.Snapshot(patches.start_owners())
@@ -331,9 +327,9 @@ class MsprobeSession:
         models, self._models = self._models, []
         self._piece(lambda: patches.unhook(models))
         self._piece(_forget_hooks)
-        stance, self._stance = self._stance, None
-        if stance is not None:
-            self._piece(lambda: stance.__exit__(None, None, None))
+        compile_again, self._compile_again = self._compile_again, None
+        if compile_again is not None:
+            self._piece(compile_again)
         ignored, self._ignored = self._ignored, None
         if ignored is not None:
             self._piece(lambda: patches.heed_hook_warning(ignored))
@@ -390,4 +386,6 @@ def _forget_hooks() -> None:
     for handle in list(BaseHookManager.hook_handle_dict.values()):
         handle.remove()
     BaseHookManager.hook_handle_dict.clear()
+    # msprobe 26.0 would number the gradients of the next capture on from these.
+    BaseHookManager.grad_hook_call.clear()
     ModuleProcessor.module_with_backward_hook.clear()
