@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stagescope import terminal
+from stagescope import terminal, versions
 from stagescope.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def serve(address: str | None, as_json: bool, **given: Any) -> None:
     where there is none it starts one. The service outlives this command and every training job;
     `stagescope stop` ends it. Each setting can also be given as STAGESCOPE_<NAME>.
     """
+    for remark in versions.remarks(versions.SERVICE):
+        click.echo(f"note: {remark}", err=True)
     settings = _settings(given)
     try:
         from stagescope_service.serve import start_service

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,21 @@ def test_a_wrong_setting_is_named_without_its_value(
     assert result.exit_code == 2
     assert "ring_bytes" in result.stderr.lower()
     assert "secret-value" not in result.output
+
+
+def test_serve_says_which_version_may_not_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "version", {"ray": "2.9.3", "torch": "1.0"}.__getitem__)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.1")
+    # A setting that is refused: what follows would start a cluster.
+    monkeypatch.setenv("STAGESCOPE_RING_BYTES", "many")
+    said = invoke("serve").stderr.splitlines()
+    assert [line for line in said if line.startswith("note: ")] == [
+        "note: python 3.99.1 was not tried with stagescope: 3.10 to 3.11 were",
+        "note: ray 2.9.3 is not supported, 2.44 and later are: pip install 'ray>=2.44'",
+    ]
 
 
 def test_a_port_that_is_none() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope import versions
 from stagescope.schema import LAYOUT_COLUMNS
 
 PACKAGES: Final = (
@@ -53,6 +54,7 @@ def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
         "platform": platform.platform,
         "argv": lambda: visible_arguments(sys.argv[:100]),
         "packages": package_versions,
+        "versions": version_remarks,
         "drivers": driver_versions,
         "environment": lambda: visible_environment(os.environ),
     }
@@ -116,11 +118,19 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that decide numbers."""
-    versions = {}
+    found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def version_remarks() -> dict[str, list[str]]:
+    """Return a line for each package that is not supported, or newer than what was tried."""
+    said: dict[str, list[str]] = {"unsupported": [], "untried": []}
+    for remark in versions.remarks():
+        said["unsupported" if remark.is_unsupported else "untried"].append(str(remark))
+    return said
 
 
 def driver_versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -371,16 +371,26 @@ class Probe:
 
     def _say_hello(self) -> None:
         options = self._options
+        fingerprint = identity.fingerprint(options.settings)
+        self._say_versions(fingerprint.get("versions") or {})
         said = {
             "world_size": options.world_size,
             "data_rank": options.data_rank,
             "layout": plain(identity.detect_layout(options.layout, node=None)),
-            "fingerprint": plain(identity.fingerprint(options.settings)),
+            "fingerprint": plain(fingerprint),
             "settings": plain(options.settings),
             "resumed_from_step": options.resumed_from_step,
             "pid": os.getpid(),
         }
         self._hello.fields.update({k: v for k, v in said.items() if v is not None})
+
+    def _say_versions(self, versions: Mapping[str, Sequence[str]]) -> None:
+        """Log which packages may not work; every rank finds the same, the first says it."""
+        if self.rank == 0:
+            for line in versions.get("unsupported", ()):
+                _log.warning("%s", line)
+            for line in versions.get("untried", ()):
+                _log.info("%s", line)
 
     def _watch(self, local: list[dict[str, Any]]) -> PlanWatch:
         return PlanWatch(

@@ -82,6 +82,27 @@ def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     return out
 
 
+def versions(attempt: Attempt, process: Process, event: Event) -> list[Instruction]:
+    """Say which packages of a process stagescope does not support (the fields of a HELLO)."""
+    said: Any = event.fields.get("fingerprint")
+    for name in ("versions", "unsupported"):
+        said = said.get(name) if isinstance(said, Mapping) else None
+    lines = [text(line, 500) or "" for line in said] if isinstance(said, list | tuple) else []
+    if not lines:
+        return []
+    return [
+        finding(
+            "unsupported_version",
+            "; ".join(lines[:20]),
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            role=process.role,
+            advice="what it reports may be wrong or missing; training itself is not touched",
+        )
+    ]
+
+
 def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Instruction:
     """Say that a call in the training process had bad input."""
     what = text(event.fields.get("what"), 200) or "input"

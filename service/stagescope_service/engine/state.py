@@ -94,6 +94,7 @@ class State:
             case "hello":
                 resized, rows = self.registry.introduce(process, event.fields)
                 out += rows
+                out += reports.versions(attempt, process, event)
                 out += steps.rejudge_all(attempt) if resized else []
             case "begin":
                 out += self._begin(process, sender, event, work)

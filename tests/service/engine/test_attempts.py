@@ -184,6 +184,15 @@ def test_where_an_attempt_resumed(bench: Bench, told: int | None, expected: int)
     assert bench.attempt(1)["resumed_from_step"] is None
 
 
+def test_an_unsupported_version_is_one_finding_of_the_attempt(bench: Bench) -> None:
+    said = {"unsupported": ["torch 2.3.1 is not supported"], "untried": ["ray 3 was not tried"]}
+    bench.give(*(Rank(rank).hello(fingerprint={"versions": said}) for rank in range(3)))
+    bench.give(Rank(3).hello(fingerprint={"versions": {"unsupported": []}}))
+    found = bench.rows.one("findings", kind="unsupported_version")
+    assert (found["message"], found["role"]) == ("torch 2.3.1 is not supported", "actor")
+    assert bench.attempt()["fingerprint"]["versions"] == said
+
+
 def test_the_first_fingerprint_of_an_attempt_stays(bench: Bench) -> None:
     bench.give(Rank(0).hello(fingerprint={"git": "a"}), Rank(1).hello(fingerprint={"git": "b"}))
     assert bench.attempt()["fingerprint"] == {"git": "a"}

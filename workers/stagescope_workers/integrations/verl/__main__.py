@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 
 import click
 
+from stagescope import versions
 from stagescope_workers.integrations.verl.modes import VARIABLE, chosen
 
 
 @click.command()
 def main() -> None:
     """List what stagescope patches in the installed verl, and what it found there."""
-    click.echo(f"verl {importlib.metadata.version('verl')}, {VARIABLE}={chosen().name}")
+    click.echo(f"verl {versions.installed('verl')}, {VARIABLE}={chosen().name}")
+    for remark in versions.remarks(["verl"]):
+        click.echo(remark)
     from stagescope_workers.integrations.verl import plugin
 
     for patch in plugin.INSTALLED or ():

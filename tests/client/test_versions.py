@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import pytest
+
+from stagescope import versions
+
+
+def have(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
+    def version(package: str) -> str:
+        if package in installed:
+            return installed[package]
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(platform, "python_version", lambda: installed.get("python", "3.10.0"))
+
+
+@pytest.mark.parametrize(
+    "version", ["2.4.0", "2.4", "2.4.0a0+git1", "2.10.1", "2.13.0+cpu", "2.13.9", "unknown", ""]
+)
+def test_nothing_is_said_of_what_was_tried_or_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    have(monkeypatch, torch=version)
+    assert versions.remarks() == []
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "line"),
+    [
+        (
+            "torch",
+            "2.3.1",
+            "torch 2.3.1 is not supported, 2.4 and later are: pip install 'torch>=2.4'",
+        ),
+        (
+            "python",
+            "3.9.18",
+            "python 3.9.18 is not supported, 3.10 and later are: run it with Python 3.10 or later",
+        ),
+        ("torch", "2.14.0", "torch 2.14.0 was not tried with stagescope: 2.4 to 2.13 were"),
+        ("verl", "0.9.2", "verl 0.9.2 was not tried with stagescope: 0.7 to 0.9.1 were"),
+        ("torch_npu", "2.13.0", "torch_npu 2.13.0 was not tried with stagescope"),
+    ],
+)
+def test_a_line_says_what_was_found_what_is_expected_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str, line: str
+) -> None:
+    have(monkeypatch, **{package: version})
+    [remark] = versions.remarks()
+    assert str(remark) == line
+    assert remark.is_unsupported == ("not supported" in line)
+    assert versions.remarks([]) == []
