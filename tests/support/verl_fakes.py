@@ -7,6 +7,7 @@ does what the test said in `Seen.outcomes`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -256,7 +257,8 @@ def _rollout(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
             return seen("generate_sequences", self, batch)
 
         async def _run_prompt(self, prompt: Any, trajectory: Any = None) -> Any:
-            return seen("_run_prompt", prompt, trajectory=trajectory)
+            outcome = seen("_run_prompt", prompt, trajectory=trajectory)
+            return await outcome if inspect.isawaitable(outcome) else outcome
 
     return {
         "verl.experimental.agent_loop.agent_loop": {

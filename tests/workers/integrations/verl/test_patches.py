@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -274,7 +276,7 @@ def test_the_list_tells_what_became_of_each(write: Write, monkeypatch: pytest.Mo
 
     installed = install(patch(), patch("gone"), Patch("no_such", "f", ours, "more", frozenset()))
     monkeypatch.setattr(plugin, "INSTALLED", installed)
-    monkeypatch.setattr(listing.importlib.metadata, "version", lambda name: "0.9.1")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1")
     monkeypatch.setenv(VARIABLE, "metrics")
     lines = CliRunner().invoke(listing.main).output.splitlines()
     assert lines == [

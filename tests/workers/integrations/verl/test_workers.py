@@ -30,7 +30,8 @@ LOSSES = "verl.workers.utils.losses"
 
 def data(*, notes: Any = None, **changes: Any) -> Any:
     """Return a worker's TensorDict as the driver's batch becomes one."""
-    said = Context(**{"run": "r", "attempt_key": "a", "step": 3, "synchronous": True} | changes)
+    told: dict[str, Any] = {"run": "r", "attempt_key": "a", "step": 3, "synchronous": True}
+    said = Context(**told | changes)
     return verl_fakes.with_notes(
         verl_fakes.tensors(), **{context.KEY: said.text(), "mini_batch_size": 4} | (notes or {})
     )

@@ -1,0 +1,162 @@
+"""Nothing at all where no service runs, where it is switched off, and where no step was planted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.support import verl_fakes
+from tests.support.verl_fakes import Seen, fake_modules
+
+from stagescope_workers.integrations.verl import (
+    context,
+    driver,
+    environment,
+    hooks,
+    rollout,
+    trainer_calls,
+)
+from stagescope_workers.integrations.verl import service as services
+from stagescope_workers.integrations.verl.modes import VARIABLE, Mode
+from stagescope_workers.probe import Probe
+
+Modules = dict[str, Any]
+
+
+def a_step(modules: Modules, *, v1: bool, bypass: bool) -> Any:
+    """Take a trainer and its workers through a step; return the batch that was handed on."""
+    trainer = verl_fakes.trainer(modules, v1=v1, bypass=bypass)
+    batch: Any = verl_fakes.batch_v1() if v1 else verl_fakes.batch_v0()
+    for name in ("_balance_batch", "_compute_reward_colocate", "_compute_values", "_update_actor"):
+        getattr(trainer, name)(batch)
+    trainer._compute_old_log_prob(batch)
+    modules["verl.utils.tracking"].Tracking().log({"training/global_step": 3}, 3)
+    worker, inner = verl_fakes.outer_worker(modules), verl_fakes.inner_worker(modules)
+    worker.compute_log_prob(verl_fakes.tensors())
+    inner.train_mini_batch(verl_fakes.tensors())
+    asyncio.run(worker.update_weights(3))
+    loop = modules["verl.experimental.agent_loop.agent_loop"].AgentLoopWorker(trainer.config)
+    asyncio.run(loop._run_prompt("p", trajectory={"step": 3}))
+    asyncio.run(loop.generate_sequences(verl_fakes.DataProto(None, meta_info={"global_steps": 3})))
+    trainer.fit()
+    return batch
+
+
+@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_where_no_service_runs_nothing_is_made_or_planted(
+    v1: bool, bypass: bool, verl: Modules, seen: Seen, probes: list[Probe],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    for module in (driver, rollout):
+        monkeypatch.setattr(module, "is_there", lambda: False)
+    batch = a_step(verl, v1=v1, bypass=bypass)
+    carried = batch.extra_info if v1 else {**batch.meta_info, **batch.non_tensor_batch}
+    assert set(carried) <= {"uid"}
+    assert probes == []
+    assert len(seen.calls) == 13  # each of the functions above
+    assert caplog.records == []
+
+
+def test_metrics_alone_carry_no_stages(
+    seen: Seen, probes: list[Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "metrics")
+    modules = fake_modules(seen, monkeypatch)
+    for patch in hooks.patches(Mode("metrics")):
+        patch.apply(modules[patch.module])
+    verl_fakes.trainer(modules)._update_actor(batch := verl_fakes.batch_v0())
+    assert context.KEY not in batch.meta_info
+    verl_fakes.trainer(modules, bypass=True)._update_actor(batch)
+    planted = context.parse(batch.meta_info[context.KEY])
+    assert (planted.bypass, planted.stages, planted.profiler) == (True, False, None)
+    assert trainer_calls._driver is not None
+    assert trainer_calls._driver._feed is not None
+
+
+def test_stages_alone_hand_over_no_tensors(
+    seen: Seen, probes: list[Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "stages")
+    modules = fake_modules(seen, monkeypatch)
+    for patch in hooks.patches(Mode("stages")):
+        patch.apply(modules[patch.module])
+    batch = verl_fakes.batch_v0()
+    verl_fakes.trainer(modules, bypass=True)._compute_old_log_prob(batch)
+    planted = context.parse(batch.meta_info[context.KEY])
+    assert (planted.bypass, planted.stages) == (False, True)
+    assert (probes, context.SAMPLES in batch.non_tensor_batch) == ([], False)
+
+
+# --- whether there is a service ---------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Place:
+    """Where a service may be found, over Ray."""
+
+    def __init__(self) -> None:
+        self.found: object = None
+        self.asked = 0
+
+    def find(self) -> object:
+        self.asked += 1
+        return self.found
+
+
+def test_a_service_is_looked_for_now_and_then_until_it_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, place = Clock(), Place()
+    monkeypatch.setattr(services, "time", clock)
+    monkeypatch.setattr(services, "RayLink", place)
+    monkeypatch.setattr(services, "_found", False)
+    monkeypatch.setattr(services, "_looked", float("-inf"))
+    assert [services.is_there() for _ in range(3)] == [False] * 3
+    assert place.asked == 1
+    place.found, clock.now = object(), clock.now + 6
+    assert services.is_there()
+    place.found, clock.now = None, clock.now + 6
+    assert (services.is_there(), place.asked) == (True, 2)  # it will come back
+
+
+def test_an_address_is_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place()
+    monkeypatch.setattr(services, "RayLink", place)
+    monkeypatch.setattr(services, "_found", False)
+    monkeypatch.setattr(services, "_looked", float("-inf"))
+    monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700")
+    assert (services.is_there(), place.asked) == (True, 0)
+
+
+# --- the variables, in every process of the job -----------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["off", "all"])
+def test_variables_are_brought_to_the_job_s_processes(
+    mode: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = fake_modules(seen, monkeypatch)
+    for patch in hooks.patches(Mode(mode)):
+        patch.apply(modules[patch.module])
+    held = {"env_vars": {"NCCL_DEBUG": "WARN", "STAGESCOPE_RUN": "verl's"}, "working_dir": None}
+    seen.outcomes["get_ppo_ray_runtime_env"] = held
+    monkeypatch.setenv(VARIABLE, mode)
+    monkeypatch.setenv("STAGESCOPE_RUN", "ours")
+    monkeypatch.setenv("STAGESCOPE_TOKEN", "secret")
+    assert modules["verl.trainer.constants_ppo"].get_ppo_ray_runtime_env() is held
+    assert held["env_vars"] == {
+        "NCCL_DEBUG": "WARN",
+        "STAGESCOPE_RUN": "verl's",
+        "STAGESCOPE_ATTEMPT": "attempt-a",
+        VARIABLE: mode,
+    }
+    assert "STAGESCOPE_TOKEN" not in environment.CARRIED

@@ -1,0 +1,153 @@
+"""What agent loop workers report: one stage for the prompts of a step, however they are run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.support import verl_fakes
+from tests.support.coordinators import FakeCoordinator
+from tests.support.verl_fakes import Seen
+from tests.workers.integrations.verl.conftest import Ended
+
+from stagescope.schema import HELLO
+from stagescope_workers.integrations.verl import configuration, rollout
+from stagescope_workers.probe import Probe
+
+Modules = dict[str, Any]
+Read = Callable[..., list[Ended]]
+LOOPS = "verl.experimental.agent_loop.agent_loop"
+
+
+@pytest.fixture(autouse=True)
+def second_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "_index", lambda: 1)
+
+
+def worker(modules: Modules, **trainer: Any) -> Any:
+    return modules[LOOPS].AgentLoopWorker(verl_fakes.config(**trainer))
+
+
+def prompts(**about: Any) -> verl_fakes.DataProto:
+    return verl_fakes.DataProto(verl_fakes.tensors(), meta_info=about)
+
+
+def test_a_call_is_a_stage(verl: Modules, ended: Read, coordinator: FakeCoordinator) -> None:
+    loop = worker(verl)
+    result = asyncio.run(loop.generate_sequences(prompts(global_steps=3)))
+    assert result == "the result of generate_sequences"
+    [end] = ended(1)
+    assert (end.stage, end.role, end.rank, end.clock) == ("rollout_generate", "rollout", 1, (3, 2))
+    [hello] = coordinator.of_kind(HELLO)
+    assert (hello.fields["world_size"], hello.fields["layout"]["engine"]) == (2, "vllm")
+
+
+@pytest.mark.parametrize("about", [{}, {"global_steps": 3, "validate": True}, {"global_steps": -1}])
+def test_what_belongs_to_no_step_is_not_reported(
+    about: dict[str, Any], verl: Modules, probes: list[Probe]
+) -> None:
+    asyncio.run(worker(verl).generate_sequences(prompts(**about)))
+    assert probes == []
+
+
+def together(seen: Seen, loop: Any, trajectories: list[dict[str, Any]], fails: int = -1) -> Any:
+    """Run prompts that all begin before one ends, of which one may raise; return the results."""
+
+    async def run() -> list[Any]:
+        all_there = asyncio.Event()
+        there: list[str] = []
+
+        async def generate(prompt: str, **_: Any) -> str:
+            there.append(prompt)
+            if len(there) == len(trajectories):
+                all_there.set()
+            await all_there.wait()
+            if prompt == str(fails):
+                raise ValueError("verl's own")
+            return prompt
+
+        seen.outcomes["_run_prompt"] = generate
+        prompts = [
+            loop._run_prompt(str(number), trajectory=trajectory)
+            for number, trajectory in enumerate(trajectories)
+        ]
+        return await asyncio.gather(*prompts, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def of(step: int, *, validate: bool = False) -> dict[str, Any]:
+    return {"step": step, "validate": validate}
+
+
+def test_prompts_that_overlap_are_one_stage(verl: Modules, seen: Seen, ended: Read) -> None:
+    loop = worker(verl, use_v1=True)
+    assert together(seen, loop, [of(3), of(3), of(4), of(3)]) == ["0", "1", "2", "3"]
+    assert {(end.clock, end.part, end.fields["status"]) for end in ended(2)} == {
+        ((3, 2), (0, 0, 0), "ok"),
+        ((4, 3), (0, 0, 0), "ok"),
+    }
+
+
+def test_prompts_that_come_later_are_another_occurrence(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    loop = worker(verl, use_v1=True)
+    for _ in range(2):
+        together(seen, loop, [of(3)])
+    assert [end.part for end in ended(2)] == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_one_failing_prompt_fails_the_stage_and_no_other_prompt(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    first, second, third = together(seen, worker(verl), [of(3)] * 3, fails=1)
+    assert (first, third, str(second)) == ("0", "2", "verl's own")
+    [end] = ended(1)
+    assert (end.fields["status"], end.fields["error_type"]) == ("failed", "ValueError")
+
+
+def test_validation_is_not_reported(verl: Modules, seen: Seen, probes: list[Probe]) -> None:
+    assert together(seen, worker(verl), [of(3, validate=True)]) == ["0"]
+    assert probes == []
+
+
+def test_where_training_does_not_wait_the_weights_are_the_clock(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    loop = worker(verl, use_v1=True, v1={"trainer_mode": "colocate_async"})
+    together(seen, loop, [of(3)])
+    assert ended(1)[0].clock == (None, 2)
+
+
+def test_a_manager_s_workers_get_the_names_that_the_driver_has(
+    verl: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("omegaconf")
+    monkeypatch.setenv("STAGESCOPE_RUN", "mine")
+    given = verl_fakes.config()
+    made = verl[LOOPS].AgentLoopManager(given).config
+    assert "stagescope" not in given
+    monkeypatch.delenv("STAGESCOPE_RUN")
+    monkeypatch.delenv("STAGESCOPE_ATTEMPT")
+    assert configuration.names(made) == ("mine", "attempt-a")
+    assert configuration.names(given) == ("maths.first", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("agent_loop_worker_0_1a2b3c", 0), ("agent_loop_worker_12_00ff", 12), ("another", 0), ("", 0)],
+)
+def test_the_rank_stands_in_the_actor_s_name(
+    name: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    ray = types.ModuleType("ray")
+    runtime = types.SimpleNamespace(get_actor_name=lambda: name)
+    ray.get_runtime_context = lambda: runtime  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert rollout._index() == index
