@@ -112,3 +112,15 @@ def test_wrong_plan_does_not_keep_init_from_working(
     assert coordinator.of_kind("refused")[0].fields["what"] == "init"
     with pytest.raises(InvalidPlan):
         make_probe(plan="/no/such/plan.yaml", strict=True)
+
+
+def test_a_process_without_captures_neither_carries_out_nor_misses_any() -> None:
+    missed: list[object] = []
+    found = watch(
+        local=[capture(capture_id="local")],
+        is_carried_out=False,
+        on_missed=lambda *what: missed.append(what),
+    )
+    assert found.begin(5, "actor_update") == []
+    found.apply({"revision": 2, "captures": [capture(steps=[5])]})
+    assert (found.begin(6, "actor_update"), found.revision, missed) == ([], 2, [])

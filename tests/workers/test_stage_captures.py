@@ -97,3 +97,27 @@ def test_overlapping_capture_is_skipped(
         run(probe, 2)
     states = sorted(found["state"] for found in dumps(coordinator, 3))
     assert states == ["armed", "complete", "skipped"]
+
+
+def test_operators_that_report_elsewhere_are_not_captured_here(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    probe = make_probe(plan=order(tmp_path), captures=False)
+    run(probe, 2)
+    wait_for(lambda: len(coordinator.of_kind("end")) == 1, 30.0)
+    assert coordinator.of_kind("dump") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_operators_out_of_reach_are_said_to_be_skipped(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    strict = order(tmp_path, strict=True)
+    probe = make_probe(plan=strict, captures="they run in a server of their own")
+    run(probe, 2)
+    [skipped] = dumps(coordinator, 1)
+    assert (skipped["state"], skipped["error"]) == ("skipped", "they run in a server of their own")
+    assert (skipped["capture_id"], skipped["stage"], skipped["step"]) == (
+        "init-0", "actor_update", 2
+    )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,7 @@ def init(
     resumed_from_step: int | None = None,
     settings: Mapping[str, Any] | None = None,
     plan: str | Path | Mapping[str, Any] | None = None,
+    captures: bool | str = True,
     data_root: str | None = None,
     strict: bool = False,
     url: str | None = None,
@@ -69,6 +70,9 @@ def init(
         resumed_from_step: of the checkpoint that this start continues.
         settings: of the run, kept with its fingerprint: `rollout_is`, `rollout_is_threshold`.
         plan: captures in force from now on, without any service: see `plan.read_plan`.
+        captures: False where the operators of this process's stages run in processes that report
+            them too, and are captured there; a text where they run out of reach: captures are
+            then reported as skipped, with the text as the reason.
         data_root: where dumps go that name no directory; else the variable STAGESCOPE_DATA_DIR.
         strict: raise on bad input, instead of reporting it.
         url, token: of the API, to use it instead of Ray; else STAGESCOPE_URL, STAGESCOPE_TOKEN.

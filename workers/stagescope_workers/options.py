@@ -30,6 +30,7 @@ class ProbeOptions:
     resumed_from_step: int | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     plan: str | Path | Mapping[str, Any] | None = None
+    captures: bool | str = True
     data_root: str | None = None
     strict: bool = False
     url: str | None = None

@@ -28,12 +28,14 @@ class PlanWatch:
         role: str,
         rank: int,
         local: Iterable[Mapping[str, Any]] = (),
+        is_carried_out: bool = True,
         on_missed: Missed = lambda capture, step, stage: None,
     ) -> None:
         self.run = run
         self.role = role
         self.rank = rank
-        self._local = tuple(local)
+        self._local = tuple(local) if is_carried_out else ()
+        self._is_carried_out = is_carried_out
         self._captures: tuple[Mapping[str, Any], ...] = self._local
         self._on_missed = on_missed
         self._revision = 0
@@ -98,7 +100,7 @@ class PlanWatch:
         ]
 
     def _matches(self, capture: Mapping[str, Any], step: int | None, stage: str) -> bool:
-        if capture.get("run") not in (None, self.run):
+        if not self._is_carried_out or capture.get("run") not in (None, self.run):
             return False
         return matches(capture, stage=stage, role=self.role, rank=self.rank, step=step)
 

@@ -270,6 +270,12 @@ class Probe:
         """Where dumps go that name no directory."""
         return self._options.data_root or self.plan.data_dir
 
+    @property
+    def out_of_reach(self) -> str | None:
+        """Why no operator of this process's stages can be captured in it; None where they can."""
+        said = self._options.captures
+        return said if isinstance(said, str) else None
+
     @contextlib.contextmanager
     def guard(self, what: str, work: Work | None, *, quiet: bool = False) -> Iterator[None]:
         """Keep any mistake of ours, and any refused input, from the training process."""
@@ -398,6 +404,7 @@ class Probe:
             role=self.role,
             rank=self.rank,
             local=local,
+            is_carried_out=self._options.captures is not False,
             on_missed=self._report_missed,
         )
 

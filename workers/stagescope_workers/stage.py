@@ -180,6 +180,7 @@ class Stage:
                     rank=probe.rank,
                     model=self._model,
                     data_root=probe.data_root,
+                    out_of_reach=probe.out_of_reach,
                 )
                 if armed is None:
                     continue

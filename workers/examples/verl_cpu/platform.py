@@ -32,12 +32,14 @@ def _device_module() -> types.ModuleType:
     vars(module).update(
         empty_cache=lambda: None,
         get_device_name=lambda *_: "CPU",
+        get_rng_state=torch.get_rng_state,
         max_memory_allocated=lambda *_: 0,
         max_memory_reserved=lambda *_: 0,
         mem_get_info=lambda *_: (0, 0),
         memory_allocated=lambda *_: 0,
         memory_reserved=lambda *_: 0,
         set_device=lambda *_: None,
+        set_rng_state=torch.set_rng_state,
     )
     return module
 

@@ -99,6 +99,7 @@ class Capturer:
         rank: int,
         model: object,
         data_root: str | None,
+        out_of_reach: str | None = None,
     ) -> ArmedCapture | None:
         """Begin to collect a stage.
 
@@ -111,6 +112,7 @@ class Capturer:
             model: the module (or list of modules) that runs in the stage; levels L0 and mix need
                 one, and the estimate is made from it.
             data_root: where dumps go when the capture names no `data_dir`.
+            out_of_reach: why the stage's operators cannot be captured here; then it is skipped.
 
         Returns:
             The capture, also when it is skipped or failed (`finish` says so), or None where it
@@ -127,6 +129,9 @@ class Capturer:
         strict = bool(capture.get("strict"))
         order = _Order(capture, run, attempt_key, stage, step, part, role, rank, data_root)
         armed = ArmedCapture(order.fields, strict=strict)
+        if out_of_reach is not None:
+            order.end_early("skipped", out_of_reach)
+            return armed
         if not _busy.acquire(blocking=False):
             order.end_early("skipped", "another stage of this process is being captured")
             return armed

@@ -20,6 +20,11 @@ _FINISH_SECONDS: Final = 10.0
 _FAILED_SECONDS: Final = 3.0
 _NO_SCALARS: Final = ("step", "policy_version")
 """What `Probe.log` would take for the clock."""
+_CAPTURES: Final = {
+    "driver": False,
+    "reward_model": "verl's reward model runs in servers of its own, not in the trainer's process",
+}
+"""What becomes of captures in the trainer's process, which runs no model itself."""
 
 
 class Driver:
@@ -129,6 +134,7 @@ class Driver:
 
     def _probe(self, found: Context, role: str) -> Probe:
         options = {
+            "captures": _CAPTURES.get(role, True),
             "layout": {"framework": "verl"},
             "resumed_from_step": self.resumed_from_step,
         }
