@@ -8,8 +8,14 @@ NEEDS := pyproject.toml deploy/constraints.txt
 VERL := .venv-verl
 VERL_INSTALL := $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-verl.txt
 VERL_NEEDS := pyproject.toml deploy/constraints-verl.txt
+# The lowest versions that pyproject.toml names, on the lowest Python that is found here.
+LOWEST := .venv-lowest
+PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*/bin/python $(PYTHON); \
+	do $$python -m venv --help >/dev/null 2>&1 && echo $$python && break; done)
+LOWEST_INSTALL := $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-lowest.txt
+LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 
-.PHONY: demo test test-verl verl check bench bench-verl format clean help
+.PHONY: demo test test-verl test-lowest verl check bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -24,6 +30,10 @@ test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, and ou
 	$(VERL)/bin/python -m pytest tests/verl
 
 verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
+
+test-lowest: $(LOWEST)/installed  ## every test but verl's, with the lowest versions that are supported
+	@$(LOWEST)/bin/python -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "" if sys.version_info < (3, 11) else "(3.10, the lowest supported, was not found)")'
+	$(LOWEST)/bin/python -m pytest
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
@@ -43,7 +53,7 @@ format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VERL) .demo
+	rm -rf $(VENV) $(VERL) $(LOWEST) .demo
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,4 +75,12 @@ $(VERL)/installed: $(VERL_NEEDS) | $(VERL)/bin/python
 
 $(VERL)/installed-dev: $(VERL)/installed
 	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl,dev]'
+	@touch $@
+
+$(LOWEST)/bin/python:
+	$(PYTHON_LOWEST) -m venv $(LOWEST)
+
+# Not the extras `example` and `dev`: the one wants the newest torch, the other brings linters.
+$(LOWEST)/installed: $(LOWEST_NEEDS) | $(LOWEST)/bin/python
+	$(LOWEST_INSTALL) -e '.[service,workers,msprobe,notebook]' torch transformers ctranslate2 tensordict hypothesis psutil pytest pytest-timeout
 	@touch $@
