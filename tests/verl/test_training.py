@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("verl")
 
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from tests.support.cluster import Service, eventually, ray_cluster
 from tests.support.verl_runs import SECONDS, VerlRun, untimed
+
+from stagescope.schema import PART_FIELDS
 
 pytestmark = [pytest.mark.verl, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -64,17 +65,14 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def alone(
     address: str, service: Service, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, dict[int, dict[str, Any]]]:
-    """What verl logs by itself, for each of its trainers."""
-    found = {}
-    for trainer in ("v0", "v1"):
-        directory = tmp_path_factory.mktemp("alone") / trainer
-        run = VerlRun(directory, address, trainer, STEPS, (*WEIGHTED, *TWO_LOOPS), OFF)
-        run.train()
-        found[trainer] = run.logged()
+) -> Mapping[int, dict[str, Any]]:
+    """What verl's V0 logs by itself: the same in every run, while V1 draws its batches' order."""
+    directory = tmp_path_factory.mktemp("alone") / "v0"
+    run = VerlRun(directory, address, "v0", STEPS, (*WEIGHTED, *TWO_LOOPS), OFF)
+    run.train()
     with service.session() as session:
-        assert [row["run"] for row in session.runs()] == [], "the plugin was off"
-    return found
+        assert list(session.runs()) == [], "the plugin was off"
+    return run.logged()
 
 
 @pytest.mark.parametrize("trainer", ["v0", "v1"])
@@ -82,7 +80,7 @@ def test_a_training_is_reported_and_untouched(
     trainer: str,
     address: str,
     service: Service,
-    alone: Mapping[str, dict[int, dict[str, Any]]],
+    alone: Mapping[int, dict[str, Any]],
     tmp_path: Path,
 ) -> None:
     dumps = tmp_path / "dumps"
@@ -93,16 +91,18 @@ def test_a_training_is_reported_and_untouched(
         eventually(lambda: service.stages(run.name, 3), SECONDS)
         service.kill("coordinator")
         run.finish(process)
+    logged = run.logged()
     for step in range(1, STEPS + 1):
         expect_stages(service, run.name, step)
-        expect_one_batch(service, run.name, step)
-        own, watched = untimed(alone[trainer][step]), untimed(run.logged()[step])
-        assert {name: watched[name] for name in own} == own, f"step {step} is not verl's own"
-        expect_numbers(service, run.name, step, own)
-    returned = [set(run.logged()[step]) - set(alone[trainer][step]) for step in (1, 2, STEPS)]
-    assert all("per_round/round_1_abs_diff_mean" in names for names in returned)
+        expect_one_batch(service, run.name, step, "bfloat16" if trainer == "v1" else "float32")
+        if trainer == "v0":
+            own = untimed(alone[step])
+            assert {name: logged[step][name] for name in own} == own, f"step {step} is not verl's"
+        expect_numbers(service, run.name, step, logged[step])
+    # What is not answered when verl logs is left out: the first of a new service, or of a dead one.
+    assert any("per_round/round_1_abs_diff_mean" in logged[step] for step in (1, 2))
     expect_capture(service, run.name, dumps)
-    expect_samples(service, run.name, trainer)
+    expect_samples(service)
     with service.session() as session:
         assert list(session.losses(run.name)) == []
         (attempt,) = session.attempts(run.name)
@@ -110,20 +110,15 @@ def test_a_training_is_reported_and_untouched(
         told = attempt["fingerprint"]["config"]["verl"]
         assert told["actor_rollout_ref.rollout.n"] == 4
         scalars = {row["name"]: row["value"] for row in session.step(2, run=run.name).scalars()}
-        assert scalars["actor/grad_norm"] == run.logged()[2]["actor/grad_norm"]
+        assert scalars["actor/grad_norm"] == logged[2]["actor/grad_norm"]
 
 
 @pytest.mark.parametrize("trainer", ["v0", "v1"])
 def test_bypass_mode_and_a_killed_training(
     trainer: str, address: str, service: Service, tmp_path: Path
 ) -> None:
-    run = VerlRun(
-        tmp_path / f"bypass_{trainer}",
-        address,
-        trainer,
-        STEPS,
-        ("algorithm.rollout_correction.bypass_mode=true",),
-    )
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    run = VerlRun(tmp_path / f"bypass_{trainer}", address, trainer, STEPS, (bypass,))
     with run.started():
         run.await_step(2)
     with run.started() as process:
@@ -136,8 +131,7 @@ def test_bypass_mode_and_a_killed_training(
         assert eventually(lambda: session.step(1, run=run.name, attempt=1).metrics())
         step = session.step(STEPS, run=run.name, attempt=2)
         metrics = eventually(lambda: _settled(step))
-        answer = step.metrics()
-        assert (answer.stage, answer.about["pair"]) == ("actor_update", ["current", "rollout"])
+        assert (metrics.stage, metrics.about["pair"]) == ("actor_update", ["current", "rollout"])
         assert metrics["counts/tokens"] == metrics["counts/masked_tokens"] > 0
         assert metrics["counts/sequences"] == 16
     logged = run.logged()[STEPS]
@@ -176,7 +170,7 @@ def expect_stages(service: Service, run: str, step: int) -> None:
 
     def seen() -> bool:
         rows = service.stages(run, step)
-        found = {(r["stage"], r["role"], r["rank"], r["minibatch"]) for r in rows}
+        found = {(r["stage"], r["role"], r["rank"], minibatch(r)) for r in rows}
         assert all(row["status"] in ("ok", "open") for row in rows), rows
         return (
             len(rows) == len(found) and found == wanted and all(r["status"] == "ok" for r in rows)
@@ -185,15 +179,15 @@ def expect_stages(service: Service, run: str, step: int) -> None:
     eventually(seen)
     with service.session() as session:
         by_step = {row["step"]: row for row in session.steps(run)}
-        assert eventually(lambda: {row["step"]: row for row in session.steps(run)}[step])
         assert by_step[step]["losses"] == 0
 
 
-def expect_one_batch(service: Service, run: str, step: int) -> None:
+def expect_one_batch(service: Service, run: str, step: int, dtype: str) -> None:
     with service.session() as session:
         metrics = eventually(lambda: _settled(session.step(step, run=run)))
         answer = session.step(step, run=run).metrics()
     assert (answer.stage, answer.about["role"]) == ("actor_compute_log_prob", "driver")
+    assert answer.about["streams"]["old"]["dtypes"] == [dtype]
     assert answer.about["coverage"]["parts_counted"] == 1
     assert answer.about["coverage"]["duplicates_left_out"] == 0
     assert metrics["counts/sequences"] == 16
@@ -207,7 +201,10 @@ def expect_numbers(service: Service, run: str, step: int, own: Mapping[str, Any]
         missing = [name for name in VERLS_OWN if name not in own]
         assert missing == []
         for name in VERLS_OWN:
-            assert math.isclose(ours[name], own[name], rel_tol=2e-4, abs_tol=2e-6), name
+            # verl sums in float32, and takes this one as a root of a difference of two means.
+            power = 2 if name == "rollout_corr/rollout_is_std" else 1
+            found, expected = ours[name] ** power, own[name] ** power
+            assert math.isclose(found, expected, rel_tol=2e-4, abs_tol=2e-6), name
 
 
 def expect_capture(service: Service, run: str, dumps: Path) -> None:
@@ -217,9 +214,11 @@ def expect_capture(service: Service, run: str, dumps: Path) -> None:
         return found if found and all(row["state"] == "complete" for row in found) else None
 
     found = eventually(rows)
-    collected = {(row["stage"], row["rank"], row["minibatch"]) for row in found}
-    critic = {("critic_update", rank, part) for rank in (0, 1) for part in (0, 1)}
-    assert collected == critic | {("actor_compute_log_prob", rank, 0) for rank in (0, 1)}
+    collected = sorted((row["stage"], row["role"], row["rank"], minibatch(row)) for row in found)
+    assert collected == [
+        *(("actor_compute_log_prob", "actor", rank, 0) for rank in (0, 1)),
+        *(("critic_update", "critic", rank, part) for rank in (0, 1) for part in (0, 1)),
+    ]
     for row in found:
         assert Path(row["path"]).is_relative_to(dumps)
         (dump,) = Path(row["path"]).rglob("dump.json")
@@ -229,8 +228,8 @@ def expect_capture(service: Service, run: str, dumps: Path) -> None:
             assert any("backward" in name for name in names)
 
 
-def expect_samples(service: Service, run: str, trainer: str) -> None:
-    """The ring holds the batch as verl had it, under names that are unique in the step."""
+def expect_samples(service: Service) -> None:
+    """The ring holds the batch as verl had it."""
     ring = [
         file
         for file in (service.settings.data_path / "ring").rglob("*.safetensors")
@@ -240,9 +239,12 @@ def expect_samples(service: Service, run: str, trainer: str) -> None:
     for file in ring:
         held = load_file(file)
         assert held["response_mask"].shape == held["responses"].shape
-        assert held["rollout_log_probs"].dtype == np.float32
-        assert set(np.unique(held["response_mask"])) <= {0, 1}
-    assert trainer
+        assert held["rollout_log_probs"].shape == held["old_log_probs"].shape
+        assert set(held["response_mask"].unique().tolist()) == {0, 1}
+
+
+def minibatch(row: Any) -> int:
+    return int(row["part"].split(".")[PART_FIELDS.index("minibatch")])
 
 
 def _settled(step: Any) -> Any:
