@@ -1,4 +1,4 @@
-"""What a probe says of the packages around it, in a process with versions that are not supported."""
+"""What a probe says of the packages around it, where they are not supported or never tried."""
 
 from __future__ import annotations
 
