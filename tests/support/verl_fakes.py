@@ -128,7 +128,7 @@ def fake_modules(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     padding: Any = types.ModuleType("verl.workers.utils.padding")
     padding.no_padding_2_padding = no_padding_2_padding
     made = {module.__name__: module for module in (decorator, padding)}
-    for add in (_trainers, _numbers, _workers, _rollout):
+    for add in (_trainers, _numbers, _workers, _older_workers, _rollout):
         for name, members in add(seen, decorator.register).items():
             module = made.setdefault(name, types.ModuleType(name))
             for member, value in members.items():
@@ -239,6 +239,31 @@ def _workers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
         "verl.utils.profiler.precision_debugger_profile": {
             "PrecisionDebuggerProfiler": PrecisionDebuggerProfiler
         },
+    }
+
+
+def _older_workers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
+    def method(name: str) -> Any:
+        @register()
+        def method(self: Any, data: Any) -> Any:
+            return seen(name, self, data)
+
+        return method
+
+    @register(blocking=False)
+    async def update_weights(self: Any, global_steps: Any = None) -> Any:
+        return seen("update_weights", self, global_steps)
+
+    actor = ("compute_log_prob", "compute_ref_log_prob", "update_actor")
+    critic = ("compute_values", "update_critic")
+    kinds = {
+        "ActorRolloutRefWorker": {name: method(name) for name in actor},
+        "AsyncActorRolloutRefWorker": {"update_weights": update_weights},
+        "CriticWorker": {name: method(name) for name in critic},
+    }
+    return {
+        module: {name: type(name, (), {**members}) for name, members in kinds.items()}
+        for module in ("verl.workers.fsdp_workers", "verl.workers.megatron_workers")
     }
 
 

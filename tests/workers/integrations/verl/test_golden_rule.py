@@ -53,7 +53,7 @@ PARTS: list[tuple[Any, str]] = [
     *((trainer_calls, name) for name in ("driver_of", "chosen", "_take_log_probs", "_is_inner")),
     (processes, "init"),
     *((ranks, name) for name in ("probe_of", "is_critic", "is_active", "_note", "_weight_sync")),
-    *((ranks, name) for name in ("actor_engine", "Minibatches")),
+    (ranks, "Minibatches"),
     *((context, name) for name in ("find", "parse", "plant", "non_tensor", "rows_of")),
     *((batches, name) for name in ("is_keys", "is_v1", "is_synchronous", "log_probs", "outcome")),
     *((batches, name) for name in ("name_samples", "ids", "one_version", "versions")),
@@ -84,11 +84,14 @@ class Broken:
 
 
 def planted(*, bypass: bool = False) -> Any:
-    text = Context(run="r", attempt_key="a", step=3, synchronous=True, bypass=bypass).text()
     return verl_fakes.with_notes(
         verl_fakes.tensors(log_probs=torch.zeros(4, 3)),
-        **{context.KEY: text, "mini_batch_size": 4, "epochs": 2},
+        **{context.KEY: told(bypass=bypass), "mini_batch_size": 4, "epochs": 2},
     )
+
+
+def told(*, bypass: bool) -> str:
+    return Context(run="r", attempt_key="a", step=3, synchronous=True, bypass=bypass).text()
 
 
 def calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Call]]:
@@ -97,6 +100,7 @@ def calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Call]]:
         yield from _trainer_calls(modules, seen, v1)
     yield from _number_calls(modules, seen)
     yield from _worker_calls(modules, seen)
+    yield from _older_calls(modules)
     yield from _rollout_calls(modules)
 
 
@@ -188,6 +192,18 @@ def _worker_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Ca
     profile = modules["verl.utils.profiler.precision_debugger_profile"]
     profiler = profile.PrecisionDebuggerProfiler()
     yield "annotate", lambda: profiler.annotate(message="m", role="actor_update")
+
+
+def _older_calls(modules: dict[str, Any]) -> Iterator[tuple[str, Call]]:
+    data = verl_fakes.DataProto(verl_fakes.tensors(), meta_info={context.KEY: told(bypass=True)})
+    module = modules["verl.workers.fsdp_workers"]
+    actor, critic = module.ActorRolloutRefWorker(), module.CriticWorker()
+    for worker in (actor, critic):
+        worker.rank, worker.world_size = 1, 2
+    for name in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
+        yield name, later(actor, name, data)
+    for name in ("compute_values", "update_critic"):
+        yield name, later(critic, name, data=data)
 
 
 def _rollout_calls(modules: dict[str, Any]) -> Iterator[tuple[str, Call]]:

@@ -276,6 +276,7 @@ def test_the_list_tells_what_became_of_each(write: Write, monkeypatch: pytest.Mo
 
     installed = install(patch(), patch("gone"), Patch("no_such", "f", ours, "more", frozenset()))
     monkeypatch.setattr(plugin, "INSTALLED", installed)
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1")
     monkeypatch.setenv(VARIABLE, "metrics")
     lines = CliRunner().invoke(listing.main).output.splitlines()
@@ -283,5 +284,5 @@ def test_the_list_tells_what_became_of_each(write: Write, monkeypatch: pytest.Mo
         f"verl 0.9.1, {VARIABLE}=metrics",
         f"applied    {NAME}:function  (a purpose)",
         f"absent     {NAME}:gone  (a purpose)",
-        "waiting    no_such:f  (more)",
+        "no module  no_such:f  (more)",
     ]

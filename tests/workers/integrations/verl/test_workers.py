@@ -76,6 +76,14 @@ def test_a_stage_is_inside_the_layers_that_move_tensors(verl: Modules, seen: See
     assert not ranks.is_active()
 
 
+def test_a_stage_that_another_calls_is_part_of_it(verl: Modules, seen: Seen, ended: Read) -> None:
+    # verl 0.7's reference with LoRA is the actor, asked by its own method.
+    worker = verl_fakes.outer_worker(verl)
+    seen.outcomes["compute_ref_log_prob"] = lambda *_: worker.compute_log_prob(data())
+    worker.compute_ref_log_prob(data())
+    assert [end.stage for end in ended(1)] == ["ref_compute_log_prob"]
+
+
 def test_what_verl_raises_is_told_and_raised(verl: Modules, seen: Seen, ended: Read) -> None:
     seen.outcomes["compute_log_prob"] = ValueError("verl's own")
     with pytest.raises(ValueError, match="own"):
@@ -89,6 +97,9 @@ def test_a_sync_of_weights_is_known_by_the_step_that_made_them(
 ) -> None:
     worker = verl_fakes.outer_worker(verl)
     asyncio.run(worker.update_weights(global_steps=0))  # before anything told the rank its run
+    assert probes == []
+    worker.compute_log_prob(data(stages=False))
+    asyncio.run(worker.update_weights(3))
     assert probes == []
     worker.compute_log_prob(data())
     asyncio.run(worker.update_weights(3))

@@ -56,7 +56,7 @@ def with_names(config: Any) -> Any:
 
     The variables that set them may be known to the driver alone.
     """
-    from omegaconf import OmegaConf, open_dict
+    from omegaconf import OmegaConf, open_dict  # pyright: ignore[reportMissingImports]
 
     copied = OmegaConf.create(config)
     with open_dict(copied):
@@ -155,7 +155,7 @@ def container(node: Any) -> Any:
     """Return an OmegaConf node as built-in types, interpolations resolved where they can be."""
     if node is None or isinstance(node, dict):
         return node
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
 
     try:
         return OmegaConf.to_container(node, resolve=True)

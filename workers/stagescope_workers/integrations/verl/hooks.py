@@ -1,7 +1,7 @@
 """Every function of verl's that is patched, with what is not reported where it cannot be.
 
 verl 0.9 has two trainers: `ray_trainer` (V0) and `v1.trainer_base` (V1); 0.7 and 0.8 have V0
-alone, and 0.7 also has workers of an older kind, one a role, in `fsdp_workers` and
+alone, and 0.7 also has workers of an older kind, a class for each role, in `fsdp_workers` and
 `megatron_workers`.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, Final
 from stagescope_workers.integrations.verl import (
     environment,
     loss,
+    older_workers,
     precision,
     ranks,
     rollout,
@@ -38,7 +39,7 @@ _LOOPS: Final = "verl.experimental.agent_loop.agent_loop"
 
 def patches(mode: Mode) -> list[Patch]:
     """Return what `mode` patches."""
-    everything = [*_job(), *_trainers(), *_numbers(), *_workers(), *_rollout()]
+    everything = [*_job(), *_trainers(), *_numbers(), *_workers(), *_older(), *_rollout()]
     return [patch for patch in everything if mode.name in patch.modes]
 
 
@@ -91,13 +92,14 @@ def _numbers() -> list[Patch]:
 
 def _workers() -> list[Patch]:
     in_ref = partial(ranks.run_forward, "ref_compute_log_prob", "ref", ranks.ref_engine)
+    in_sync = partial(ranks.run_update_weights, ranks.actor_engine)
     worker, inner = "ActorRolloutRefWorker", "TrainingWorker"
     return [
         Patch(_WORKERS, f"{worker}.compute_log_prob", inside(ranks.run_actor_log_prob),
               "actor_compute_log_prob", _WITH_STAGES),
         Patch(_WORKERS, f"{worker}.compute_ref_log_prob", inside(in_ref),
               "ref_compute_log_prob", _WITH_STAGES),
-        Patch(_WORKERS, f"{worker}.update_weights", inside(ranks.run_update_weights),
+        Patch(_WORKERS, f"{worker}.update_weights", inside(in_sync),
               "weight_sync", _WITH_STAGES),
         Patch(_WORKERS, f"{inner}.infer_batch", inside(ranks.run_infer_batch),
               "compute_values", _WITH_STAGES),
@@ -109,6 +111,15 @@ def _workers() -> list[Patch]:
               "PrecisionDebuggerProfiler.annotate", outside(precision.run_annotate),
               "verl's precision_debugger block", _WITH_STAGES),
     ]  # fmt: skip
+
+
+def _older() -> list[Patch]:
+    """verl 0.7, where it is not told otherwise."""
+    return [
+        Patch(module, path, inside(wrap), purpose, _WITH_STAGES)
+        for module in ("verl.workers.fsdp_workers", "verl.workers.megatron_workers")
+        for path, (wrap, purpose) in older_workers.CALLS.items()
+    ]
 
 
 def _rollout() -> list[Patch]:

@@ -33,7 +33,7 @@ def _collect(model_output: Any, data: Any) -> None:
     update = minibatches.current()
     if update is None or update.meeting is None or not update.is_first_epoch:
         return
-    from verl.workers.utils.padding import no_padding_2_padding
+    from verl.workers.utils.padding import no_padding_2_padding  # pyright: ignore[reportMissingImports]
 
     held = [name for name in ("rollout_log_probs", "responses") if name in data.keys()]  # noqa: SIM118
     with torch.no_grad():

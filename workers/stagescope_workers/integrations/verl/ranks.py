@@ -105,14 +105,14 @@ def run_train_batch(function: Function) -> Function:
     return run
 
 
-def run_update_weights(function: Function) -> Function:
+def run_update_weights(find_engine: Callable[[Any], Any], function: Function) -> Function:
     """Return `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
 
     async def run(worker: Any, *args: Any, **kwargs: Any) -> Any:
         stage: Stage | None = None
         with guarded("weight_sync"):
             step = kwargs.get("global_steps", args[0] if args else None)
-            stage = _weight_sync(worker, step)
+            stage = _weight_sync(worker, step, find_engine)
         with running(stage):
             return await function(worker, *args, **kwargs)
 
@@ -167,7 +167,8 @@ def _reported(
     stage: Stage | None = None
     with guarded(name):
         context = _note(data)
-        if context is not None and context.stages:
+        # The older workers' reference calls the actor's method where the model has LoRA.
+        if context is not None and context.stages and not is_active():
             engine = find_engine(worker)
             stage = _probe(context, worker, role, engine).stage(
                 name,
@@ -215,12 +216,12 @@ def _update(worker: Any, data: Any) -> Minibatches | None:
     )
 
 
-def _weight_sync(worker: Any, step: Any) -> Stage | None:
+def _weight_sync(worker: Any, step: Any, find_engine: Callable[[Any], Any]) -> Stage | None:
     # The sync before the first step has no batch that could carry a context: it is not reported.
     context = _newest
     if context is None or not context.stages or not isinstance(step, int):
         return None
-    engine = actor_engine(worker)
+    engine = find_engine(worker)
     probe = _probe(context, worker, "actor", engine)
     return probe.stage(
         "weight_sync",

@@ -25,7 +25,7 @@ def inside(wrap: Callable[[Function], Function]) -> Callable[[Function], Functio
     """
 
     def rewrap(method: Function) -> Function:
-        from verl.single_controller.base.decorator import MAGIC_ATTR, register
+        from verl.single_controller.base.decorator import MAGIC_ATTR, register  # pyright: ignore[reportMissingImports]
 
         attributes = getattr(method, MAGIC_ATTR, None)
         if not isinstance(attributes, dict):
