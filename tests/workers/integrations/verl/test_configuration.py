@@ -51,7 +51,7 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = configuration.shown(
         {
             "trainer": {"hf_token": "x1", "entropy_coeff": 0.5, "max_tokens": 512},
-            "judge": {"url": "https://user:pass@host/", "other": "abcdefgh1234"},
+            "judge": {"url": "https://x4@host/", "other": "abcdefgh1234"},
             "auth": {"method": "basic"},
             "list": [{"password": "x2"}, "abcdefgh1234"],
             "arguments": ["--api-key", "x3", "--seed", "1"],
@@ -59,7 +59,7 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert {"trainer.entropy_coeff": 0.5, "trainer.max_tokens": 512}.items() <= shown.items()
     said = repr(shown)
-    for secret in ("x1", "x2", "x3", "user:pass", "abcdefgh1234", "basic"):
+    for secret in ("x1", "x2", "x3", "x4", "abcdefgh1234", "basic"):
         assert secret not in said, secret
 
 

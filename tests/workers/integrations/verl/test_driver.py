@@ -200,6 +200,24 @@ def test_the_text_is_the_same_throughout_a_step(verl: Modules) -> None:
     assert planted(other).step == 4
 
 
+def test_weights_that_are_counted_apart_are_not_counted_by_steps(
+    verl: Modules, seen: Seen, ended: Read, coordinator: FakeCoordinator
+) -> None:
+    trainer, batch = verl_fakes.trainer(verl), verl_fakes.batch_v0()
+    trainer.current_param_version = 1
+    trainer._compute_reward_colocate(batch)
+    trainer._compute_values(batch)
+    assert (planted(batch).step, planted(batch).policy_version) == (3, 1)
+    assert ended(1)[0].clock == (3, 1)
+    # It logs what it gathered over several steps, by that version.
+    data = {"training/global_step": 3, "loss": 0.5}
+    verl[TRACKING].Tracking().log(data, step=1)
+    [(_, (_, logged, _, _), _)] = [call for call in seen.calls if call[0] == "log"]
+    trainer._compute_reward_colocate(batch)
+    ended(2)
+    assert (logged, coordinator.of_kind(LOG)) == (data, [])
+
+
 def test_validation_belongs_to_no_step(verl: Modules, seen: Seen) -> None:
     trainer, during, after = verl_fakes.trainer(verl), verl_fakes.batch_v0(), verl_fakes.batch_v0()
 

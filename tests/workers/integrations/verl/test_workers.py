@@ -105,6 +105,9 @@ def test_a_sync_of_weights_is_known_by_the_step_that_made_them(
     asyncio.run(worker.update_weights(3))
     end = ended(2)[1]
     assert (end.stage, end.role, end.clock) == ("weight_sync", "actor", (3, 3))
+    worker.compute_log_prob(data(version=0))
+    asyncio.run(worker.update_weights(1))
+    assert [end.clock for end in ended(4)[2:]] == [(3, 0), (3, 1)]
 
 
 # --- an update --------------------------------------------------------------------------------
@@ -229,6 +232,7 @@ def test_the_loss_of_the_first_epoch_has_both_streams(
         assert tensors["log_probs"][0] == str(dtype).removeprefix("torch.")
         mask = np.asarray(tensors["response_mask"][2]).reshape(2, 3)
         assert mask.tolist() == [[1, 1, 0], [1, 1, 0]]
+        assert len(np.asarray(tensors["responses"][2]).reshape(-1)) == 6
         taken = np.asarray(tensors["rollout_log_probs"][2]).reshape(2, 3)
         np.testing.assert_array_equal(taken[1], rollout[rows][1].numpy())
         np.testing.assert_array_equal(taken[0], [*rollout[rows][0][:2].tolist(), 0.0])
@@ -236,6 +240,27 @@ def test_the_loss_of_the_first_epoch_has_both_streams(
     if dtype == torch.float32:
         found = np.asarray(ends[0].payload["tensors"]["log_probs"][2]).reshape(2, 3)
         assert found.tolist() == [[-1, -2, 0], [-3, -4, -5]]
+
+
+def test_tokens_that_do_not_lie_under_the_mask_are_left_out(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    batch = data(bypass=True, notes={"num_mini_batch": 1})
+    worker = verl_fakes.inner_worker(verl)
+    narrow = batch.clone()
+    narrow["responses"] = batch["responses"][:, :2]
+    seen.outcomes["train_batch"] = {"metrics": {}}
+
+    def train(*_: Any) -> None:
+        verl[LOSSES].ppo_loss(None, {"log_probs": torch.zeros(4, 3)}, narrow)
+        worker.train_batch(batch)
+
+    seen.outcomes["train_mini_batch"] = train
+    worker.train_mini_batch(batch)
+    tensors = ended(1)[0].payload["tensors"]
+    assert set(tensors) == {
+        "log_probs", "rollout_log_probs", "response_mask", "cu_seqlens", "versions"
+    }  # fmt: skip
 
 
 def test_a_loss_outside_an_update_is_left_alone(

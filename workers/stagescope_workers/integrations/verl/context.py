@@ -31,6 +31,7 @@ class Context:
         stages: Whether ranks report stages at all.
         synchronous: Whether the weights that a step begins with sampled all of its tokens.
         bypass: Whether the workers' loss is where the two log-prob streams meet.
+        version: Of the weights that the step begins with, where the trainer counts them by itself.
         settings: Of the run: what shapes the statistics, and the configuration.
         streams: Metadata that stands beside log-probs: who made them, and how tokens were drawn.
         profiler: verl's own precision_debugger configuration, where it orders something.
@@ -42,14 +43,18 @@ class Context:
     stages: bool = True
     synchronous: bool = False
     bypass: bool = False
+    version: int | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     streams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     profiler: Mapping[str, Any] | None = None
 
     @property
     def policy_version(self) -> int:
-        """The weights that a step begins with: verl counts them by the step that made them."""
-        return self.step - 1
+        """The weights that a step begins with: verl counts them by the step that made them.
+
+        Its fully asynchronous trainer does not, whose weights are synchronised every few steps.
+        """
+        return self.step - 1 if self.version is None else self.version
 
     def text(self) -> str:
         """Return the string that is planted."""

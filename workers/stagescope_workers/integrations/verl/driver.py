@@ -66,7 +66,8 @@ class Driver:
         if self.is_validating or not isinstance(step, int) or not is_there():
             return None
         if self._step is None or self._step[0] != step:
-            made = Context(step=step, **self._told)
+            version = getattr(self.trainer, "current_param_version", None)
+            made = Context(step=step, version=version, **self._told)
             self._step = (step, made.text(), made)
         return self._step[2]
 
@@ -104,9 +105,12 @@ class Driver:
         self._feed.want(found.step)
 
     def log(self, step: int, data: Mapping[str, Any]) -> Mapping[str, float]:
-        """Take verl's metrics of a step as scalars; return the service's numbers of that step."""
+        """Take verl's metrics of this step as scalars; return the service's numbers of it.
+
+        Metrics of several steps, logged by the version of the weights, are not taken.
+        """
         found = self.context()
-        if found is None:
+        if found is None or found.step != step:
             return {}
         scalars: dict[str, Any] = {
             str(name): float(value)

@@ -225,7 +225,7 @@ def _weight_sync(worker: Any, step: Any, find_engine: Callable[[Any], Any]) -> S
     probe = _probe(context, worker, "actor", engine)
     return probe.stage(
         "weight_sync",
-        step=step,
-        policy_version=step,
+        step=context.step,
+        policy_version=step,  # verl counts versions by steps, where it does not count them apart
         model=getattr(engine, "module", None),
     )
