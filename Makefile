@@ -26,8 +26,9 @@ demo: $(VENV)/installed-demo  ## a service, a training that is killed and resume
 test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
 	$(BIN)/python -m pytest
 
-test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, and our numbers against its own
+test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
 	$(VERL)/bin/python -m pytest tests/verl
+	$(VERL)/bin/python tests/verl/own_tests.py
 
 verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
 
@@ -74,7 +75,7 @@ $(VERL)/installed: $(VERL_NEEDS) | $(VERL)/bin/python
 	@touch $@
 
 $(VERL)/installed-dev: $(VERL)/installed
-	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl,dev]'
+	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl,dev]' pytest-asyncio  # verl's own tests need it
 	@touch $@
 
 $(LOWEST)/bin/python:
