@@ -223,12 +223,12 @@ def run_compiled_eagerly() -> Callable[[], None]:
     # Before torch 2.6: every compiled function brings its compiler up by this very name.
     from torch._dynamo import eval_frame
 
-    names = vars(eval_frame)
-    original = names["set_eval_frame"]
-    names["set_eval_frame"] = lambda _: original(None)
+    module: Any = eval_frame
+    original = module.set_eval_frame
+    module.set_eval_frame = lambda _: original(None)
 
     def compile_again() -> None:
-        names["set_eval_frame"] = original
+        module.set_eval_frame = original
 
     return compile_again
 
