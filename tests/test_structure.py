@@ -14,7 +14,7 @@ CLIENT: Final = ROOT / "client/stagescope"
 WORKERS: Final = ROOT / "workers/stagescope_workers"
 SERVICE: Final = ROOT / "service/stagescope_service"
 
-LAYERS: Final = ("statistics", "store", "engine", "api")
+LAYERS: Final = ("statistics", "store", "dumps", "compare", "engine", "api")
 """Rooms of the service, the ground first: each may import itself and those before it."""
 TOP: Final = ("serve", "api_actor", "commands", "embedded", "service_file")
 
@@ -38,7 +38,7 @@ ONLY_IN: Final = {
     "numba": ("service/stagescope_service/statistics/",),
     "pandas": ("client/stagescope/convert.py",),
     "polars": ("client/stagescope/convert.py",),
-    "pyarrow": ("client/stagescope/convert.py",),
+    "pyarrow": ("client/stagescope/convert.py", "service/stagescope_service/dumps/"),
 }  # fmt: skip
 
 

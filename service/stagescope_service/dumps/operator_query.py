@@ -1,0 +1,255 @@
+"""Questions to an operator table: only the row groups and columns that they need are read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from stagescope.errors import InvalidInput, NotFound, StoreError
+from stagescope_service.dumps.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
+
+MOST_ROWS: Final = 10_000
+"""Rows of one page."""
+_BATCH_ROWS: Final = 16_384
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperatorFilter:
+    """Which rows are asked for; None asks for any.
+
+    Attributes:
+        name: a pattern with `*` and `?` that the whole name matches, or, without either, a text
+            that it contains; of msprobe's full name, in its own case.
+        kind, direction, section: exactly.
+        non_finite: only tensors with a NaN or an infinity.
+        first_order, last_order: calls by their place in the dump, both included.
+    """
+
+    name: str | None = None
+    kind: str | None = None
+    direction: str | None = None
+    section: str | None = None
+    non_finite: bool = False
+    first_order: int | None = None
+    last_order: int | None = None
+
+
+class OperatorPage(NamedTuple):
+    """Rows as columns of plain values, and whether more follow."""
+
+    columns: dict[str, list[Any]]
+    more: bool
+
+
+class CodedText(NamedTuple):
+    """A column of texts: `values[codes[row]]`, and -1 where it is unknown."""
+
+    codes: np.ndarray[Any, np.dtype[np.int32]]
+    values: list[str]
+
+    def text(self, row: int) -> str | None:
+        """Return the text of a row."""
+        code = int(self.codes[row])
+        return None if code < 0 else self.values[code]
+
+
+def read_operators(
+    path: Path,
+    where: OperatorFilter | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    offset: int = 0,
+    limit: int = 1000,
+) -> OperatorPage:
+    """Read rows in execution order.
+
+    Args:
+        path: an operator table.
+        where: which rows.
+        columns: names of columns; all without it.
+        offset: rows that fit but are skipped.
+        limit: rows of the answer, at most `MOST_ROWS`.
+
+    Raises:
+        InvalidInput: an unknown column, or an offset or limit out of range.
+        NotFound: there is no such file.
+        StoreError: it is no operator table.
+    """
+    wanted = _checked(columns)
+    if not 0 <= limit <= MOST_ROWS or offset < 0:
+        raise InvalidInput(
+            f"offset {offset} and limit {limit}", expected=f"from 0, a limit up to {MOST_ROWS}"
+        )
+    found: list[pa.RecordBatch] = []
+    skip, left = offset, limit + 1
+    for batch in _batches(path, where, wanted):
+        piece = batch.slice(skip, left)
+        skip = max(0, skip - batch.num_rows)
+        left -= piece.num_rows
+        found.append(piece)
+        if not left:
+            break
+    schema = pa.schema([SCHEMA.field(name) for name in wanted])
+    page = pa.Table.from_batches(found, schema).slice(0, limit)
+    return OperatorPage(page.to_pydict(), more=not left)
+
+
+def load_columns(
+    path: Path, columns: Sequence[str], where: OperatorFilter | None = None
+) -> dict[str, Any]:
+    """Read whole columns for a computation.
+
+    Returns:
+        Texts as `CodedText`, lists as Python lists, floats as float64 with NaN also where a value
+        is unknown, plus `{name}_known` (bool) beside each column of floats; order as int32.
+
+    Raises:
+        InvalidInput, NotFound, StoreError: see `read_operators`.
+    """
+    wanted = _checked(columns)
+    texts = [name for name in wanted if pa.types.is_string(SCHEMA.field(name).type)]
+    table = pa.Table.from_batches(
+        [_encode(batch, texts) for batch in _batches(path, where, wanted)] or [],
+        pa.schema([_encoded_field(SCHEMA.field(name)) for name in wanted]),
+    ).unify_dictionaries()
+    found: dict[str, Any] = {}
+    for name in wanted:
+        column = table[name].combine_chunks()
+        if name in texts:
+            found[name] = _coded(column)
+        elif pa.types.is_floating(column.type):
+            found[name] = column.to_numpy(zero_copy_only=False)
+            found[f"{name}_known"] = column.is_valid().to_numpy(zero_copy_only=False)
+        elif pa.types.is_list(column.type):
+            found[name] = column.to_pylist()
+        else:
+            found[name] = column.to_numpy(zero_copy_only=False)
+    return found
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return what `OperatorSummary.fields` said when the table was written.
+
+    Raises:
+        NotFound, StoreError: see `read_operators`.
+    """
+    return _metadata(path, SUMMARY_KEY)
+
+
+def read_stack(path: Path, stack_id: str) -> list[str]:
+    """Return the frames of a stack, the innermost first, as msprobe wrote them.
+
+    Raises:
+        NotFound: no such file, or no such stack in it.
+        StoreError: it is no operator table.
+    """
+    stacks = _metadata(path, STACKS_KEY)
+    if stack_id not in stacks:
+        raise NotFound(f"there is no stack {stack_id!r:.100} in {path.name}")
+    frames: list[str] = stacks[stack_id]
+    return frames
+
+
+def _metadata(path: Path, key: bytes) -> dict[str, Any]:
+    with _table_errors(path):
+        metadata = pq.read_metadata(path).metadata or {}
+        if key not in metadata:
+            raise StoreError(f"{path} is no operator table")
+        found: dict[str, Any] = json.loads(metadata[key])
+        return found
+
+
+def _batches(
+    path: Path, where: OperatorFilter | None, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    with _table_errors(path):
+        if not path.is_file():
+            raise NotFound(f"there is no operator table {path}")
+        scanner = ds.dataset(path, SCHEMA, format="parquet").scanner(
+            columns=list(columns),
+            filter=_expression(where or OperatorFilter()),
+            batch_size=_BATCH_ROWS,
+            # One batch ahead, on this thread: rows come in order, and memory stays small.
+            batch_readahead=1,
+            fragment_readahead=1,
+            use_threads=False,
+        )
+        yield from scanner.to_batches()
+
+
+def _expression(where: OperatorFilter) -> ds.Expression | None:
+    parts = [
+        ds.field(name) == value
+        for name in ("kind", "direction", "section")
+        if (value := getattr(where, name)) is not None
+    ]
+    if where.name is not None:
+        parts.append(_name_matches(where.name))
+    if where.non_finite:
+        parts.append(ds.field("non_finite").is_valid())
+    if where.first_order is not None:
+        parts.append(ds.field("order") >= where.first_order)
+    if where.last_order is not None:
+        parts.append(ds.field("order") <= where.last_order)
+    return functools.reduce(lambda one, other: one & other, parts) if parts else None
+
+
+def _name_matches(pattern: str) -> ds.Expression:
+    if not {"*", "?"} & set(pattern):
+        return pc.match_substring(ds.field("name"), pattern)
+    words = {"*": ".*", "?": "."}
+    regex = "".join(words.get(character) or re.escape(character) for character in pattern)
+    # RE2 has no backtracking: a hostile pattern costs no more than another.
+    return pc.match_substring_regex(ds.field("name"), f"^(?s:{regex})$")
+
+
+def _checked(columns: Sequence[str] | None) -> list[str]:
+    wanted = list(SCHEMA.names if columns is None else columns)
+    unknown = [name for name in wanted if name not in SCHEMA.names]
+    if unknown or not wanted:
+        raise InvalidInput(f"columns {unknown!r:.200}", expected=f"some of {SCHEMA.names}")
+    return wanted
+
+
+def _encoded_field(field: pa.Field) -> pa.Field:
+    if not pa.types.is_string(field.type):
+        return field
+    return pa.field(field.name, pa.dictionary(pa.int32(), pa.string()))
+
+
+def _encode(batch: pa.RecordBatch, texts: list[str]) -> pa.RecordBatch:
+    columns = [
+        column.dictionary_encode() if name in texts else column
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    schema = pa.schema([_encoded_field(field) for field in batch.schema])
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _coded(column: Any) -> CodedText:
+    if isinstance(column, pa.ChunkedArray):  # no row at all
+        return CodedText(np.empty(0, np.int32), [])
+    codes = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return CodedText(codes.astype(np.int32, copy=False), column.dictionary.to_pylist())
+
+
+@contextlib.contextmanager
+def _table_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no operator table {path}") from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read as an operator table: {error}") from error

@@ -1,0 +1,178 @@
+"""msprobe's records as rows: one per (operator call, direction, argument).
+
+A record holds sections (`input_args`, `output`, ...) of lists and dicts; its leaves are dicts whose
+`type` is a text (an argument may itself be named `type` or `dtype`), or null. The place of a leaf
+is its section and its path inside it: `1.hidden_states`. A call without a single leaf has one row
+with no section, so that it stays visible.
+
+Whether a tensor held NaN or infinities is read from Max and Min alone: the Norm of finite float16
+values overflows. -FLT_MAX of a mask is finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidInput
+
+__all__ = ["Leaf", "clean_text", "leaves", "non_finite_kind"]
+
+MOST_DEPTH: Final = 32
+MOST_TEXT: Final = 1000
+"""Characters of a text in a row; longer ones are cut."""
+
+_INT64: Final = 1 << 63
+_GRADIENT: Final = re.compile(r"_grad\.\d+\.debug\Z")
+
+
+class Leaf(NamedTuple):
+    """One argument, result, parameter or gradient of a call; what is unknown is None."""
+
+    section: str | None = None
+    path: str | None = None
+    """The column `index`: a tuple has a method of that name."""
+    type: str | None = None
+    dtype: str | None = None
+    shape: list[int] | None = None
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    norm: float | None = None
+    non_finite: str | None = None
+    requires_grad: bool | None = None
+    checksum: str | None = None
+    value: str | None = None
+    placements: str | None = None
+    data_name: str | None = None
+
+
+def leaves(name: str, direction: str | None, record: Any) -> Iterator[Leaf]:
+    """Yield the leaves of a record in file order.
+
+    Args:
+        name: of the record, for errors.
+        direction: as the name says it.
+        record: as read from JSON.
+
+    Raises:
+        InvalidInput: not of msprobe's form, or nested deeper than `MOST_DEPTH`.
+    """
+    if direction == "debug":
+        # debug.json has the saved value itself, whatever it is.
+        sections: dict[str, Any] = {"grad" if _GRADIENT.search(name) else "output": record}
+    elif not isinstance(record, dict):
+        raise InvalidInput(
+            f"record {name!r:.200} is a {type(record).__name__}", expected="an object"
+        )
+    elif direction == "parameters_grad":
+        sections = {"grad": {key: _single(value) for key, value in record.items()}}
+    else:
+        sections = record
+    found = False
+    for section, content in sections.items():
+        for path, leaf in _walk(content, (), name):
+            found = True
+            yield _leaf(_text(section), _text(".".join(path)), leaf)
+    if not found:
+        yield Leaf()
+
+
+def non_finite_kind(low: float | None, high: float | None) -> str | None:
+    """Return 'nan', '+inf', '-inf', 'inf' (both signs), or None where both are finite or unknown.
+
+    Args:
+        low, high: Min and Max. With a NaN in the tensor both are NaN, also beside infinities.
+    """
+    values = [value for value in (low, high) if value is not None]
+    if any(map(math.isnan, values)):
+        return "nan"
+    minus, plus = -math.inf in values, math.inf in values
+    if minus and plus:
+        return "inf"
+    return "-inf" if minus else "+inf" if plus else None
+
+
+def _walk(content: Any, path: tuple[str, ...], name: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if len(path) > MOST_DEPTH:
+        raise InvalidInput(f"record {name!r:.200} is nested over {MOST_DEPTH} deep")
+    if isinstance(content, list):
+        for number, item in enumerate(content):
+            yield from _walk(item, (*path, str(number)), name)
+    elif isinstance(content, dict) and not isinstance(content.get("type"), str):
+        for key, item in content.items():
+            yield from _walk(item, (*path, key), name)
+    else:
+        yield path, content
+
+
+def _single(value: Any) -> Any:
+    """A parameter's gradient stands in a list of its own."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _leaf(section: str, index: str, leaf: Any) -> Leaf:
+    if leaf is None:
+        return Leaf(section, index)
+    if not isinstance(leaf, dict):
+        return Leaf(section, index, type(leaf).__name__, value=_value_text(leaf))
+    kind = _text(leaf["type"])
+    if not isinstance(leaf.get("dtype"), str) or not isinstance(leaf.get("shape"), list):
+        said = {key: value for key, value in leaf.items() if key != "type"}
+        return Leaf(section, index, kind, value=_value_text(said.get("value", said)))
+    low, high = _number(leaf.get("Min")), _number(leaf.get("Max"))
+    requires_grad, checksum = leaf.get("requires_grad"), leaf.get("md5")
+    placements, data_name = leaf.get("placements"), leaf.get("data_name")
+    return Leaf(
+        section,
+        index,
+        kind,
+        _text(leaf["dtype"]).removeprefix("torch."),
+        _shape(leaf["shape"]),
+        low,
+        high,
+        _number(leaf.get("Mean")),
+        _number(leaf.get("Norm")),
+        non_finite_kind(low, high),
+        requires_grad if isinstance(requires_grad, bool) else None,
+        None if checksum is None else _value_text(checksum),
+        placements=_value_text(placements) if placements else None,
+        data_name=_text(data_name) if isinstance(data_name, str) else None,
+    )
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, int | float):  # a bool is 0 or 1
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _shape(shape: list[Any]) -> list[int] | None:
+    plain = all(isinstance(size, int) and 0 <= size < _INT64 for size in shape)
+    return shape if plain and len(shape) <= MOST_DEPTH else None
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, str):
+        return _text(value)
+    try:
+        return json.dumps(value)[:MOST_TEXT]
+    except RecursionError as error:
+        raise InvalidInput("a value is nested too deep") from error
+
+
+def clean_text(text: str | None) -> str | None:
+    """Return `text` as a column can hold it."""
+    return None if text is None else _text(text)
+
+
+def _text(text: str) -> str:
+    """Cut `text`, and replace what UTF-8 cannot say (half a surrogate pair)."""
+    text = text[:MOST_TEXT]
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
