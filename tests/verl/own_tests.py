@@ -1,12 +1,13 @@
 """verl's own CPU tests, without stagescope and with it: the outcomes must be the same.
 
-    python tests/verl/own_tests.py [--checkout DIRECTORY] [tests/trainer ...]
+    python tests/verl/own_tests.py [--with-ray] [--checkout DIRECTORY] [tests/trainer ...]
 
 The tests are verl's, and no part of stagescope: they come from the source distribution of the verl
 that is installed, or from a checkout of its repository at that version, which has more of them.
-Without targets every `test_*_on_cpu.py` runs but those of LEFT_OUT. Some start Ray; a file takes
-seconds to a minute. Needs pytest-asyncio, as verl's tests do, without which the asynchronous ones
-fail alike in each run. Exits with 1 where an outcome differs.
+Without targets every `test_*_on_cpu.py` runs but those of LEFT_OUT; `--with-ray` adds those of
+`single_controller`, which start Ray's workers and take some minutes more. Needs pytest-asyncio, as
+verl's tests do, without which the asynchronous ones fail alike in each run. Exits with 1 where an
+outcome differs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LEFT_OUT = (
     # Waits for three processors of a Ray cluster, and touches nothing that is patched.
     "tests/trainer/ppo/v1/test_replay_buffer_on_cpu.py",
 )
+STARTS_RAY = "tests/single_controller/"
 UNSET = ("STAGESCOPE_URL", "STAGESCOPE_VERL", "VERL_USE_EXTERNAL_MODULES")
 WITHOUT = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
 BROKEN = ("failure", "error", "skipped")
@@ -86,10 +88,12 @@ def published_tests() -> Iterator[Path]:
         yield source
 
 
-def on_cpu(folder: Path) -> list[str]:
+def on_cpu(folder: Path, with_ray: bool) -> list[str]:
     """Return verl's CPU tests, but those of LEFT_OUT."""
-    found = (folder / "tests").rglob("test_*_on_cpu.py")
-    return sorted({str(path.relative_to(folder)) for path in found} - set(LEFT_OUT))
+    found = {str(path.relative_to(folder)) for path in (folder / "tests").rglob("test_*_on_cpu.py")}
+    if not with_ray:
+        found = {path for path in found if not path.startswith(STARTS_RAY)}
+    return sorted(found - set(LEFT_OUT))
 
 
 def compare(folder: Path, targets: list[str]) -> bool:
@@ -111,11 +115,12 @@ def compare(folder: Path, targets: list[str]) -> bool:
 
 @click.command()
 @click.option("--checkout", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--with-ray", is_flag=True)
 @click.argument("targets", nargs=-1)
-def main(checkout: Path | None, targets: tuple[str, ...]) -> None:
+def main(checkout: Path | None, with_ray: bool, targets: tuple[str, ...]) -> None:
     """Compare the outcomes of verl's tests with stagescope to those without it."""
     with published_tests() if checkout is None else contextlib.nullcontext(checkout) as folder:
-        same = compare(folder, list(targets) or on_cpu(folder))
+        same = compare(folder, list(targets) or on_cpu(folder, with_ray))
     sys.exit(0 if same else 1)
 
 
