@@ -114,7 +114,7 @@ class JsonWindow:
         """
         self.next_character()
         while True:
-            end = len(self._text)
+            found, end = None, len(self._text)
             try:
                 found, end = _DECODER.raw_decode(self._text, self._at)
                 # At the window's very end a number may go on.

@@ -106,6 +106,18 @@ def read_operators(
     return OperatorPage(page.to_pydict(), more=not left)
 
 
+def iterate_rows(
+    path: Path, where: OperatorFilter | None = None, *, columns: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield every row that fits as a dict, in execution order, a few thousand in memory.
+
+    Raises:
+        InvalidInput, NotFound, StoreError: see `read_operators`.
+    """
+    for batch in _batches(path, where, _checked(columns)):
+        yield from batch.to_pylist()
+
+
 def load_columns(
     path: Path, columns: Sequence[str], where: OperatorFilter | None = None
 ) -> dict[str, Any]:
@@ -208,11 +220,12 @@ def _expression(where: OperatorFilter) -> ds.Expression | None:
 
 def _name_matches(pattern: str) -> ds.Expression:
     if not {"*", "?"} & set(pattern):
-        return pc.match_substring(ds.field("name"), pattern)
+        return pc.match_substring(ds.field("name"), pattern)  # pyright: ignore[reportAttributeAccessIssue]
     words = {"*": ".*", "?": "."}
     regex = "".join(words.get(character) or re.escape(character) for character in pattern)
     # RE2 has no backtracking: a hostile pattern costs no more than another.
-    return pc.match_substring_regex(ds.field("name"), f"^(?s:{regex})$")
+    whole = f"^(?s:{regex})$"
+    return pc.match_substring_regex(ds.field("name"), whole)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _checked(columns: Sequence[str] | None) -> list[str]:

@@ -1,0 +1,1 @@
+"""Two or more things of one kind held against each other; arrays and tables in, verdicts out."""

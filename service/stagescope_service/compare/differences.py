@@ -1,0 +1,301 @@
+"""How far two operator tables are apart, row by row of paired calls.
+
+Each row gets the first verdict that holds, in this order:
+
+* `missing`: a tensor that only one side has
+* `type`: a tensor on one side, something else on the other
+* `shape`
+* `non_finite`: NaN or infinities on one side only, or of another kind
+* `checksum`: where it is all that there is (msprobe's xor), or with `exact`
+* `value`: of a number or text that is no tensor
+* `statistics`: the relative difference is over the row's threshold
+
+**Relative difference**: max(|dMax|, |dMin|, |dMean|) / max(|Max|, |Min|) or
+|dNorm| / max(|Norm|), whichever is larger; denominators are the larger of both sides. Mean is held
+against the extremes and not against itself, since a mean near zero is all noise. What is not
+finite on both sides is left out (a Norm of float16 overflows on finite data), and so are extremes
+that are the limit of their own dtype on both sides: -FLT_MAX of a mask differs per dtype.
+
+**Threshold**: `factor` (4) times the eps of the coarsest floating dtype that either side had up to
+and with this call: what was rounded once stays rounded. 0 for integers and booleans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from stagescope_service.compare.calls import Operators, PairedCalls
+from stagescope_service.compare.sequences import Codes
+from stagescope_service.dumps.operator_query import CodedText
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+
+VERDICTS: Final = ("", "missing", "type", "shape", "non_finite", "checksum", "value", "statistics")
+"""By code; 0 is no difference."""
+
+EPS: Final[Mapping[str, float]] = {
+    "float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7,
+    "float8_e4m3fn": 2.0**-3, "float8_e4m3fnuz": 2.0**-3, "float8_e5m2": 2.0**-2,
+    "float8_e5m2fnuz": 2.0**-2, "complex64": 2.0**-23, "complex128": 2.0**-52,
+}  # fmt: skip
+_LIMITS: Final[Mapping[str, float]] = {
+    "float64": 1.7976931348623157e308, "float32": 3.4028234663852886e38, "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What counts as different.
+
+    Attributes:
+        factor: times eps. Another device or kernel rounds in another order: take 100 and more
+            there.
+        by_dtype: dtype -> threshold, in the place of factor x eps.
+        exact: every number and checksum must be equal: replicas, and repeated runs of a
+            deterministic training.
+    """
+
+    factor: float = 4.0
+    by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    exact: bool = False
+
+    def of(self, dtype: str) -> float:
+        """Return the threshold of a dtype; 0 where it does not round."""
+        if self.exact:
+            return 0.0
+        return self.by_dtype.get(dtype, self.factor * EPS.get(dtype, 0.0))
+
+
+class Differences(NamedTuple):
+    """The rows of paired calls, in execution order; -1 where a side has no such row."""
+
+    row_a: Codes
+    row_b: Codes
+    verdict: np.ndarray[Any, np.dtype[np.int8]]
+    relative: Floats
+    threshold: Floats
+    sharded: int
+    """Rows left out because they are shards."""
+
+
+def differences(
+    a: Operators,
+    b: Operators,
+    paired: PairedCalls,
+    thresholds: Thresholds,
+    *,
+    skip_sharded: bool = False,
+) -> Differences:
+    """Hold the rows of paired calls against each other.
+
+    Args:
+        a, b: the tables.
+        paired: their calls.
+        thresholds: see the class.
+        skip_sharded: leave out tensors that are shards (DTensor): two ranks hold different ones.
+    """
+    row_a, row_b, pair = _join(a, b, paired)
+    sharded = (_shards(a)[row_a] | _shards(b)[row_b]) & skip_sharded
+    row_a, row_b, pair = row_a[~sharded], row_b[~sharded], pair[~sharded]
+    both = (row_a >= 0) & (row_b >= 0)
+    threshold = np.zeros(len(pair))
+    threshold[both] = _threshold(a, b, paired, thresholds, row_a[both], row_b[both], pair[both])
+    verdict = np.zeros(len(pair), np.int8)
+    tensors_alone = np.where(row_a >= 0, _tensors(a)[row_a], _tensors(b)[row_b])
+    verdict[~both & tensors_alone] = VERDICTS.index("missing")
+    relative = np.full(len(pair), np.nan)
+    relative[both] = _relative(a, b, row_a[both], row_b[both])
+    verdict[both] = _verdicts(
+        a, b, row_a[both], row_b[both], relative[both], threshold[both], thresholds
+    )
+    return Differences(row_a, row_b, verdict, relative, threshold, int(sharded.sum()))
+
+
+def _join(a: Operators, b: Operators, paired: PairedCalls) -> tuple[Codes, Codes, Codes]:
+    """Outer join of the rows of paired calls on (section, index), in order; and their pairs."""
+    key_a, key_b = _keys(a, b)
+    pair_of_a, pair_of_b = np.full(a.calls, -1, np.int64), np.full(b.calls, -1, np.int64)
+    for number, (i, j) in enumerate(paired.pairs):
+        pair_of_a[i] = pair_of_b[j] = number
+    of_a, of_b = pair_of_a[a.call_of_row], pair_of_b[b.call_of_row]
+    width = max(key_a.max(initial=0), key_b.max(initial=0)) + 1
+    rows_a, rows_b = np.flatnonzero(of_a >= 0), np.flatnonzero(of_b >= 0)
+    joined_a, joined_b = of_a[rows_a] * width + key_a[rows_a], of_b[rows_b] * width + key_b[rows_b]
+    sort = np.argsort(joined_b, kind="stable")
+    place = np.searchsorted(joined_b[sort], joined_a)
+    place[place == len(sort)] = 0
+    partner = np.full(len(rows_a), -1, np.int64)
+    if len(sort):
+        hit = joined_b[sort][place] == joined_a
+        partner[hit] = rows_b[sort[place[hit]]]
+    alone = np.setdiff1d(rows_b, partner)
+    row_a = np.concatenate([rows_a, np.full(len(alone), -1, np.int64)])
+    row_b = np.concatenate([partner, alone])
+    pair = np.concatenate([of_a[rows_a], of_b[alone]])
+    order = np.argsort(pair, kind="stable")
+    return row_a[order], row_b[order], pair[order]
+
+
+def _keys(a: Operators, b: Operators) -> tuple[Codes, Codes]:
+    section_a, section_b = shared_codes(a.texts("section"), b.texts("section"))
+    index_a, index_b = shared_codes(a.texts("index"), b.texts("index"))
+    width = max(index_a.max(initial=0), index_b.max(initial=0)) + 2
+    return (section_a + 1) * width + index_a + 1, (section_b + 1) * width + index_b + 1
+
+
+def shared_codes(a: CodedText, b: CodedText) -> tuple[Codes, Codes]:
+    """Return the codes of two columns in one numbering; -1 where unknown."""
+    numbers: dict[str, int] = {}
+    found = []
+    for column in (a, b):
+        table = [numbers.setdefault(value, len(numbers)) for value in column.values]
+        found.append(np.asarray([*table, -1], np.int64)[column.codes])
+    return found[0], found[1]
+
+
+def _verdicts(
+    a: Operators,
+    b: Operators,
+    row_a: Codes,
+    row_b: Codes,
+    relative: Floats,
+    threshold: Floats,
+    thresholds: Thresholds,
+) -> np.ndarray[Any, np.dtype[np.int8]]:
+    tensor_a, tensor_b = _tensors(a)[row_a], _tensors(b)[row_b]
+    tensors = tensor_a & tensor_b
+    checks = {
+        "type": tensor_a != tensor_b,
+        "shape": tensors & _shapes_differ(a, b, row_a, row_b),
+        "non_finite": tensors & _texts_differ(a, b, "non_finite", row_a, row_b),
+        "checksum": tensors & _checksums_differ(a, b, row_a, row_b, thresholds),
+        "value": ~tensor_a & ~tensor_b & _values_differ(a, b, row_a, row_b, threshold),
+        "statistics": tensors & (relative > threshold),
+    }
+    verdict = np.zeros(len(row_a), np.int8)
+    for name in reversed(checks):
+        verdict[checks[name]] = VERDICTS.index(name)
+    return verdict
+
+
+def _relative(a: Operators, b: Operators, row_a: Codes, row_b: Codes) -> Floats:
+    """Return the relative difference of each pair of rows; 0 where nothing can be compared."""
+    columns_a = {name: a.numbers(name)[row_a] for name in ("min", "max", "mean", "norm")}
+    columns_b = {name: b.numbers(name)[row_b] for name in ("min", "max", "mean", "norm")}
+    limit_a, limit_b = _of_dtype(a, _LIMITS, np.inf)[row_a], _of_dtype(b, _LIMITS, np.inf)[row_b]
+    scale, apart = np.zeros(len(row_a)), np.zeros(len(row_a))
+    at_limit = np.zeros(len(row_a), bool)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for name in ("min", "max"):
+            x, y = columns_a[name], columns_b[name]
+            limits = (np.abs(x) >= 0.999 * limit_a) & (np.abs(y) >= 0.999 * limit_b) & (x * y > 0)
+            at_limit |= limits
+            usable = np.isfinite(x) & np.isfinite(y) & ~limits
+            scale = np.maximum(scale, np.where(usable, np.maximum(np.abs(x), np.abs(y)), 0.0))
+            apart = np.maximum(apart, np.where(usable, np.abs(x - y), 0.0))
+        x, y = columns_a["mean"], columns_b["mean"]
+        usable = np.isfinite(x) & np.isfinite(y) & ~at_limit
+        apart = np.maximum(apart, np.where(usable, np.abs(x - y), 0.0))
+        x, y = np.abs(columns_a["norm"]), np.abs(columns_b["norm"])
+        usable = np.isfinite(x) & np.isfinite(y) & ~at_limit
+        largest = np.where(usable, np.maximum(x, y), 0.0)
+        of_norm = np.divide(
+            np.abs(x - y), largest, out=np.zeros(len(x)), where=usable & (largest > 0)
+        )
+        of_extremes = np.divide(apart, scale, out=np.zeros(len(apart)), where=scale > 0)
+    relative: Floats = np.maximum(of_extremes, of_norm)
+    return relative
+
+
+def _threshold(
+    a: Operators,
+    b: Operators,
+    paired: PairedCalls,
+    thresholds: Thresholds,
+    row_a: Codes,
+    row_b: Codes,
+    pair: Codes,
+) -> Floats:
+    """The threshold of the coarsest dtype up to each pair; 0 for tensors that do not round."""
+    coarsest = np.zeros(len(paired.pairs))
+    pairs = np.asarray(paired.pairs, np.int64).reshape(-1, 2)
+    for side, calls in ((a, pairs[:, 0]), (b, pairs[:, 1])):
+        of_row = np.asarray([*map(thresholds.of, side.texts("dtype").values), 0.0])
+        of_call = np.zeros(side.calls)
+        np.maximum.at(of_call, side.call_of_row, of_row[side.texts("dtype").codes])
+        coarsest = np.maximum(coarsest, np.maximum.accumulate(of_call)[calls])
+    rounds = (_of_dtype(a, EPS, 0.0)[row_a] > 0) | (_of_dtype(b, EPS, 0.0)[row_b] > 0)
+    tensors = _tensors(a)[row_a] | _tensors(b)[row_b]
+    threshold: Floats = np.where(rounds | ~tensors, coarsest[pair], 0.0)
+    return threshold
+
+
+def _of_dtype(side: Operators, table: Mapping[str, float], otherwise: float) -> Floats:
+    dtypes = side.texts("dtype")
+    values = [table.get(dtype, otherwise) for dtype in dtypes.values]
+    found: Floats = np.asarray([*values, otherwise])[dtypes.codes]
+    return found
+
+
+def _tensors(side: Operators) -> Flags:
+    return np.append(side.texts("dtype").codes >= 0, False)
+
+
+def _shards(side: Operators) -> Flags:
+    placements = side.texts("placements")
+    sharded = ["Shard" in text or "Partial" in text for text in placements.values]
+    return np.append(np.asarray([*sharded, False])[placements.codes], False)
+
+
+def _texts_differ(a: Operators, b: Operators, column: str, row_a: Codes, row_b: Codes) -> Flags:
+    codes_a, codes_b = shared_codes(a.texts(column), b.texts(column))
+    differ: Flags = codes_a[row_a] != codes_b[row_b]
+    return differ
+
+
+def _shapes_differ(a: Operators, b: Operators, row_a: Codes, row_b: Codes) -> Flags:
+    differ = [
+        a.shapes[i] != b.shapes[j] for i, j in zip(row_a.tolist(), row_b.tolist(), strict=True)
+    ]
+    return np.asarray(differ, bool)
+
+
+def _checksums_differ(
+    a: Operators, b: Operators, row_a: Codes, row_b: Codes, thresholds: Thresholds
+) -> Flags:
+    codes_a, codes_b = shared_codes(a.texts("checksum"), b.texts("checksum"))
+    codes_a, codes_b = codes_a[row_a], codes_b[row_b]
+    differ: Flags = (codes_a >= 0) & (codes_b >= 0) & (codes_a != codes_b)
+    if not thresholds.exact:
+        differ &= ~a.known("max")[row_a] & ~b.known("max")[row_b]
+    return differ
+
+
+def _values_differ(
+    a: Operators, b: Operators, row_a: Codes, row_b: Codes, threshold: Floats
+) -> Flags:
+    """Numbers are held to their threshold, devices to their type, all else to equality."""
+    differ = _texts_differ(a, b, "value", row_a, row_b)
+    types, values_a, values_b = a.texts("type"), a.texts("value"), b.texts("value")
+    for at in np.flatnonzero(differ).tolist():
+        x, y = values_a.text(int(row_a[at])), values_b.text(int(row_b[at]))
+        kind = types.text(int(row_a[at]))
+        if kind == "float":
+            differ[at] = not _close(x, y, float(threshold[at]))
+        elif kind == "torch.device":
+            differ[at] = (x or "").partition(":")[0] != (y or "").partition(":")[0]
+    return differ
+
+
+def _close(x: str | None, y: str | None, threshold: float) -> bool:
+    try:
+        one, other = float(x or ""), float(y or "")
+    except ValueError:
+        return False
+    return abs(one - other) <= threshold * max(abs(one), abs(other))

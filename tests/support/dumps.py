@@ -1,0 +1,98 @@
+"""Dumps of a small decoder, made by msprobe itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stagescope.schema import Part
+from stagescope_service.dumps.operator_table import OperatorSummary, write_operator_table
+from stagescope_workers.capture.msprobe_capture import Capturer
+from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
+
+
+class ExtraCall(SmallDecoder):
+    """Calls `linear` once more between its blocks, without changing what comes out."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        hidden = self.blocks[0](hidden)
+        hidden = hidden + 0.0 * functional.linear(hidden, torch.ones(16, 16))
+        logits: torch.Tensor = self.lm_head(self.blocks[1](hidden))
+        return logits
+
+
+class Masked(nn.Module):
+    """Attention over -inf where the future is, as many models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.scores = Scores()
+        self.lm_head = nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        logits: torch.Tensor = self.lm_head(torch.softmax(self.scores(hidden), -1) @ hidden)
+        return logits
+
+
+class Scores(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = hidden @ hidden.transpose(-1, -2)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, float("-inf")) + torch.zeros(())
+
+
+def capture(
+    directory: Path,
+    model: nn.Module | None = None,
+    *,
+    level: str = "mix",
+    task: str = "statistics",
+    mode: str | None = None,
+    body: Callable[[], Any] | None = None,
+) -> Path:
+    """Capture one forward and backward pass; return the directory of the rank's files."""
+    model = model if model is not None else small_decoder()
+    section = {} if mode is None else {"summary_mode": mode}
+    armed = Capturer().begin(
+        {"capture_id": "c", "config": {"task": task, "level": level, task: section}},
+        run="run",
+        attempt_key="first",
+        stage="actor_update",
+        step=1,
+        part=Part(),
+        role="actor",
+        rank=0,
+        model=model,
+        data_root=str(directory),
+    )
+    assert armed is not None
+    if body is None:
+        forward_backward(model, token_ids())
+    else:
+        body()
+    result = armed.finish(None)
+    assert result["state"] == "complete", result["error"]
+    return Path(result["path"])
+
+
+def table(directory: Path, model: nn.Module | None = None, **arguments: Any) -> Path:
+    """Capture, and write the operator table; return its path."""
+    target = directory / "operators.parquet"
+    write_operator_table(capture(directory, model, **arguments), target)
+    return target
+
+
+def tabled(directory: Path, text: str) -> tuple[Path, OperatorSummary]:
+    """Write `text` as a dump.json and make its operator table."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "dump.json").write_text(text)
+    target = directory / "operators.parquet"
+    return target, write_operator_table(directory, target)
