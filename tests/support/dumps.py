@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 from torch import nn
 from torch.nn import functional
 
 from stagescope.schema import Part
 from stagescope_service.dumps.operator_table import OperatorSummary, write_operator_table
 from stagescope_workers.capture.msprobe_capture import Capturer
-from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 
 
 class ExtraCall(SmallDecoder):

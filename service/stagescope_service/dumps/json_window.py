@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ MOST_VALUE: Final = 8 << 20
 
 _DECODER: Final = json.JSONDecoder()
 _SPACE: Final = " \t\n\r"
+_SPLIT_REST: Final = 2
+_REST: Final = re.compile(r"(?:[.eE][+-]?)?\Z")
 _LONGEST_TOKEN: Final = 16
 """Characters that the end of a window can split off so that Python calls the rest no JSON."""
 
@@ -84,9 +87,6 @@ class JsonWindow:
         while True:
             while self._at < len(self._text):
                 if self._text[self._at] not in _SPACE:
-                    # Blocks that never reached the disk before a power cut read as zeros.
-                    if self._text[self._at] == "\0":
-                        raise Cut
                     return self._text[self._at]
                 self._at += 1
             self._grow()
@@ -117,8 +117,10 @@ class JsonWindow:
             found, end = None, len(self._text)
             try:
                 found, end = _DECODER.raw_decode(self._text, self._at)
-                # At the window's very end a number may go on.
-                complete = end < len(self._text) or self._ended
+                # A number that the window's end splits (`12`, `1.`, `1e-`) is one without its rest.
+                complete = self._ended or end + _SPLIT_REST < len(self._text)
+                if self._ended and type(found) in (int, float) and _REST.match(self._text, end):
+                    raise Cut
             except json.JSONDecodeError as error:
                 self._check_cut(error)
                 complete = False
@@ -180,14 +182,11 @@ class JsonWindow:
         """Return where the text merely ends too early.
 
         Raises:
-            Cut: the rest of the file is zeros.
             InvalidInput: the text is wrong however it goes on.
         """
         if error.msg.startswith("Unterminated string"):
             return
         rest = self._text[error.pos : error.pos + _LONGEST_TOKEN + 1]
-        if rest.startswith("\0"):
-            raise Cut
         if len(rest) > _LONGEST_TOKEN or any(character in rest for character in '{}[]",:'):
             raise self._invalid(f"{error.msg} at {rest!r}") from error
 
@@ -199,11 +198,13 @@ class JsonWindow:
         # A value that needs several tries is tried over twice as much each time.
         with disk_errors(Path(self._what)):
             data = self._file.read(max(self._chunk_bytes, kept))
-        self.bytes_read += len(data)
-        self._ended = not data
+        # Blocks that never reached the disk before a power cut read as zeros; JSON has none.
+        written = data.partition(b"\0")[0]
+        self.bytes_read += len(written)
+        self._ended = not data or len(written) < len(data)
         try:
-            # Bytes of a character that the file's end split are dropped with it.
-            more = "" if self._ended else self._decoder.decode(data)
+            # The first bytes of a character that the file's end split are dropped.
+            more = self._decoder.decode(written)
         except UnicodeDecodeError as error:
             raise self._invalid("bytes that are no UTF-8") from error
         self._text = self._text[self._at :] + more
