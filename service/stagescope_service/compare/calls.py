@@ -17,7 +17,7 @@ The parts of a path that wrappers add (FSDP, checkpointing, torch.compile) do no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -50,7 +50,6 @@ class Operators:
         # A call has at least one row, and its rows stand together.
         self.starts: Codes = np.flatnonzero(np.diff(order, prepend=-1)).astype(np.int64)
         self.call_of_row: Codes = np.cumsum(np.diff(order, prepend=-1) != 0) - 1
-        self.shapes = [None if shape is None else tuple(shape) for shape in columns["shape"]]
 
     @property
     def calls(self) -> int:
@@ -96,11 +95,24 @@ class PairedCalls(NamedTuple):
 
 def pair_calls(a: Operators, b: Operators) -> PairedCalls:
     """Pair the calls of two tables."""
-    first, last = _equal_ends(a, b)
-    at_a, at_b = range(first, a.calls - last), range(first, b.calls - last)
+    kinds = [
+        _column(a, b, "direction"),
+        _column(a, b, "kind"),
+        _column(a, b, "operator", plain_path),
+    ]
+    places = [
+        *kinds,
+        _column(a, b, "parent", lambda name: _COUNTER.sub("", plain_path(name))),
+        _column(a, b, "source", _function),
+        _shapes(a, b),
+    ]
+    first, last = common_ends(*_numbered([*kinds, _numbers(a, b)]))
+    in_a, in_b = slice(first, a.calls - last), slice(first, b.calls - last)
+    levels = [[side[cut] for side, cut in zip(_numbered(level), (in_a, in_b), strict=True)]
+              for level in (places, kinds)]  # fmt: skip
+    inner, exact = _pair_middle(*levels[0], *levels[1])
     pairs: Pairs = [(index, index) for index in range(first)]
-    inner, exact = _pair_middle(a, b, at_a, at_b)
-    pairs += inner
+    pairs += [(first + i, first + j) for i, j in inner]
     pairs += [(a.calls - index, b.calls - index) for index in range(last, 0, -1)]
     moved = _by_name(a, b, pairs)
     pairs = sorted([*pairs, *moved])
@@ -109,27 +121,44 @@ def pair_calls(a: Operators, b: Operators) -> PairedCalls:
     return PairedCalls(pairs, sorted(left_a), sorted(left_b), len(moved), exact)
 
 
+def shared_codes(
+    a: CodedText, b: CodedText, change: Callable[[str], str] = str
+) -> tuple[Codes, Codes]:
+    """Return the codes of two columns in one numbering; -1 where unknown.
+
+    Args:
+        a, b: the columns.
+        change: what is held against each other in the place of the texts themselves.
+    """
+    numbers: dict[str, int] = {}
+    found = []
+    for column in (a, b):
+        table = [numbers.setdefault(change(value), len(numbers)) for value in column.values]
+        found.append(np.asarray([*table, -1], np.int64)[column.codes])
+    return found[0], found[1]
+
+
 def plain_path(name: str) -> str:
     """Return a name without the parts that wrappers add to a module's path."""
     return _WRAPPERS.sub("", name)
 
 
-def _pair_middle(a: Operators, b: Operators, at_a: range, at_b: range) -> tuple[Pairs, bool]:
-    codes_a, codes_b = _codes(_places(a, at_a), _places(b, at_b))
-    anchors = match(codes_a, codes_b)
+def _pair_middle(
+    places_a: Codes, places_b: Codes, kinds_a: Codes, kinds_b: Codes
+) -> tuple[Pairs, bool]:
+    anchors = match(places_a, places_b)
     if not anchors.ordered:
         # Pairs out of order are no anchors; the coarser level has a try at the whole.
         anchors = anchors._replace(pairs=[])
-    kinds_a, kinds_b = _codes(_kinds(a, at_a), _kinds(b, at_b))
     pairs, exact = list(anchors.pairs), True
-    for gap_a, gap_b in _gaps(anchors.pairs, len(at_a), len(at_b)):
+    for gap_a, gap_b in _gaps(anchors.pairs, len(kinds_a), len(kinds_b)):
         gap = gap_a.stop - gap_a.start + gap_b.stop - gap_b.start
         # All gaps together cost what one alignment may cost.
-        share = MOST_STEPS * gap // (len(at_a) + len(at_b))
+        share = MOST_STEPS * gap // (len(kinds_a) + len(kinds_b))
         found = match(kinds_a[gap_a], kinds_b[gap_b], most_steps=share + 1000)
         exact = exact and found.ordered
         pairs += [(gap_a.start + i, gap_b.start + j) for i, j in found.pairs]
-    return [(at_a.start + i, at_b.start + j) for i, j in sorted(pairs)], exact
+    return sorted(pairs), exact
 
 
 def _gaps(pairs: Pairs, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
@@ -139,10 +168,6 @@ def _gaps(pairs: Pairs, rows: int, columns: int) -> Iterator[tuple[slice, slice]
         if i < next_i and j < next_j:
             yield slice(i, next_i), slice(j, next_j)
         i, j = next_i + 1, next_j + 1
-
-
-def _equal_ends(a: Operators, b: Operators) -> tuple[int, int]:
-    return common_ends(*_codes(_contents(a, range(a.calls)), _contents(b, range(b.calls))))
 
 
 def _by_name(a: Operators, b: Operators, pairs: Pairs) -> Pairs:
@@ -167,51 +192,50 @@ def _is_module(side: Operators, call: int) -> bool:
     return side.call_text("module_class", call) is not None
 
 
-def _kinds(side: Operators, calls: range) -> list[Any]:
-    """What each call is: direction, kind, and module path or API."""
-    return [
-        (
-            side.call_text("direction", call),
-            side.call_text("kind", call),
-            plain_path(side.call_text("operator", call) or ""),
-        )
-        for call in calls
+def _column(
+    a: Operators, b: Operators, name: str, change: Callable[[str], str] = str
+) -> tuple[Codes, Codes]:
+    codes_a, codes_b = shared_codes(a.texts(name), b.texts(name), change)
+    return codes_a[a.starts], codes_b[b.starts]
+
+
+def _shapes(a: Operators, b: Operators) -> tuple[Codes, Codes]:
+    """The shapes of all tensors of each call."""
+    return _numbered_bytes(a, b, *shared_codes(a.texts("shape"), b.texts("shape")))
+
+
+def _numbers(a: Operators, b: Operators) -> tuple[Codes, Codes]:
+    """All statistics of each call, as bits: NaN equals NaN."""
+    bits = [
+        np.stack([side.numbers(name).view(np.int64) for name in ("min", "max", "mean", "norm")], 1)
+        for side in (a, b)
     ]
+    return _numbered_bytes(a, b, *bits)
 
 
-def _places(side: Operators, calls: range) -> list[Any]:
-    """What each call is and where: also the module around it, its function and its shapes."""
-    return [
-        (
-            kind,
-            _COUNTER.sub("", plain_path(side.call_text("parent", call) or "")),
-            _function(side.call_text("source", call)),
-            tuple(side.shapes[row] for row in side.rows_of(call)),
-        )
-        for call, kind in zip(calls, _kinds(side, calls), strict=True)
-    ]
+def _numbered_bytes(
+    a: Operators, b: Operators, rows_a: np.ndarray[Any, Any], rows_b: np.ndarray[Any, Any]
+) -> tuple[Codes, Codes]:
+    """Number what the rows of each call hold, alike on both sides."""
+    numbers: dict[bytes, int] = {}
+    found = []
+    for side, rows in ((a, rows_a), (b, rows_b)):
+        ends = np.append(side.starts[1:], side.rows).tolist()
+        pieces = (rows[start:end] for start, end in zip(side.starts.tolist(), ends, strict=True))
+        codes = [numbers.setdefault(piece.tobytes(), len(numbers)) for piece in pieces]
+        found.append(np.asarray(codes, np.int64))
+    return found[0], found[1]
 
 
-def _contents(side: Operators, calls: range) -> list[Any]:
-    """What each call is and all its numbers."""
-    columns = [side.numbers(name) for name in ("min", "max", "mean", "norm")]
-    # Bits, so that NaN equals NaN.
-    bits = np.stack([column.view(np.int64) for column in columns], axis=1)
-    ends = np.append(side.starts[1:], side.rows)
-    return [
-        (kind, bits[side.starts[call] : ends[call]].tobytes())
-        for call, kind in zip(calls, _kinds(side, calls), strict=True)
-    ]
+def _numbered(columns: Sequence[tuple[Codes, Codes]]) -> tuple[Codes, Codes]:
+    """Number the different rows of several columns alike on both sides."""
+    rows = np.stack([np.concatenate(column) for column in columns], axis=1)
+    codes = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    calls = len(columns[0][0])
+    return codes[:calls], codes[calls:]
 
 
-def _function(source: str | None) -> tuple[str, str] | None:
-    found = _SOURCE.match(source) if source else None
-    return None if found is None else (found["file"], found["function"])
-
-
-def _codes(a: Sequence[Any], b: Sequence[Any]) -> tuple[Codes, Codes]:
-    """Number the different values of two sequences alike."""
-    numbers: dict[Any, int] = {}
-    coded_a = [numbers.setdefault(value, len(numbers)) for value in a]
-    coded_b = [numbers.setdefault(value, len(numbers)) for value in b]
-    return np.asarray(coded_a, np.int64), np.asarray(coded_b, np.int64)
+def _function(source: str) -> str:
+    """File and function of a source: lines and directories differ between versions."""
+    found = _SOURCE.match(source)
+    return source if found is None else f"{found['file']} {found['function']}"

@@ -28,9 +28,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope_service.compare.calls import Operators, PairedCalls
+from stagescope_service.compare.calls import Operators, PairedCalls, shared_codes
 from stagescope_service.compare.sequences import Codes
-from stagescope_service.dumps.operator_query import CodedText
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
@@ -149,16 +148,6 @@ def _keys(a: Operators, b: Operators) -> tuple[Codes, Codes]:
     return (section_a + 1) * width + index_a + 1, (section_b + 1) * width + index_b + 1
 
 
-def shared_codes(a: CodedText, b: CodedText) -> tuple[Codes, Codes]:
-    """Return the codes of two columns in one numbering; -1 where unknown."""
-    numbers: dict[str, int] = {}
-    found = []
-    for column in (a, b):
-        table = [numbers.setdefault(value, len(numbers)) for value in column.values]
-        found.append(np.asarray([*table, -1], np.int64)[column.codes])
-    return found[0], found[1]
-
-
 def _verdicts(
     a: Operators,
     b: Operators,
@@ -172,7 +161,7 @@ def _verdicts(
     tensors = tensor_a & tensor_b
     checks = {
         "type": tensor_a != tensor_b,
-        "shape": tensors & _shapes_differ(a, b, row_a, row_b),
+        "shape": tensors & _texts_differ(a, b, "shape", row_a, row_b),
         "non_finite": tensors & _texts_differ(a, b, "non_finite", row_a, row_b),
         "checksum": tensors & _checksums_differ(a, b, row_a, row_b, thresholds),
         "value": ~tensor_a & ~tensor_b & _values_differ(a, b, row_a, row_b, threshold),
@@ -257,13 +246,6 @@ def _texts_differ(a: Operators, b: Operators, column: str, row_a: Codes, row_b: 
     codes_a, codes_b = shared_codes(a.texts(column), b.texts(column))
     differ: Flags = codes_a[row_a] != codes_b[row_b]
     return differ
-
-
-def _shapes_differ(a: Operators, b: Operators, row_a: Codes, row_b: Codes) -> Flags:
-    differ = [
-        a.shapes[i] != b.shapes[j] for i, j in zip(row_a.tolist(), row_b.tolist(), strict=True)
-    ]
-    return np.asarray(differ, bool)
 
 
 def _checksums_differ(

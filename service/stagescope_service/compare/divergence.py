@@ -11,6 +11,7 @@ data-parallel replicas on different data every activation differs, and no parame
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -197,8 +198,8 @@ def _side(side: Operators, row: int) -> dict[str, Any] | None:
         return None
     call = int(side.call_of_row[row])
     said: dict[str, Any] = _call(side, call)
-    shape = side.shapes[row]
-    said["shape"] = None if shape is None else list(shape)
+    shape = side.texts("shape").text(row)
+    said["shape"] = None if shape is None else json.loads(shape)
     for name in _TEXTS:
         said[name] = side.texts(name).text(row)
     for name in _NUMBERS:

@@ -124,28 +124,24 @@ def load_columns(
     """Read whole columns for a computation.
 
     Returns:
-        Texts as `CodedText`, lists as Python lists, floats as float64 with NaN also where a value
+        Texts as `CodedText`, shapes too (`[2, 6]`); floats as float64 with NaN also where a value
         is unknown, plus `{name}_known` (bool) beside each column of floats; order as int32.
 
     Raises:
         InvalidInput, NotFound, StoreError: see `read_operators`.
     """
     wanted = _checked(columns)
-    texts = [name for name in wanted if pa.types.is_string(SCHEMA.field(name).type)]
-    table = pa.Table.from_batches(
-        [_encode(batch, texts) for batch in _batches(path, where, wanted)] or [],
-        pa.schema([_encoded_field(SCHEMA.field(name)) for name in wanted]),
-    ).unify_dictionaries()
+    schema = pa.schema([_encoded_field(SCHEMA.field(name)) for name in wanted])
+    batches = [_encode(batch, schema) for batch in _batches(path, where, wanted)]
+    table = pa.Table.from_batches(batches, schema).unify_dictionaries()
     found: dict[str, Any] = {}
     for name in wanted:
         column = table[name].combine_chunks()
-        if name in texts:
+        if pa.types.is_dictionary(schema.field(name).type):
             found[name] = _coded(column)
         elif pa.types.is_floating(column.type):
             found[name] = column.to_numpy(zero_copy_only=False)
             found[f"{name}_known"] = column.is_valid().to_numpy(zero_copy_only=False)
-        elif pa.types.is_list(column.type):
-            found[name] = column.to_pylist()
         else:
             found[name] = column.to_numpy(zero_copy_only=False)
     return found
@@ -237,17 +233,19 @@ def _checked(columns: Sequence[str] | None) -> list[str]:
 
 
 def _encoded_field(field: pa.Field) -> pa.Field:
-    if not pa.types.is_string(field.type):
+    if not pa.types.is_string(field.type) and not pa.types.is_list(field.type):
         return field
     return pa.field(field.name, pa.dictionary(pa.int32(), pa.string()))
 
 
-def _encode(batch: pa.RecordBatch, texts: list[str]) -> pa.RecordBatch:
-    columns = [
-        column.dictionary_encode() if name in texts else column
-        for name, column in zip(batch.schema.names, batch.columns, strict=True)
-    ]
-    schema = pa.schema([_encoded_field(field) for field in batch.schema])
+def _encode(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    columns = []
+    for column, field in zip(batch.columns, schema, strict=True):
+        if pa.types.is_list(column.type):
+            texts = [None if shape is None else str(shape) for shape in column.to_pylist()]
+            column = pa.array(texts, pa.string())
+        encoded = pa.types.is_dictionary(field.type)
+        columns.append(column.dictionary_encode() if encoded else column)
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 

@@ -88,12 +88,14 @@ def non_finite_kind(low: float | None, high: float | None) -> str | None:
         low, high: Min and Max. With a NaN in the tensor both are NaN, also beside infinities.
     """
     values = [value for value in (low, high) if value is not None]
+    if all(map(math.isfinite, values)):
+        return None
     if any(map(math.isnan, values)):
         return "nan"
     minus, plus = -math.inf in values, math.inf in values
     if minus and plus:
         return "inf"
-    return "-inf" if minus else "+inf" if plus else None
+    return "-inf" if minus else "+inf"
 
 
 def _walk(content: Any, path: tuple[str, ...], name: str) -> Iterator[tuple[tuple[str, ...], Any]]:
