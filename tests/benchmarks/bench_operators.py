@@ -54,7 +54,8 @@ def call(number: int) -> tuple[str, dict[str, Any]]:
 
 def generate(directory: Path, megabytes: int) -> int:
     """Write dump.json, stack.json and construct.json; return the calls in them."""
-    names, size = [], 0
+    names: list[str] = []
+    size = 0
     directory.mkdir()
     with (directory / "dump.json").open("w") as file:
         file.write('{"task": "statistics", "level": "mix", "framework": "pytorch",\n "data": {\n')

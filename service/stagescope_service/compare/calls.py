@@ -220,7 +220,7 @@ def _numbered_bytes(
     numbers: dict[bytes, int] = {}
     found = []
     for side, rows in ((a, rows_a), (b, rows_b)):
-        ends = np.append(side.starts[1:], side.rows).tolist()
+        ends = np.append(side.starts, side.rows)[1:].tolist()
         pieces = (rows[start:end] for start, end in zip(side.starts.tolist(), ends, strict=True))
         codes = [numbers.setdefault(piece.tobytes(), len(numbers)) for piece in pieces]
         found.append(np.asarray(codes, np.int64))

@@ -183,8 +183,7 @@ def _batches(
     path: Path, where: OperatorFilter | None, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     with _table_errors(path):
-        if not path.is_file():
-            raise NotFound(f"there is no operator table {path}")
+        _metadata(path, SUMMARY_KEY)  # a foreign file's missing columns would all be null
         scanner = ds.dataset(path, SCHEMA, format="parquet").scanner(
             columns=list(columns),
             filter=_expression(where or OperatorFilter()),

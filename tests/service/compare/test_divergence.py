@@ -1,0 +1,324 @@
+"""The first divergent operator: real dumps that differ in one thing, and made-up corners."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.dumps import ExtraCall, Masked, table, tabled
+from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
+
+from stagescope_service.compare.differences import EPS, Thresholds
+from stagescope_service.compare.divergence import Divergence, first_divergent
+
+LEVELS = ("L0", "L1", "mix")
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(level: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return table(tmp_path_factory.mktemp(level), level=level)
+
+
+def extra_call() -> SmallDecoder:
+    model = ExtraCall()
+    model.load_state_dict(small_decoder().state_dict())
+    return model
+
+
+def scaled(factor: float) -> SmallDecoder:
+    model = small_decoder()
+    model.get_parameter("blocks.0.out.weight").data.mul_(factor)
+    return model
+
+
+def first_name(found: Divergence) -> str:
+    assert found.first is not None
+    name: str = found.first["a"]["name"]
+    return name
+
+
+def test_the_same_pass_twice_is_the_same_in_every_bit(
+    reference: Path, level: str, tmp_path: Path
+) -> None:
+    found = first_divergent(reference, table(tmp_path, level=level), Thresholds(exact=True))
+    assert found.same
+    assert (found.first, found.counts, found.rows) == (None, {}, [])
+    assert found.paired > 30
+    assert (found.parameters_compared > 0) == (found.gradients_compared > 0) == (level != "L1")
+
+
+def test_bfloat16_against_float32_is_rounding(reference: Path, level: str, tmp_path: Path) -> None:
+    found = first_divergent(
+        reference, table(tmp_path, small_decoder().to(torch.bfloat16), level=level)
+    )
+    assert found.same, found.first
+    tight = Thresholds(by_dtype={"bfloat16": 1e-6, "float32": 1e-6})
+    assert first_divergent(reference, tmp_path / "operators.parquet", tight).first is not None
+
+
+def test_a_weight_that_differs_is_found_in_its_operator(
+    reference: Path, level: str, tmp_path: Path
+) -> None:
+    found = first_divergent(reference, table(tmp_path, scaled(1.5), level=level))
+    module = "Module.blocks.0.out.Linear.forward.0"
+    assert first_name(found) == (module if level == "L0" else "Functional.linear.1.forward")
+    assert "output" in found.first_sections
+    if level == "L1":
+        assert (found.first_parameter, found.first_gradient) == (None, None)
+        return
+    assert found.first_parameter is not None
+    assert found.first_gradient is not None
+    weight = found.first_parameter
+    assert (weight["a"]["name"], weight["index"], weight["verdict"]) == (
+        module, "weight", "statistics",
+    )  # fmt: skip
+    assert weight["relative"] == pytest.approx(1 / 3)
+    assert weight["threshold"] == 4 * 2.0**-23
+    assert found.first_gradient["section"] == "grad"
+
+
+def test_a_small_perturbation_is_found_where_it_is_exactly(
+    reference: Path, level: str, tmp_path: Path
+) -> None:
+    found = first_divergent(
+        reference, table(tmp_path, scaled(1 + 1e-6), level=level), Thresholds(exact=True)
+    )
+    assert first_name(found) in (
+        "Module.blocks.0.out.Linear.forward.0", "Functional.linear.1.forward",
+    )  # fmt: skip
+
+
+def test_a_nan_on_one_side_is_a_difference(reference: Path, level: str, tmp_path: Path) -> None:
+    model = small_decoder()
+    model.get_parameter("blocks.1.down.weight").data[0, 0] = math.nan
+    found = first_divergent(reference, table(tmp_path, model, level=level))
+    assert found.first is not None
+    assert found.first["verdict"] == "non_finite"
+    assert first_name(found) in (
+        "Module.blocks.1.down.Linear.forward.0", "Functional.linear.7.forward",
+    )  # fmt: skip
+    both = first_divergent(tmp_path / "operators.parquet", tmp_path / "operators.parquet")
+    assert both.same
+
+
+def test_another_shape_is_said_before_its_numbers(
+    reference: Path, level: str, tmp_path: Path
+) -> None:
+    model = small_decoder()
+    longer = table(
+        tmp_path, model, level=level, body=lambda: forward_backward(model, token_ids(tokens=8))
+    )
+    found = first_divergent(reference, longer)
+    assert found.first is not None
+    assert found.first["verdict"] == "shape"
+    assert (found.first["a"]["shape"], found.first["b"]["shape"]) == ([2, 6], [2, 8])
+    assert (found.only_a_count, found.only_b_count) == (0, 0)
+
+
+def test_an_extra_call_shifts_nothing(reference: Path, level: str, tmp_path: Path) -> None:
+    extra = table(tmp_path, extra_call(), level=level)
+    for found, alone in (
+        (first_divergent(reference, extra), "only_b"),
+        (first_divergent(extra, reference), "only_a"),
+    ):
+        assert (found.first, found.counts, found.moved) == (None, {}, 0)
+        listed = getattr(found, alone)
+        # The product with 0.0 and its sum, forward and backward; a module sees none of it.
+        operators = [] if level == "L0" else ["linear", "__rmul__", "__add__"]
+        assert [call["operator"] for call in listed] == [*operators, *reversed(operators)]
+        assert found.same == (level == "L0")
+
+
+def test_a_difference_behind_an_extra_call_is_still_found(tmp_path: Path) -> None:
+    model = extra_call()
+    model.get_parameter("blocks.1.up.weight").data.mul_(1.5)
+    found = first_divergent(
+        table(tmp_path / "a", level="L1"), table(tmp_path / "b", model, level="L1")
+    )
+    assert found.first is not None
+    assert found.first["a"]["name"] == "Functional.linear.6.forward"
+    assert found.first["b"]["name"] == "Functional.linear.7.forward"
+
+
+def test_modules_against_modules_and_operators_lists_the_operators(tmp_path: Path) -> None:
+    found = first_divergent(
+        table(tmp_path / "a", level="L0"), table(tmp_path / "b", level="mix"), limit=5
+    )
+    assert (found.first, found.only_a_count) == (None, 0)
+    assert len(found.only_b) == 5 < found.only_b_count
+
+
+def test_masks_are_equal_on_both_sides(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    assert first_divergent(table(tmp_path / "a", model), table(tmp_path / "b", model)).same
+
+
+def test_an_answer_is_ready_for_json(reference: Path, level: str, tmp_path: Path) -> None:
+    found = first_divergent(reference, table(tmp_path, scaled(1.5), level=level), limit=3)
+    said = json.loads(json.dumps(found.fields(), allow_nan=False))
+    assert (said["same"], len(said["rows"])) == (False, 3)
+    assert said["counts"]["statistics"] > 3
+
+
+def tensor(
+    low: float | None, high: float | None, *, dtype: str = "float32", **more: Any
+) -> dict[str, Any]:
+    return {"type": "torch.Tensor", "dtype": f"torch.{dtype}", "shape": [2], "Max": high,
+            "Min": low, "Mean": None, "Norm": None, **more}  # fmt: skip
+
+
+def device(name: str) -> dict[str, Any]:
+    return {"type": "torch.device", "value": name}
+
+
+def made(path: Path, calls: Iterable[tuple[str, Any]]) -> Path:
+    data = {name: {"input_args": [], "output": outputs} for name, outputs in calls}
+    return tabled(path, json.dumps({"task": "statistics", "level": "L1", "data": data}))[0]
+
+
+def held(path: Path, a: Any, b: Any, **options: Any) -> Divergence:
+    """Compare two outputs of one operator."""
+    one = made(path / "a", [("Torch.x.0.forward", [a])])
+    other = made(path / "b", [("Torch.x.0.forward", [b])])
+    return first_divergent(one, other, Thresholds(**options))
+
+
+BF16_MIN, FP32_MIN = -3.3895313892515355e38, -3.4028234663852886e38
+EMPTY = tensor(None, None)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        (tensor(0, 1), None, "type"),
+        (tensor(0, 1), {"type": "float", "value": 1.0}, "type"),
+        (tensor(0, 1), tensor(0, 1, shape=[1, 2]), "shape"),
+        (tensor(0, math.inf), tensor(-math.inf, math.inf), "non_finite"),
+        (tensor(-math.inf, 1), tensor(-math.inf, 1), None),
+        (tensor(-math.inf, 1), tensor(-math.inf, 2), "statistics"),
+        (tensor(None, None, md5="a"), tensor(None, None, md5="b"), "checksum"),
+        (tensor(0, 1, md5="a"), tensor(0, 1, md5="b"), None),
+        (EMPTY, EMPTY, None),
+        (tensor(0, 7, dtype="int64"), tensor(0, 8, dtype="int64"), "statistics"),
+        (tensor(FP32_MIN, 0), tensor(BF16_MIN, 0, dtype="bfloat16"), None),
+        (tensor(FP32_MIN, 0), tensor(-65504.0, 0, dtype="float16"), None),
+        (tensor(FP32_MIN, 0), tensor(-1e9, 0), "statistics"),
+        (tensor(FP32_MIN, 0), tensor(0, 3.4028234663852886e38), "statistics"),
+        (tensor(0, 1, Norm=math.inf), tensor(0, 1, Norm=548.0), None),
+        (tensor(0, 1, Norm=500.0), tensor(0, 1, Norm=548.0), "statistics"),
+        (tensor(-3, 3, Mean=1e-9), tensor(-3, 3, Mean=-1e-9), None),
+        (tensor(-3, 3, Mean=0.1), tensor(-3, 3, Mean=-0.1), "statistics"),
+        ({"type": "int", "value": 1}, {"type": "int", "value": 2}, "value"),
+        ({"type": "float", "value": 1.0}, {"type": "float", "value": 1.0 + 1e-7}, "value"),
+        ({"type": "str", "value": "a"}, None, "value"),
+        (device("npu:0"), device("npu:7"), None),
+        (device("cpu"), device("npu:7"), "value"),
+    ],
+)  # fmt: skip
+def test_verdicts(tmp_path: Path, a: Any, b: Any, verdict: str | None) -> None:
+    for found in (held(tmp_path, a, b), held(tmp_path, b, a)):
+        assert (found.first["verdict"] if found.first else None) == verdict
+        assert found.counts == ({verdict: 1} if verdict else {})
+
+
+def test_with_exact_every_number_and_checksum_must_be_equal(tmp_path: Path) -> None:
+    close, other = tensor(0, 1.0), tensor(0, 1.0 + 1e-12)
+    assert held(tmp_path, close, other).same
+    assert held(tmp_path, close, other, exact=True).counts == {"statistics": 1}
+    a, b = tensor(0, 1, md5="a"), tensor(0, 1, md5="b")
+    assert held(tmp_path, a, b, exact=True).counts == {"checksum": 1}
+
+
+@pytest.mark.parametrize("dtype", sorted(set(EPS) - {"float64", "complex128"}))
+def test_the_threshold_is_four_eps_of_the_coarser_dtype(tmp_path: Path, dtype: str) -> None:
+    for share, same in ((0.9, True), (1.1, False)):
+        far = 1 - share * 4 * EPS[dtype]
+        found = held(tmp_path, tensor(0, 1, dtype="float64"), tensor(0, far, dtype=dtype))
+        assert found.same == same
+
+
+def test_what_was_rounded_once_stays_rounded(tmp_path: Path) -> None:
+    def calls(value: float) -> list[tuple[str, Any]]:
+        return [
+            ("Torch.x.0.forward", [tensor(0, value)]),
+            ("Torch.y.0.forward", [tensor(0, 1, dtype="bfloat16")]),
+            ("Torch.z.0.forward", [tensor(0, value)]),
+        ]
+
+    found = first_divergent(made(tmp_path / "a", calls(1.0)), made(tmp_path / "b", calls(1.01)))
+    # Before the first bfloat16 one percent is a difference, behind it none.
+    assert [row["a"]["operator"] for row in found.rows] == ["x"]
+
+
+def test_a_tensor_that_one_side_lacks_is_missing_and_a_none_is_not(tmp_path: Path) -> None:
+    one = made(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1), tensor(0, 1), None])])
+    other = made(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 1)])])
+    for found, side in ((first_divergent(one, other), "a"), (first_divergent(other, one), "b")):
+        assert found.counts == {"missing": 1}
+        assert found.first is not None
+        assert found.first[side]["name"] == "Torch.x.0.forward"
+        assert found.first["index"] == "1"
+        assert found.first[{"a": "b", "b": "a"}[side]] is None
+
+
+def test_a_module_that_moved_is_paired_by_its_name(tmp_path: Path) -> None:
+    names = [f"Module.m{i}.Linear.forward.0" for i in range(4)]
+    one = made(tmp_path / "a", [(name, [tensor(0, 1)]) for name in names])
+    moved = [names[3], *names[:3]]
+    other = made(tmp_path / "b", [(name, [tensor(0, 1)]) for name in moved])
+    found = first_divergent(one, other)
+    assert (found.same, found.moved, found.paired) == (True, 1, 4)
+
+
+def test_what_wrappers_add_to_a_path_does_not_count(tmp_path: Path) -> None:
+    one = made(tmp_path / "a", [("Module.layers.0.up.Linear.forward.0", [tensor(0, 1)])])
+    wrapped = "Module._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.up.Linear.forward.0"
+    other = made(tmp_path / "b", [(wrapped, [tensor(0, 1)])])
+    assert first_divergent(one, other).same
+
+
+def test_shards_of_two_ranks_are_left_out_on_request(tmp_path: Path) -> None:
+    shard = [{"Shard": {"dim": 0}}]
+    one = made(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1, placements=shard)])])
+    other = made(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 9, placements=shard)])])
+    assert first_divergent(one, other).counts == {"statistics": 1}
+    found = first_divergent(one, other, skip_sharded=True)
+    assert (found.same, found.sharded, found.compared) == (True, 1, 0)
+
+
+def test_tables_with_nothing_in_common_and_empty_ones(tmp_path: Path) -> None:
+    empty = made(tmp_path / "empty", [])
+    one = made(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1)])])
+    other = made(tmp_path / "b", [("Torch.y.0.forward", [tensor(0, 1)])])
+    assert first_divergent(empty, empty).same
+    assert first_divergent(one, empty).only_a_count == 1
+    found = first_divergent(one, other)
+    assert (found.first, found.only_a_count, found.only_b_count) == (None, 1, 1)
+    assert not found.same
+
+
+def test_a_hundred_thousand_calls_with_one_more_on_one_side(tmp_path: Path) -> None:
+    def calls(extra: int | None) -> Iterable[tuple[str, Any]]:
+        counters = {"linear": 0, "add": 0, "norm": 0}
+        for number in range(100_000):
+            kinds = ["norm", "linear", "add", "linear"]
+            for operator in [kinds[number % 4], *(["linear"] if number == extra else [])]:
+                yield f"Torch.{operator}.{counters[operator]}.forward", [tensor(0, 1)]
+                counters[operator] += 1
+
+    found = first_divergent(made(tmp_path / "a", calls(None)), made(tmp_path / "b", calls(33_002)))
+    assert (found.counts, found.paired, found.only_a_count) == ({}, 100_000, 0)
+    assert [call["operator"] for call in found.only_b] == ["linear"]
+    assert found.exact_alignment

@@ -1,0 +1,179 @@
+"""The first non-finite operator: real NaNs planted, real masks, and made-up corners."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.dumps import Masked, table, tabled
+from tests.support.small_decoder import small_decoder
+from torch import nn
+
+from stagescope_service.compare.non_finite import first_non_finite, non_finite_of_rank
+
+
+def planted(value: float, layer: str = "blocks.1.down") -> nn.Module:
+    model = small_decoder()
+    model.get_parameter(f"{layer}.weight").data[0, 0] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("level", "name", "place"),
+    [
+        ("L0", "Module.blocks.1.down.Linear.forward.0", ("parameters", "weight")),
+        ("L1", "Functional.linear.7.forward", ("input_args", "1")),
+        ("mix", "Functional.linear.7.forward", ("input_args", "1")),
+    ],
+)
+def test_the_layer_with_the_planted_weight_is_named(
+    tmp_path: Path, level: str, name: str, place: tuple[str, str], value: float
+) -> None:
+    found = non_finite_of_rank(table(tmp_path, planted(value), level=level))
+    assert found.first is not None
+    assert found.first["name"] == name
+    assert found.certain
+    (bad,) = found.bad_inputs
+    assert (bad["section"], bad["index"]) == place
+    assert found.masks == 0
+
+
+def test_the_rank_with_the_planted_weight_is_the_earliest(tmp_path: Path) -> None:
+    fine, late, early = (
+        table(tmp_path / name, model)
+        for name, model in {
+            "fine": small_decoder(),
+            "late": planted(math.nan, "lm_head"),
+            "early": planted(math.nan, "blocks.0.up"),
+        }.items()
+    )
+    found = first_non_finite({0: fine, 1: late, 2: early, 3: early})
+    assert (found.earliest, found.together, found.order_differs) == (2, [2, 3], [])
+    assert found.ranks[0].first is None
+    assert found.places[2] == found.places[3]
+    assert (found.places[2] or 0) < (found.places[1] or 0)
+    assert json.dumps(found.fields()["places"])
+
+
+@pytest.mark.parametrize(("level", "masks"), [("L1", 2), ("mix", 3)])
+def test_a_mask_of_minus_infinity_is_no_culprit(tmp_path: Path, level: str, masks: int) -> None:
+    found = non_finite_of_rank(table(tmp_path, Masked(), level=level))
+    assert (found.first, found.culprits, found.masks) == (None, 0, masks)
+    assert found.first_masks[0] == "Tensor.masked_fill.0.forward"
+
+
+def test_behind_a_mask_the_real_culprit_is_named(tmp_path: Path) -> None:
+    model = Masked()
+    model.lm_head.weight.data[0, 0] = math.nan
+    for level, name in (
+        ("L0", "Module.lm_head.Linear.forward.0"),
+        ("mix", "Functional.linear.0.forward"),
+    ):
+        found = non_finite_of_rank(table(tmp_path / level, model, level=level))
+        assert found.first is not None
+        assert (found.first["name"], found.certain) == (name, True)
+
+
+def test_without_its_operators_a_module_with_minus_infinity_is_only_perhaps_a_mask(
+    tmp_path: Path,
+) -> None:
+    found = non_finite_of_rank(table(tmp_path, Masked(), level="L0"))
+    assert found.first is not None
+    assert found.first["name"] == "Module.scores.Scores.forward.0"
+    assert not found.certain
+
+
+def tensor(low: float, high: float) -> dict[str, Any]:
+    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "Max": high, "Min": low,
+            "Mean": None, "Norm": None}  # fmt: skip
+
+
+FINE = tensor(0.0, 1.0)
+MINUS = tensor(-math.inf, 1.0)
+PLUS = tensor(0.0, math.inf)
+NAN = tensor(math.nan, math.nan)
+FLT_MAX = tensor(-3.4028234663852886e38, 0.0)
+
+
+def made(path: Path, *calls: tuple[str, Sequence[Any], Sequence[Any]]) -> Path:
+    """A dump of (name, inputs, outputs)."""
+    data = {
+        name: {"input_args" if "forward" in name else "input": inputs, "output": outputs}
+        for name, inputs, outputs in calls
+    }
+    text = json.dumps({"task": "statistics", "level": "L1", "data": data})
+    return tabled(path, text)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "output", "named"),
+    [
+        ("Tensor.masked_fill_.0.forward", [FINE], MINUS, False),
+        ("Torch.where.0.forward", [FINE, FINE, MINUS], MINUS, False),
+        ("Torch.full.0.forward", [], tensor(math.inf, math.inf), False),
+        ("Tensor.__add__.0.forward", [FINE, MINUS], MINUS, False),
+        ("Tensor.float.0.forward", [MINUS], MINUS, False),
+        ("Functional.log_softmax.0.forward", [MINUS], MINUS, False),
+        ("Torch.empty.0.forward", [], NAN, False),
+        ("Tensor.__add__.0.forward", [FINE, FLT_MAX], FLT_MAX, False),
+        ("Torch.log.0.forward", [FINE], MINUS, True),
+        ("Torch.sum.0.forward", [MINUS], MINUS, True),
+        ("Functional.linear.0.forward", [MINUS, FINE], MINUS, True),
+        ("Tensor.masked_fill.0.forward", [NAN], NAN, True),
+        ("Functional.softmax.0.forward", [MINUS], NAN, True),
+        ("Tensor.__mul__.0.forward", [FINE, FINE], PLUS, True),
+        ("Tensor.__add__.0.forward", [PLUS], MINUS, True),
+        ("Tensor.__add__.0.backward", [MINUS], MINUS, True),
+        ("Functional.dropout.0.backward", [FINE], PLUS, True),
+    ],
+)
+def test_what_is_a_mask_and_what_is_a_culprit(
+    tmp_path: Path, name: str, inputs: list[Any], output: Any, named: bool
+) -> None:
+    found = non_finite_of_rank(made(tmp_path, (name, inputs, [output])))
+    assert (found.culprits == 1) == (found.first is not None) == named
+
+
+def test_a_bad_input_alone_is_no_result(tmp_path: Path) -> None:
+    path = made(tmp_path, ("Torch.isnan.0.forward", [NAN], [FINE]))
+    assert non_finite_of_rank(path).first is None
+
+
+def test_log_of_zero_is_named_before_what_follows_from_it(tmp_path: Path) -> None:
+    path = made(
+        tmp_path,
+        ("Torch.log.0.forward", [FINE], [MINUS]),
+        ("Tensor.__mul__.0.forward", [MINUS, FINE], [NAN]),
+    )
+    found = non_finite_of_rank(path)
+    assert found.first is not None
+    assert (found.first["operator"], found.culprits) == ("log", 2)
+
+
+def test_ranks_in_another_order_are_said_and_come_last(tmp_path: Path) -> None:
+    forward = [("Torch.a.0.forward", [FINE], [FINE]), ("Torch.b.0.forward", [FINE], [NAN])]
+    usual = made(tmp_path / "usual", *forward, ("Torch.c.0.forward", [NAN], [NAN]))
+    cut = made(tmp_path / "cut", *forward)
+    other = made(tmp_path / "other", ("Torch.x.0.forward", [FINE], [NAN]))
+    found = first_non_finite({0: other, 1: usual, 2: usual, 3: cut})
+    assert (found.earliest, found.together, found.order_differs) == (1, [1, 2, 3], [0])
+    assert found.places == {0: None, 1: 1, 2: 1, 3: 1}
+
+
+def test_where_only_other_orders_found_anything_fine_inputs_go_first(tmp_path: Path) -> None:
+    fine = made(tmp_path / "fine", ("Torch.a.0.forward", [FINE], [FINE]))
+    got = made(tmp_path / "got", ("Torch.y.0.forward", [NAN], [NAN]))
+    made_it = made(tmp_path / "made", ("Torch.z.0.forward", [FINE], [NAN]))
+    found = first_non_finite({0: fine, 1: fine, 2: got, 3: made_it})
+    assert (found.earliest, found.together, found.order_differs) == (3, [3], [2, 3])
+
+
+def test_without_any_there_is_no_earliest(tmp_path: Path) -> None:
+    fine = made(tmp_path, ("Torch.a.0.forward", [FINE], [FINE]))
+    found = first_non_finite({0: fine, 1: fine})
+    assert (found.earliest, found.together, found.places) == (None, [], {})
