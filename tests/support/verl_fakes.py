@@ -210,6 +210,10 @@ def _workers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
         def compute_ref_log_prob(self, data: Any) -> Any:
             return seen("compute_ref_log_prob", self, data)
 
+        @register(dispatch_mode="actor")
+        def update_actor(self, data: Any) -> Any:
+            return seen("update_actor", self, data)
+
         @register(blocking=False)
         async def update_weights(self, global_steps: Any = None, mode: str = "auto") -> Any:
             return seen("update_weights", self, global_steps, mode)

@@ -169,6 +169,7 @@ def _worker_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Ca
     outer, data = verl_fakes.outer_worker(modules), planted()
     yield "compute_log_prob", lambda: outer.compute_log_prob(data)
     yield "compute_ref_log_prob", lambda: outer.compute_ref_log_prob(data=data)
+    yield "update_actor", lambda: outer.update_actor(data)
     yield "update_weights", lambda: outer.update_weights(global_steps=3)
     critic = verl_fakes.inner_worker(modules, critic=True)
     yield "infer_batch", lambda: critic.infer_batch(data=data)

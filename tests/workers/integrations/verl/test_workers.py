@@ -338,8 +338,13 @@ def test_verl_s_own_debugger_steps_aside_for_ours(verl: Modules, seen: Seen) -> 
         annotated.append(profiler.annotate(role="actor_compute_log_prob"))
 
     annotate()
-    seen.outcomes["compute_log_prob"] = annotate
-    verl_fakes.outer_worker(verl).compute_log_prob(data())
+    worker = verl_fakes.outer_worker(verl)
+    for name in ("compute_log_prob", "update_actor"):
+        seen.outcomes[name] = annotate
+        getattr(worker, name)(data())
+    seen.outcomes["update_actor"] = annotate
+    worker.update_actor(data(stages=False))  # ours will not capture it
     annotated.append(profiler.annotate(role="train_batch"))  # verl raises there where strict
-    assert annotated == ["the result of annotate", precision._alone, precision._alone]
+    theirs, ours = "the result of annotate", precision._alone
+    assert annotated == [theirs, ours, ours, theirs, ours]
     assert precision._alone(annotate) is annotate

@@ -99,6 +99,8 @@ def _workers() -> list[Patch]:
               "actor_compute_log_prob", _WITH_STAGES),
         Patch(_WORKERS, f"{worker}.compute_ref_log_prob", inside(in_ref),
               "ref_compute_log_prob", _WITH_STAGES),
+        Patch(_WORKERS, f"{worker}.update_actor", inside(ranks.run_update_actor),
+              "verl's precision_debugger block at actor_update", _WITH_STAGES),
         Patch(_WORKERS, f"{worker}.update_weights", inside(in_sync),
               "weight_sync", _WITH_STAGES),
         Patch(_WORKERS, f"{inner}.infer_batch", inside(ranks.run_infer_batch),

@@ -73,6 +73,23 @@ def run_infer_batch(function: Function) -> Function:
     return run
 
 
+def run_update_actor(function: Function) -> Function:
+    """Return `ActorRolloutRefWorker.update_actor`, whose inside is the stage `actor_update`.
+
+    Here, round its mini-batches, verl asks its own precision debugger.
+    """
+
+    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        is_reported = False
+        with guarded("actor_update"):
+            context = _note(data)
+            is_reported = context is not None and context.stages
+        with _activity(is_reported):
+            return function(worker, data, *args, **kwargs)
+
+    return run
+
+
 def run_train_mini_batch(function: Function) -> Function:
     """Return `TrainingWorker.train_mini_batch` with a part of its stage for each mini-batch."""
 
