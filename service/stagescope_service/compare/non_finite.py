@@ -7,7 +7,7 @@ execution order. Not every infinity is wrong, so each call with a bad result get
   hand masks on (`log` of 0, a product with a weight, a sum).
 * `mask`: infinities that were put there, by `masked_fill`, `where`, `full` and the like; and only
   -inf, in a forward pass, out of an operator that had -inf in its inputs and neither multiplies
-  matrices nor sums up, or out of a module with a mask inside.
+  matrices nor sums up, or out of a module with a mask inside. A parameter holds no mask.
 * `perhaps_mask`: a module's forward output with -inf alone from finite inputs, where nothing
   recorded inside it tells why (level L0 records no operators).
 * `uninitialised`: what `empty` returned.
@@ -158,6 +158,8 @@ def _status(call: list[dict[str, Any]], holding_masks: set[str]) -> str | None:
     if module_class is None and operator in _EMPTY:
         return "uninitialised"
     if "nan" in kinds or results[0]["direction"] != "forward":
+        return "culprit"
+    if any(row["section"] == "parameters" for row in call):
         return "culprit"
     inputs = {row["non_finite"] for row in call if row["section"] not in _RESULTS}
     if module_class is None and operator in _FILLS and "nan" not in inputs:

@@ -139,6 +139,16 @@ def test_what_is_a_mask_and_what_is_a_culprit(
     assert (found.culprits == 1) == (found.first is not None) == named
 
 
+def test_a_parameter_is_no_mask(tmp_path: Path) -> None:
+    name = "Module.bias.AddBias.forward.0"
+    for parameters, certain in (({"bias": MINUS}, True), ({"bias": FINE}, False)):
+        record = {"input_args": [FINE], "output": [MINUS], "parameters": parameters}
+        text = json.dumps({"task": "statistics", "level": "L0", "data": {name: record}})
+        found = non_finite_of_rank(tabled(tmp_path, text)[0])
+        assert found.first is not None
+        assert found.certain == certain
+
+
 def test_a_bad_input_alone_is_no_result(tmp_path: Path) -> None:
     path = made(tmp_path, ("Torch.isnan.0.forward", [NAN], [FINE]))
     assert non_finite_of_rank(path).first is None

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,38 @@ def test_a_string_that_never_ends_is_not_read_to_the_end_of_the_file() -> None:
     with pytest.raises(TooLarge):
         list(dump.records())
     assert dump.bytes_read < 50_000
+
+
+class Endless(io.RawIOBase):
+    """A dump.json of any size that exists nowhere."""
+
+    def __init__(self, records: int) -> None:
+        self._pieces = (
+            f'{"," * bool(i)}"n{i}": {{"output": ["{"x" * 1000}"]}}' for i in range(records)
+        )
+        self._left = b'{"data": {'
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left and (piece := next(self._pieces, None)) is not None:
+            self._left = piece.encode()
+        given, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        buffer[: len(given)] = given
+        return len(given)
+
+
+def test_memory_does_not_grow_with_the_file() -> None:
+    def peak(records: int) -> int:
+        tracemalloc.start()
+        dump = DumpFile(io.BufferedReader(Endless(records)), "dump.json", chunk_bytes=1 << 16)
+        assert sum(1 for _ in dump.records()) == records
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak(5000) < 1.2 * peak(500) < 1 << 20
 
 
 def test_a_name_over_the_limit_is_an_error() -> None:
