@@ -16,12 +16,13 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 
 LAYERS: Final = ("statistics", "store", "dumps", "compare", "engine", "api")
 """Rooms of the service, the ground first: each may import itself and those before it."""
-TOP: Final = ("serve", "api_actor", "commands", "embedded", "service_file")
+TOP: Final = ("serve", "clusters", "api_actor", "commands", "embedded", "service_file")
 
 ONLY_IN: Final = {
     "ray": ("service/stagescope_service/engine/coordinator.py",
             "service/stagescope_service/engine/ingestor.py",
             "service/stagescope_service/serve.py",
+            "service/stagescope_service/clusters.py",
             "service/stagescope_service/api_actor.py",
             "service/stagescope_service/embedded.py",
             "workers/stagescope_workers/link.py"),

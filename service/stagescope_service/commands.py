@@ -6,6 +6,7 @@ loads neither ray nor the settings' library, so that `stagescope --help` stays q
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,8 +28,14 @@ _CLUSTER: Final = {
 _ADDRESS: Final = click.option(
     "--address",
     metavar="HOST:PORT",
-    help="Ray cluster to join (default: RAY_ADDRESS, else the one that runs here, else one of its "
-    "own); 'local': one of its own in any case.",
+    help="Ray cluster to join (default: RAY_ADDRESS, else that of this home's service, else the "
+    "one that `ray start` left here, else one of its own); 'local': one of its own in any case.",
+)
+_STOP_ADDRESS: Final = click.option(
+    "--address",
+    metavar="HOST:PORT",
+    help="Ray cluster whose service to stop, whatever home it was started for (default: that of "
+    "this home's service, else RAY_ADDRESS, else the one that `ray start` left here).",
 )
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
 
@@ -52,9 +59,11 @@ _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON
 def serve(address: str | None, as_json: bool, **given: Any) -> None:
     """Start the service, or say where it runs already.
 
-    It joins the cluster at --address, else RAY_ADDRESS, else the one that runs on this machine;
-    where there is none it starts one. The service outlives this command and every training job;
-    `stagescope stop` ends it. Each setting can also be given as STAGESCOPE_<NAME>.
+    It joins the cluster at --address, else RAY_ADDRESS, else the one of this home's service, else
+    the one that `ray start` left on this machine; where there is none it starts one. It joins a
+    cluster that a driver's ray.init made for itself only by its --address. The service outlives
+    this command and every training job; `stagescope stop` ends it. Each setting can also be given
+    as STAGESCOPE_<NAME>.
     """
     for remark in versions.remarks(versions.SERVICE):
         click.echo(f"note: {remark}", err=True)
@@ -64,17 +73,22 @@ def serve(address: str | None, as_json: bool, **given: Any) -> None:
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     info = start_service(settings, address=address)
+    if info.passed_over:
+        click.echo(_passed_over(info.passed_over), err=True)
     if as_json:
         terminal.show_json(_described(info))
     else:
-        _announce(info)
+        _announce(info, settings.home)
 
 
 @click.command()
-@_ADDRESS
+@_STOP_ADDRESS
 @_JSON
 def stop(address: str | None, as_json: bool) -> None:
-    """Stop the service; what it has stored stays."""
+    """Stop the service; what it has stored stays.
+
+    The service of another home (STAGESCOPE_HOME) is stopped only by its --address.
+    """
     settings = _settings({})
     try:
         from stagescope_service.serve import stop_service
@@ -106,18 +120,35 @@ def _settings(given: dict[str, Any]) -> Settings:
 
 
 def _described(info: ServiceInfo) -> dict[str, Any]:
-    names = ("url", "token_file", "operate_token_file", "address", "cluster", "already_running")
-    described = {name: getattr(info, name) for name in names}
+    described = {
+        field.name: getattr(info, field.name)
+        for field in dataclasses.fields(info)
+        if field.name != "passed_over"
+    }
     return {n: str(v) if isinstance(v, Path) else v for n, v in described.items()}
 
 
-def _announce(info: ServiceInfo) -> None:
+def _passed_over(addresses: tuple[str, ...]) -> str:
+    return (
+        f"note: not joined unasked: the Ray cluster at {', '.join(addresses)}, which no `ray "
+        "start` is known to have left here: a service in it would end with its driver; --address "
+        "joins it all the same"
+    )
+
+
+def _announce(info: ServiceInfo, home: Path) -> None:
+    from stagescope_service.serve import is_same
+
     how = _CLUSTER[info.cluster].format(info.address)
     click.echo(f"stagescope is already running ({how})" if info.already_running else how)
+    prefix = ""
+    if not is_same(info.home, home):
+        prefix = f"STAGESCOPE_HOME={info.home} "
+        click.echo(f"home           {info.home}, not {home}: commands need {prefix}")
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
     click.echo(f"token          {info.token_file}  (to read)")
     click.echo(f"operate token  {info.operate_token_file}  (to order captures)")
     click.echo()
-    click.echo("try            stagescope status")
+    click.echo(f"try            {prefix}stagescope status")
     click.echo(f'               curl -H "Authorization: Bearer $(cat {info.token_file})" \\')
     click.echo(f"                    {info.url}/steps/latest/metrics")

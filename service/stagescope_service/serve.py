@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import ray
 from ray import exceptions
 
 from stagescope.errors import Conflict, NotReady, Unreachable
-from stagescope_service import embedded, service_file
+from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api_actor import ApiServer
 from stagescope_service.engine.coordinator import NAME, NAMESPACE, DebugCoordinator
@@ -30,8 +28,6 @@ from stagescope_service.settings import Settings
 API_NAME: Final = "ApiServer"
 CONCURRENCY: Final = 20_000
 """Pending polls count: one a process, so well above the number of ranks."""
-LOCAL: Final = "local"
-"""As an address: a cluster of the service's own, whatever else runs on the machine."""
 _CALL_SECONDS: Final = 15.0
 _START_SECONDS: Final = 60.0
 
@@ -44,57 +40,56 @@ class ServiceInfo:
     token_file: Path
     operate_token_file: Path
     address: str
-    cluster: Literal["joined", "running", "embedded"]
+    cluster: clusters.Kind
     already_running: bool
+    home: Path
+    """The service's: where it ran already, perhaps not the caller's."""
+    passed_over: tuple[str, ...] = ()
+    """Clusters of this machine that were not joined unasked, where one was started instead."""
 
 
 def start_service(settings: Settings, *, address: str | None = None) -> ServiceInfo:
     """Start the service where it does not run, and say where it is.
 
+    What fails leaves nothing behind: no actor, no cluster, and service.json as it was.
+
     Args:
         settings: of the service; of one that runs already, its own settings stand.
-        address: Ray cluster to join; default RAY_ADDRESS, else the one that was started for this
-            home, else the one that runs on this machine, else one of its own. "local": one of its
-            own in any case.
+        address: Ray cluster to join; default RAY_ADDRESS, else the one of this home's service
+            where it lives, else the one that `ray start` left on this machine, else one of its
+            own. "local": one of its own in any case. A cluster that a driver's ray.init made for
+            itself ends with it, and is joined only by its address.
 
     Raises:
         Unreachable: no cluster at `address`.
-        Conflict: the port is taken.
+        Conflict: the port is taken, or this home's service runs in another cluster.
         NotReady: the service did not begin to answer in time.
     """
     tokens = Tokens.load(settings) if settings.auth else None
     check_bind(settings, tokens)
-    cluster, joined = _find_cluster(settings, address)
-    with _joined(joined):
+    before = clusters.of_home(settings)
+    with service_file.kept_on_failure(settings), clusters.chosen(settings, address) as cluster:
         running = _actor(API_NAME) is not None
-        options = json.loads(
-            settings.model_dump_json(exclude={"read_token", "operate_token"}, exclude_none=True)
-        )
-        known = service_file.read(settings)
-        service_file.change(
-            settings,
-            {
-                **({} if running else {"url": None}),
-                "read_token_file": str(token_path(settings.home, "read")),
-                "operate_token_file": str(token_path(settings.home, "operate")),
-                "cluster_address": joined,
-                "cluster": cluster,
-                "embedded_pid": known.get("embedded_pid") if cluster == "embedded" else None,
-                "started": known.get("started") if running else time.time(),
-            },
-        )
-        coordinator = _make(NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY)
-        ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
-        api = _make(API_NAME, ApiServer, options, max_concurrency=16)
-        where = _await_url(api)
-    home = Path(where["home"])
+        if not running:
+            _refuse_second(settings, before, cluster)
+            _write_down(settings, cluster, {"url": None, "started": time.time()})
+        with _ended_on_failure():
+            where = _start_actors(settings, running)
+        home = Path(where["home"])
+        if running and is_same(home, settings.home):
+            known = service_file.read(settings)
+            started = known.get("started") or where["started"]
+            said = {"url": where["url"], "started": started, "pid": where["pid"]}
+            _write_down(settings, cluster, said)
     return ServiceInfo(
         url=where["url"],
         token_file=token_path(home, "read"),
         operate_token_file=token_path(home, "operate"),
-        address=joined,
-        cluster=cluster,
+        address=cluster.address,
+        cluster=cluster.kind,
         already_running=running,
+        home=home,
+        passed_over=cluster.passed_over,
     )
 
 
@@ -102,83 +97,82 @@ def stop_service(settings: Settings, *, address: str | None = None) -> bool:
     """Stop the service, and the cluster if it was started for it; what is stored stays.
 
     Returns whether one was running.
+
+    Raises:
+        Conflict: it is another home's, and no `address` was given.
+        NotReady: it does not say whose it is, and neither service.json nor `address` names it.
     """
-    known = service_file.read(settings)
-    given = None if address == LOCAL else address
-    joined = given or known.get("cluster_address") or os.environ.get("RAY_ADDRESS")
+    given = None if address == clusters.LOCAL else address
+    joined = clusters.to_stop(settings, given)
     found = False
     if joined:
-        with contextlib.suppress(Unreachable), _joined(joined):
-            found = _stop_actors()
-    pid = known.get("embedded_pid")
-    if isinstance(pid, int):
+        with contextlib.suppress(Unreachable), clusters.joined(joined):
+            home = _home_of_running()
+            if not given:
+                _refuse_foreign(settings, joined, home)
+            found = _end(_names())
+            if home is not None and not is_same(home, settings.home):
+                return found
+    pid = clusters.keeper(settings)
+    if pid is not None:
         found = embedded.stop(pid, settings.home) or found
     service_file.path_of(settings).unlink(missing_ok=True)
     return found
 
 
-# --- clusters -------------------------------------------------------------------------------
-def _find_cluster(
-    settings: Settings, address: str | None
-) -> tuple[Literal["joined", "running", "embedded"], str]:
-    if address and address != LOCAL:
-        return "joined", address
-    if not address and os.environ.get("RAY_ADDRESS"):
-        return "joined", os.environ["RAY_ADDRESS"]
-    known = service_file.read(settings)
-    pid = known.get("embedded_pid")
-    if isinstance(pid, int) and embedded.is_ours(pid, settings.home):
-        return "embedded", str(known["cluster_address"])
-    running = None if address == LOCAL else _running_address()
-    if running is not None:
-        return "running", running
-    pid, started = embedded.start(settings.home)
-    service_file.change(settings, {"embedded_pid": pid, "cluster_address": started})
-    return "embedded", started
+def is_same(home: Path, other: Path) -> bool:
+    """Return whether two homes are one directory."""
+    return home.resolve() == other.resolve()
 
 
-def _running_address() -> str | None:
-    """Return the address of the cluster that `ray start` left on this machine, if it lives."""
-    addresses: set[str] = ray._private.services.find_gcs_addresses()  # type: ignore[no-untyped-call]
-    return sorted(addresses)[0] if addresses else None
+# --- homes ----------------------------------------------------------------------------------
+def _write_down(settings: Settings, cluster: clusters.Cluster, fields: dict[str, Any]) -> None:
+    service_file.change(
+        settings,
+        {
+            **fields,
+            "read_token_file": str(token_path(settings.home, "read")),
+            "operate_token_file": str(token_path(settings.home, "operate")),
+            "cluster_address": cluster.address,
+            "cluster": cluster.kind,
+            "embedded_pid": clusters.keeper(settings),
+        },
+    )
 
 
-@contextlib.contextmanager
-def _joined(address: str) -> Iterator[None]:
-    """Be a driver of a cluster for a moment; a process that is one already stays one."""
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        _bring_token()
-        ray.init(
-            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise Unreachable(
-            f"no Ray cluster answers at {address}: {' '.join(str(error).split())[:300]}",
-            expected="the address of a running cluster, host:port",
-            advice="is `ray start --head` running there, with this user's ~/.ray/auth_token?",
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _bring_token() -> None:
-    """Authenticate to a cluster that is named by its address.
-
-    Ray does so by itself only for a cluster that it finds ("auto"), yet it asks for the token in
-    every cluster that `ray.init` started. Where the mode is said, that stands.
-    """
-    with contextlib.suppress(ImportError):  # older Rays have no tokens
-        from ray._private.authentication.authentication_token_setup import (
-            maybe_enable_token_auth_if_token_available,
+def _refuse_second(
+    settings: Settings, other: clusters.Cluster | None, cluster: clusters.Cluster
+) -> None:
+    """Refuse a second service for a home: both would write to one catalogue."""
+    if other is not None and other.address != cluster.address:
+        raise Conflict(
+            f"the service of {settings.home} is in the Ray cluster at {other.address}",
+            expected="one service a home",
+            advice="`stagescope stop` ends it; another beside it needs its own STAGESCOPE_HOME",
         )
 
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+def _refuse_foreign(settings: Settings, address: str, home: Path | None) -> None:
+    anyway = f"`stagescope stop --address {address}` stops it all the same"
+    if home is not None and not is_same(home, settings.home):
+        raise Conflict(
+            f"the service in the Ray cluster at {address} is that of the home {home}, not of "
+            f"{settings.home}",
+            advice=f"`STAGESCOPE_HOME={home} stagescope stop` stops it, and {anyway}",
+        )
+    is_known = service_file.read(settings).get("cluster_address") == address
+    if home is None and not is_known and any(map(_actor, (API_NAME, NAME))):
+        raise NotReady(f"the service at {address} does not say whose it is", advice=anyway)
+
+
+def _home_of_running() -> Path | None:
+    api = _actor(API_NAME)
+    if api is None:
+        return None
+    with contextlib.suppress(exceptions.RayError):
+        where: dict[str, Any] = ray.get(api.where.remote(), timeout=_CALL_SECONDS)
+        return Path(where["home"])
+    return None
 
 
 # --- actors ---------------------------------------------------------------------------------
@@ -187,6 +181,18 @@ def _actor(name: str) -> Any | None:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def _start_actors(settings: Settings, running: bool) -> dict[str, Any]:
+    """Make the actors that are missing; return where the API is."""
+    options = json.loads(
+        settings.model_dump_json(exclude={"read_token", "operate_token"}, exclude_none=True)
+    )
+    coordinator = _make(NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY)
+    ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
+    api = _make(API_NAME, ApiServer, options, max_concurrency=16)
+    advice = "`stagescope stop` ends it" if running else "choose another with --port (0 = any)"
+    return _await_url(api, advice)
 
 
 def _make(name: str, kind: type, settings: dict[str, Any], *, max_concurrency: int) -> Any:
@@ -209,24 +215,37 @@ def _make(name: str, kind: type, settings: dict[str, Any], *, max_concurrency: i
     )
 
 
-def _await_url(api: Any) -> dict[str, Any]:
+def _await_url(api: Any, advice: str) -> dict[str, Any]:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         where: dict[str, Any] = ray.get(api.where.remote(), timeout=_START_SECONDS)
         if where["url"]:
             return where
         if "is taken" in where["problem"]:
-            ray.kill(api)
-            raise Conflict(where["problem"], advice="choose another with --port (0 = any free one)")
+            raise Conflict(where["problem"], advice=advice)
         if time.monotonic() > deadline:
             raise NotReady(f"the API does not serve: {where['problem']}")
         time.sleep(0.05)
 
 
-def _stop_actors() -> bool:
+@contextlib.contextmanager
+def _ended_on_failure() -> Iterator[None]:
+    """End the actors that were made meanwhile, and none that was there before."""
+    before = {name for name in _names() if _actor(name) is not None}
+    try:
+        yield
+    except BaseException:
+        _end([name for name in _names() if name not in before])
+        raise
+
+
+def _names() -> list[str]:
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [API_NAME, NAME, *(ingestor_name(node["NodeID"]) for node in nodes)]
+
+
+def _end(names: list[str]) -> bool:
     found = False
-    names = [API_NAME, NAME]
-    names += [ingestor_name(node["NodeID"]) for node in ray.nodes()]  # type: ignore[no-untyped-call]
     for name in names:
         actor = _actor(name)
         if actor is None:

@@ -1,0 +1,254 @@
+"""Which cluster the service goes to, and whose service is stopped, where several clusters run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray")
+from tests.support.cluster import eventually  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+DRIVER = """
+import sys
+import ray
+
+context = ray.init(
+    address="local", num_cpus=1, object_store_memory=100_000_000, include_dashboard=False
+)
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+ACTORS = """
+import sys
+import ray
+from ray.util import list_named_actors
+
+import stagescope_service.clusters
+
+with stagescope_service.clusters.joined(sys.argv[1]):
+    names = [each["name"] for each in list_named_actors(all_namespaces=True)]
+    print(sorted(name for name in names if name))
+"""
+
+
+class Machine:
+    """Commands of a user of this machine, with a place for what `ray start` writes down."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.left = path / "ray" / "ray_current_cluster"
+
+    def home(self, name: str) -> Path:
+        return self.path / name
+
+    def file(self, name: str) -> dict[str, Any] | None:
+        path = self.home(name) / "service.json"
+        content: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return content
+
+    def call(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        return subprocess.run(
+            [sys.executable, "-c", "from stagescope.cli import main; main()", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            env={**kept, "STAGESCOPE_HOME": str(self.home(name)), "RAY_TMPDIR": str(self.path)},
+        )
+
+    def json(self, name: str, *arguments: str) -> dict[str, Any]:
+        done = self.call(name, *arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def actors(self, address: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", ACTORS, address],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    made = Machine(tmp_path_factory.mktemp("m"))
+    made.left.parent.mkdir()
+    return made
+
+
+@contextlib.contextmanager
+def driver() -> Iterator[str]:
+    """A program with a cluster of its own; yields its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        try:
+            yield next(line.strip() for line in process.stdout if line[:1].isdigit())
+        finally:
+            process.stdin.close()
+            process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def private() -> Iterator[str]:
+    with driver() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def left(machine: Machine, private: str) -> Iterator[str]:
+    """A cluster that `ray start` left, beside the one of a driver."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    host = private.rpartition(":")[0]
+    before = {process.pid for process in psutil.process_iter()}
+    options = ["--include-dashboard=false", "--num-cpus=2", "--object-store-memory=100000000"]
+    subprocess.run(
+        ["ray", "start", "--head", f"--port={port}", f"--node-ip-address={host}", *options],
+        executable=str(Path(sys.executable).with_name("ray")),
+        check=True,
+        capture_output=True,
+        timeout=110,
+        env={**os.environ, "RAY_TMPDIR": str(machine.path)},
+    )
+    try:
+        yield f"{host}:{port}"
+    finally:
+        session = str(machine.left.parent)
+        for process in psutil.process_iter(["cmdline"]):
+            if process.pid not in before and session in " ".join(process.info["cmdline"] or ()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that another program holds."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def test_no_cluster_of_a_driver_is_joined_unasked(machine: Machine, private: str) -> None:
+    assert not machine.left.exists()
+    done = machine.call("fresh", "serve", "--port", "0", "--json")
+    try:
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["cluster"] == "embedded"
+        assert json.loads(done.stdout)["address"] != private
+        (note,) = [line for line in done.stderr.splitlines() if "not joined" in line]
+        assert private in note
+        assert "--address" in note
+        # Another cluster beside the one that this home's service is in: two for one catalogue.
+        beside = machine.call("fresh", "serve", "--port", "0", "--address", private)
+        assert beside.returncode != 0
+        assert "one service a home" in beside.stderr
+        assert machine.json("fresh", "serve")["already_running"]
+    finally:
+        assert machine.json("fresh", "stop") == {"stopped": True}
+    assert machine.actors(private) == "[]"
+
+
+@pytest.mark.parametrize("before", [None, {"url": None, "embedded_pid": None, "x": 1}])
+def test_a_start_that_fails_leaves_nothing(
+    machine: Machine, private: str, taken: int, before: dict[str, Any] | None
+) -> None:
+    name = f"failing-{before is None}"
+    if before is not None:
+        machine.home(name).mkdir()
+        (machine.home(name) / "service.json").write_text(json.dumps(before))
+    done = machine.call(name, "serve", "--port", str(taken), "--address", private)
+    assert done.returncode != 0
+    assert "is taken" in done.stderr
+    assert machine.file(name) == before
+    assert machine.actors(private) == "[]"
+
+
+def test_a_start_that_fails_ends_the_cluster_that_it_started(machine: Machine, taken: int) -> None:
+    done = machine.call("alone", "serve", "--port", str(taken), "--address", "local")
+    assert done.returncode != 0
+    assert "is taken" in done.stderr
+    assert machine.file("alone") is None
+    home = str(machine.home("alone"))
+
+    def keepers() -> list[int]:
+        processes = psutil.process_iter(["cmdline"])
+        return [each.pid for each in processes if home in (each.info["cmdline"] or ())]
+
+    eventually(lambda: not keepers())
+
+
+def test_the_cluster_that_ray_start_left_is_joined_and_found_again(
+    machine: Machine, left: str, private: str
+) -> None:
+    assert machine.left.read_text().strip() == left
+    started = machine.json("first", "serve", "--port", "0")
+    assert (started["cluster"], started["address"]) == ("running", left)
+    written = machine.file("first")
+    assert written is not None
+    try:
+        # Where `ray start` was called again meanwhile, the home's own still comes first.
+        machine.left.write_text(private)
+        again = machine.json("first", "serve", "--port", "0")
+        assert (again["already_running"], again["address"]) == (True, left)
+        machine.left.write_text(left)
+
+        # What a file had lost is written again.
+        for lost in ({**written, "url": None, "cluster_address": private}, {}):
+            (machine.home("first") / "service.json").write_text(json.dumps(lost))
+            again = machine.json("first", "serve", "--address", left)
+            assert (again["already_running"], again["url"]) == (True, started["url"])
+            repaired = machine.file("first")
+            assert repaired is not None
+            del repaired["started"], repaired["cluster"]
+            assert repaired == {key: written[key] for key in repaired}
+        assert machine.json("first", "status")["ready"]
+
+        # Another home sees whose it is, and neither writes it down nor stops it.
+        other = machine.call("second", "serve")
+        assert "already running" in other.stdout
+        assert f"STAGESCOPE_HOME={machine.home('first')} stagescope status" in other.stdout
+        assert machine.file("second") is None
+        refused = machine.call("second", "stop")
+        assert refused.returncode != 0
+        assert f"STAGESCOPE_HOME={machine.home('first')} stagescope stop" in refused.stderr
+        assert f"--address {left}" in refused.stderr
+        assert machine.json("first", "status")["ready"]
+    finally:
+        machine.left.write_text(left)
+        assert machine.json("first", "stop") == {"stopped": True}
+    assert machine.actors(left) == "[]"
+
+
+def test_another_homes_service_is_stopped_by_its_address(machine: Machine, left: str) -> None:
+    machine.json("third", "serve", "--port", "0", "--address", left)
+    assert machine.json("second", "stop", "--address", left) == {"stopped": True}
+    assert machine.actors(left) == "[]"
+    assert machine.json("third", "stop") == {"stopped": False}
+    assert machine.file("third") is None
