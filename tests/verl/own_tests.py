@@ -45,7 +45,8 @@ def outcomes(folder: Path, targets: list[str], more: Mapping[str, str]) -> dict[
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         command = [
             sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors",
-            "-p", "no:cacheprovider", f"--timeout={SECONDS}", f"--junitxml={report.name}", *targets,
+            "--tb=no", "--no-summary", "-p", "no:cacheprovider", f"--timeout={SECONDS}",
+            f"--junitxml={report.name}", *targets,
         ]  # fmt: skip
         # No hub: what a test cannot load, it shall not wait for. No cluster but the tests' own.
         env = {**kept, "HF_HUB_OFFLINE": "1", "RAY_ADDRESS": "local", **more}
