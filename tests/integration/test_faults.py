@@ -72,6 +72,33 @@ def test_killed_coordinator_loses_nothing_and_hurts_no_training(service: Service
         rank.kill()
 
 
+def test_a_rank_that_comes_much_later_counts_in_the_steps_that_closed_without_it(
+    service: Service,
+) -> None:
+    run, steps = "late", [*range(1, 21)]
+    ranks = [Rank(run, number, world_size=2) for number in (0, 1)]
+    handed = [payload(seed=number, first_sample=4 * number) for number in (0, 1)]
+    ranks[0].ask("train", steps, handed[0], 0.0)
+    eventually(ranks[0].settled)
+    with service.session() as session:
+        eventually(lambda: session.step(1, run=run).metrics().about["complete"] == "partial")
+        ranks[1].ask("train", steps, handed[1], 0.0)
+        eventually(ranks[1].settled)
+        for step in (1, 10, 19):
+            expect(session.step(step, run=run), *handed)
+            about = eventually(
+                lambda: (
+                    (said := session.step(step, run=run).metrics().about)["complete"] == "complete"  # noqa: B023
+                    and said
+                )
+            )
+            assert about["missing"] == []
+        listed = {row["step"]: row["complete"] for row in session.steps(run)}
+        assert {listed[step] for step in steps[:-1]} == {"complete"}
+    for rank in ranks:
+        rank.kill()
+
+
 def test_payloads_without_receipt_are_offered_to_the_new_coordinator(service: Service) -> None:
     rank = Rank("offered", world_size=1)
     handed = [payload(seed=step) for step in (1, 2, 3)]

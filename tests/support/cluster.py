@@ -192,7 +192,14 @@ def kill(pid: int) -> None:
     """Kill -9, and wait until the process is gone."""
     process = psutil.Process(pid)
     process.kill()
-    eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+    def gone() -> bool:
+        try:
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # between the two questions
+            return True
+
+    eventually(gone)
 
 
 def expect(step: Any, *payloads: Mapping[str, Any]) -> None:
@@ -208,7 +215,13 @@ def expect(step: Any, *payloads: Mapping[str, Any]) -> None:
 
     def metrics() -> Any:
         found = step.metrics()
-        return found if found["counts/tokens"] == every.size else None
+        tokens = found["counts/tokens"]
+        if tokens != every.size:
+            raise stagescope.errors.NotReady(
+                f"{step}: {tokens} tokens of {every.size}: {found.about['coverage']}, "
+                f"missing {found.about['missing']}"
+            )
+        return found
 
     found = eventually(metrics)
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(every.mean(), rel=1e-9)

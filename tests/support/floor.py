@@ -71,7 +71,8 @@ class LocalFloor:
             if isinstance(order, Assemble):
                 attempt = self.reception.state.attempt(order.attempt_id)
                 assert attempt is not None
-                await self._former.form(order, attempt.run)
+                forgotten = order.step not in attempt.steps
+                await self._former.form(order, attempt.run, forgotten=forgotten)
                 self.formed.append(order)
                 continue
             ingest, payload = order

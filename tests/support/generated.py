@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.trainings import Delivery, Rank, Rows
 
 ORDER_DEPENDENT: Final[dict[str, frozenset[str]]] = {
-    # When and why a step closed, is told by the events that had arrived then.
-    "steps": frozenset({"closed_wall", "close_reason"}),
+    # When and why a step closed, is told by the events that had arrived then; marks only grow.
+    "steps": frozenset({"closed_wall", "close_reason", "parts_mark"}),
     # When a process was heard last is refreshed now and then.
     "processes": frozenset({"last_wall", "clock_offset", "clock_error"}),
     # When a finding was made.

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from stagescope_service.engine.completeness import judge
+from stagescope_service.engine.completeness import judge, statuses_of_rows
 from stagescope_service.engine.entities import Participants
 from stagescope_service.store.catalogue import Catalogue
 
@@ -40,7 +40,7 @@ def arrival(catalogue: Catalogue, attempt: Row, step: Row, stages: Iterable[Row]
         return Arrival(verdict, step["expected"] or {}, _since(step["missing"] or [], stages))
     sizes = _world_sizes(catalogue.processes(attempt["attempt_id"]))
     judged = judge(
-        _statuses(stages), size_of=sizes.get, before=_last_closed(catalogue, attempt, step)
+        statuses_of_rows(stages), size_of=sizes.get, before=_last_closed(catalogue, attempt, step)
     )
     missing = [item._asdict() for item in judged.missing]
     return Arrival(OPEN, judged.expected, _since(missing, stages))
@@ -75,17 +75,6 @@ def _world_sizes(processes: Iterable[Row]) -> dict[str, int]:
         if row["world_size"]:
             sizes[row["role"]] = max(row["world_size"], sizes.get(row["role"], 0))
     return sizes
-
-
-def _statuses(stages: Iterable[Row]) -> dict[tuple[str, str], dict[int, str | None]]:
-    """Return (role, stage) -> rank -> what keeps it from having finished the stage, or None."""
-    found: dict[tuple[str, str], dict[int, str | None]] = defaultdict(dict)
-    for row in stages:
-        status = row["status"] or OPEN
-        ranks = found[row["role"], row["stage"]]
-        done = status in ("ok", "failed")
-        ranks[row["rank"]] = ranks.get(row["rank"]) if done else status
-    return found
 
 
 def _since(missing: Iterable[Mapping[str, Any]], stages: Iterable[Row]) -> list[Row]:

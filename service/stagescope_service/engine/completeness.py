@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from stagescope_service.engine.entities import FAILED, OK, Participants, Span, Step
+from stagescope_service.engine.entities import FAILED, OK, OPEN, Participants, Span, Step
 
 COMPLETE: Final = "complete"
 PARTIAL: Final = "partial"
@@ -115,6 +116,29 @@ def status_of(spans: Iterable[Span]) -> str | None:
     if not answering:
         return NOT_BEGUN
     return next((status for status in answering if status not in (OK, FAILED)), None)
+
+
+def statuses_of_rows(stages: Iterable[Mapping[str, Any]]) -> Statuses:
+    """Return the same from the catalogue's rows of a step's stages, the superseded ones apart."""
+    found: dict[tuple[str, str], dict[int, str | None]] = defaultdict(dict)
+    for row in stages:
+        status = row["status"] or OPEN
+        ranks = found[row["role"], row["stage"]]
+        ranks[row["rank"]] = ranks.get(row["rank"]) if status in (OK, FAILED) else status
+    return found
+
+
+def corrected(
+    verdict: str, missing: Iterable[Mapping[str, Any]], statuses: Statuses
+) -> tuple[str, list[dict[str, Any]]]:
+    """Correct a verdict and its list of the missing by how far they have come since."""
+    left = []
+    for item in missing:
+        ranks = statuses.get((item["role"], item["stage"]), {})
+        status = ranks.get(item["rank"], NOT_BEGUN)
+        if status is not None:
+            left.append({**item, "status": status})
+    return (COMPLETE if verdict == PARTIAL and not left else verdict), left
 
 
 def participants(step: Step) -> Participants:

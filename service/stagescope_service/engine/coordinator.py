@@ -339,7 +339,8 @@ class _Floor:
         closed = None if attempt is None else attempt.last_closed_step
         if closed is not None and order.step <= closed - self._keep_steps:
             return  # its parts are gone: what was formed of them stays
-        await self._former.form(order, "" if attempt is None else attempt.run)
+        forgotten = attempt is None or order.step not in attempt.steps
+        await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
         await self.reception.write(self._retired(order))
 
     def _retired(self, order: Assemble) -> list[Delete]:
@@ -383,13 +384,15 @@ def _unformed(snapshot: Snapshot) -> list[Assemble]:
     """Return the closed steps whose whole may lack what its coordinator had no time to add."""
     ended = {row["attempt_id"] for row in snapshot.attempts if row["ended_wall"] is not None}
     pending = {(row["attempt_id"], row["step"]) for row in snapshot.payloads}
-    return [
-        Assemble(row["attempt_id"], row["step"])
+    # A step that closed lately may wait for rollouts, of which only its coordinator knew.
+    late = [
+        (row["attempt_id"], row["step"])
         for row in snapshot.steps
         if row["closed_wall"] is not None
-        and (row["attempt_id"], row["step"]) not in pending
         and (row["whole_wall"] is None or row["attempt_id"] not in ended)
     ]
+    due = dict.fromkeys([*snapshot.unformed, *late])
+    return [Assemble(*place) for place in due if place not in pending]
 
 
 def _audit(by: str, action: str, detail: Mapping[str, Any]) -> Put:

@@ -60,8 +60,11 @@ class Former:
         self._write = write
         self._waiting: OrderedDict[Assemble, _Waiting] = OrderedDict()
 
-    async def form(self, order: Assemble, run: str) -> None:
-        """Form a step's whole and write it with its findings."""
+    async def form(self, order: Assemble, run: str, *, forgotten: bool = False) -> None:
+        """Form a step's whole and write it with its findings.
+
+        Where the state machine has `forgotten` the step, its verdict is corrected, too.
+        """
         forming = await asyncio.to_thread(
             wholes.begin, self._catalogue, order.attempt_id, order.step
         )
@@ -77,7 +80,10 @@ class Former:
                 summary = await self._restated(item, forming, nodes)
                 forming.replace(item.key, summary, for_rank=True)
             await asyncio.to_thread(forming.assemble)
-        await self._write(await asyncio.to_thread(wholes.rows_of, forming, run))
+        rows = await asyncio.to_thread(wholes.rows_of, forming, run)
+        if forgotten:
+            rows += await asyncio.to_thread(wholes.verdict, self._catalogue, forming)
+        await self._write(rows)
 
     def arrived(self, job: Mapping[str, Any], rows: Sequence[Put]) -> list[Assemble]:
         """Return the steps to form again now that a payload was read."""

@@ -87,7 +87,7 @@ def announce_dropped(
     columns |= {"reason": reason, "settled_wall": event.wall}
     out: list[Instruction] = [payload_row(process, key, work, DROPPED, **columns)]
     if payload is not None:
-        out += steps.payload_settled(attempt, work.step, key)
+        out += steps.payload_settled(attempt, work.step, key, event.wall)
     return [*out, Settled(key, DROPPED)]
 
 
@@ -113,7 +113,7 @@ def settle(
     else:
         loss = {"identity": key.seq, "count": 1, "bytes": columns.get("bytes"), "wall": wall}
         out.append(loss_row(attempt, process, work, "payload", reason or state, **loss))
-    out += steps.payload_settled(attempt, work.step, key)
+    out += steps.payload_settled(attempt, work.step, key, wall)
     return [*out, Settled(key, state)]
 
 

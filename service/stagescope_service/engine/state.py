@@ -24,6 +24,7 @@ from stagescope.schema import (
 from stagescope_service.engine import payloads, reports, spans, steps
 from stagescope_service.engine.entities import (
     LOST,
+    OPEN,
     UNFINISHED,
     Attempt,
     Process,
@@ -183,6 +184,9 @@ class State:
         if step is attempt.loose:
             return []
         out = steps.rejudge_rank(attempt, step, span)
+        if step.ghost and span.status != OPEN:
+            # Its verdict is out of memory: it is corrected with the whole, from the catalogue.
+            out += steps.form(attempt, step.step, wall)
         # The beginning may be lost: the end, too, says where this rank stands.
         out += steps.advance(attempt, process, step.step)
         if attempt.over:

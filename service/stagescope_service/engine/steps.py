@@ -159,7 +159,7 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
         attempt.last_closed_step = step.step
         out.append(attempt_row(attempt))
     if not attempt.pending.get(step.step):
-        out.append(Assemble(attempt.attempt_id, step.step))
+        out += form(attempt, step.step, wall)
     _forget(attempt)
     return out
 
@@ -259,7 +259,9 @@ def payload_pending(attempt: Attempt, number: int | None, key: PayloadKey) -> No
     attempt.pending.setdefault(number, set()).add(key)
 
 
-def payload_settled(attempt: Attempt, number: int | None, key: PayloadKey) -> list[Instruction]:
+def payload_settled(
+    attempt: Attempt, number: int | None, key: PayloadKey, wall: float
+) -> list[Instruction]:
     """Form the whole of a closed step (again) once nothing of it is still to be read."""
     pending = attempt.pending.get(number)
     if pending is not None:
@@ -269,7 +271,18 @@ def payload_settled(attempt: Attempt, number: int | None, key: PayloadKey) -> li
         del attempt.pending[number]
     if number is None or number in attempt.open:
         return []
-    return [Assemble(attempt.attempt_id, number)]
+    return form(attempt, number, wall)
+
+
+def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
+    """Have the whole of a closed step formed (again).
+
+    The mark is committed with what makes it due, so that a coordinator that dies before the whole
+    is formed leaves word of it.
+    """
+    attempt.last_mark = max(attempt.last_mark + 1, int(wall * 1e6))
+    marked = {**_key(attempt, number), "parts_mark": attempt.last_mark}
+    return [Put("steps", marked), Assemble(attempt.attempt_id, number)]
 
 
 # --- the inside -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagescope.errors import InvalidInput
+from stagescope_service.engine.completeness import corrected, statuses_of_rows
 from stagescope_service.engine.findings import finding
 from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
 from stagescope_service.statistics.summary import Summary
@@ -27,6 +28,8 @@ class Forming:
     parts: list[PartRecord]
     rows: dict[str, dict[str, Any]]
     """Part key -> the row of its summary, without the blob."""
+    mark: int | None
+    """What the step's row said of its parts before they were read."""
     whole: Whole | None = None
 
     @property
@@ -63,6 +66,7 @@ class Forming:
 
 def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
     """Read a step's parts and put them together."""
+    mark = catalogue.parts_mark(attempt_id, step)  # before the parts, which then hold no less
     rows = catalogue.summaries(attempt_id, step)
     replaced = catalogue.stages(attempt_id, step, superseded=True, limit=_ALL)
     parts = part_records(rows, catalogue.processes(attempt_id), replaced) if rows else []
@@ -70,7 +74,7 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
         f"{row['incarnation']}:{row['seq']}": {k: v for k, v in row.items() if k != "summary"}
         for row in rows
     }
-    forming = Forming(attempt_id, step, parts, keyed)
+    forming = Forming(attempt_id, step, parts, keyed, mark)
     forming.assemble()
     return forming
 
@@ -87,10 +91,11 @@ def rows_of(forming: Forming, run: str) -> list[Put]:
     wall = time.time()
     key = {"attempt_id": forming.attempt_id, "step": forming.step}
     whole = forming.whole
+    formed = {**key, "whole_wall": wall, "whole_mark": forming.mark}
     if whole is None:
-        return [Put("steps", {**key, "whole": None, "whole_wall": wall})]
+        return [Put("steps", {**formed, "whole": None})]
     place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": wall}
-    puts = [Put("steps", {**key, "whole": whole.to_bytes(), "whole_wall": wall})]
+    puts = [Put("steps", {**formed, "whole": whole.to_bytes()})]
     puts += [
         finding(
             f"streams_{check.name}",
@@ -117,6 +122,17 @@ def rows_of(forming: Forming, run: str) -> list[Put]:
             )
         )
     return puts
+
+
+def verdict(catalogue: Catalogue, forming: Forming) -> list[Put]:
+    """Correct the stored verdict on a step by the stages that came after it was given."""
+    row = catalogue.step(forming.attempt_id, forming.step)
+    if row is None or not row["missing"]:
+        return []
+    stages = catalogue.stages(forming.attempt_id, forming.step, limit=_ALL)
+    told, missing = corrected(row["completeness"], row["missing"], statuses_of_rows(stages))
+    key = {"attempt_id": forming.attempt_id, "step": forming.step}
+    return [Put("steps", {**key, "completeness": told, "missing": missing})]
 
 
 def _replicas(whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]) -> Put:

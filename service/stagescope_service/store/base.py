@@ -52,6 +52,7 @@ class Snapshot:
     * `steps`: those not closed, and the last closed ones of each attempt; without their blobs.
     * `stages`: the open ones, and those of these steps in attempts that have not ended or are
       the newest of their run; of work without a step the unfinished ones.
+    * `unformed`: (attempt_id, step) of the closed steps whose whole lacks what was read since.
     * `payloads`: those in state 'announced', and those of these steps in these attempts.
     * `findings`: of each run's newest attempt, and those of no attempt.
     """
@@ -69,6 +70,7 @@ class Snapshot:
     last_revision: int
     """The highest revision of the plan that a capture bears; 0 where there is none."""
     meta: dict[str, Any]
+    unformed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 class Store(Protocol):

@@ -124,6 +124,13 @@ class Catalogue:
         """Return one step with its blob `whole`, or None."""
         return self._one("steps", attempt_id=attempt_id, step=step)
 
+    def parts_mark(self, attempt_id: int, step: int) -> int | None:
+        """Return what a step's whole must hold (`steps.parts_mark`), None where nothing."""
+        table = TABLES["steps"]
+        chosen = (table.c.attempt_id == attempt_id) & (table.c.step == step)
+        found = self._rows(sa.select(table.c.parts_mark).where(chosen))
+        return found[0]["parts_mark"] if found else None
+
     def stages(
         self,
         attempt_id: int,

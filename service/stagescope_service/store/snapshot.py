@@ -101,7 +101,14 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         last_attempt_id=connection.scalar(sa.select(sa.func.max(attempts.c.attempt_id))) or 0,
         last_revision=connection.scalar(sa.select(sa.func.max(captures.c.revision))) or 0,
         meta={row["key"]: row["value"] for row in rows(connection, sa.select(meta))},
+        unformed=[(row["attempt_id"], row["step"]) for row in rows(connection, _unformed())],
     )
+
+
+def _unformed() -> Query:
+    # The condition of the partial index, word for word.
+    due = sa.literal_column("coalesce(whole_mark, -1) <> parts_mark", sa.Boolean())
+    return sa.select(steps.c.attempt_id, steps.c.step).where(due, steps.c.closed_wall.is_not(None))
 
 
 def _literal_state(state: str) -> sa.ColumnElement[bool]:

@@ -111,11 +111,19 @@ steps = _table(
     Column("whole", Blob),
     Column("whole_wall", Real),
     Column("pinned", Flag()),
+    # What the whole must hold, and what it was formed from: where they differ, it is to be formed.
+    *_columns(Int, "parts_mark whole_mark"),
     Index(
         "ix_steps_open",
         "attempt_id",
         sqlite_where=sa.text("closed_wall IS NULL"),
         postgresql_where=sa.text("closed_wall IS NULL"),
+    ),
+    Index(
+        "ix_steps_unformed",
+        "attempt_id",
+        sqlite_where=sa.text("coalesce(whole_mark, -1) <> parts_mark"),
+        postgresql_where=sa.text("coalesce(whole_mark, -1) <> parts_mark"),
     ),
 )
 

@@ -162,6 +162,10 @@ def test_snapshot_holds_what_a_coordinator_goes_on_with(store: SqlStore) -> None
         Put("findings", {"finding_id": "f1", "attempt_id": 1}),
         Put("findings", {"finding_id": "f2", "attempt_id": 2}),
         Put("meta", {"key": "plan", "value": {"revision": 9}}),
+        Put("steps", {"attempt_id": 1, "step": 3, "parts_mark": 5, "whole_mark": 4}),
+        Put("steps", {"attempt_id": 2, "step": 3, "parts_mark": 5, "whole_mark": 5}),
+        Put("steps", {"attempt_id": 2, "step": 4, "parts_mark": 6}),
+        Put("steps", {"attempt_id": 2, "step": 10, "parts_mark": 7}),  # not closed
     )
     snapshot = store.snapshot(closed_steps=3)
     assert [row["run"] for row in snapshot.runs] == ["r", "other"]
@@ -181,6 +185,7 @@ def test_snapshot_holds_what_a_coordinator_goes_on_with(store: SqlStore) -> None
     assert snapshot.captures[0]["spec"] == {"steps": [1]}
     assert [row["finding_id"] for row in snapshot.findings] == ["f2"]
     assert snapshot.meta == {"plan": {"revision": 9}}
+    assert sorted(snapshot.unformed) == [(1, 3), (2, 4)]
 
 
 def test_snapshot_of_an_empty_catalogue(store: SqlStore) -> None:
