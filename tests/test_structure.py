@@ -20,7 +20,8 @@ TOP: Final = ("serve", "clusters", "api_actor", "commands", "embedded", "service
 
 ONLY_IN: Final = {
     "ray": ("service/stagescope_service/engine/coordinator.py",
-            "service/stagescope_service/engine/ingestor.py",
+            "service/stagescope_service/engine/floor.py",
+        "service/stagescope_service/engine/ingestor.py",
             "service/stagescope_service/serve.py",
             "service/stagescope_service/clusters.py",
             "service/stagescope_service/api_actor.py",

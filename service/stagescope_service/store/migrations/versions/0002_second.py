@@ -1,4 +1,4 @@
-"""Which steps' wholes are to be formed again, so that a restart forgets none."""
+"""Orders on a live run, what they collected, and what is to be formed after a restart."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,6 +12,10 @@ Int = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
+    _steps()
+
+
+def _steps() -> None:
     op.add_column("steps", sa.Column("parts_mark", Int))
     op.add_column("steps", sa.Column("whole_mark", Int))
     unformed = sa.text("coalesce(whole_mark, -1) <> parts_mark")

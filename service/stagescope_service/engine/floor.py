@@ -1,0 +1,146 @@
+"""What is not a row: payloads go to ingestors, wholes are formed. A thin Ray shell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ray import exceptions
+
+from stagescope.errors import StagescopeError
+from stagescope_service.engine.forming import Former
+from stagescope_service.engine.ingestor import Ingestors
+from stagescope_service.engine.instructions import Assemble, Delete, Ingest, PayloadKey, Put
+from stagescope_service.engine.reception import Reception, describe
+from stagescope_service.settings import Settings
+from stagescope_service.store.catalogue import Catalogue
+
+logger = logging.getLogger(__name__)
+
+Reply = dict[str, Any]
+
+
+class RayFloor:
+    """Carries out what is not a row: payloads go to ingestors, wholes are formed."""
+
+    reception: Reception
+
+    def __init__(self, settings: Settings) -> None:
+        self._catalogue = Catalogue(settings.catalogue_url)
+        self._ingestors = Ingestors(
+            data_dir=str(settings.data_path),
+            ring_bytes=settings.ring_bytes,
+            most_bytes=settings.ingestor_bytes,
+        )
+        self._keep_steps = settings.keep_steps
+        self._former = Former(self._catalogue, self, self._write)
+        self._forming: dict[Assemble, bool] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ingest(self, order: Ingest, payload: object) -> None:
+        """Have the ingestor of the payload's node read it."""
+        self._start(self._ingest(order, payload))
+
+    def assemble(self, order: Assemble) -> None:
+        """Form the whole of a step; asked again meanwhile, it is formed once more after."""
+        if order in self._forming:
+            self._forming[order] = True
+            return
+        self._forming[order] = False
+        self._start(self._form(order))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ingest(self, order: Ingest, payload: object) -> None:
+        key, node = order.key, order.node_id
+        outcome: Reply | None = None
+        reason = ""
+        for _ in range(2):
+            try:
+                ingestor = self._ingestors.on(node)
+                outcome = await ingestor.ingest.remote(tuple(key), order.job, payload)
+                break
+            except exceptions.RayActorError as error:
+                reason = f"its ingestor died while reading it: {describe(error)}"
+                self._ingestors.forget(node)
+            except Exception as error:  # whatever it was, the payload ends here
+                reason = f"it could not be handed to an ingestor: {describe(error)}"
+                break
+        if outcome is None:
+            outcome = {"state": "lost", "reason": reason, "rows": [], "columns": {}}
+        rows = [Put(table, row) for table, row in outcome["rows"]]
+        try:
+            await self.reception.settle(
+                key, outcome["state"], outcome["reason"], rows, **outcome["columns"]
+            )
+        except StagescopeError as error:
+            # Rows that the catalogue refuses must not leave the payload without an end.
+            logger.exception("the outcome of %s was refused", key)
+            reason = f"the catalogue refused what came of it: {describe(error)}"
+            await self.reception.settle(key, "refused", reason)
+        for again in self._former.arrived(order.job, rows):
+            self.assemble(again)
+
+    async def _write(self, rows: Sequence[Put | Delete]) -> None:
+        await self.reception.write(rows)
+
+    async def _form(self, order: Assemble) -> None:
+        while True:
+            self._forming[order] = False
+            try:
+                await self._form_once(order)
+            except Exception:
+                logger.exception("the whole of step %s could not be formed", order)
+            if not self._forming[order]:
+                del self._forming[order]
+                return
+
+    async def _form_once(self, order: Assemble) -> None:
+        attempt = self.reception.state.attempt(order.attempt_id)
+        closed = None if attempt is None else attempt.last_closed_step
+        if closed is not None and order.step <= closed - self._keep_steps:
+            return  # its parts are gone: what was formed of them stays
+        forgotten = attempt is None or order.step not in attempt.steps
+        await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
+        await self.reception.write(self._retired(order))
+
+    def _retired(self, order: Assemble) -> list[Delete]:
+        """Let the summaries of the step that is now too old go; its whole stays."""
+        old = order.step - self._keep_steps
+        return [Delete("summaries", {"attempt_id": order.attempt_id, "step": old})]
+
+    async def restate(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes | None:
+        """Take a payload's statistics again without tokens that count elsewhere (`Hands`)."""
+        try:
+            ingestor = self._ingestors.on(node_id)
+            summary: bytes | None = await ingestor.restate.remote(tuple(key), job, pair, skips)
+        except exceptions.RayError:
+            return None
+        return summary
+
+    async def join(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        sources: Sequence[tuple[Any, ...]],
+    ) -> Reply | None:
+        """Join a trainer's payload with rollouts (`Hands`)."""
+        try:
+            ingestor = self._ingestors.on(node_id)
+            answer: Reply | None = await ingestor.join.remote(tuple(key), job, sources)
+        except exceptions.RayError:
+            return None
+        return answer
