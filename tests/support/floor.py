@@ -25,7 +25,7 @@ from stagescope_service.store.ring import Ring
 
 
 class LocalFloor:
-    """What `RayFloor` and the ingestors do, in one process: payloads are read in order of arrival."""
+    """What `RayFloor` and the ingestors do, in one process: payloads are read as they arrive."""
 
     def __init__(
         self, store: Store, catalogue: Catalogue, data_dir: Path, ring_bytes: int = 1 << 30

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -71,6 +71,8 @@ class Reception:
         self.events_taken = 0
         self._listened = mono()
         self._payloads: dict[PayloadKey, object] = {}
+        # Settled in memory and not yet on disk: whoever heard of it would let the payload go.
+        self._uncommitted: Counter[PayloadKey] = Counter()
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     # --- batches ------------------------------------------------------------------------
@@ -104,7 +106,9 @@ class Reception:
         self.events_taken += len(events) - len(refused)
         await self._carry_out(out)
         settled = [order for order in out if isinstance(order, Settled)]
-        receipts = {order.key.seq: order.state for order in settled}
+        receipts = {
+            order.key.seq: order.state for order in settled if order.key not in self._uncommitted
+        }
         return {
             "coordinator": self.coordinator,
             "wall": self.wall(),
@@ -168,7 +172,11 @@ class Reception:
         process = self.state.registry.processes.get(incarnation)
         if process is None:
             return {}
-        return {seq: process.settled[seq] for seq in seqs if seq in process.settled}
+        return {
+            seq: process.settled[seq]
+            for seq in seqs
+            if seq in process.settled and PayloadKey(incarnation, seq) not in self._uncommitted
+        }
 
     async def _wait(self, incarnation: str, seconds: float) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -333,7 +341,15 @@ class Reception:
         """Commit the rows, and only then do what the rest says."""
         rows = [order for order in instructions if isinstance(order, Put | Delete)]
         if rows:
-            await asyncio.wrap_future(self.store.submit(rows))
+            keys = [order.key for order in instructions if isinstance(order, Settled)]
+            self._uncommitted.update(keys)
+            try:
+                await asyncio.wrap_future(self.store.submit(rows))
+            finally:
+                self._uncommitted.subtract(keys)
+                for key in keys:
+                    if self._uncommitted[key] <= 0:
+                        del self._uncommitted[key]
         settled: set[str] = set()
         for order in instructions:
             if isinstance(order, Ingest):

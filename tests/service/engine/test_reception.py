@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.errors import InvalidEvent, NotReady
 from stagescope.schema import Sender
-from stagescope_service.engine.instructions import Assemble, Ingest
+from stagescope_service.engine.instructions import Assemble, Ingest, PayloadKey
 from stagescope_service.engine.plans import Plan
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.state import State
@@ -129,3 +130,54 @@ def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(desk: Desk) -> No
             desk.reception.raw("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
         )
     assert desk.statuses() == []
+
+
+class HeldStore:
+    """A store whose disk can be slow: what is submitted meanwhile is not committed."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+        self.slow = False
+        self._held: list[tuple[Any, Future[None]]] = []
+
+    def submit(self, puts: Any) -> Future[None]:
+        if not self.slow:
+            return self._store.submit(puts)
+        future: Future[None] = Future()
+        self._held.append((puts, future))
+        return future
+
+    def release(self) -> None:
+        """Let the disk catch up."""
+        self.slow = False
+        for puts, future in self._held:
+            self._store.submit(puts).result(30)
+            future.set_result(None)
+        self._held.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
+    store = HeldStore(desk.store)
+    desk.reception.store = store
+    sender = Sender("i", "r", "a", "actor", 0).wire()
+    announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
+    end = (1, "end", 2, 1.0, 1.0, announced)
+
+    async def settle_slowly() -> None:
+        await desk.reception.record(sender, [end], {2: {}})
+        await desk.reception.poll(sender, 0, [], 0.0)  # its own row is written now
+        store.slow = True
+        settling = asyncio.create_task(desk.reception.settle(PayloadKey("i", 2), "ingested", None))
+        await asyncio.sleep(0)  # it has changed the state and waits for the disk
+        early = await desk.reception.poll(sender, 0, [2], 0.0)
+        again = await desk.reception.record(sender, [end], {2: {}})
+        store.release()
+        await settling
+        assert early["receipts"] == again["receipts"] == {}
+        late = await desk.reception.poll(sender, 0, [2], 0.0)
+        assert late["receipts"] == {2: "ingested"}
+
+    desk.run(settle_slowly())
