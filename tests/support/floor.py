@@ -11,7 +11,7 @@ from tests.support.parallel import Said
 
 from stagescope.errors import StagescopeError
 from stagescope_service.engine.forming import Former
-from stagescope_service.engine.instructions import Assemble, Delete, Ingest, PayloadKey, Put
+from stagescope_service.engine.instructions import Assemble, Delete, Digest, Ingest, PayloadKey, Put
 from stagescope_service.engine.intake import Intake
 from stagescope_service.engine.joining import RolloutRows
 from stagescope_service.engine.plans import Plan
@@ -47,6 +47,9 @@ class LocalFloor:
 
     def assemble(self, order: Assemble) -> None:
         self._orders.append(order)
+
+    def digest(self, order: Digest) -> None:
+        raise AssertionError(f"nobody dumps here: {order}")
 
     async def hear(self, said: Iterable[Said], batch: int = 40) -> None:
         """Take in what was said, in batches of each sender, and do what follows of it."""

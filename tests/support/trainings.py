@@ -125,6 +125,12 @@ class Rows:
             last_attempt_id=max((row["attempt_id"] for row in attempts), default=0),
             last_revision=0,
             meta={},
+            armed=self.of("dumps", state="armed"),
+            undigested=[
+                row
+                for row in self.of("operators")
+                if row["mark"] is not None and row["digested_mark"] != row["mark"]
+            ],
         )
 
 

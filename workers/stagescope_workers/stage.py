@@ -189,6 +189,7 @@ class Stage:
                     fields = work.fields() | {
                         "capture_id": capture.get("capture_id"),
                         "state": "armed",
+                        "path": armed.path,
                     }
                     probe.outbox.put(DUMP, fields)
         except BaseException as error:

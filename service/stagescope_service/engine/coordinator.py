@@ -18,6 +18,7 @@ import ray
 
 from stagescope.captures import validate_capture
 from stagescope.errors import NotReady, StagescopeError
+from stagescope_service.engine import digests
 from stagescope_service.engine.floor import RayFloor
 from stagescope_service.engine.instructions import Assemble, Put
 from stagescope_service.engine.plans import Plan
@@ -248,6 +249,9 @@ class DebugCoordinator:
             coordinator=self._coordinator,
             poll_seconds=settings.poll_seconds,
         )
+        runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
+        for row in snapshot.undigested:
+            floor.digest(digests.again(row, runs[row["attempt_id"]]))
         for order in _unformed(snapshot):
             floor.assemble(order)
         return floor.reception

@@ -139,6 +139,10 @@ class Process:
     dumps: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
 
     def settle(self, seq: int, state: str) -> None:
+    #: Dumps that it began and has not ended: (work key, capture) -> work and row.
+    armed: dict[tuple[str, str], tuple[Work, dict[str, Any]]] = dataclasses.field(
+        default_factory=dict
+    )
         """Remember how a payload ended."""
         self.settled[seq] = state
         if len(self.settled) > SETTLED_REMEMBERED:

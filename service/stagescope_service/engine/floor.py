@@ -9,10 +9,19 @@ from typing import Any
 
 from ray import exceptions
 
-from stagescope.errors import StagescopeError
+from stagescope.errors import StagescopeError, StoreError
+from stagescope_service.engine.digests import refusal
 from stagescope_service.engine.forming import Former
 from stagescope_service.engine.ingestor import Ingestors
-from stagescope_service.engine.instructions import Assemble, Delete, Ingest, PayloadKey, Put
+from stagescope_service.engine.instructions import (
+    Assemble,
+    Delete,
+    Digest,
+    DumpKey,
+    Ingest,
+    PayloadKey,
+    Put,
+)
 from stagescope_service.engine.reception import Reception, describe
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -33,10 +42,12 @@ class RayFloor:
             data_dir=str(settings.data_path),
             ring_bytes=settings.ring_bytes,
             most_bytes=settings.ingestor_bytes,
+            roots=[str(root) for root in settings.roots],
         )
         self._keep_steps = settings.keep_steps
         self._former = Former(self._catalogue, self, self._write)
         self._forming: dict[Assemble, bool] = {}
+        self._digesting: dict[DumpKey, Digest | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ingest(self, order: Ingest, payload: object) -> None:
@@ -50,6 +61,14 @@ class RayFloor:
             return
         self._forming[order] = False
         self._start(self._form(order))
+
+    def digest(self, order: Digest) -> None:
+        """Have the ingestor of the dump's node make its table; asked again, once more after."""
+        if order.key in self._digesting:
+            self._digesting[order.key] = order
+            return
+        self._digesting[order.key] = None
+        self._start(self._digest(order))
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -85,6 +104,35 @@ class RayFloor:
             await self.reception.settle(key, "refused", reason)
         for again in self._former.arrived(order.job, rows):
             self.assemble(again)
+
+    async def _digest(self, order: Digest) -> None:
+        while True:
+            rows = await self._digested(order)
+            try:
+                await self.reception.write(rows)
+            except StagescopeError:
+                # It stays announced: the next coordinator has it digested.
+                logger.exception("the operators of %s could not be noted", order.key)
+            again = self._digesting[order.key]
+            if again is None:
+                del self._digesting[order.key]
+                return
+            order, self._digesting[order.key] = again, None
+
+    async def _digested(self, order: Digest) -> list[Put]:
+        reason = ""
+        for _ in range(2):
+            try:
+                ingestor = self._ingestors.on(order.node_id)
+                rows = await ingestor.digest.remote(order.job)
+                return [Put(table, row) for table, row in rows]
+            except exceptions.RayActorError as error:  # noqa: PERF203 - tried twice alone
+                reason = f"its ingestor died while reading it: {describe(error)}"
+                self._ingestors.forget(order.node_id)
+            except Exception as error:  # whatever it was, the dump ends here
+                reason = f"it could not be handed to an ingestor: {describe(error)}"
+                break
+        return refusal(order.job, StoreError(reason))
 
     async def _write(self, rows: Sequence[Put | Delete]) -> None:
         await self.reception.write(rows)

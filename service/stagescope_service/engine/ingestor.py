@@ -19,14 +19,15 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.errors import StagescopeError
+from stagescope.errors import StagescopeError, StoreError
+from stagescope_service.engine.digests import refusal
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.intake import Intake
 from stagescope_service.engine.joining import RolloutRows
 from stagescope_service.engine.reception import describe
 from stagescope_service.engine.retake import Retake, Source
 from stagescope_service.statistics import warm
-from stagescope_service.store.artifacts import ring_directory
+from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.ring import Ring
 
 T = TypeVar("T")
@@ -52,9 +53,12 @@ def ingestor_name(node_id: str) -> str:
 class Ingestor:
     """Reads payloads for one node."""
 
-    def __init__(self, node_id: str, data_dir: str, ring_bytes: int, most_bytes: int) -> None:
+    def __init__(
+        self, node_id: str, data_dir: str, ring_bytes: int, most_bytes: int, roots: Sequence[str]
+    ) -> None:
         self._node_id = node_id
         self._data_dir = Path(data_dir)
+        self._roots = [Path(root) for root in roots]
         self._ring_bytes = ring_bytes
         self._intake: Intake | None = None
         self._room = _Room(most_bytes)
@@ -135,6 +139,19 @@ class Ingestor:
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
+    async def digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """Make a dump's operator table; return the rows that came of it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._digest, job)
+
+    async def read_artifact(self, path: str, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes of a file of this node that lies in an allowed root.
+
+        Raises:
+            Forbidden: it lies elsewhere.
+            NotFound: there is no such file.
+        """
+        return await asyncio.to_thread(read_piece, confine(path, self._roots), offset, size)
+
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
         return os.getpid()
@@ -156,6 +173,16 @@ class Ingestor:
         except Exception as error:  # one payload must not end the ingestor
             reason = f"the service failed to read it: {describe(error)}"
             return {"state": "refused", "reason": reason, "rows": [], "columns": {}}
+
+    def _digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        # Here, since the coordinator reads this file too and has no use for Parquet.
+        from stagescope_service.engine.operators import digest_dump
+
+        try:
+            rows = digest_dump(job, self._roots, self._node_id)
+        except Exception as error:  # one dump must not end the ingestor
+            rows = refusal(job, StoreError(f"the service failed to read it: {describe(error)}"))
+        return [(put.table, dict(put.row)) for put in rows]
 
 
 def _start_worker() -> None:
@@ -198,8 +225,10 @@ class _Room:
 class Ingestors:
     """Finds the ingestor of a node, made where there is none."""
 
-    def __init__(self, *, data_dir: str, ring_bytes: int, most_bytes: int) -> None:
-        self._arguments = (data_dir, ring_bytes, most_bytes)
+    def __init__(
+        self, *, data_dir: str, ring_bytes: int, most_bytes: int, roots: Sequence[str]
+    ) -> None:
+        self._arguments = (data_dir, ring_bytes, most_bytes, [*roots])
         self._handles: dict[str, Any] = {}
         self._home = ray.get_runtime_context().get_node_id()
         self._alive: set[str] = set()
@@ -229,6 +258,10 @@ class Ingestors:
             handle = ray.remote(Ingestor).options(**options).remote(node, *self._arguments)
             self._handles[node] = handle
         return handle
+
+    def of(self, node_id: str) -> Any | None:
+        """Return the handle of a node's own ingestor, None where the node is not alive."""
+        return self.on(node_id) if self._is_alive(node_id) else None
 
     def forget(self, node_id: str | None) -> None:
         """Look the ingestor of a node up again next time."""

@@ -6,7 +6,17 @@ from typing import Any, NamedTuple
 
 from stagescope_service.store.base import Delete, Put
 
-__all__ = ["Assemble", "Delete", "Ingest", "Instruction", "PayloadKey", "Put", "Settled"]
+__all__ = [
+    "Assemble",
+    "Delete",
+    "Digest",
+    "DumpKey",
+    "Ingest",
+    "Instruction",
+    "PayloadKey",
+    "Put",
+    "Settled",
+]
 
 
 class PayloadKey(NamedTuple):
@@ -20,6 +30,22 @@ class Ingest(NamedTuple):
     """Hand a payload's refs to the ingestor of `node_id` (any, where it is None)."""
 
     key: PayloadKey
+    node_id: str | None
+    job: dict[str, Any]
+
+
+class DumpKey(NamedTuple):
+    """The identity of a dump: whose it is, of which work, for which capture."""
+
+    incarnation: str
+    work_key: str
+    capture_id: str
+
+
+class Digest(NamedTuple):
+    """Have the ingestor of `node_id` make a dump's operator table; `job` is its announcement."""
+
+    key: DumpKey
     node_id: str | None
     job: dict[str, Any]
 
@@ -38,4 +64,4 @@ class Assemble(NamedTuple):
     step: int
 
 
-Instruction = Put | Delete | Ingest | Settled | Assemble
+Instruction = Put | Delete | Ingest | Settled | Assemble | Digest

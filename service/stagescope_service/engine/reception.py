@@ -21,6 +21,7 @@ from stagescope_service.engine.instructions import (
     Assemble,
     Delete,
     Ingest,
+    Digest,
     Instruction,
     PayloadKey,
     Put,
@@ -46,6 +47,9 @@ class Floor(Protocol):
 
 
 class Reception:
+    def digest(self, order: Digest) -> None:
+        """Have an ingestor make a dump's operator table."""
+
     """Takes calls in and answers them; used from one event loop only."""
 
     def __init__(
@@ -383,6 +387,8 @@ def _seq_of(wire: object) -> int:
     return seq if isinstance(seq, int) else -1
 
 
+            elif isinstance(order, Digest):
+                self.floor.digest(order)
 def describe(error: BaseException) -> str:
     """Return an error as one line for a reason."""
     text = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stagescope.schema import Event, Work
+from stagescope_service.engine import digests
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete, Instruction, Put
@@ -121,7 +122,10 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
 
 
 def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
-    """Note how far a dump is; of two words about the same thing the later said stands."""
+    """Note how far a dump is; of two words about the same thing the later said stands.
+
+    One that ended is to become an operator table.
+    """
     fields = event.fields
     capture_id = text(fields.get("capture_id"), 200) or "local"
     said = {name: take(fields[name]) for name, take in _DUMP_COLUMNS.items() if name in fields}
@@ -156,4 +160,4 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
     elif state == "complete":
         lost = digest(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
-    return out
+    return out + digests.follow(attempt, process, event, work, row, said.get("state"))

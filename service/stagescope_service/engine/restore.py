@@ -51,6 +51,8 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
         _take_span(state, row)
     for row in snapshot.payloads:
         _take_payload(state, row)
+    for row in snapshot.armed:
+        _take_armed(state, row)
     for row in snapshot.findings:
         state.remember_finding(row["finding_id"], row["first_wall"])
     for attempt in registry.attempts.values():
@@ -193,6 +195,14 @@ def _take_payload(state: State, row: Row) -> None:
 
 
 def _settle(attempt: Attempt) -> None:
+def _take_armed(state: State, row: Row) -> None:
+    process = state.registry.processes.get(row["incarnation"])
+    if process is not None:
+        work = _work(row)
+        # Which event said it is not stored; any that follows has a higher number.
+        process.armed[(work.key, row["capture_id"])] = (work, {**row, "mark": 0})
+
+
     """Derive what is not stored: who stands where, what left memory, the verdicts."""
     newest: dict[tuple[str, int], Process] = {}
     for process in attempt.processes.values():

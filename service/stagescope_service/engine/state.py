@@ -21,7 +21,7 @@ from stagescope.schema import (
     Sender,
     Work,
 )
-from stagescope_service.engine import payloads, reports, spans, steps
+from stagescope_service.engine import digests, payloads, reports, spans, steps
 from stagescope_service.engine.entities import (
     LOST,
     OPEN,
@@ -273,6 +273,7 @@ class State:
         out: list[Instruction] = [process_row(process, **{column: wall})]
         why = "its process took leave" if finished else "its process fell silent"
         out += self._abandon(attempt, process, wall, why)
+        out += digests.cut_off(attempt, process, wall, why)
         if not finished:
             out += self._lose_unread(process, wall)
         return out + steps.end_if_left(attempt) + steps.close_due(attempt, wall)

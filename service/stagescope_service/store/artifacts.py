@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from stagescope.errors import Forbidden
+from stagescope.errors import Forbidden, NotFound
 from stagescope.schema import Part
 from stagescope_service.store.tensorfile import (
     TensorFile,
     WireTensor,
     Written,
+    disk_errors,
     read_tensors,
     write_tensors,
 )
@@ -27,7 +28,9 @@ __all__ = [
     "Written",
     "attempt_directory",
     "confine",
+    "file_checksum",
     "kept_path",
+    "read_piece",
     "read_tensors",
     "ring_directory",
     "safe_name",
@@ -100,3 +103,32 @@ def confine(path: str | Path, roots: Iterable[str | Path]) -> Path:
             advice="add a root to the service's allowed_roots",
         )
     return found
+
+
+def file_checksum(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex.
+
+    Raises:
+        StoreError: the disk refused.
+    """
+    found = hashlib.sha256()
+    with disk_errors(path), path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def read_piece(path: Path, offset: int, size: int) -> bytes:
+    """Return up to `size` bytes of a file from `offset`; none at its end.
+
+    Raises:
+        NotFound: there is no such file.
+        StoreError: the disk refused.
+    """
+    with disk_errors(path):
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no file {path}") from error

@@ -53,6 +53,8 @@ class Snapshot:
     * `stages`: the open ones, and those of these steps in attempts that have not ended or are
       the newest of their run; of work without a step the unfinished ones.
     * `unformed`: (attempt_id, step) of the closed steps whose whole lacks what was read since.
+    * `armed`: dumps that began and whose end was not heard of.
+    * `undigested`: `operators` of the dumps that were announced and not digested since.
     * `payloads`: those in state 'announced', and those of these steps in these attempts.
     * `findings`: of each run's newest attempt, and those of no attempt.
     """
@@ -71,6 +73,8 @@ class Snapshot:
     """The highest revision of the plan that a capture bears; 0 where there is none."""
     meta: dict[str, Any]
     unformed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    armed: list[Row] = dataclasses.field(default_factory=list)
+    undigested: list[Row] = dataclasses.field(default_factory=list)
 
 
 class Store(Protocol):

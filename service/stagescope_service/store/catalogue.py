@@ -335,6 +335,27 @@ class Catalogue:
         where = _where("artifacts", locals())
         if deleted is not None:
             column = TABLES["artifacts"].c.deleted_wall
+    def operators(
+        self,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        capture_id: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return the operator tables of dumps, the earliest dump first."""
+        return self._page(
+            "operators",
+            _where("operators", locals()),
+            "step announced_wall role rank work_key capture_id incarnation",
+            limit,
+            offset,
+        )
+
             where.append(column.is_not(None) if deleted else column.is_(None))
         return self._page("artifacts", where, "step stage rank artifact_id", limit, offset)
 

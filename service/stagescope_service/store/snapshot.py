@@ -10,8 +10,10 @@ from stagescope_service.store.base import Row, Snapshot
 from stagescope_service.store.tables import (
     attempts,
     captures,
+    dumps,
     findings,
     meta,
+    operators,
     payloads,
     processes,
     runs,
@@ -102,12 +104,21 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         last_revision=connection.scalar(sa.select(sa.func.max(captures.c.revision))) or 0,
         meta={row["key"]: row["value"] for row in rows(connection, sa.select(meta))},
         unformed=[(row["attempt_id"], row["step"]) for row in rows(connection, _unformed())],
+        armed=rows(connection, sa.select(dumps).where(_text("state = 'armed'"))),
+        undigested=rows(
+            connection,
+            sa.select(operators).where(_text("coalesce(digested_mark, -1) <> mark")),
+        ),
     )
 
 
+def _text(condition: str) -> sa.ColumnElement[bool]:
+    """Return the condition of a partial index, which must stand there word for word."""
+    return sa.literal_column(condition, sa.Boolean())
+
+
 def _unformed() -> Query:
-    # The condition of the partial index, word for word.
-    due = sa.literal_column("coalesce(whole_mark, -1) <> parts_mark", sa.Boolean())
+    due = _text("coalesce(whole_mark, -1) <> parts_mark")
     return sa.select(steps.c.attempt_id, steps.c.step).where(due, steps.c.closed_wall.is_not(None))
 
 

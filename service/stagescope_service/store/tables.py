@@ -279,6 +279,37 @@ dumps = _table(
     *_columns(StrictJson(), "overrides estimate"),
     Column("wall", Real),
     Index(None, "attempt_id", "step"),
+    Index(
+        "ix_dumps_armed",
+        "incarnation",
+        sqlite_where=sa.text("state = 'armed'"),
+        postgresql_where=sa.text("state = 'armed'"),
+    ),
+)
+
+operators = _table(
+    "operators",
+    _key("incarnation", Text),
+    _key("work_key", Text),
+    _key("capture_id", Text),
+    *_place(),
+    *_columns(Text, "node_id dump_path"),
+    Column("announced_wall", Real),
+    # What was announced last, and what was digested: where they differ, it is to be digested.
+    *_columns(Int, "mark digested_mark"),
+    Column("truncated", Flag()),
+    *_columns(Text, "state reason path checksum task level"),
+    *_columns(Int, "bytes calls rows non_finite_rows truncated_at"),
+    *_columns(Flag(), "done certain"),
+    *_columns(StrictJson(), "first_non_finite summary"),
+    Column("wall", Real),
+    Index(None, "attempt_id", "step"),
+    Index(
+        "ix_operators_undigested",
+        "node_id",
+        sqlite_where=sa.text("coalesce(digested_mark, -1) <> mark"),
+        postgresql_where=sa.text("coalesce(digested_mark, -1) <> mark"),
+    ),
 )
 
 artifacts = _table(

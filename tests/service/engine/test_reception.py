@@ -14,7 +14,7 @@ from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.errors import InvalidEvent, NotReady
 from stagescope.schema import Sender
-from stagescope_service.engine.instructions import Assemble, Ingest, PayloadKey
+from stagescope_service.engine.instructions import Assemble, Digest, Ingest, PayloadKey
 from stagescope_service.engine.plans import Plan
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.state import State
@@ -30,6 +30,9 @@ class NoFloor:
         """Leave it."""
 
     def assemble(self, order: Assemble) -> None:
+        """Leave it."""
+
+    def digest(self, order: Digest) -> None:
         """Leave it."""
 
 

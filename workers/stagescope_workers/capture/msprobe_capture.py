@@ -62,6 +62,12 @@ class ArmedCapture:
         """Whether msprobe is collecting for this capture."""
         return self._running is not None and self._result is None
 
+    @property
+    def path(self) -> str | None:
+        """The directory of this rank's files, None where none was made."""
+        path: str | None = self._fields["path"]
+        return path
+
     def finish(self, exc: BaseException | None) -> dict[str, Any]:
         """End the capture and return the fields of its DUMP event; a second call returns the same.
 

@@ -9,10 +9,14 @@ branch_labels = None
 depends_on = None
 
 Int = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+Real: sa.types.TypeEngine[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
+Flag = sa.Boolean().with_variant(sa.Integer(), "sqlite")
+Text = sa.Text()
 
 
 def upgrade() -> None:
     _steps()
+    _operators()
 
 
 def _steps() -> None:
@@ -25,4 +29,59 @@ def _steps() -> None:
         ["attempt_id"],
         sqlite_where=unformed,
         postgresql_where=unformed,
+    )
+
+
+def _operators() -> None:
+    armed = sa.text("state = 'armed'")
+    op.create_index(
+        "ix_dumps_armed", "dumps", ["incarnation"], sqlite_where=armed, postgresql_where=armed
+    )
+    keys = ("incarnation", "work_key", "capture_id")
+    op.create_table(
+        "operators",
+        *(sa.Column(name, Text, autoincrement=False, nullable=False) for name in keys),
+        sa.Column("attempt_id", Int),
+        sa.Column("step", Int),
+        sa.Column("policy_version", Int),
+        sa.Column("stage", Text),
+        sa.Column("role", Text),
+        sa.Column("rank", Int),
+        sa.Column("occurrence", Int),
+        sa.Column("epoch", Int),
+        sa.Column("minibatch", Int),
+        sa.Column("microbatch", Int),
+        sa.Column("node_id", Text),
+        sa.Column("dump_path", Text),
+        sa.Column("announced_wall", Real),
+        sa.Column("mark", Int),
+        sa.Column("digested_mark", Int),
+        sa.Column("truncated", Flag),
+        sa.Column("state", Text),
+        sa.Column("reason", Text),
+        sa.Column("path", Text),
+        sa.Column("checksum", Text),
+        sa.Column("task", Text),
+        sa.Column("level", Text),
+        sa.Column("bytes", Int),
+        sa.Column("calls", Int),
+        sa.Column("rows", Int),
+        sa.Column("non_finite_rows", Int),
+        sa.Column("truncated_at", Int),
+        sa.Column("done", Flag),
+        sa.Column("certain", Flag),
+        sa.Column("first_non_finite", Text),
+        sa.Column("summary", Text),
+        sa.Column("wall", Real),
+        sa.PrimaryKeyConstraint(*keys, name="pk_operators"),
+        sqlite_strict=True,
+    )
+    op.create_index("ix_operators_attempt_id_step", "operators", ["attempt_id", "step"])
+    undigested = sa.text("coalesce(digested_mark, -1) <> mark")
+    op.create_index(
+        "ix_operators_undigested",
+        "operators",
+        ["node_id"],
+        sqlite_where=undigested,
+        postgresql_where=undigested,
     )
