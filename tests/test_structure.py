@@ -14,7 +14,7 @@ CLIENT: Final = ROOT / "client/stagescope"
 WORKERS: Final = ROOT / "workers/stagescope_workers"
 SERVICE: Final = ROOT / "service/stagescope_service"
 
-LAYERS: Final = ("statistics", "store", "dumps", "compare", "engine", "api")
+LAYERS: Final = ("statistics", "store", "dumps", "compare", "triggers", "engine", "api")
 """Rooms of the service, the ground first: each may import itself and those before it."""
 TOP: Final = ("serve", "clusters", "api_actor", "commands", "embedded", "service_file")
 

@@ -1,0 +1,1 @@
+"""Triggers: rules on published metrics, held against the steps of a run; pure, but for reading."""

@@ -1,0 +1,150 @@
+"""What follows when a rule fires: a finding, pinned payloads, a webhook, a capture."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from stagescope.errors import InvalidPlan
+from stagescope_service.triggers import fields
+
+SEVERITIES: Final = ("info", "warning", "error")
+MOST_PINNED: Final = 100
+_WORST: Final = re.compile(r"worst\((\d{1,6})\)")
+_CAPTURE_FIELDS: Final = (
+    "ranks", "stages", "steps", "config", "task", "level", "scope", "list", "data_mode", "keep",
+    "limits",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A capture to order: of the stage concerned unless `stages` names others, from the next step.
+
+    `order` holds the fields of `stagescope.captures.CAPTURE_FIELDS` as they were given.
+    """
+
+    ranks: Any
+    order: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, value: Any, field: str) -> Template:
+        """Read a template.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        given = fields.mapping({} if value is True else value, field, _CAPTURE_FIELDS, "")
+        if given.pop("steps", "next") != "next":
+            raise fields.wrong(f"{field}.steps", value["steps"], "'next': the next common step")
+        ranks = given.pop("ranks", "worst(1)")
+        is_list = isinstance(ranks, list) and ranks and all(_is_rank(rank) for rank in ranks)
+        if ranks != "all" and not is_list and not _WORST.fullmatch(str(ranks)):
+            raise fields.wrong(f"{field}.ranks", ranks, "'worst(k)', 'all' or a list of ranks")
+        if not {"config", "task", "level", "keep"} & set(given):
+            given |= {"task": "statistics", "level": "L0"}
+        return cls(ranks, given)
+
+    @property
+    def worst(self) -> int | None:
+        """How many of the worst ranks; None where the ranks are named."""
+        found = _WORST.fullmatch(str(self.ranks))
+        return int(found[1]) if found else None
+
+    def wire(self) -> dict[str, Any]:
+        """Return what `parse` reads."""
+        return {"ranks": self.ranks, "steps": "next", **self.order}
+
+
+@dataclasses.dataclass(frozen=True)
+class Actions:
+    """The actions of a rule; each that is None (or 0) is not taken.
+
+    Attributes:
+        severity: of the finding, None for no finding.
+        advice: what to try.
+        pin: of how many last steps the payloads are pinned in the ring.
+        webhook: URL that gets the firing as JSON. It may hold secrets: show `webhook_host` alone.
+        capture: is ordered where the run allows it and its budget has room.
+    """
+
+    severity: str | None = None
+    advice: str = ""
+    pin: int = 0
+    webhook: str | None = None
+    capture: Template | None = None
+
+    @classmethod
+    def parse(cls, value: Any, field: str) -> Actions:
+        """Read the actions of a rule.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        given = fields.mapping(value, field, ("finding", "pin", "webhook", "capture"), "")
+        if not given:
+            raise fields.wrong(field, value, "at least one of finding, pin, webhook, capture")
+        found = given.get("finding", None)
+        if found is True:
+            found = {}
+        severity, advice = None, ""
+        if found is not None:
+            said = fields.mapping(found, f"{field}.finding", ("severity", "advice"), "")
+            severity = said.get("severity", "warning")
+            if severity not in SEVERITIES:
+                expected = f"one of {', '.join(SEVERITIES)}"
+                raise fields.wrong(f"{field}.finding.severity", severity, expected)
+            if said.get("advice"):
+                advice = fields.text(said["advice"], f"{field}.finding.advice", 2000)
+        webhook, capture = given.get("webhook"), given.get("capture")
+        return cls(
+            severity=severity,
+            advice=advice,
+            pin=fields.count(given.get("pin", 0), f"{field}.pin", 0, MOST_PINNED),
+            webhook=None if webhook is None else _url(webhook, f"{field}.webhook"),
+            capture=None if capture is None else Template.parse(capture, f"{field}.capture"),
+        )
+
+    @property
+    def webhook_host(self) -> str | None:
+        """The host of the webhook, which is all of it that may be shown."""
+        return None if self.webhook is None else host_of(self.webhook)
+
+    def wire(self, *, secrets: bool) -> dict[str, Any]:
+        """Return what `parse` reads; without `secrets` the webhook's host alone."""
+        said: dict[str, Any] = {}
+        if self.severity is not None:
+            said["finding"] = {"severity": self.severity, "advice": self.advice}
+        if self.pin:
+            said["pin"] = self.pin
+        if self.webhook is not None:
+            said["webhook"] = self.webhook if secrets else self.webhook_host
+        if self.capture is not None:
+            said["capture"] = self.capture.wire()
+        return said
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL, without its port, user, path or query."""
+    return urlsplit(url).hostname or ""
+
+
+def _url(value: Any, field: str) -> str:
+    # What is wrong is told without the value: a URL of a webhook holds its secret.
+    expected = "a URL of http or https, whole (answers show its host alone)"
+    try:
+        parts = urlsplit(value) if isinstance(value, str) and len(value) <= 2000 else None
+        good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
+        good = good and (parts is None or parts.port is None or parts.port > 0)
+    except ValueError:
+        good = False
+    if not good or not value.isascii() or not value.isprintable() or " " in value:
+        raise InvalidPlan(f"{field} cannot be called", expected=expected)
+    return str(value)
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and value >= 0

@@ -1,0 +1,174 @@
+"""What a rule holds a metric against: bounds, the steps before, the noise floor.
+
+Pure: arrays in, arrays out, one column a series (the metric of the whole, of one round, of one
+rank, ...). NaN stands for "has no such value": nothing is over or under it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope_service.triggers import fields
+
+Float64 = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+
+HISTORY: Final = 256
+"""Steps before a step that a condition may look at; the run's median is over so many."""
+LEAST_FOR_MEDIAN: Final = 3
+LEAST_FOR_Z: Final = 5
+
+COMPARISONS: Final[Mapping[str, Callable[[Float64, float], Bool]]] = {
+    ">": lambda values, bound: values > bound,
+    "<": lambda values, bound: values < bound,
+    ">=": lambda values, bound: values >= bound,
+    "<=": lambda values, bound: values <= bound,
+}
+EXPECTED: Final = (
+    "'>', '<', '>=' or '<=' with a number, 'non_finite: true', 'median_ratio: k', "
+    "'noise_ratio: k', 'z_score: {over: k, steps: n}'; all of them must hold"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class When:
+    """The conditions of a rule; all that are given must hold.
+
+    Attributes:
+        bounds: (comparison, number) pairs.
+        non_finite: The value is NaN or infinite.
+        median_ratio: The value is over so many times the median of the run's steps before.
+        noise_ratio: The value is over so many times the same metric of the noise floor.
+        z_over: The value is further from the mean of the last `z_steps` steps than so many of
+            their standard deviations (n - 1), on either side.
+    """
+
+    bounds: tuple[tuple[str, float], ...] = ()
+    non_finite: bool = False
+    median_ratio: float | None = None
+    noise_ratio: float | None = None
+    z_over: float | None = None
+    z_steps: int = 50
+
+    @classmethod
+    def parse(cls, value: Any, field: str) -> When:
+        """Read the `when` of a rule.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        known = {*COMPARISONS, "non_finite", "median_ratio", "noise_ratio", "z_score"}
+        given = fields.mapping(value, field, known, EXPECTED)
+        if not given:
+            raise fields.wrong(field, value, EXPECTED)
+        z = fields.mapping(given.get("z_score") or {}, f"{field}.z_score", {"over", "steps"}, "")
+        if "z_score" in given and "over" not in z:
+            raise fields.wrong(f"{field}.z_score", given["z_score"], "{over: k, steps: n}")
+        bounds = [
+            (name, fields.number(given[name], f"{field}.{name}"))
+            for name in COMPARISONS
+            if name in given
+        ]
+        made = cls(
+            bounds=tuple(bounds),
+            non_finite=fields.flag(given.get("non_finite", False), f"{field}.non_finite"),
+            median_ratio=fields.ratio(given.get("median_ratio"), f"{field}.median_ratio"),
+            noise_ratio=fields.ratio(given.get("noise_ratio"), f"{field}.noise_ratio"),
+            z_over=fields.ratio(z.get("over"), f"{field}.z_score.over"),
+            z_steps=fields.count(z.get("steps", 50), f"{field}.z_score.steps", 2, HISTORY),
+        )
+        if made == cls(z_steps=made.z_steps):
+            raise fields.wrong(field, value, EXPECTED)
+        return made
+
+    def wire(self) -> dict[str, Any]:
+        """Return what `parse` reads."""
+        said: dict[str, Any] = dict(self.bounds)
+        if self.non_finite:
+            said["non_finite"] = True
+        for name in ("median_ratio", "noise_ratio"):
+            if getattr(self, name) is not None:
+                said[name] = getattr(self, name)
+        if self.z_over is not None:
+            said["z_score"] = {"over": self.z_over, "steps": self.z_steps}
+        return said
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the steps before are looked at."""
+        return self.median_ratio is not None or self.z_over is not None
+
+    @property
+    def looks_low(self) -> bool:
+        """Whether a smaller value is the worse one."""
+        return bool(self.bounds) and self.bounds[0][0] in ("<", "<=")
+
+    def held(self, values: Float64, noise: Float64, history: Float64) -> Held:
+        """Say of each series whether the conditions hold.
+
+        Args:
+            values: [series].
+            noise: [series], the same metric of the noise floor.
+            history: [steps, series], the steps before, the newest last.
+        """
+        numbers: dict[str, Float64] = {}
+        holds = np.ones(values.shape, bool)
+        for name, bound in self.bounds:
+            holds &= COMPARISONS[name](values, bound)
+        if self.non_finite:
+            holds &= ~np.isfinite(values)
+        if self.median_ratio is not None:
+            median = numbers["median"] = _median(history)
+            holds &= values > self.median_ratio * median
+        if self.noise_ratio is not None:
+            numbers["noise_floor"] = noise
+            holds &= values > self.noise_ratio * noise
+        if self.z_over is not None:
+            z = numbers["z_score"] = _z_scores(values, history[-self.z_steps :])
+            holds &= np.abs(z) > self.z_over
+        return Held(holds, numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Which series hold a rule's conditions, and the numbers that they were held against."""
+
+    holds: Bool
+    numbers: Mapping[str, Float64]
+
+
+def _median(history: Float64) -> Float64:
+    """Return the median of each series' finite values, NaN where there are too few."""
+    finite, enough = _finite(history, LEAST_FOR_MEDIAN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of series that are all NaN
+        median = np.nanmedian(finite, axis=0) if len(finite) else np.full(enough.shape, np.nan)
+    return np.where(enough, median, np.nan)
+
+
+def _z_scores(values: Float64, history: Float64) -> Float64:
+    """Return how many standard deviations each value is from the mean of the steps before."""
+    finite, enough = _finite(history, LEAST_FOR_Z)
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if not len(finite):
+            return np.full(values.shape, np.nan)
+        off = values - np.nanmean(finite, axis=0)
+        std = np.nanstd(finite, axis=0, ddof=1)
+        # A metric that never moved: whatever it does now is infinitely far off. Rounding of the
+        # mean is no move.
+        still = np.nanmax(finite, axis=0) == np.nanmin(finite, axis=0)
+        moved = values != finite[-1]
+        score = np.where(still, np.where(moved, np.copysign(np.inf, off), 0.0), off / std)
+    return np.where(enough & np.isfinite(values), score, np.nan)
+
+
+def _finite(history: Float64, least: int) -> tuple[Float64, Bool]:
+    finite = np.where(np.isfinite(history), history, np.nan)
+    return finite, np.isfinite(finite).sum(axis=0) >= least

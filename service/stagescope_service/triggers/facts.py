@@ -1,0 +1,147 @@
+"""What rules may look at of one step, read from the catalogue: the same now as in a dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from stagescope.errors import InvalidInput
+from stagescope_service.statistics.part import PartRecord
+from stagescope_service.statistics.whole import MISMATCH_PAIRS, NOISE_PAIR, Whole, assemble
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.triggers import names
+from stagescope_service.triggers.rules import Rule
+
+Row = dict[str, Any]
+RankStage = tuple[str, str, int]
+"""(stage, role, rank)."""
+
+_ALL: Final = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What the rules in force ask for beside the step's whole; what none asks is not read."""
+
+    noise: bool = False
+    stages: frozenset[str] | None = frozenset()
+    """Stages whose own statistics are looked at; None for every stage."""
+    seconds: bool = False
+
+    @classmethod
+    def of(cls, rules: Iterable[Rule]) -> Needs:
+        """Return what these rules need."""
+        rules = list(rules)
+        measured = [rule for rule in rules if not rule.of_stages]
+        named = frozenset(rule.stage for rule in measured if rule.stage is not None)
+        every = any(rule.by == "stage" and rule.stage is None for rule in measured)
+        return cls(
+            noise=any(rule.when.noise_ratio is not None for rule in measured),
+            stages=None if every else named,
+            seconds=any(rule.metric == names.STAGE_SECONDS for rule in rules),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a closed step.
+
+    Attributes:
+        attempt: The attempt's number in its run.
+        wholes: Stage -> its statistics; None is the step's own whole.
+        noise: The same of the noise floor.
+        missing: Who did not end a stage: rows {"role", "rank", "stage", "status"}.
+        seconds: (stage, role, rank) -> how long that rank was in that stage.
+    """
+
+    run: str
+    attempt_id: int
+    attempt: int
+    step: int
+    closed_wall: float
+    wholes: Mapping[str | None, Whole]
+    noise: Mapping[str | None, Whole]
+    missing: Sequence[Row]
+    seconds: Mapping[RankStage, float]
+
+
+def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts | None:
+    """Read a step of an attempt (a row of `Catalogue.attempts`); None where it is not closed."""
+    attempt_id = int(attempt["attempt_id"])
+    row = catalogue.step(attempt_id, number)
+    if row is None or row["closed_wall"] is None:
+        return None
+    wholes: dict[str | None, Whole] = {}
+    noise: dict[str | None, Whole] = {}
+    if row["whole"] is not None:
+        whole = wholes[None] = Whole.from_bytes(row["whole"])
+        wholes[whole.stage] = whole
+        _add_stages(catalogue, attempt_id, number, needs, wholes)
+        if needs.noise:
+            _add_noise(catalogue, attempt_id, number, wholes, noise)
+    return Facts(
+        run=str(attempt["run"]),
+        attempt_id=attempt_id,
+        attempt=int(attempt["number"]),
+        step=number,
+        closed_wall=float(row["closed_wall"]),
+        wholes=wholes,
+        noise=noise,
+        missing=list(row["missing"] or ()),
+        seconds=_seconds(catalogue, attempt_id, number) if needs.seconds else {},
+    )
+
+
+def _add_stages(
+    catalogue: Catalogue,
+    attempt_id: int,
+    step: int,
+    needs: Needs,
+    wholes: dict[str | None, Whole],
+) -> None:
+    """Add the statistics of stages other than that of the whole, where a rule looks at them."""
+    if needs.stages is not None and needs.stages <= wholes.keys():
+        return
+    parts = _parts(catalogue, attempt_id, step)
+    there = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
+    wanted = there if needs.stages is None else there & needs.stages
+    for stage in sorted(wanted - wholes.keys()):
+        wholes[stage] = assemble(parts, stage=stage)
+
+
+def _add_noise(
+    catalogue: Catalogue,
+    attempt_id: int,
+    step: int,
+    wholes: Mapping[str | None, Whole],
+    noise: dict[str | None, Whole],
+) -> None:
+    parts = _parts(catalogue, attempt_id, step, pair=pair_name(NOISE_PAIR))
+    for stage, whole in wholes.items():
+        try:
+            noise[stage] = assemble(parts, stage=whole.stage, pairs=[NOISE_PAIR])
+        except InvalidInput:  # noqa: PERF203 - no rank handed over recomputed_log_probs there
+            continue
+
+
+def _parts(
+    catalogue: Catalogue, attempt_id: int, step: int, pair: str | None = None
+) -> list[PartRecord]:
+    rows = catalogue.summaries(attempt_id, step, pair=pair)
+    if not rows:
+        return []
+    replaced = catalogue.stages(attempt_id, step, superseded=True, limit=_ALL)
+    return part_records(rows, catalogue.processes(attempt_id), replaced)
+
+
+def _seconds(catalogue: Catalogue, attempt_id: int, step: int) -> dict[RankStage, float]:
+    """Return how long each rank was in each stage: the sum of its parts."""
+    found: dict[RankStage, float] = defaultdict(float)
+    for row in catalogue.stages(attempt_id, step, limit=_ALL):
+        if row["begin_mono"] is not None and row["end_mono"] is not None:
+            place = (row["stage"], row["role"], row["rank"])
+            found[place] += max(row["end_mono"] - row["begin_mono"], 0.0)
+    return dict(found)

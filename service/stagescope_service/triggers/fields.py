@@ -1,0 +1,68 @@
+"""Reading the fields of a rule; an error names the field and what it may hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stagescope.errors import InvalidPlan
+
+
+def wrong(field: str, value: object, expected: str) -> InvalidPlan:
+    """Return the error of a field that holds something else than what is expected."""
+    # Of what may hold other fields only its kind is told: a webhook in it has secrets.
+    shown = f"a {type(value).__name__}" if isinstance(value, Mapping | list) else repr(value)
+    return InvalidPlan(f"{field} is {shown:.200}", expected=expected)
+
+
+def mapping(value: Any, field: str, known: Collection[str], expected: str) -> dict[str, Any]:
+    """Read a mapping with fields of these names.
+
+    Raises:
+        InvalidPlan: something else, or an unknown field.
+    """
+    expected = expected or ", ".join(sorted(known))
+    if not isinstance(value, Mapping):
+        raise wrong(field, value, expected)
+    unknown = [str(name) for name in value if name not in known]
+    if unknown:
+        raise InvalidPlan(f"{field} has no field {', '.join(unknown)!r:.200}", expected=expected)
+    return dict(value)
+
+
+def number(value: Any, field: str) -> float:
+    """Read a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise wrong(field, value, "a finite number")
+    return float(value)
+
+
+def ratio(value: Any, field: str) -> float | None:
+    """Read a number over 0, or None."""
+    if value is None:
+        return None
+    if number(value, field) <= 0.0:
+        raise wrong(field, value, "a number over 0")
+    return float(value)
+
+
+def count(value: Any, field: str, least: int, most: int) -> int:
+    """Read an integer in a range."""
+    if type(value) is not int or not least <= value <= most:
+        raise wrong(field, value, f"an integer from {least} to {most}")
+    return value
+
+
+def flag(value: Any, field: str) -> bool:
+    """Read true or false."""
+    if not isinstance(value, bool):
+        raise wrong(field, value, "true or false")
+    return value
+
+
+def text(value: Any, field: str, most: int = 1000) -> str:
+    """Read a text that is not empty."""
+    if not isinstance(value, str) or not value.strip() or len(value) > most:
+        raise wrong(field, value, f"a text of 1 to {most} characters")
+    return " ".join(value.split())

@@ -1,0 +1,118 @@
+"""The names that a rule's metric may have, and what is closest to one that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import re
+from typing import Final
+
+import numpy as np
+
+from stagescope.errors import InvalidPlan
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.histogram import Histogram
+from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.mismatch import publish, publish_cell
+from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens
+from stagescope_service.statistics.whole import MISMATCH_PAIRS
+
+MISSING_RANKS: Final = "missing_ranks"
+STAGE_SECONDS: Final = "stage_seconds"
+OF_STAGES: Final = {
+    MISSING_RANKS: "expected ranks that did not end a stage of the step, by stage",
+    STAGE_SECONDS: "seconds that the slowest rank was in a stage of the step, by stage",
+}
+"""Metrics that no summary publishes: they come from the stage events."""
+
+_ROUND: Final = re.compile(r"^per_round/round_\d+_")
+_NAMED: Final = 5
+
+
+@functools.cache
+def of_whole() -> frozenset[str]:
+    """Return the names that the whole of a step may publish; rounds as `round_0`."""
+    weights = [
+        Settings(),
+        *(
+            Settings(rollout_is=kind, rollout_is_threshold=bound, rollout_is_batch_normalize=True)
+            for kind in ("token", "sequence")
+            for bound in (2.0, "0.5_2")
+        ),
+    ]
+    return frozenset(
+        name
+        for pair in MISMATCH_PAIRS
+        for settings in weights
+        for name in publish(_empty(pair, settings))
+    ) | {"per_round/max_diff_value"}
+
+
+@functools.cache
+def of_cell() -> frozenset[str]:
+    """Return the names that a round, a rank or a staleness may publish."""
+    nothing = Cell(np.zeros(cells.WIDTH))
+    return frozenset(name for pair in MISMATCH_PAIRS for name in publish_cell(nothing, pair))
+
+
+def check_metric(metric: str, by: str, field: str) -> None:
+    """Check that a metric (a name, or a pattern with `*`) can be asked for.
+
+    Raises:
+        InvalidPlan: no such metric, with the names that are close.
+    """
+    known = {*(of_cell() if by in ("round", "rank") else of_whole()), *OF_STAGES}
+    if is_pattern(metric):
+        found = bool(fnmatch.filter(known, metric))
+    else:
+        found = _ROUND.sub("per_round/round_0_", metric) in known
+    if found:
+        return
+    close = difflib.get_close_matches(metric, known, n=_NAMED, cutoff=0.5) or sorted(
+        name for name in known if name.partition("/")[0] == metric.partition("/")[0]
+    )
+    where = f" by {by}" if metric in of_whole() else ""
+    raise InvalidPlan(
+        f"{field}: there is no metric {metric!r:.100}{where}",
+        expected=f"one of {', '.join(close[:_NAMED])}" if close else "a published metric's name",
+        advice="statistics/mismatch.py lists every name with its formula",
+    )
+
+
+def is_pattern(metric: str) -> bool:
+    """Return whether a metric stands for every name that it matches."""
+    return "*" in metric or "?" in metric
+
+
+def _empty(pair: tuple[str, str], settings: Settings) -> Summary:
+    """Return the summary of one round in which no token counts: it publishes every name."""
+    none = np.empty(0, np.int64)
+    slices = Slices(np.zeros(1, np.int64), np.stack([cells.merge(cells.empty(0))]))
+    nothing = Slices(none, cells.empty(0))
+    tokens = Tokens(none, none, none, none, none, np.empty(0), np.empty(0))
+    return Summary(
+        pair=pair,
+        settings=settings,
+        dtypes={},
+        rounds=slices,
+        turns=nothing,
+        staleness=nothing,
+        histogram=Histogram.merge([]),
+        worst=tokens,
+        non_finite=tokens,
+        sequences=Sequences(
+            samples=(),
+            source=none,
+            row=none,
+            placed=np.empty((0, 2), bool),
+            values=np.empty((0, len(ROW))),
+            cover=np.empty((0, 3), np.int64),
+        ),
+        sources=(),
+        empty_samples=(),
+        unnamed_empty=0,
+        versions=(),
+    )

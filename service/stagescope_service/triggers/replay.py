@@ -1,0 +1,82 @@
+"""A dry run: which steps of a stored run would have fired which rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from stagescope_service.store.base import Row
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.triggers.evidence import Evidence, explain
+from stagescope_service.triggers.facts import Facts, Needs, read
+from stagescope_service.triggers.rules import Rule, Rules
+from stagescope_service.triggers.series import Publisher, Values
+from stagescope_service.triggers.watch import At, Firing, Watch
+
+
+@dataclasses.dataclass(frozen=True)
+class Fired:
+    """A firing with what it says."""
+
+    rule: Rule
+    firing: Firing
+    facts: Facts
+    evidence: Evidence
+
+
+class Reader:
+    """Reads steps of one run from the catalogue, and what rules see in them."""
+
+    def __init__(self, catalogue: Catalogue, run: str, rules: Rules) -> None:
+        self._catalogue = catalogue
+        self._run = run
+        self._rules = {rule.name: rule for rule in rules.rules}
+        self._needs = Needs.of(rules.rules)
+        self._attempts: dict[int, Row] = {}
+
+    def steps(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield (attempt id, step) of the newest closed steps of the run, in its order."""
+        rows = self._catalogue.steps(run=self._run, limit=most)
+        closed = [row for row in rows if row["closed_wall"] is not None]
+        for row in sorted(closed, key=lambda row: (row["attempt"], row["step"])):
+            yield int(row["attempt_id"]), int(row["step"])
+
+    def facts(self, attempt_id: int, step: int) -> Facts | None:
+        """Return what is known of a step; None where it is not closed, or of another run."""
+        if attempt_id not in self._attempts:
+            row = self._catalogue.attempt(attempt_id)
+            if row is None or row["run"] != self._run:
+                return None
+            self._attempts[attempt_id] = row
+        return read(self._catalogue, self._attempts[attempt_id], step, self._needs)
+
+    def values(self, facts: Facts) -> dict[str, Values]:
+        """Return what each rule sees in a step."""
+        publisher = Publisher(facts)
+        return {name: publisher.values(rule) for name, rule in self._rules.items()}
+
+    def explain(self, firing: Firing, facts: Facts) -> Fired:
+        """Put a firing into words and numbers."""
+        rule = self._rules[firing.rule]
+        processes = self._catalogue.processes(facts.attempt_id)
+        return Fired(rule, firing, facts, explain(rule, firing, facts, processes))
+
+
+def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[list[Fired], int]:
+    """Hold rules against the newest `most` closed steps of a run, as they were formed in order.
+
+    Returns what would have fired, in order, and how many steps were looked at.
+    """
+    reader = Reader(catalogue, run, rules)
+    watch = Watch(rules.rules)
+    fired: list[Fired] = []
+    looked = 0
+    for attempt_id, step in reader.steps(most):
+        facts = reader.facts(attempt_id, step)
+        if facts is None:
+            continue
+        looked += 1
+        at = At(facts.attempt, step)
+        changes = watch.take(at, facts.closed_wall, reader.values(facts))
+        fired += [reader.explain(firing, facts) for firing in changes.fired]
+    return fired, looked

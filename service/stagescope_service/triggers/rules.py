@@ -1,0 +1,208 @@
+"""Rules as data: parsed from YAML or JSON into dataclasses, never evaluated as code."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any, Final, Literal, TypeAlias, cast
+
+import yaml
+
+from stagescope.errors import InvalidPlan
+from stagescope_service.triggers import fields, names
+from stagescope_service.triggers.actions import Actions
+from stagescope_service.triggers.budget import Budget, parse_permissions
+from stagescope_service.triggers.conditions import HISTORY, When
+
+By: TypeAlias = Literal["whole", "round", "rank", "stage"]
+
+BY: Final = ("whole", "round", "rank", "stage")
+MOST_RULES: Final = 200
+MOST_BYTES: Final = 256 * 1024
+DEFAULT_COOLDOWN: Final = 10
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_RULE_FIELDS: Final = (
+    "name", "metric", "by", "stage", "staleness", "when", "for", "cooldown", "actions",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule on a metric.
+
+    Attributes:
+        name: Names it in findings; unique in a document.
+        metric: A published name, or a pattern: each name that matches is a series of its own.
+        by: Whether a value is the whole step's, or one of each round, rank or stage.
+        stage: Only of this stage; None for the stage of the step's whole (or every stage).
+        staleness: Look only at tokens of this staleness (0: sampled by the trainer's own version).
+        when: The conditions.
+        consecutive: Of how many measured steps in a row they must hold (`for`).
+        cooldown: It fires at most once in so many steps of the run.
+        actions: What follows.
+    """
+
+    name: str
+    metric: str
+    when: When
+    actions: Actions
+    by: By = "whole"
+    stage: str | None = None
+    staleness: int | None = None
+    consecutive: int = 1
+    cooldown: int = DEFAULT_COOLDOWN
+
+    @classmethod
+    def parse(cls, value: Any, field: str) -> Rule:
+        """Read a rule.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        given = fields.mapping(value, field, _RULE_FIELDS, "")
+        name = fields.text(given.get("name"), f"{field}.name", 100)
+        if not _NAME.fullmatch(name):
+            raise fields.wrong(f"{field}.name", name, "letters, digits and . _ -")
+        by = given.get("by", "whole")
+        if by not in BY:
+            raise fields.wrong(f"{field}.by", by, f"one of {', '.join(BY)}")
+        metric = fields.text(given.get("metric"), f"{field}.metric", 200)
+        names.check_metric(metric, by, f"{field}.metric")
+        stage, age = given.get("stage"), given.get("staleness")
+        if age is not None and by != "whole":
+            raise fields.wrong(f"{field}.staleness", age, "only with by: whole")
+        return cls(
+            name=name,
+            metric=metric,
+            by=cast(By, by),
+            stage=None if stage is None else fields.text(stage, f"{field}.stage", 200),
+            staleness=None if age is None else fields.count(age, f"{field}.staleness", 0, 1 << 30),
+            when=When.parse(given.get("when"), f"{field}.when"),
+            consecutive=fields.count(given.get("for", 1), f"{field}.for", 1, HISTORY),
+            cooldown=fields.count(
+                given.get("cooldown", DEFAULT_COOLDOWN), f"{field}.cooldown", 0, 1_000_000
+            ),
+            actions=Actions.parse(given.get("actions", {"finding": {}}), f"{field}.actions"),
+        )
+
+    def wire(self, *, secrets: bool) -> dict[str, Any]:
+        """Return what `parse` reads; without `secrets` a webhook is shown by its host alone."""
+        return {
+            "name": self.name,
+            "metric": self.metric,
+            "by": self.by,
+            "stage": self.stage,
+            "staleness": self.staleness,
+            "when": self.when.wire(),
+            "for": self.consecutive,
+            "cooldown": self.cooldown,
+            "actions": self.actions.wire(secrets=secrets),
+        }
+
+    @property
+    def of_stages(self) -> bool:
+        """Whether the metric comes from stage events."""
+        return self.metric in names.OF_STAGES
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A document of rules, and which runs may be captured without being asked."""
+
+    rules: tuple[Rule, ...]
+    runs: Mapping[str, Budget] = dataclasses.field(default_factory=dict)
+    """Name or pattern of a run -> its budget; runs that are not named here have none."""
+
+    @classmethod
+    def parse(cls, value: Any) -> Rules:
+        """Read a document.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        given = fields.mapping(value, "triggers", ("rules", "runs"), "rules (a list) and runs")
+        listed = given.get("rules")
+        if not isinstance(listed, Sequence) or isinstance(listed, str):
+            raise fields.wrong("rules", listed, "a list of rules")
+        if len(listed) > MOST_RULES:
+            raise InvalidPlan(f"{len(listed)} rules", expected=f"at most {MOST_RULES}")
+        rules = tuple(Rule.parse(rule, f"rules[{at}]") for at, rule in enumerate(listed))
+        seen: set[str] = set()
+        for rule in rules:
+            if rule.name in seen:
+                raise InvalidPlan(f"two rules are called {rule.name!r}", expected="unique names")
+            seen.add(rule.name)
+        runs = given.get("runs")
+        return cls(rules, parse_permissions({} if runs is None else runs))
+
+    def wire(self, *, secrets: bool = True) -> dict[str, Any]:
+        """Return what `parse` reads; without `secrets` webhooks are shown by their hosts alone."""
+        return {
+            "rules": [rule.wire(secrets=secrets) for rule in self.rules],
+            "runs": {
+                name: {"capture": "auto", "budget": budget.wire()}
+                for name, budget in self.runs.items()
+            },
+        }
+
+    def budget_of(self, run: str, settings: Any = None) -> Budget | None:
+        """Return the budget of a run that may be captured unasked; None: it may not.
+
+        What the document says of the run (by name, else by the first pattern) stands before
+        `settings`, which the run's own processes handed over.
+        """
+        if run in self.runs:
+            return self.runs[run]
+        for pattern, budget in self.runs.items():
+            if fnmatch.fnmatchcase(run, pattern):
+                return budget
+        return Budget.of_settings(settings)
+
+
+def read_yaml(text: str) -> Rules:
+    """Read a document from YAML (JSON is YAML, too).
+
+    Raises:
+        InvalidPlan: no YAML, or not such a document.
+    """
+    if len(text) > MOST_BYTES:
+        raise InvalidPlan(f"{len(text)} characters", expected=f"at most {MOST_BYTES}")
+    try:
+        document = yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        # Without the text round the mistake, which may hold a webhook's secret.
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise InvalidPlan(
+            f"the rules are no YAML: {problem or type(error).__name__}{line}", expected="YAML"
+        ) from None
+    return Rules.parse(document)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases: a few lines of them stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not taken")
+        return super().compose_node(parent, index)
+
+
+# YAML 1.1 takes 1e-3 for a text, since it lacks a point.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def defaults_text() -> str:
+    """Return the rules that ship, as YAML with their comments."""
+    package = resources.files("stagescope_service.triggers")
+    return package.joinpath("defaults.yaml").read_text(encoding="utf-8")
+
+
+def defaults() -> Rules:
+    """Return the rules that ship."""
+    return read_yaml(defaults_text())

@@ -1,0 +1,160 @@
+"""The values of a rule in one step: one of each series that it looks at."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.mismatch import Metrics, publish, publish_cell
+from stagescope_service.statistics.whole import Whole
+from stagescope_service.triggers import names
+from stagescope_service.triggers.facts import Facts
+from stagescope_service.triggers.rules import Rule
+
+Float64 = npt.NDArray[np.float64]
+
+
+class Series(NamedTuple):
+    """What a value is of: a metric, and where it is not the whole step's, of what."""
+
+    metric: str
+    stage: str | None = None
+    role: str | None = None
+    rank: int | None = None
+    round: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """The values of a rule in a step: [n] by series, and those of the noise floor (NaN: none)."""
+
+    series: tuple[Series, ...]
+    values: Float64
+    noise: Float64
+
+    def same_as(self, other: Values) -> bool:
+        """Return whether a step that was formed again says what it said before."""
+        return self.series == other.series and all(
+            np.array_equal(one, two, equal_nan=True)
+            for one, two in ((self.values, other.values), (self.noise, other.noise))
+        )
+
+
+class Publisher:
+    """Publishes each of a step's summaries and cells once, however many rules look at it."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._wholes: dict[int, Metrics] = {}
+        self._cells: dict[tuple[int, int], Metrics] = {}
+
+    def values(self, rule: Rule) -> Values:
+        """Return the values of a rule; none where nothing was measured."""
+        found = dict(self._stages(rule) if rule.of_stages else self._measured(rule))
+        series = tuple(sorted(found, key=lambda one: tuple(map(str, one))))
+        pairs = np.array([found[one] for one in series], np.float64).reshape(-1, 2)
+        return Values(series, pairs[:, 0].copy(), pairs[:, 1].copy())
+
+    # --- from the statistics ------------------------------------------------------------------
+    def _measured(self, rule: Rule) -> Iterator[tuple[Series, tuple[float, float]]]:
+        for stage, whole in self._chosen(rule).items():
+            noise = self.facts.noise.get(stage)
+            for place, published in self._published(rule, whole):
+                floor = None if noise is None else dict(self._published(rule, noise)).get(place)
+                of_stage = whole.stage if rule.by == "stage" else None
+                for metric in _matching(rule.metric, published):
+                    key = Series(metric, of_stage, *place)
+                    # A pattern's names differ by stream, and the noise floor has its own streams.
+                    value = np.nan if floor is None else floor.get(metric, np.nan)
+                    yield key, (published[metric], value)
+
+    def _chosen(self, rule: Rule) -> Mapping[str | None, Whole]:
+        wholes = self.facts.wholes
+        if rule.stage is not None:
+            return {rule.stage: wholes[rule.stage]} if rule.stage in wholes else {}
+        if rule.by == "stage":
+            return {stage: whole for stage, whole in wholes.items() if stage is not None}
+        return {None: wholes[None]} if None in wholes else {}
+
+    def _published(
+        self, rule: Rule, whole: Whole
+    ) -> Iterator[tuple[tuple[str | None, int | None, int | None], Metrics]]:
+        """Yield ((role, rank, round), metrics) of what a rule looks at."""
+        summary = whole.summary
+        if rule.by == "round":
+            for number, cell in summary.rounds.items():
+                if cell.masked:
+                    yield (None, None, number), self._of_cell(whole, number, cell)
+        elif rule.by == "rank":
+            for at, row in enumerate(whole.ranks):
+                if row.cell.masked:
+                    yield (row.role, row.rank, None), self._of_cell(whole, -1 - at, row.cell)
+        elif rule.staleness is None or not summary.staleness.keys.size:
+            if summary.total.masked:
+                yield (None, None, None), self._of_whole(whole)
+        else:
+            yield from self._of_staleness(rule.staleness, whole)
+
+    def _of_staleness(
+        self, age: int, whole: Whole
+    ) -> Iterator[tuple[tuple[None, None, None], Metrics]]:
+        """Yield the numbers of the tokens of one staleness.
+
+        What no cell holds (rounds, sequences) is told only where every token has that staleness.
+        """
+        slices = whole.summary.staleness
+        cell = slices.get(age)
+        if cell is None or not cell.masked:
+            return
+        if all(key == age for key in slices.keys.tolist()):
+            yield (None, None, None), self._of_whole(whole)
+        else:
+            yield (None, None, None), publish_cell(cell, whole.summary.pair)
+
+    def _of_whole(self, whole: Whole) -> Metrics:
+        if id(whole) not in self._wholes:
+            self._wholes[id(whole)] = publish(whole.summary)
+        return self._wholes[id(whole)]
+
+    def _of_cell(self, whole: Whole, number: int, cell: Cell) -> Metrics:
+        key = (id(whole), number)
+        if key not in self._cells:
+            self._cells[key] = publish_cell(cell, whole.summary.pair)
+        return self._cells[key]
+
+    # --- from the stage events ----------------------------------------------------------------
+    def _stages(self, rule: Rule) -> Iterator[tuple[Series, tuple[float, float]]]:
+        if rule.metric == names.MISSING_RANKS:
+            yield from ((key, (count, np.nan)) for key, count in self._missing(rule).items())
+            return
+        slowest: dict[Series, float] = {}
+        for (stage, role, rank), seconds in self.facts.seconds.items():
+            if rule.stage not in (None, stage):
+                continue
+            by_rank = rule.by == "rank"
+            key = Series(rule.metric, stage, role if by_rank else None, rank if by_rank else None)
+            slowest[key] = max(seconds, slowest.get(key, 0.0))
+        yield from ((key, (seconds, np.nan)) for key, seconds in slowest.items())
+
+    def _missing(self, rule: Rule) -> dict[Series, float]:
+        """Return how many ranks are missing: 0 where nobody is, so that a streak ends there."""
+        stages: dict[str, set[tuple[str, int]]] = {}
+        for row in self.facts.missing:
+            if rule.stage in (None, row["stage"]):
+                stages.setdefault(row["stage"], set()).add((row["role"], row["rank"]))
+        if rule.by == "stage" and stages:
+            return {Series(rule.metric, stage): float(len(of)) for stage, of in stages.items()}
+        everybody = set[tuple[str, int]]().union(*stages.values())
+        return {Series(rule.metric, rule.stage): float(len(everybody))}
+
+
+def _matching(metric: str, published: Metrics) -> list[str]:
+    if names.is_pattern(metric):
+        return fnmatch.filter(published, metric)
+    return [metric] if metric in published else []

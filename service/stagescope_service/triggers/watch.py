@@ -1,0 +1,224 @@
+"""The state machine of rules over the steps of one run: which steps fire which rules.
+
+Pure, and a function of the steps alone: whatever the order in which their wholes are formed, and
+however often, the firings that stand in the end are the same (within the last `REACH` steps; a
+step that comes later than so many others is not looked at).
+
+A step is looked at behind the steps that the run continued from: attempt 2, resumed at step 5,
+has steps 4, 3, ... of attempt 1 before its own 5.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stagescope_service.triggers.conditions import HISTORY, Bool, Float64, Held
+from stagescope_service.triggers.rules import Rule
+from stagescope_service.triggers.series import Series, Values
+
+REACH: Final = 64
+"""Newest steps of a run of which a later word (a whole formed late, or again) still counts."""
+_COOLING: Final = 1000
+"""Firings of a rule that are looked through for one that it still cools down from."""
+
+
+class At(NamedTuple):
+    """A step of a run, in the order in which the run went."""
+
+    attempt: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+    """One series that held a rule's conditions: its value, and what it was held against."""
+
+    series: Series
+    value: float
+    numbers: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Firing:
+    """A rule that fired at a step, with what held its conditions there, the worst first."""
+
+    rule: str
+    at: At
+    hits: tuple[Hit, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What a step changed: firings that are new, and those that no longer stand."""
+
+    fired: list[Firing]
+    withdrawn: list[tuple[str, At]]
+
+
+class _Step:
+    """What is remembered of a step."""
+
+    def __init__(self, closed_wall: float, values: Mapping[str, Values]) -> None:
+        self.closed_wall = closed_wall
+        self.values = dict(values)
+        self.held: dict[str, Held] = {}
+
+
+class Watch:
+    """Holds the rules against the steps of one run.
+
+    Args:
+        rules: in force.
+        since: steps that closed before are history: they fire nothing.
+        fired: (rule, step) of firings that stand already.
+    """
+
+    def __init__(
+        self, rules: Iterable[Rule], *, since: float = 0.0, fired: Iterable[tuple[str, At]] = ()
+    ) -> None:
+        self._rules = tuple(rules)
+        self._since = since
+        self._fired: dict[str, list[At]] = {rule.name: [] for rule in self._rules}
+        for name, at in fired:
+            if name in self._fired:
+                bisect.insort(self._fired[name], at)
+        self._steps: dict[At, _Step] = {}
+        self._order: list[At] = []
+
+    def fired(self, rule: str) -> list[At]:
+        """Return the steps at which a rule fired, in order."""
+        return list(self._fired.get(rule, ()))
+
+    def remember(self, at: At, closed_wall: float, values: Mapping[str, Values]) -> None:
+        """Take in a step as history alone; before any `take`."""
+        bisect.insort(self._order, at)
+        self._steps[at] = _Step(closed_wall, values)
+
+    def take(self, at: At, closed_wall: float, values: Mapping[str, Values]) -> Changes:
+        """Take in a step whose whole was formed (again), with the values of each rule."""
+        changes = Changes([], [])
+        known = self._steps.get(at)
+        if known is not None and _same(known.values, values):
+            known.closed_wall = closed_wall
+            if all(rule.name in known.held for rule in self._rules):
+                return changes
+        if known is None:
+            if len(self._order) >= HISTORY + REACH and at < self._order[-REACH]:
+                return changes
+            bisect.insort(self._order, at)
+        self._steps[at] = _Step(closed_wall, values)
+        begin = max(bisect.bisect_left(self._order, at), len(self._order) - REACH)
+        for later in self._order[begin:]:
+            self._judge(later, changes)
+        for old in self._order[: -(HISTORY + REACH)]:
+            del self._steps[old]
+        del self._order[: -(HISTORY + REACH)]
+        return changes
+
+    # --- one step -----------------------------------------------------------------------------
+    def _judge(self, at: At, changes: Changes) -> None:
+        step = self._steps[at]
+        behind = list(self._behind(at))
+        for rule in self._rules:
+            values = step.values[rule.name]
+            held = step.held[rule.name] = self._held(rule, values, behind)
+            streak = self._streak(rule, values, held, behind)
+            fires = bool(streak.any()) and step.closed_wall >= self._since
+            fires = fires and not self._cools_down(rule, at)
+            stood = at in self._fired[rule.name]
+            if fires and not stood:
+                bisect.insort(self._fired[rule.name], at)
+                changes.fired.append(Firing(rule.name, at, _hits(rule, values, held, streak)))
+            elif stood and not fires and step.closed_wall >= self._since:
+                self._fired[rule.name].remove(at)
+                changes.withdrawn.append((rule.name, at))
+
+    def _behind(self, at: At) -> Iterator[At]:
+        """Yield the steps that the run went through before, the nearest first."""
+        reached, left = at.step, HISTORY
+        for index in range(bisect.bisect_left(self._order, at) - 1, -1, -1):
+            earlier = self._order[index]
+            if earlier.step < reached:
+                reached, left = earlier.step, left - 1
+                yield earlier
+                if not left:
+                    return
+
+    def _held(self, rule: Rule, values: Values, behind: list[At]) -> Held:
+        history = np.empty((0, len(values.series)))
+        if rule.when.needs_history and values.series:
+            rows = [self._row(rule, earlier, values.series) for earlier in reversed(behind)]
+            history = np.array([row for row in rows if row is not None], np.float64)
+            history = history.reshape(-1, len(values.series))
+        return rule.when.held(values.values, values.noise, history)
+
+    def _row(self, rule: Rule, at: At, series: tuple[Series, ...]) -> Float64 | None:
+        """Return what these series were in a step, None where it has no value of the rule."""
+        there = self._steps[at].values[rule.name]
+        if not there.series:
+            return None
+        if there.series == series:
+            return there.values
+        known = dict(zip(there.series, there.values.tolist(), strict=True))
+        return np.array([known.get(one, np.nan) for one in series], np.float64)
+
+    def _streak(self, rule: Rule, values: Values, held: Held, behind: list[At]) -> Bool:
+        """Say of each series whether it held in `rule.consecutive` measured steps in a row."""
+        streak, left = held.holds.copy(), rule.consecutive - 1
+        for earlier in behind:
+            if not left or not streak.any():
+                break
+            there = self._steps[earlier].values[rule.name]
+            if not there.series:
+                continue
+            holding = self._held_at(rule, earlier)
+            streak &= np.array([one in holding for one in values.series], bool)
+            left -= 1
+        return streak if not left else np.zeros_like(streak)
+
+    def _held_at(self, rule: Rule, at: At) -> set[Series]:
+        step = self._steps[at]
+        if rule.name not in step.held:  # remembered as history, and not judged before
+            behind = list(self._behind(at))
+            step.held[rule.name] = self._held(rule, step.values[rule.name], behind)
+        there, held = step.values[rule.name], step.held[rule.name]
+        return {one for one, holds in zip(there.series, held.holds, strict=True) if holds}
+
+    def _cools_down(self, rule: Rule, at: At) -> bool:
+        fired = self._fired[rule.name]
+        before = fired[: bisect.bisect_left(fired, at)]
+        return any(
+            0 < at.step - earlier.step < rule.cooldown and self._leads(earlier, at)
+            for earlier in reversed(before[-_COOLING:])
+        )
+
+    def _leads(self, earlier: At, at: At) -> bool:
+        """Return whether a step is one that the run went through before, not of a branch left."""
+        begin, end = bisect.bisect_right(self._order, earlier), bisect.bisect_left(self._order, at)
+        return all(between.step > earlier.step for between in self._order[begin:end])
+
+
+def _same(known: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
+    return known.keys() == values.keys() and all(
+        known[name].same_as(of_rule) for name, of_rule in values.items()
+    )
+
+
+def _hits(rule: Rule, values: Values, held: Held, streak: Bool) -> tuple[Hit, ...]:
+    """Return what fired, the worst first: what is not finite, then by size."""
+    sign = 1.0 if rule.when.looks_low else -1.0
+    found = np.flatnonzero(streak).tolist()
+    sizes = np.where(np.isfinite(values.values), sign * values.values, -np.inf)
+    return tuple(
+        Hit(
+            values.series[at],
+            float(values.values[at]),
+            {name: float(numbers[at]) for name, numbers in held.numbers.items()},
+        )
+        for at in sorted(found, key=lambda at: (sizes[at], at))
+    )

@@ -1,0 +1,183 @@
+"""Rules are data: read, written, refused with the field that is wrong; secrets stay inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stagescope.errors import InvalidPlan
+from stagescope_service.triggers.budget import Budget, Spent
+from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
+
+RULE: dict[str, Any] = {
+    "name": "mean",
+    "metric": "training/rollout_probs_diff_mean",
+    "when": {">": 0.01},
+    "actions": {"finding": {}},
+}
+
+
+def rules_of(**changes: Any) -> Rules:
+    return Rules.parse({"rules": [{**RULE, **changes}]})
+
+
+def test_the_defaults_make_findings_and_pin_and_nothing_else() -> None:
+    found = defaults()
+    assert [rule.name for rule in found.rules] == [
+        "non_finite_log_probs", "worst_round", "probs_diff_mean", "pearson",
+    ]  # fmt: skip
+    for rule in found.rules:
+        assert rule.actions.severity
+        assert rule.actions.pin
+        assert rule.actions.advice
+        assert rule.actions.webhook is rule.actions.capture is None
+        assert rule.staleness == (None if rule.name == "non_finite_log_probs" else 0)
+    assert found.runs == {}
+    assert "verl's own line" in defaults_text()
+
+
+def test_a_document_is_written_as_it_is_read() -> None:
+    text = """
+    rules:
+      - name: slow
+        metric: stage_seconds
+        by: rank
+        stage: actor_update
+        when: {median_ratio: 2.5, z_score: {over: 4, steps: 20}}
+        for: 3
+        cooldown: 0
+        actions:
+          pin: 4
+          webhook: https://user:pass@hooks.example.com/T0/secret?token=hidden
+          capture: {ranks: worst(2), steps: next, level: mix, keep: [responses]}
+      - name: worse than itself
+        metric: logprob_abs_diff/mean
+        by: round
+        when: {noise_ratio: 10, ">=": 1e-3, non_finite: false}
+    runs:
+      "qwen-*": {capture: auto, budget: {captures: 2, bytes: 1000000, share: 0.05}}
+      other: {capture: none}
+    """
+    with pytest.raises(InvalidPlan, match=r"rules\[1\].name"):
+        read_yaml(text)
+    found = read_yaml(text.replace("worse than itself", "worse-than-itself"))
+    assert Rules.parse(found.wire()) == found
+    assert found.rules[0].actions.capture is not None
+    assert found.rules[0].actions.capture.worst == 2
+    assert found.rules[1].actions.severity == "warning"
+    assert found.runs == {"qwen-*": Budget(2, 1_000_000, 0.05)}
+    shown = str(found.wire(secrets=False))
+    assert "hooks.example.com" in shown
+    for secret in ("T0", "pass", "hidden"):
+        assert secret not in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"metric": "training/rollout_prob_diff_mean"}, "one of training/rollout_probs_diff_mean"),
+        ({"metric": "rollout_corr/*nothing"}, r"rules\[0\].metric"),
+        ({"metric": "rollout_corr/chi2_seq", "by": "round"}, "by round"),
+        ({"metric": 3}, r"rules\[0\].metric is 3"),
+        ({"by": "token"}, "whole, round, rank, stage"),
+        ({"by": "round", "metric": "logprob_abs_diff/mean", "staleness": 0}, "staleness"),
+        ({"when": {}}, "median_ratio: k"),
+        ({"when": {"=>": 1}}, r"rules\[0\].when has no field '=>'"),
+        ({"when": {">": "0.1"}}, r"rules\[0\].when.> is '0.1'"),
+        ({"when": {">": float("nan")}}, "a finite number"),
+        ({"when": {">": True}}, "a finite number"),
+        ({"when": {"median_ratio": 0}}, "a number over 0"),
+        ({"when": {"z_score": {"steps": 5}}}, r"z_score"),
+        ({"when": {"z_score": {"over": 3, "steps": 100_000}}}, "from 2 to 256"),
+        ({"when": {"non_finite": False}}, "all of them must hold"),
+        ({"for": 0}, r"rules\[0\].for is 0; expected an integer from 1"),
+        ({"cooldown": -1}, r"rules\[0\].cooldown"),
+        ({"actions": {}}, "at least one of finding, pin, webhook, capture"),
+        ({"actions": {"finding": {"severity": "panic"}}}, "info, warning, error"),
+        ({"actions": {"pin": 1.5}}, r"actions.pin"),
+        ({"actions": {"exec": "rm"}}, r"no field 'exec'"),
+        ({"actions": {"capture": {"ranks": "best(2)"}}}, r"worst\(k\)"),
+        ({"actions": {"capture": {"steps": [5]}}}, "'next'"),
+        ({"condition": "value > 1"}, r"rules\[0\] has no field 'condition'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_field(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidPlan, match=said):
+        rules_of(**changes)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://example.com/SECRET", "file:///SECRET", "http:///SECRET", "SECRET",
+        "https://example.com:99999999/SECRET", "https://exa mple.com/SECRET", ["http://SECRET"],
+        "http://example.com/SECRET\nHost: other",
+    ],
+)  # fmt: skip
+def test_a_webhook_that_cannot_be_called_is_refused_without_being_shown(url: Any) -> None:
+    with pytest.raises(InvalidPlan, match=r"actions.webhook cannot be called") as caught:
+        rules_of(actions={"webhook": url})
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rules: [", "just text", "", "rules: {}", "rules: []\nruns: []", "extra: 1\nrules: []",
+        "rules: []\nruns: {r: {capture: auto}}", "rules: []\nruns: {r: {capture: sometimes}}",
+        "rules: []\nruns: {r: {capture: auto, budget: {captures: 0}}}",
+        "rules: []\nruns: {r: {capture: auto, budget: {captures: 1, share: 5}}}",
+        "rules: &all [*all]", "rules: !!python/object/apply:os.system [ls]", "[" * 5000,
+        " " * 300_000,
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_what_is_no_document_is_refused(text: str) -> None:
+    with pytest.raises(InvalidPlan):
+        read_yaml(text)
+
+
+def test_yaml_that_cannot_be_read_is_told_by_its_line_and_not_by_its_text() -> None:
+    with pytest.raises(InvalidPlan, match="line 2") as caught:
+        read_yaml("rules:\n  - webhook: https://host/SECRET: x")
+    assert "SECRET" not in str(caught.value)
+
+
+def test_two_rules_have_two_names() -> None:
+    with pytest.raises(InvalidPlan, match="two rules are called 'mean'"):
+        Rules.parse({"rules": [RULE, RULE]})
+
+
+def test_a_run_has_a_budget_only_where_somebody_gave_one() -> None:
+    found = Rules.parse(
+        {
+            "rules": [],
+            "runs": {
+                "qwen-*": {"capture": "auto", "budget": {"captures": 1}},
+                "qwen-8b": {"capture": "auto", "budget": {"captures": 3}},
+            },
+        }
+    )
+    assert found.budget_of("qwen-8b") == Budget(3)
+    assert found.budget_of("qwen-0.5b") == Budget(1)
+    assert found.budget_of("other") is None
+    said = {"capture": "auto", "capture_budget": {"captures": 2, "share": 0.1}}
+    assert found.budget_of("other", said) == Budget(2, None, 0.1)
+    for settings in (None, {"capture": "auto"}, {**said, "capture": "on"}, "auto"):
+        assert found.budget_of("other", settings) is None
+
+
+def test_a_budget_says_why_there_is_no_more() -> None:
+    budget = Budget(captures=2, bytes=1000, share=0.1)
+    assert budget.refusal(Spent()) is None
+    assert budget.refusal(Spent(1, 999, 9.9, 100.0)) is None
+    assert budget.bytes_left(Spent(bytes=400)) == 600
+    assert Budget(1).bytes_left(Spent(bytes=400)) is None
+    for spent, why in (
+        (Spent(captures=2), "2 of 2 captures"),
+        (Spent(bytes=1000), "1000 of 1000 bytes"),
+        (Spent(seconds=11.0, run_seconds=100.0), "over the share of 0.1"),
+        (Spent(under_way=("c1",)), "capture c1"),
+    ):
+        assert why in str(budget.refusal(spent))

@@ -1,0 +1,217 @@
+"""Which steps fire: by example, and for any order and repetition of formed wholes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagescope_service.triggers import watch as watching
+from stagescope_service.triggers.rules import Rules
+from stagescope_service.triggers.series import Series, Values
+from stagescope_service.triggers.watch import At, Watch
+
+METRIC = "logprob_abs_diff/mean"
+
+
+def rules_of(*rules: Mapping[str, Any]) -> Rules:
+    found = [
+        {"name": f"rule-{at}", "metric": METRIC, "cooldown": 0, "when": {">": 1}, **rule}
+        for at, rule in enumerate(rules)
+    ]
+    return Rules.parse({"rules": found})
+
+
+def values(*numbers: float) -> Values:
+    """The values of one rule: one a round."""
+    series = tuple(Series(METRIC, round=at) for at in range(len(numbers)))
+    return Values(series, np.array(numbers, np.float64), np.full(len(numbers), math.nan))
+
+
+def train(
+    rules: Rules, steps: Mapping[At, Sequence[float]], order: Sequence[At], **options: Any
+) -> Watch:
+    """Hand wholes over in an order; return the watch."""
+    watch = Watch(rules.rules, **options)
+    for at in order:
+        step = values(*steps[at])
+        watch.take(at, float(at.step), {rule.name: step for rule in rules.rules})
+    return watch
+
+
+def fired(rule: Mapping[str, Any], line: Sequence[float], **options: Any) -> list[int]:
+    """The steps (from 0) of one attempt at which a rule fires."""
+    steps = {At(1, step): [value] for step, value in enumerate(line)}
+    watch = train(rules_of(rule), steps, list(steps), **options)
+    return [at.step for at in watch.fired("rule-0")]
+
+
+def test_a_rule_fires_at_each_step_that_holds() -> None:
+    assert fired({}, [0, 2, 0, 2, 2, math.nan, math.inf]) == [1, 3, 4, 6]
+
+
+def test_for_so_many_steps_in_a_row() -> None:
+    assert fired({"for": 3}, [2, 2, 0, 2, 2, 2, 2, 0, 2, 2]) == [5, 6]
+    assert fired({"for": 2, "when": {"<": 1}}, [2, 0, 0, 2, 0]) == [2]
+
+
+def test_a_row_is_of_one_series() -> None:
+    steps = {At(1, 0): [2.0, 0.0], At(1, 1): [0.0, 2.0], At(1, 2): [0.0, 2.0]}
+    watch = train(rules_of({"for": 2}), steps, list(steps))
+    assert watch.fired("rule-0") == [At(1, 2)]
+
+
+def test_a_step_without_a_number_neither_fires_nor_ends_a_row() -> None:
+    steps: dict[At, list[float]] = {At(1, 0): [2.0], At(1, 1): [], At(1, 2): [2.0]}
+    watch = train(rules_of({"for": 2}), steps, list(steps))
+    assert watch.fired("rule-0") == [At(1, 2)]
+
+
+def test_cooldown() -> None:
+    assert fired({"cooldown": 3}, [2] * 8) == [0, 3, 6]
+    assert fired({"cooldown": 3}, [2, 0, 0, 2, 0, 0, 0, 2, 2]) == [0, 3, 7]
+    assert fired({"cooldown": 1}, [2] * 3) == [0, 1, 2]
+
+
+def test_steps_that_closed_before_the_rules_were_given_are_history_alone() -> None:
+    rule = {"when": {"median_ratio": 2}}
+    assert fired(rule, [1, 1, 1, 3, 1, 3]) == [3, 5]
+    assert fired(rule, [1, 1, 1, 3, 1, 3], since=4.0) == [5]
+
+
+def test_after_a_restart_a_step_is_held_against_those_that_it_continued_from() -> None:
+    rules = rules_of({"when": {"median_ratio": 2}})
+    before = {At(1, step): [1.0 if step < 4 else 100.0] for step in range(8)}
+    resumed = {At(2, 4): [1.0], At(2, 5): [3.0]}
+    steps = {**before, **resumed}
+    # Against all steps before, the median would be 1 at step 4 and 100 were those of the branch
+    # that was left the only ones.
+    watch = train(rules, steps, list(steps))
+    assert At(2, 5) in watch.fired("rule-0")
+    assert At(2, 4) not in watch.fired("rule-0")
+    left = {At(1, step): [100.0] for step in range(3, 9)}
+    start = {At(1, step): [1.0] for step in range(3)}
+    steps = {**start, **left, At(2, 3): [3.0]}
+    assert At(2, 3) in train(rules, steps, list(steps)).fired("rule-0")
+
+
+def test_cooldown_goes_on_over_a_restart_but_not_from_a_branch_that_was_left() -> None:
+    steps = {At(1, 1): [2.0], At(1, 2): [0.0], At(1, 3): [0.0], At(2, 3): [2.0]}
+    assert train(rules_of({"cooldown": 9}), steps, list(steps)).fired("rule-0") == [At(1, 1)]
+    steps = {At(1, 1): [0.0], At(1, 2): [2.0], At(2, 1): [0.0], At(2, 2): [2.0], At(2, 3): [2.0]}
+    watch = train(rules_of({"cooldown": 9}), steps, list(steps))
+    assert watch.fired("rule-0") == [At(1, 2), At(2, 2)]
+
+
+def test_a_whole_that_is_formed_again_fires_once_and_may_take_a_firing_back() -> None:
+    rules = rules_of({})
+    watch = Watch(rules.rules)
+    first = watch.take(At(1, 1), 1.0, {"rule-0": values(0.5, 3.0)})
+    assert [(f.rule, f.at) for f in first.fired] == [("rule-0", At(1, 1))]
+    assert [hit.series.round for hit in first.fired[0].hits] == [1]
+    for again in (values(0.5, 3.0), values(2.5, 3.0), values(math.nan, 4.0)):
+        changes = watch.take(At(1, 1), 1.0, {"rule-0": again})
+        assert not changes.fired
+        assert not changes.withdrawn
+    assert watch.take(At(1, 1), 1.0, {"rule-0": values(0.5)}).withdrawn == [("rule-0", At(1, 1))]
+    assert watch.fired("rule-0") == []
+
+
+def test_the_worst_comes_first() -> None:
+    rules = rules_of({"when": {"non_finite": True}}, {"when": {"<": 5}}, {})
+    watch = Watch(rules.rules)
+    step = values(2.0, 3.0, -1.0, math.inf)
+    changes = watch.take(At(1, 1), 1.0, {rule.name: step for rule in rules.rules})
+    rounds = {f.rule: [hit.series.round for hit in f.hits] for f in changes.fired}
+    assert rounds == {"rule-0": [3], "rule-1": [2, 0, 1], "rule-2": [3, 1, 0]}
+
+
+def test_a_new_watch_that_knows_what_fired_goes_on() -> None:
+    rules = rules_of({"cooldown": 4, "for": 2, "when": {"median_ratio": 2}})
+    line = [1, 1, 1, 1, 3, 3, 3, 1, 1, 3, 3, 3, 1, 3, 3]
+    steps = {At(1, step): [float(value)] for step, value in enumerate(line)}
+    whole = train(rules, steps, list(steps))
+    for cut in range(1, len(line)):
+        first = train(rules, steps, list(steps)[:cut])
+        again = Watch(rules.rules, fired=[("rule-0", at) for at in first.fired("rule-0")])
+        for at in list(steps)[:cut]:
+            again.remember(at, float(at.step), {"rule-0": values(*steps[at])})
+        for at in list(steps)[cut:]:
+            again.take(at, float(at.step), {"rule-0": values(*steps[at])})
+        assert again.fired("rule-0") == whole.fired("rule-0")
+
+
+RULES = st.fixed_dictionaries(
+    {
+        "for": st.integers(1, 3),
+        "cooldown": st.integers(0, 5),
+        "when": st.sampled_from(
+            [{">": 1}, {"<": 0.5}, {"median_ratio": 2}, {">": 0.5, "median_ratio": 1.5},
+             {"z_score": {"over": 2, "steps": 6}}, {"non_finite": True}]
+        ),
+    }
+)  # fmt: skip
+VALUES = st.sampled_from([0.0, 0.4, 0.6, 1.0, 1.1, 2.0, 5.0, math.nan, math.inf])
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[At, list[float]]:
+    steps: dict[At, list[float]] = {}
+    first = 1
+    for attempt in range(1, draw(st.integers(1, 3)) + 1):
+        last = first + draw(st.integers(0, 9))
+        for step in range(first, last + 1):
+            steps[At(attempt, step)] = draw(st.lists(VALUES, max_size=3))
+        first = draw(st.integers(1, last + 1))
+    return steps
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(RULES, min_size=1, max_size=3), runs(), st.data())
+def test_no_order_and_no_repetition_changes_what_fired(
+    given_rules: list[dict[str, Any]], steps: dict[At, list[float]], data: st.DataObject
+) -> None:
+    rules = rules_of(*given_rules)
+    in_order = train(rules, steps, list(steps))
+    shuffled = [*data.draw(st.permutations(list(steps)))]
+    repeated = shuffled + data.draw(st.lists(st.sampled_from(shuffled), max_size=10))
+    watch = Watch(rules.rules)
+    standing: set[tuple[str, At]] = set()
+    for at in repeated:
+        step = values(*steps[at])
+        changes = watch.take(at, float(at.step), {rule.name: step for rule in rules.rules})
+        for firing in changes.fired:
+            assert (firing.rule, firing.at) not in standing
+            standing.add((firing.rule, firing.at))
+            assert firing.hits
+        standing -= set(changes.withdrawn)
+    for rule in rules.rules:
+        assert watch.fired(rule.name) == in_order.fired(rule.name)
+        assert {at for name, at in standing if name == rule.name} == set(watch.fired(rule.name))
+
+
+@settings(max_examples=100, deadline=None)
+@given(RULES, runs())
+def test_firings_of_an_attempt_keep_the_cooldown(
+    rule: dict[str, Any], steps: dict[At, list[float]]
+) -> None:
+    found = train(rules_of(rule), steps, list(steps)).fired("rule-0")
+    for attempt in {at.attempt for at in found}:
+        own = [at.step for at in found if at.attempt == attempt]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(own)]
+        assert all(gap >= rule["cooldown"] for gap in gaps)
+
+
+def test_what_is_remembered_is_bounded_and_a_very_late_step_is_let_go() -> None:
+    count = watching.HISTORY + watching.REACH + 50
+    steps = {At(1, step): [1.0] for step in range(1, count)}
+    watch = train(rules_of({}), steps, list(steps))
+    assert len(watch._steps) == watching.HISTORY + watching.REACH
+    assert not watch.take(At(1, 0), 0.0, {"rule-0": values(9.0)}).fired
+    late = At(1, count - watching.REACH + 1)
+    assert watch.take(late, 0.0, {"rule-0": values(9.0)}).fired
