@@ -33,7 +33,8 @@ SCHEMA: Final = 1
 # --- kinds of events, with the fields of each -----------------------------------------------
 HELLO: Final = "hello"
 """world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
-resumed_from_step, pid. Unknown is absent."""
+resumed_from_step, pid, watchdog (path of the file that `stagescope.stacks` describes). Unknown is
+absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
@@ -52,10 +53,14 @@ DROPPED: Final = "dropped"
 REFUSED: Final = "refused"
 """A call with bad input in the training process: what, message, work fields."""
 DUMP: Final = "dump"
-"""work fields, capture_id, path, state 'armed' | 'complete' | 'truncated' | 'failed' | 'missed' |
-'skipped', bytes, files, seconds, error, task, level, overrides [str], estimate {...}."""
+"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' | 'failed' |
+'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str], estimate {...}."""
+STACKS: Final = "stacks"
+"""work fields of the stage that the training thread is in, request_id (`Sender.incarnation` and it
+name the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
+truncated."""
 
-KINDS: Final = frozenset({HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP})
+KINDS: Final = frozenset({HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP, STACKS})
 
 PART_FIELDS: Final = ("occurrence", "epoch", "minibatch", "microbatch")
 WORK_FIELDS: Final = ("step", "policy_version", "stage", *PART_FIELDS)

@@ -28,6 +28,7 @@ class FakeCoordinator:
         self.name = name
         self.mode = "serve"
         self.plan: dict[str, Any] = {"revision": 0, "captures": []}
+        self.requests: list[dict[str, Any]] = []
         self.batches: list[list[Event]] = []
         self.events: dict[tuple[str, int], Event] = {}
         self.payloads: dict[tuple[str, int], Any] = {}
@@ -84,6 +85,12 @@ class FakeCoordinator:
             self.plan = {"revision": self.plan["revision"] + 1, "captures": list(captures)}
         self.tick()
 
+    def ask(self, *requests: dict[str, Any]) -> None:
+        """Have the next poll's answer carry requests, and every later one until it is answered."""
+        with self._lock:
+            self.requests = list(requests)
+        self.tick()
+
     def tick(self) -> None:
         """Answer the polls that have something to say, or have waited long enough."""
         with self._lock:
@@ -91,9 +98,15 @@ class FakeCoordinator:
             for poll in waiting:
                 revision, unreceipted, until, future = poll
                 settled = {seq: self.receipts[seq] for seq in unreceipted if seq in self.receipts}
-                if settled or revision != self.plan["revision"] or time.monotonic() >= until:
+                if (
+                    settled
+                    or self.requests
+                    or revision != self.plan["revision"]
+                    or time.monotonic() >= until
+                ):
                     plan = self.plan if revision != self.plan["revision"] else None
-                    future.set_result(self._answer() | {"plan": plan, "receipts": settled})
+                    said = {"plan": plan, "receipts": settled, "requests": self.requests}
+                    future.set_result(self._answer() | said)
                 else:
                     self._polls.append(poll)
 

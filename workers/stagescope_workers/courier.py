@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from stagescope.errors import StagescopeError
@@ -58,6 +58,8 @@ class Courier:
         prepare: Callable[[], None],
         plan: PlanHolder,
         pool: PinnedPool,
+        asked: Callable[[Sequence[Mapping[str, Any]]], None],
+        alive: Callable[[], None],
     ) -> None:
         """Make a courier; `start` begins its thread.
 
@@ -68,6 +70,8 @@ class Courier:
             prepare: called once, in the thread, before anything else.
             plan: told every new plan.
             pool: device copies to finish.
+            asked: told what the service asks for in a poll's answer.
+            alive: called at least every few seconds, once a service was reached.
         """
         self._outbox = outbox
         self._connect = connect
@@ -75,6 +79,8 @@ class Courier:
         self._prepare = prepare
         self._plan = plan
         self._pool = pool
+        self._asked_for = asked
+        self._alive = alive
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
@@ -161,6 +167,8 @@ class Courier:
             self._prepared = True
             self._prepare()
         self._pool.settle()
+        if self.answers:
+            self._alive()
         if self._link is None and not self._join():
             return
         self._collect()
@@ -305,6 +313,8 @@ class Courier:
         self._polls.until = time.monotonic() + _LEAST_BETWEEN_POLLS
         if answer.get("plan") is not None:
             self._plan.apply(answer["plan"])
+        if answer.get("requests"):
+            self._asked_for(answer["requests"])
         seconds = answer.get("poll_seconds")
         if isinstance(seconds, int | float) and 0 < seconds <= 600:
             self._poll_seconds = float(seconds)

@@ -50,6 +50,7 @@ def init(
     max_pending_events: int = DEFAULT_MAX_EVENTS,
     max_pinned_bytes: int = DEFAULT_PINNED_BYTES,
     device_events: bool = False,
+    watchdog: float | None = None,
     namespace: str = NAMESPACE,
 ) -> Probe:
     """Return this process's probe at once, whether or not a service runs.
@@ -80,6 +81,9 @@ def init(
         max_pending_events: events that may wait; see `outbox` for what goes when it is full.
         max_pinned_bytes: pinned host memory for tensors on their way from a device.
         device_events: measure stages with device events too.
+        watchdog: seconds after which a process that stands still (a call holds the interpreter
+            lock) writes its stacks; 0 is off; else the variable STAGESCOPE_WATCHDOG, else 30. It
+            uses the process's one `faulthandler.dump_traceback_later`: see `watchdog`.
         namespace: of the coordinator, in Ray.
 
     Raises:

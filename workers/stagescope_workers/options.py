@@ -7,13 +7,16 @@ import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from stagescope.errors import InvalidInput
 from stagescope.schema import check_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.link import NAMESPACE
 from stagescope_workers.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
+from stagescope_workers.watchdog import DEFAULT_SECONDS
+
+_YEAR: Final = 365 * 86400.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class ProbeOptions:
     max_pending_events: int = DEFAULT_MAX_EVENTS
     max_pinned_bytes: int = DEFAULT_PINNED_BYTES
     device_events: bool = False
+    watchdog: float = DEFAULT_SECONDS
     namespace: str = NAMESPACE
 
 
@@ -55,6 +59,7 @@ def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
         "attempt_key": "STAGESCOPE_ATTEMPT",
         "data_root": "STAGESCOPE_DATA_DIR",
         "token": "STAGESCOPE_TOKEN",
+        "watchdog": "STAGESCOPE_WATCHDOG",
     }
     for name, variable in stand_ins.items():
         if options.get(name) is None:
@@ -69,9 +74,20 @@ def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
         raise InvalidInput(
             f"role {role!r} and rank {rank!r}", expected="a role's name and a rank from 0"
         )
+    options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
     for name in ("layout", "settings"):
         options[name] = dict(options.get(name) or {})
     return ProbeOptions(**options)
+
+
+def _seconds(name: str, value: object, default: float) -> float:
+    try:
+        seconds = default if value is None else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < _YEAR:
+        raise InvalidInput(f"{name} is {value!r:.100}", expected="seconds; 0 switches it off")
+    return seconds
 
 
 def _is_digits(value: object) -> bool:

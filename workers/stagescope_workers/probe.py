@@ -26,6 +26,7 @@ from stagescope.schema import (
     Work,
 )
 from stagescope_workers import identity
+from stagescope_workers.capture import reckoning
 from stagescope_workers.clock import Clock
 from stagescope_workers.courier import Courier
 from stagescope_workers.decorator import as_stage
@@ -36,6 +37,7 @@ from stagescope_workers.options import ProbeOptions, index
 from stagescope_workers.outbox import Entry, Outbox
 from stagescope_workers.plan import PlanWatch, read_plan
 from stagescope_workers.stage import Stage, log_scalars
+from stagescope_workers.standing import Standing
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -69,6 +71,7 @@ class Probe:
             max_events=options.max_pending_events,
             on_put=self._wake,
         )
+        self.standing = Standing(self.outbox, watchdog_seconds=options.watchdog)
         self._options = options
         self._place: RayPlace | None = None
         self._attempt_key = options.attempt_key
@@ -81,6 +84,7 @@ class Probe:
         self._courier: Courier | None = None
         self._arrived = False
         self._hello: Entry = self.outbox.put(HELLO, {})
+        self._models = reckoning.Models()
         self.plan = self._watch([])
 
     def start(self) -> None:
@@ -100,6 +104,8 @@ class Probe:
             prepare=self._say_hello,
             plan=self.plan,
             pool=self.pool,
+            asked=self.standing.answer,
+            alive=self.standing.feed,
         )
         self._courier.start()
 
@@ -144,6 +150,8 @@ class Probe:
         """
         work: Work | None = None
         with self.guard("stage", None):
+            if model is not None:
+                self._models.note(name, model)
             if not self.is_inert:
                 work = self._work(name, step, policy_version, part)
         return Stage(self, work, model)
@@ -207,6 +215,7 @@ class Probe:
         self.is_inert = True
         courier.wait_until(self._is_over, max(0.0, timeout))
         courier.stop()
+        self.standing.close()
         self._arrived = self.outbox.is_empty
         if not self._arrived:
             _log.warning(
@@ -359,6 +368,7 @@ class Probe:
         if link is not None:
             self._locate()
             node = None if self._place is None else self._place.node_id
+            self._hello.fields["watchdog"] = self.standing.watch()
             self._hello.fields["layout"] = plain(identity.detect_layout(options.layout, node=node))
         return link
 
@@ -387,6 +397,7 @@ class Probe:
             "settings": plain(options.settings),
             "resumed_from_step": options.resumed_from_step,
             "pid": os.getpid(),
+            "captures": False if options.captures is False else None,
         }
         self._hello.fields.update({k: v for k, v in said.items() if v is not None})
 
@@ -406,6 +417,7 @@ class Probe:
             local=local,
             is_carried_out=self._options.captures is not False,
             on_missed=self._report_missed,
+            on_asked=self._report_estimate,
         )
 
     def _report_missed(self, capture: Mapping[str, Any], step: int, stage: str) -> None:
@@ -413,3 +425,16 @@ class Probe:
         error = "the capture arrived after this stage had begun here"
         fields |= {"capture_id": capture["capture_id"], "state": "missed", "error": error}
         self.outbox.put(DUMP, fields)
+
+    def _report_estimate(self, capture: Mapping[str, Any]) -> None:
+        """Say what an order would take here; in the background thread."""
+        try:
+            said = reckoning.reckon(capture, self._models, self.plan.data_dir)
+            error = None
+        except Exception as failure:  # the order may be what cannot be carried out
+            said = [(str(capture["stages"][0]), {"basis": "unknown"})]
+            error = f"{type(failure).__name__}: {failure}"[:2000]
+        for stage, estimate in said:
+            fields = Work(None, None, stage).fields()
+            fields |= {"capture_id": capture["capture_id"], "state": "estimated"}
+            self.outbox.put(DUMP, {**fields, "estimate": estimate, "error": error})

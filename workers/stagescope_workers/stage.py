@@ -75,6 +75,7 @@ class Stage:
             fields["device_time"] = self._timer is not None
             entry = probe.outbox.put(BEGIN, fields)
             self._begun, self._begin_seq = (entry.wall, entry.mono), entry.seq
+            probe.standing.enter(entry.seq, work)
         captures: list[Mapping[str, Any]] = []
         with probe.guard("begin", work):
             captures = probe.plan.begin(work.step, work.stage)
@@ -122,6 +123,7 @@ class Stage:
         if work is None or self._begun is None or self._ended or self._probe.is_inert:
             return
         self._ended = True
+        self._probe.standing.leave(self._begin_seq)
         problems: list[StagescopeError] = []
         with self._probe.guard("end", work, quiet=error is not None):
             if self._timer is not None:

@@ -1,0 +1,183 @@
+"""A watchdog for calls that hold the interpreter lock: then no thread of Python runs, ours neither.
+
+`faulthandler.dump_traceback_later` waits in a thread of C, and writes the stacks of a process whose
+interpreter stands still. The background thread sets it anew for as long as it runs, so it goes off
+only where that thread did not run for `seconds`. The file is described in `stagescope.stacks`.
+
+It is set by default, once a service was reached: a call that holds the lock leaves no other trace,
+and nobody can switch it on in a process that hangs already. Two things speak against it, for which
+`init(watchdog=0)` and `STAGESCOPE_WATCHDOG=0` are there. A process has one such timer: whoever uses
+`faulthandler.dump_traceback_later` in the training loses it to us, and that it is in use cannot be
+known. And CPython reads stacks without the lock, which is sound while the process stands still, but
+not where it goes on at that very moment (after a SIGSTOP of more than `seconds`).
+`faulthandler.enable` is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from stagescope.stacks import read_watchdog, watchdog_directory, watchdog_header
+from stagescope_workers.stacks import thread_names
+
+DEFAULT_SECONDS: Final = 30.0
+_PER_TIMEOUT: Final = 3
+"""How often it is set anew in the time after which it goes off."""
+
+_log = logging.getLogger("stagescope.workers")
+
+Standing = Callable[[], tuple[Sequence[int], Mapping[str, Any]]]
+"""Returns the idents of the training threads and the work fields of their stage."""
+
+
+class Watchdog:
+    """The one watchdog of a process: every probe in it feeds it, the last to leave removes it.
+
+    No method raises or waits.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._file: IO[str] | None = None
+        self._path: Path | None = None
+        self._fed = 0.0
+        self._users = 0
+        self._failed = False
+
+    @property
+    def path(self) -> str | None:
+        """Its file; None where it is off or could not be made."""
+        return None if self._path is None else str(self._path)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a probe holds it."""
+        return self._users > 0
+
+    def open(self) -> None:
+        """Make the file, unless it is there, for one more probe."""
+        with self._lock:
+            self._users += 1
+            if self._file is None and not self._failed and self.seconds > 0:
+                self._guarded(self._make)
+
+    def feed(self, standing: Standing) -> dict[str, Any] | None:
+        """Set it anew, where that is due.
+
+        Returns:
+            The fields of a STACKS event where it had gone off since: the process stood still, and
+            goes on.
+        """
+        if self._file is None or time.monotonic() - self._fed < self.seconds / _PER_TIMEOUT:
+            return None
+        found: list[dict[str, Any] | None] = []
+        with self._lock:
+            if self._file is not None:
+                self._guarded(lambda: found.append(self._set_anew(standing)))
+        return found[0] if found else None
+
+    def close(self) -> None:
+        """Take leave of one probe; after the last one, stop, and remove a file without a dump."""
+        with self._lock:
+            self._users -= 1
+            if self._users <= 0 and self._file is not None:
+                self._guarded(self._remove)
+
+    def _guarded(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:
+            _log.warning("the watchdog is off in this process: %r", error)
+            self._failed, self._file, self._path = True, None, None
+
+    def _make(self) -> None:
+        directory = watchdog_directory(tempfile.gettempdir())
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+        if directory.is_symlink() or found.st_uid != os.getuid():
+            raise PermissionError(f"{directory} belongs to somebody else")
+        _sweep(directory)
+        path = directory / f"{os.getpid()}-{secrets.token_hex(16)}.txt"
+        # 'x': never an existing file, nor a link that somebody has put there.
+        self._file = open(path, "x", opener=_private)  # noqa: SIM115 - faulthandler keeps it
+        self._path = path
+
+    def _set_anew(self, standing: Standing) -> dict[str, Any] | None:
+        file, path = self._file, self._path
+        assert file is not None
+        assert path is not None
+        if self._fed:
+            # First: while the file is read and written anew, nothing may go off into it.
+            faulthandler.cancel_dump_traceback_later()
+        went_off = read_watchdog(path)
+        training, work = standing()
+        file.seek(0)
+        file.truncate()
+        file.write(
+            watchdog_header(armed=time.time(), threads=thread_names(), training=training, work=work)
+        )
+        file.flush()
+        faulthandler.dump_traceback_later(self.seconds, repeat=False, file=file)
+        self._fed = time.monotonic()
+        return went_off
+
+    def _remove(self) -> None:
+        file, path = self._file, self._path
+        assert file is not None
+        assert path is not None
+        if self._fed:
+            faulthandler.cancel_dump_traceback_later()
+        self._file = self._path = None
+        file.close()
+        if read_watchdog(path) is None:
+            path.unlink(missing_ok=True)
+        self._fed = 0.0
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+_STALE_SECONDS: Final = 86400.0
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what killed processes left: a living one writes its file many times a minute."""
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                path.unlink()
+
+
+_of_process: Watchdog | None = None
+_making = threading.Lock()
+
+
+def open_watchdog(seconds: float) -> Watchdog:
+    """Return the watchdog of this process, open; the first probe's `seconds` are in force."""
+    global _of_process
+    with _making:
+        if _of_process is None or not _of_process.is_used:
+            _of_process = Watchdog(seconds)
+        _of_process.open()
+        return _of_process
+
+
+def _forget() -> None:
+    # A forked child has no timer, and the file is its parent's.
+    global _of_process, _making
+    _of_process, _making = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
