@@ -138,6 +138,15 @@ class Intake:
                     advice="statistics are complete; only looking at the tensors later is not "
                     "possible for these steps",
                 )
+        for entry in self.ring.take_unpinned():
+            yield finding(
+                "pin_not_kept",
+                f"a payload of {entry.bytes} bytes came to a step whose payloads are pinned, and "
+                "pinned payloads take all that they may: it is not pinned",
+                **{**_place(job), "step": entry.key.step, "attempt_id": entry.key.attempt_id},
+                evidence={"node_id": self.node_id, "share": self.ring.max_pinned},
+                advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
+            )
         for evicted in self.ring.take_evicted():
             name = f"ring/{evicted.key.incarnation}/{evicted.key.seq}"
             yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})

@@ -55,6 +55,7 @@ class Snapshot:
     * `unformed`: (attempt_id, step) of the closed steps whose whole lacks what was read since.
     * `armed`: dumps that began and whose end was not heard of.
     * `undigested`: `operators` of the dumps that were announced and not digested since.
+    * `asked_stacks`: `stacks` that were asked for and not answered.
     * `payloads`: those in state 'announced', and those of these steps in these attempts.
     * `findings`: of each run's newest attempt, and those of no attempt.
     """
@@ -75,6 +76,7 @@ class Snapshot:
     unformed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     armed: list[Row] = dataclasses.field(default_factory=list)
     undigested: list[Row] = dataclasses.field(default_factory=list)
+    asked_stacks: list[Row] = dataclasses.field(default_factory=list)
 
 
 class Store(Protocol):

@@ -124,6 +124,14 @@ class Catalogue:
         """Return one step with its blob `whole`, or None."""
         return self._one("steps", attempt_id=attempt_id, step=step)
 
+    def newest_whole(self, run: str | None) -> Row | None:
+        """Return the newest step of a run's newest attempt that has a whole, with its blob.
+
+        Args:
+            run: the run; None for the one that trained last.
+        """
+        return self._first(overview.newest_whole(run))
+
     def parts_mark(self, attempt_id: int, step: int) -> int | None:
         """Return what a step's whole must hold (`steps.parts_mark`), None where nothing."""
         table = TABLES["steps"]
@@ -280,6 +288,30 @@ class Catalogue:
             "findings", _where("findings", locals()), "-last_wall finding_id", limit, offset
         )
 
+    def trigger_rules(self) -> Row | None:
+        """Return the rules of triggers that were given last; `document` holds secrets."""
+        found = self._page("trigger_rules", [], "-revision", 1)
+        return found[0] if found else None
+
+    def firings(
+        self,
+        *,
+        run: Filter = None,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        rule: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return what fired, the last first; firings that were taken back too."""
+        return self._page(
+            "firings",
+            _where("firings", locals()),
+            "-wall -attempt_id -step rule",
+            limit,
+            offset,
+        )
+
     def losses(
         self,
         *,
@@ -301,6 +333,15 @@ class Catalogue:
         """Return one capture, or None."""
         return self._one("captures", capture_id=capture_id)
 
+    def captured(self, capture_id: str, *, limit: int = LIMIT) -> list[Row]:
+        """Return the dumps of a capture, by attempt, step, stage, role and rank."""
+        return self._page(
+            "dumps",
+            [TABLES["dumps"].c.capture_id == capture_id, TABLES["dumps"].c.step.is_not(None)],
+            "attempt_id step stage role rank occurrence epoch minibatch microbatch incarnation",
+            limit,
+        )
+
     def dumps(
         self,
         attempt_id: Filter = None,
@@ -318,23 +359,6 @@ class Catalogue:
             "dumps", _where("dumps", locals()), "step stage role rank work_key", limit, offset
         )
 
-    def artifacts(
-        self,
-        attempt_id: Filter = None,
-        step: Filter = None,
-        *,
-        stage: Filter = None,
-        rank: Filter = None,
-        kind: Filter = None,
-        node_id: Filter = None,
-        deleted: bool | None = False,
-        limit: int = LIMIT,
-        offset: int = 0,
-    ) -> list[Row]:
-        """Return files that are kept, by step and rank; deleted ones only when asked."""
-        where = _where("artifacts", locals())
-        if deleted is not None:
-            column = TABLES["artifacts"].c.deleted_wall
     def operators(
         self,
         attempt_id: Filter = None,
@@ -356,6 +380,23 @@ class Catalogue:
             offset,
         )
 
+    def artifacts(
+        self,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        rank: Filter = None,
+        kind: Filter = None,
+        node_id: Filter = None,
+        deleted: bool | None = False,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return files that are kept, by step and rank; deleted ones only when asked."""
+        where = _where("artifacts", locals())
+        if deleted is not None:
+            column = TABLES["artifacts"].c.deleted_wall
             where.append(column.is_not(None) if deleted else column.is_(None))
         return self._page("artifacts", where, "step stage rank artifact_id", limit, offset)
 

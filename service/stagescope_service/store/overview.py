@@ -66,6 +66,21 @@ def _live(activity: sa.Subquery) -> sa.ColumnElement[bool]:
     )
 
 
+def newest_whole(run: str | None) -> Query:
+    """Select the step whose whole is the newest of a run, or of any."""
+    table, attempt = tables.steps, tables.attempts
+    chosen: list[sa.ColumnElement[bool]] = [table.c.whole.is_not(None)]
+    if run is not None:
+        chosen.append(attempt.c.run == run)
+    order = (attempt.c.number.desc(),) if run is not None else (table.c.opened_wall.desc(),)
+    return (
+        sa.select(table)
+        .join(attempt, attempt.c.attempt_id == table.c.attempt_id)
+        .where(*chosen)
+        .order_by(*order, table.c.step.desc())
+    )
+
+
 def runs(run: str | None = None) -> Query:
     """Select runs, last active first, with their newest attempt."""
     activity = _activity()

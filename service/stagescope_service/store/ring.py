@@ -1,7 +1,8 @@
 """The ring: payloads of the last steps on one node's disk, kept without any order.
 
-It holds at most `max_bytes`; the oldest that nobody pinned make room. It never fills the disk
-that others need, and it never raises into ingestion: what could not be kept is counted and said.
+It holds at most `max_bytes`; the oldest that nobody pinned make room. Pinned ones may take a share
+of it, so that there is always room for the newest. It never fills the disk that others need, and it
+never raises into ingestion: what could not be kept is counted and said.
 
 Everything it knows is in the names of its files, so a new process goes on with what it finds:
 `{attempt_id}~{step}~{seq}~{incarnation}.safetensors`, and `{attempt_id}~{step}.pin` or
@@ -21,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.errors import InvalidTensor, NotFound, StagescopeError
 from stagescope_service.store.base import Health
+from stagescope_service.store.pins import MOST, SUFFIX, Pinned, Pins
 from stagescope_service.store.tensorfile import (
     TensorFile,
     WireTensor,
@@ -32,9 +34,9 @@ from stagescope_service.store.tensorfile import (
 
 DEFAULT_BYTES: Final = 2 << 30
 DEFAULT_RESERVE: Final = 512 << 20
+DEFAULT_PIN_SHARE: Final = 0.5
 
 _SUFFIX: Final = ".safetensors"
-_PIN: Final = ".pin"
 
 
 class RingKey(NamedTuple):
@@ -95,6 +97,7 @@ class Ring:
         directory: is made where it does not exist. Unfinished and broken files in it are removed.
         max_bytes: the most that the files may take, pinned ones included. 0 keeps nothing.
         reserve_bytes: what the ring leaves free on its disk for the catalogue and for others.
+        pin_share: the share of `max_bytes` that pinned files may take, 0 to 1.
     """
 
     def __init__(
@@ -103,18 +106,21 @@ class Ring:
         max_bytes: int = DEFAULT_BYTES,
         *,
         reserve_bytes: int = DEFAULT_RESERVE,
+        pin_share: float = DEFAULT_PIN_SHARE,
     ) -> None:
         self.directory = directory
         self.max_bytes = max_bytes
         self.reserve_bytes = reserve_bytes
+        self.max_pinned = int(max_bytes * pin_share)
         self.not_kept = 0
         """Payloads that were not kept since the start."""
         self._lock = threading.RLock()
         self._entries: OrderedDict[RingKey, RingEntry] = OrderedDict()  # the oldest first
         self._bytes = 0
-        self._pins: set[str] = set()
+        self._pins = Pins(directory)
         self._health = Health(True)
         self._evicted: deque[RingEntry] = deque(maxlen=10_000)
+        self._unpinned: deque[RingEntry] = deque(maxlen=1000)
         self._scanned = False
         try:
             self._scan()
@@ -182,21 +188,40 @@ class Ring:
             raise NotFound(f"payload {key.name:.100} is not in the ring", advice="pin its step")
         return read_tensors(entry.path)
 
-    def pin(self, key: RingKey) -> None:
+    def take_unpinned(self) -> list[RingEntry]:
+        """Return what came to a pinned step since the last call, and found no room for its pin."""
+        with self._lock:
+            unpinned = list(self._unpinned)
+            self._unpinned.clear()
+            return unpinned
+
+    def pin(self, key: RingKey) -> Pinned:
         """Let a payload stay until it is unpinned, also when it comes only later."""
-        self._set_pin(key.name, True)
+        return self._pin(key.name)
 
     def unpin(self, key: RingKey) -> None:
-        """Let a payload go when room is needed."""
-        self._set_pin(key.name, False)
+        """Let a payload go when room is needed.
 
-    def pin_step(self, attempt_id: int, step: int | None) -> None:
-        """Let every payload of a step stay, those that are still to come too."""
-        self._set_pin(_place(attempt_id, step), True)
+        Raises:
+            OSError: the marker cannot be removed: it stays pinned.
+        """
+        self._unpin(key.name)
+
+    def pin_step(self, attempt_id: int, step: int | None) -> Pinned:
+        """Let every payload of a step stay, those that are still to come too.
+
+        All that is here of it, or nothing: what does not fit into the share of pins is not pinned,
+        and the reason says so. Never raises.
+        """
+        return self._pin(_place(attempt_id, step))
 
     def unpin_step(self, attempt_id: int, step: int | None) -> None:
-        """Let the payloads of a step go when room is needed."""
-        self._set_pin(_place(attempt_id, step), False)
+        """Let the payloads of a step go when room is needed.
+
+        Raises:
+            OSError: the marker cannot be removed: it stays pinned.
+        """
+        self._unpin(_place(attempt_id, step))
 
     # --- how --------------------------------------------------------------------------------
 
@@ -204,8 +229,8 @@ class Ring:
         self.directory.mkdir(parents=True, exist_ok=True)
         found: list[tuple[float, RingKey, Path, int]] = []
         for path in self.directory.iterdir():
-            if path.suffix == _PIN:
-                self._pins.add(path.stem)
+            if path.suffix == SUFFIX:
+                self._pins.found(path)
             elif path.suffix == ".tmp":
                 path.unlink(missing_ok=True)
             elif path.suffix == _SUFFIX:
@@ -214,21 +239,29 @@ class Ring:
                     if size := _whole(path):
                         found.append((path.stat().st_mtime, key, path, size))
         for wall, key, path, size in sorted(found):
-            self._entries[key] = RingEntry(key, path, size, wall, self._is_pinned(key))
+            self._entries[key] = RingEntry(key, path, size, wall, self._may_pin(key, size))
             self._bytes += size
         self._scanned = True
         with contextlib.suppress(_NoRoom):  # a smaller max_bytes than before
             self._evict_to(self.max_bytes)
 
     def _enter(self, key: RingKey, path: Path, size: int) -> RingEntry:
-        entry = RingEntry(key, path, size, path.stat().st_mtime, self._is_pinned(key))
         before = self._entries.pop(key, None)
         self._bytes += size - (before.bytes if before else 0)
+        entry = RingEntry(key, path, size, path.stat().st_mtime, self._may_pin(key, size))
         self._entries[key] = entry
+        if self._is_pinned(key) and not entry.pinned:
+            self._unpinned.append(entry)
         return entry
 
     def _is_pinned(self, key: RingKey) -> bool:
-        return key.name in self._pins or key.place in self._pins
+        return self._pins.holds(key.name, key.place)
+
+    def _may_pin(self, key: RingKey, size: int) -> bool:
+        return self._is_pinned(key) and self._pinned_bytes() + size <= self.max_pinned
+
+    def _pinned_bytes(self) -> int:
+        return sum(entry.bytes for entry in self._entries.values() if entry.pinned)
 
     def _make_room(self, needed: int, key: RingKey) -> None:
         replaced = self._entries.get(key)
@@ -266,16 +299,27 @@ class Ring:
                 return True
         return False
 
-    def _set_pin(self, name: str, pinned: bool) -> None:
+    def _pin(self, name: str) -> Pinned:
         with self._lock:
-            marker = self.directory / (name + _PIN)
-            # On a full disk the marker may fail; the pin then holds in this process only.
-            with contextlib.suppress(OSError):
-                if pinned:
-                    marker.touch()
-                else:
-                    marker.unlink(missing_ok=True)
-            (self._pins.add if pinned else self._pins.discard)(name)
+            own = [entry for key, entry in self._entries.items() if name in (key.name, key.place)]
+            size = sum(entry.bytes for entry in own)
+            held = self._pinned_bytes()
+            needed = sum(entry.bytes for entry in own if not entry.pinned)
+            if held + needed > self.max_pinned:
+                reason = (
+                    f"its {needed} bytes do not fit: pinned payloads take {held} of the "
+                    f"{self.max_pinned} bytes that they may"
+                )
+                return Pinned(0, 0, reason)
+            if len(self._pins) >= MOST and not self._pins.holds(name):
+                return Pinned(0, 0, f"{MOST} steps are pinned")
+            for entry in own:
+                self._entries[entry.key] = entry._replace(pinned=True)
+            return Pinned(len(own), size, self._pins.add(name))
+
+    def _unpin(self, name: str) -> None:
+        with self._lock:
+            self._pins.remove(name)
             for key, entry in self._entries.items():
                 if name in (key.name, key.place):
                     self._entries[key] = entry._replace(pinned=self._is_pinned(key))

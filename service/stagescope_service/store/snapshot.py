@@ -17,6 +17,7 @@ from stagescope_service.store.tables import (
     payloads,
     processes,
     runs,
+    stacks,
     stages,
     steps,
 )
@@ -105,6 +106,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         meta={row["key"]: row["value"] for row in rows(connection, sa.select(meta))},
         unformed=[(row["attempt_id"], row["step"]) for row in rows(connection, _unformed())],
         armed=rows(connection, sa.select(dumps).where(_text("state = 'armed'"))),
+        asked_stacks=rows(connection, sa.select(stacks).where(_text("state = 'asked'"))),
         undigested=rows(
             connection,
             sa.select(operators).where(_text("coalesce(digested_mark, -1) <> mark")),

@@ -251,6 +251,8 @@ findings = _table(
     Column("advice", Text),
     *_columns(Real, "first_wall last_wall"),
     Column("count", Int),
+    # Since when it is no longer so; null where it still is, or never ends.
+    Column("over_wall", Real),
     Index(None, "attempt_id", "step"),
     Index(None, "run"),
 )
@@ -338,6 +340,49 @@ losses = _table(
     *_columns(Int, "count bytes"),
     Column("wall", Real),
     Index(None, "attempt_id", "step"),
+    Index(None, "run"),
+)
+
+stacks = _table(
+    "stacks",
+    _key("incarnation", Text),
+    _key("request_id", Text),
+    *_place(),
+    *_columns(Text, "source state reason by"),
+    *_columns(Real, "asked_wall deadline_wall answered_wall"),
+    Column("threads", StrictJson()),
+    Column("truncated", Flag()),
+    Index(None, "attempt_id", "step"),
+    Index(None, "request_id"),
+    Index(
+        "ix_stacks_asked",
+        "incarnation",
+        sqlite_where=sa.text("state = 'asked'"),
+        postgresql_where=sa.text("state = 'asked'"),
+    ),
+)
+
+trigger_rules = _table(
+    "trigger_rules",
+    _key("revision", Int),
+    Column("wall", Real),
+    *_columns(Text, "by source digest"),
+    # With the URLs of webhooks, secrets included: answers show hosts alone.
+    Column("document", StrictJson()),
+)
+
+firings = _table(
+    "firings",
+    _key("attempt_id", Int),
+    _key("step", Int),
+    _key("rule", Text),
+    Column("run", Text),
+    Column("revision", Int),
+    *_columns(Text, "stage role"),
+    *_columns(Int, "rank round"),
+    Column("message", Text),
+    *_columns(StrictJson(), "evidence actions"),
+    *_columns(Real, "wall acted_wall withdrawn_wall"),
     Index(None, "run"),
 )
 

@@ -29,8 +29,8 @@ def key(seq: int, step: int | None = None, attempt_id: int = 1) -> RingKey:
     return RingKey(attempt_id, seq if step is None else step, "incarnation", seq)
 
 
-def ring_of(directory: Path, kilobytes: int = 55) -> Ring:
-    return Ring(directory, kilobytes * 1000, reserve_bytes=0)
+def ring_of(directory: Path, kilobytes: int = 55, pin_share: float = 1.0) -> Ring:
+    return Ring(directory, kilobytes * 1000, reserve_bytes=0, pin_share=pin_share)
 
 
 def held(ring: Ring) -> list[int]:
@@ -118,6 +118,35 @@ def test_a_ring_full_of_pins_says_so(tmp_path: Path) -> None:
     assert held(ring) == [0, 1, 2, 4, 5]
 
 
+def test_pins_take_a_share_and_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    ring = ring_of(tmp_path, pin_share=0.5)
+    for seq, step in enumerate((1, 1, 2, 3, 4)):
+        ring.keep(key(seq, step), tensors())
+    assert ring.pin_step(1, 1) == (2, 2 * size_of(tensors()), "")
+    refused = ring.pin_step(1, 2)
+    assert refused.payloads == 0
+    assert "pinned payloads take" in refused.reason
+    assert ring.pin_step(1, 1).reason == ""  # again: nothing changes
+    again = ring_of(tmp_path, pin_share=0.5)
+    for seq in range(5, 20):
+        assert again.keep(key(seq), tensors()) is not None  # there is always room for the newest
+    assert held(again) == [0, 1, 17, 18, 19]
+    again.unpin_step(1, 1)
+    assert again.pin_step(1, 19).payloads == 1
+
+
+def test_what_comes_late_to_a_pinned_step_and_finds_no_room_is_said(tmp_path: Path) -> None:
+    ring = ring_of(tmp_path, pin_share=0.5)
+    assert ring.pin_step(1, 7) == (0, 0, "")
+    for seq in range(3):
+        ring.keep(key(seq, 7), tensors())
+    assert [entry.pinned for entry in ring.entries()] == [True, True, False]
+    assert [entry.key.seq for entry in ring.take_unpinned()] == [2]
+    assert ring.take_unpinned() == []
+    again = ring_of(tmp_path, pin_share=0.5)
+    assert [entry.pinned for entry in again.entries()] == [True, True, False]
+
+
 def test_what_is_larger_than_the_ring_evicts_nothing(tmp_path: Path) -> None:
     ring = ring_of(tmp_path)
     ring.keep(key(0), tensors())
@@ -169,7 +198,7 @@ def test_a_directory_that_cannot_be_used_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_stops_keeping_and_says_so(small_disk: Path) -> None:
-    ring = Ring(small_disk / "ring", 3_000_000, reserve_bytes=100_000)
+    ring = Ring(small_disk / "ring", 3_000_000, reserve_bytes=100_000, pin_share=1.0)
     for seq in range(3):
         assert ring.keep(key(seq), tensors(500)) is not None
     fill(small_disk / "ballast")

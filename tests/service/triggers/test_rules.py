@@ -31,7 +31,8 @@ def test_the_defaults_make_findings_and_pin_and_nothing_else() -> None:
         assert rule.actions.severity
         assert rule.actions.pin
         assert rule.actions.advice
-        assert rule.actions.webhook is rule.actions.capture is None
+        assert rule.actions.webhook is None
+        assert rule.actions.capture is None
         assert rule.staleness == (None if rule.name == "non_finite_log_probs" else 0)
     assert found.runs == {}
     assert "verl's own line" in defaults_text()

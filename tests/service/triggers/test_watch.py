@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope_service.triggers import watch as watching
+from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.rules import Rules
 from stagescope_service.triggers.series import Series, Values
-from stagescope_service.triggers.watch import At, Watch
+from stagescope_service.triggers.watch import REACH, At, Watch
 
 METRIC = "logprob_abs_diff/mean"
 
@@ -208,10 +208,10 @@ def test_firings_of_an_attempt_keep_the_cooldown(
 
 
 def test_what_is_remembered_is_bounded_and_a_very_late_step_is_let_go() -> None:
-    count = watching.HISTORY + watching.REACH + 50
+    count = HISTORY + REACH + 50
     steps = {At(1, step): [1.0] for step in range(1, count)}
     watch = train(rules_of({}), steps, list(steps))
-    assert len(watch._steps) == watching.HISTORY + watching.REACH
+    assert len(watch._steps) == HISTORY + REACH
     assert not watch.take(At(1, 0), 0.0, {"rule-0": values(9.0)}).fired
-    late = At(1, count - watching.REACH + 1)
+    late = At(1, count - REACH + 1)
     assert watch.take(late, 0.0, {"rule-0": values(9.0)}).fired

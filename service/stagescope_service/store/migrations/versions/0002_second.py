@@ -17,6 +17,8 @@ Text = sa.Text()
 def upgrade() -> None:
     _steps()
     _operators()
+    _hangs()
+    _triggers()
 
 
 def _steps() -> None:
@@ -85,3 +87,74 @@ def _operators() -> None:
         sqlite_where=undigested,
         postgresql_where=undigested,
     )
+
+
+def _hangs() -> None:
+    op.add_column("findings", sa.Column("over_wall", Real))
+    keys = ("incarnation", "request_id")
+    op.create_table(
+        "stacks",
+        *(sa.Column(name, Text, autoincrement=False, nullable=False) for name in keys),
+        sa.Column("attempt_id", Int),
+        sa.Column("step", Int),
+        sa.Column("policy_version", Int),
+        sa.Column("stage", Text),
+        sa.Column("role", Text),
+        sa.Column("rank", Int),
+        sa.Column("occurrence", Int),
+        sa.Column("epoch", Int),
+        sa.Column("minibatch", Int),
+        sa.Column("microbatch", Int),
+        sa.Column("source", Text),
+        sa.Column("state", Text),
+        sa.Column("reason", Text),
+        sa.Column("by", Text),
+        sa.Column("asked_wall", Real),
+        sa.Column("deadline_wall", Real),
+        sa.Column("answered_wall", Real),
+        sa.Column("threads", Text),
+        sa.Column("truncated", Flag),
+        sa.PrimaryKeyConstraint(*keys, name="pk_stacks"),
+        sqlite_strict=True,
+    )
+    op.create_index("ix_stacks_attempt_id_step", "stacks", ["attempt_id", "step"])
+    op.create_index("ix_stacks_request_id", "stacks", ["request_id"])
+    asked = sa.text("state = 'asked'")
+    op.create_index(
+        "ix_stacks_asked", "stacks", ["incarnation"], sqlite_where=asked, postgresql_where=asked
+    )
+
+
+def _triggers() -> None:
+    op.create_table(
+        "trigger_rules",
+        sa.Column("revision", Int, autoincrement=False, nullable=False),
+        sa.Column("wall", Real),
+        sa.Column("by", Text),
+        sa.Column("source", Text),
+        sa.Column("digest", Text),
+        sa.Column("document", Text),
+        sa.PrimaryKeyConstraint("revision", name="pk_trigger_rules"),
+        sqlite_strict=True,
+    )
+    op.create_table(
+        "firings",
+        sa.Column("attempt_id", Int, autoincrement=False, nullable=False),
+        sa.Column("step", Int, autoincrement=False, nullable=False),
+        sa.Column("rule", Text, autoincrement=False, nullable=False),
+        sa.Column("run", Text),
+        sa.Column("revision", Int),
+        sa.Column("stage", Text),
+        sa.Column("role", Text),
+        sa.Column("rank", Int),
+        sa.Column("round", Int),
+        sa.Column("message", Text),
+        sa.Column("evidence", Text),
+        sa.Column("actions", Text),
+        sa.Column("wall", Real),
+        sa.Column("acted_wall", Real),
+        sa.Column("withdrawn_wall", Real),
+        sa.PrimaryKeyConstraint("attempt_id", "step", "rule", name="pk_firings"),
+        sqlite_strict=True,
+    )
+    op.create_index("ix_firings_run", "firings", ["run"])

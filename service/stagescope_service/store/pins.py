@@ -1,0 +1,62 @@
+"""What is pinned in a ring: names of steps and payloads, each a marker file beside the payloads.
+
+A marker outlives the process. It may stand before what it pins has come.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+SUFFIX: Final = ".pin"
+MOST: Final = 10_000
+"""Pins of one ring: each is a file, also where nothing of it is left."""
+
+
+class Pinned(NamedTuple):
+    """What became of a pin."""
+
+    payloads: int
+    """How many payloads it holds now; more may come."""
+    bytes: int
+    """What they take."""
+    reason: str = ""
+    """Why nothing was pinned, or not for good; empty where everything is well."""
+
+
+class Pins:
+    """The pins of one directory; used under the ring's lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._names: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def found(self, marker: Path) -> None:
+        """Take in a marker that lies in the directory."""
+        self._names.add(marker.stem)
+
+    def holds(self, *names: str) -> bool:
+        """Return whether one of these names is pinned."""
+        return not self._names.isdisjoint(names)
+
+    def add(self, name: str) -> str:
+        """Pin a name; return what is wrong: on a full disk the pin ends with this process."""
+        self._names.add(name)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            (self._directory / (name + SUFFIX)).touch()
+        except OSError as error:
+            return f"it is lost when the ingestor restarts: its marker cannot be written ({error})"
+        return ""
+
+    def remove(self, name: str) -> None:
+        """Take a pin back.
+
+        Raises:
+            OSError: its marker cannot be removed: it stays pinned.
+        """
+        (self._directory / (name + SUFFIX)).unlink(missing_ok=True)
+        self._names.discard(name)
