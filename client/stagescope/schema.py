@@ -53,14 +53,24 @@ DROPPED: Final = "dropped"
 REFUSED: Final = "refused"
 """A call with bad input in the training process: what, message, work fields."""
 DUMP: Final = "dump"
-"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' | 'failed' |
-'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str], estimate {...}."""
+"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' |
+'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str], estimate {...}."""
 STACKS: Final = "stacks"
 """work fields of the stage that the training thread is in, request_id (`Sender.incarnation` and it
 name the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
 truncated."""
 
-KINDS: Final = frozenset({HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP, STACKS})
+WEIGHTS: Final = "weights"
+"""work fields (policy_version: the version of these weights), side (WEIGHT_SIDES), kind
+(WEIGHT_KINDS), tensors [(name, checksum, dtype, shape, shard), ...], device {device_kind,
+device_index, device_serial} where they lie. checksum: an int from 0 below 2**64, or None where it
+could not be taken. shard: None; 'copy' (every rank of the side holds the same); 'tp copy' (every
+tensor-parallel rank does); or, of a DTensor, (global shape, offsets or None, placement, names of
+the mesh's dimensions), with `shape` the local one."""
+
+KINDS: Final = frozenset(
+    {HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP, STACKS, WEIGHTS}
+)
 
 PART_FIELDS: Final = ("occurrence", "epoch", "minibatch", "microbatch")
 WORK_FIELDS: Final = ("step", "policy_version", "stage", *PART_FIELDS)
@@ -80,6 +90,11 @@ STAGES: Final = (
 )
 WHOLE_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
 """The order in which the stage of a step's whole is chosen: the first that has both streams."""
+
+WEIGHT_SIDES: Final = ("trainer", "rollout")
+WEIGHT_KINDS: Final = ("exchanged", "held")
+"""exchanged: as they were sent, or received, before fusion and quantisation; held: as they lie in
+the process."""
 
 LAYOUT_COLUMNS: Final = (
     "cluster", "node", "host", "device_kind", "device_index", "device_serial",

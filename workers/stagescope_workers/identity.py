@@ -162,14 +162,14 @@ def detect_layout(given: Mapping[str, Any], *, node: str | None) -> dict[str, An
     """
     layout: dict[str, Any] = {"host": socket.gethostname(), "node": node}
     with contextlib.suppress(Exception):
-        layout.update(_device())
+        layout.update(device_in_use())
     layout.update(given)
     known = {name: layout[name] for name in LAYOUT_COLUMNS if layout.get(name) is not None}
     others = {name: value for name, value in given.items() if name not in LAYOUT_COLUMNS}
     return {**known, **others}
 
 
-def _device() -> dict[str, Any]:
+def device_in_use() -> dict[str, Any]:
     """Return kind, index and serial of the device in use; a device is never brought up for it."""
     torch = sys.modules.get("torch")
     for kind in ("npu", "cuda"):

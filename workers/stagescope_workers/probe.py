@@ -38,6 +38,7 @@ from stagescope_workers.outbox import Entry, Outbox
 from stagescope_workers.plan import PlanWatch, read_plan
 from stagescope_workers.stage import Stage, log_scalars
 from stagescope_workers.standing import Standing
+from stagescope_workers.weights import NamedTensors, Names, record_weights
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -192,6 +193,51 @@ class Probe:
         with self.guard("log", None):
             work = Work(index("step", step), index("policy_version", policy_version), None)
             log_scalars(self, work, scalars)
+
+    def record_weights(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int,
+        side: str,
+        step: int | None = None,
+        kind: str = "exchanged",
+        names: Names = None,
+        replicated: Sequence[str] | bool = (),
+    ) -> None:
+        """Hand over a bit-exact checksum of each weight, to be held against other ranks'.
+
+        Sums are formed here, in the calling thread (on a device: queued on its current stream),
+        so that they are of the weights as they are now; nothing else of a tensor is kept.
+
+        Args:
+            named_tensors: name -> tensor, or pairs, which may come from a generator one by one:
+                torch tensors (of a DTensor the local shard) or numpy arrays, of any dtype and
+                strides.
+            version: the policy version of these weights: what both sides are joined by.
+            side: "trainer" or "rollout".
+            step: the trainer's step, where it is known.
+            kind: "exchanged", as they were sent or received, before an engine fuses or quantises
+                them; "held", as they lie in the process. Sides are compared within a kind.
+            names: what the weights are to be called: {pattern: replacement} (regular expressions,
+                one after the other), or a function.
+            replicated: patterns of (the new) names of which every rank of this side holds a copy,
+                or True for all. Of DTensors and of Megatron-LM's parameters this is known; other
+                tensors are held only against ranks that differ in `dp_rank` alone.
+        """
+        if self.is_inert:
+            return
+        with self.guard("record_weights", None):
+            record_weights(
+                self,
+                named_tensors,
+                version=version,
+                side=side,
+                step=step,
+                kind=kind,
+                names=names,
+                replicated=replicated,
+            )
 
     def end_step(self, step: int) -> None:
         """Say that this step is over, so that it closes without waiting for the next."""
