@@ -12,7 +12,7 @@ from typing import Any, Final
 import ray
 from ray import exceptions
 
-from stagescope.errors import NotReady, StagescopeError
+from stagescope.errors import NotReady, StagescopeError, Unreachable
 from stagescope_service import service_file
 from stagescope_service.api import steps
 from stagescope_service.api.app import make_app
@@ -21,6 +21,7 @@ from stagescope_service.api.desk import Desk
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.engine.coordinator import NAME, NAMESPACE
+from stagescope_service.engine.ingestor import Ingestors
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
@@ -32,8 +33,9 @@ Reply = dict[str, Any]
 class CoordinatorCommands:
     """`api.Commands` over Ray; found again by name after the actor was made anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._handle: Any = None
+        self._settings = settings
 
     async def record_events(
         self,
@@ -65,6 +67,37 @@ class CoordinatorCommands:
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture."""
         return await self._call("remove_capture", capture_id=capture_id, by=by)
+
+    def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
+        """Return a piece of a file from the ingestor of its node."""
+        try:
+            ingestor = self._ingestors().of(node_id)
+            if ingestor is None:
+                raise Unreachable(
+                    f"node {node_id} is gone, and with it {path}",
+                    advice="a data_dir that all nodes share outlives its nodes",
+                )
+            ref = ingestor.read_artifact.remote(path, offset, size)
+            piece: bytes = ray.get(ref, timeout=_CALL_SECONDS)
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, StagescopeError):
+                raise error.cause from None
+            raise
+        except exceptions.RayError as error:
+            raise Unreachable(
+                f"node {node_id} does not answer: {type(error).__name__}",
+                advice="the same call may be made again",
+            ) from error
+        return piece
+
+    def _ingestors(self) -> Ingestors:
+        settings = self._settings
+        return Ingestors(
+            data_dir=str(settings.data_path),
+            ring_bytes=settings.ring_bytes,
+            most_bytes=settings.ingestor_bytes,
+            roots=[str(root) for root in settings.roots],
+        )
 
     async def status(self) -> Reply:
         """Return how the coordinator is."""
@@ -124,7 +157,7 @@ class ApiServer:
         tokens = Tokens.load(settings) if settings.auth else None
         app = make_app(
             catalogue=Catalogue(settings.catalogue_url),
-            commands=CoordinatorCommands(),
+            commands=CoordinatorCommands(settings),
             settings=settings,
             tokens=tokens,
         )

@@ -14,14 +14,23 @@ import httpx
 from tests.support import measure
 
 from stagescope import schema
-from stagescope.errors import InvalidEvent
+from stagescope.errors import InvalidEvent, Unreachable
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer
-from stagescope_service.engine.instructions import Assemble, Ingest, PayloadKey, Put, Settled
+from stagescope_service.engine.instructions import (
+    Assemble,
+    Digest,
+    Ingest,
+    PayloadKey,
+    Put,
+    Settled,
+)
+from stagescope_service.engine.operators import digest_dump
 from stagescope_service.engine.plans import Plan
 from stagescope_service.engine.state import State
 from stagescope_service.settings import Settings
+from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.base import Delete
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
@@ -39,6 +48,8 @@ class LocalEngine:
         self.receipts: dict[PayloadKey, str] = {}
         self.changed = asyncio.Event()
         self.audit: list[tuple[str, str]] = []
+        self.nodes: dict[str, Path] = {}
+        self.roots: list[Path] = []
         self._lock = threading.Lock()
 
     def take(
@@ -74,6 +85,8 @@ class LocalEngine:
                 found = measure.summary_rows(item.key, item.job, payload)
                 self.store.submit(found).result(30)
                 self._carry_out(self.state.settle(item.key, "ingested", None, time.time()))
+            elif isinstance(item, Digest):
+                self.store.submit(digest_dump(item.job, self.roots, "here")).result(30)
             elif isinstance(item, Settled):
                 self.receipts[item.key] = item.state
             elif isinstance(item, Assemble):
@@ -147,6 +160,11 @@ class LocalEngine:
         self.store.submit([Put("captures", row)]).result(30)
         self.changed.set()
 
+    def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
+        if node_id not in self.nodes:
+            raise Unreachable(f"node {node_id} is gone")
+        return read_piece(self.nodes[node_id] / path.lstrip("/"), offset, size)
+
     async def status(self) -> dict[str, Any]:
         return {"incarnation": "c1", "not_ready": self.not_ready, "health": {"store": True}}
 
@@ -160,6 +178,7 @@ class Service:
         self.store.open()
         self.catalogue = Catalogue(self.settings.catalogue_url)
         self.engine = LocalEngine(self.store, self.catalogue)
+        self.engine.roots.append(self.settings.data_path)
         self.tokens = Tokens.load(self.settings) if self.settings.auth else None
         self.now: float | None = None
         self.app = make_app(

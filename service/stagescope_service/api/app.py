@@ -13,11 +13,13 @@ from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
-from stagescope_service.api import health, live, problems, runs, steps
+from stagescope_service.api import divergence, health, live, operators, problems, runs, steps
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
 from stagescope_service.api.commands import Commands
+from stagescope_service.api.comparisons import Comparisons
 from stagescope_service.api.desk import Desk
 from stagescope_service.api.measures import Measures
+from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.requests import Answer, check_query
 from stagescope_service.api.target import Finder
 from stagescope_service.settings import Settings
@@ -89,10 +91,13 @@ def make_app(
         clock=clock,
         finder=Finder(catalogue),
         measures=Measures(catalogue, settings.cache_steps),
+        operator_files=OperatorFiles(commands, settings.data_path / "copies"),
+        comparisons=Comparisons(),
     )
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
-    for router in (health.router, runs.router, steps.router, live.router):
+    stations = (health, runs, steps, operators, divergence, live)
+    for router in (station.router for station in stations):
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

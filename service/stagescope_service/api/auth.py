@@ -1,7 +1,8 @@
 """Who may ask: two bearer tokens, and the checks on Host and Origin.
 
-The read token answers GET; the operate token does that and everything else, `POST /events` and
-`POST /poll` included: who can feed the service numbers can mislead whoever reads them.
+The read token answers GET and `QUESTIONS`; the operate token does that and everything else,
+`POST /events` and `POST /poll` included: who can feed the service numbers can mislead whoever reads
+them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ Grade = Literal["read", "operate"]
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 """Answered without a token: what a supervisor asks."""
 READ_METHODS: Final = frozenset({"GET", "HEAD"})
+QUESTIONS: Final = frozenset({"/operators/divergence", "/operators/tensors"})
+"""Questions that are too long for a query: POST, and the read token is enough."""
 USER_HEADER: Final = "x-stagescope-user"
 TOKEN_BYTES: Final = 32
 
@@ -187,7 +190,8 @@ class Guard:
         if self.tokens is None:
             return Caller(user, "operate", address)
         grade = self._grade(headers.get("authorization", ""))
-        if grade == "read" and scope["method"] not in READ_METHODS:
+        reads = scope["method"] in READ_METHODS or scope["path"] in QUESTIONS
+        if grade == "read" and not reads:
             raise Forbidden(
                 f"the read token may not {scope['method']} {scope['path']:.100}",
                 expected="the operate token (home/operate.token)",

@@ -44,6 +44,10 @@ class Commands(Protocol):
         """Withdraw a capture and return it."""
         ...
 
+    def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
+        """Return a piece of a file on a node; called in a thread, see `operator_files.Nodes`."""
+        ...
+
     async def status(self) -> Reply:
         """Return the coordinator's state; `not_ready` in it is the reason why it cannot serve."""
         ...

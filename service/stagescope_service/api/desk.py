@@ -9,7 +9,9 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Query, Request
 
 from stagescope_service.api.commands import Commands
+from stagescope_service.api.comparisons import Comparisons
 from stagescope_service.api.measures import Measures
+from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.requests import step_number
 from stagescope_service.api.target import Finder, Target
 from stagescope_service.settings import Settings
@@ -26,6 +28,8 @@ class Desk:
     clock: Callable[[], float]
     finder: Finder
     measures: Measures
+    operator_files: OperatorFiles
+    comparisons: Comparisons
 
 
 async def desk_of(request: Request) -> Desk:

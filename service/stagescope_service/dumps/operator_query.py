@@ -32,7 +32,7 @@ class OperatorFilter:
     Attributes:
         name: a pattern with `*` and `?` that the whole name matches, or, without either, a text
             that it contains; of msprobe's full name, in its own case.
-        kind, direction, section: exactly.
+        kind, direction, section, dtype: exactly.
         non_finite: only tensors with a NaN or an infinity.
         first_order, last_order: calls by their place in the dump, both included.
     """
@@ -41,6 +41,7 @@ class OperatorFilter:
     kind: str | None = None
     direction: str | None = None
     section: str | None = None
+    dtype: str | None = None
     non_finite: bool = False
     first_order: int | None = None
     last_order: int | None = None
@@ -199,7 +200,7 @@ def _batches(
 def _expression(where: OperatorFilter) -> ds.Expression | None:
     parts = [
         ds.field(name) == value
-        for name in ("kind", "direction", "section")
+        for name in ("kind", "direction", "section", "dtype")
         if (value := getattr(where, name)) is not None
     ]
     if where.name is not None:

@@ -15,7 +15,8 @@ ROUTES = {
     "/steps/{step}/metrics", "/steps/{step}/rounds", "/steps/{step}/ranks",
     "/steps/{step}/stages", "/steps/{step}/tokens", "/steps/{step}/dumps",
     "/steps/{step}/scalars", "/plan", "/captures", "/captures/{capture_id}", "/events", "/poll",
-    "/losses", "/findings",
+    "/losses", "/findings", "/steps/{step}/operators", "/steps/{step}/operators/stack",
+    "/steps/{step}/operators/non-finite", "/operators/divergence",
 }  # fmt: skip
 
 

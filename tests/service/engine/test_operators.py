@@ -55,7 +55,7 @@ def test_a_whole_dump_gets_its_table_beside_it(tmp_path: Path) -> None:
 def test_a_planted_nan_is_a_finding_that_names_the_layer(tmp_path: Path) -> None:
     model = small_decoder()
     with torch.no_grad():
-        model.blocks[1].down.weight[3, 5] = float("nan")
+        model.get_parameter("blocks.1.down.weight")[3, 5] = float("nan")
     row, (found,) = digested(capture(tmp_path, model, level="L0"), tmp_path)
     assert row["certain"] is True
     said = found.row
