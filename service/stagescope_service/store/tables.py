@@ -386,6 +386,53 @@ firings = _table(
     Index(None, "run"),
 )
 
+weights = _table(
+    "weights",
+    _key("incarnation", Text),
+    _key("seq", Int),
+    *_columns(Int, "attempt_id step version"),
+    *_columns(Text, "side kind role"),
+    Column("rank", Int),
+    Column("wall", Real),
+    # Eight bytes a tensor, in the order of the manifest, which the versions have in common.
+    Column("checksums", Blob),
+    *_columns(Text, "manifest device_kind"),
+    Column("device_index", Int),
+    Column("device_serial", Text),
+    Index(None, "attempt_id", "version"),
+    Index(None, "attempt_id", "step"),
+)
+
+weight_manifests = _table("weight_manifests", _key("manifest", Text), Column("tensors", Blob))
+
+weight_verdicts = _table(
+    "weight_verdicts",
+    _key("attempt_id", Int),
+    _key("version", Int),
+    *_columns(Int, "step records agree differ missing not_comparable replicas_differ"),
+    *_columns(StrictJson(), "ranks names"),
+    Column("wall", Real),
+)
+
+odd_replicas = _table(
+    "odd_replicas",
+    _key("attempt_id", Int),
+    _key("version", Int),
+    _key("side", Text),
+    _key("role", Text),
+    _key("rank", Int),
+    Column("run", Text),
+    Column("step", Int),
+    *_columns(Text, "device host node_id device_kind"),
+    Column("device_index", Int),
+    Column("device_serial", Text),
+    Column("is_outvoted", Flag()),
+    *_columns(Int, "replicas tensors"),
+    Column("names", StrictJson()),
+    Column("wall", Real),
+    Index(None, "device"),
+)
+
 audit = _table(
     "audit",
     Column("audit_id", Int, primary_key=True, autoincrement=True),

@@ -19,6 +19,7 @@ def upgrade() -> None:
     _operators()
     _hangs()
     _triggers()
+    _weights()
 
 
 def _steps() -> None:
@@ -158,3 +159,78 @@ def _triggers() -> None:
         sqlite_strict=True,
     )
     op.create_index("ix_firings_run", "firings", ["run"])
+
+
+def _weights() -> None:
+    op.create_table(
+        "weights",
+        sa.Column("incarnation", Text, autoincrement=False, nullable=False),
+        sa.Column("seq", Int, autoincrement=False, nullable=False),
+        sa.Column("attempt_id", Int),
+        sa.Column("step", Int),
+        sa.Column("version", Int),
+        sa.Column("side", Text),
+        sa.Column("kind", Text),
+        sa.Column("role", Text),
+        sa.Column("rank", Int),
+        sa.Column("wall", Real),
+        sa.Column("checksums", sa.LargeBinary()),
+        sa.Column("manifest", Text),
+        sa.Column("device_kind", Text),
+        sa.Column("device_index", Int),
+        sa.Column("device_serial", Text),
+        sa.PrimaryKeyConstraint("incarnation", "seq", name="pk_weights"),
+        sqlite_strict=True,
+    )
+    op.create_index("ix_weights_attempt_id_version", "weights", ["attempt_id", "version"])
+    op.create_index("ix_weights_attempt_id_step", "weights", ["attempt_id", "step"])
+    op.create_table(
+        "weight_manifests",
+        sa.Column("manifest", Text, autoincrement=False, nullable=False),
+        sa.Column("tensors", sa.LargeBinary()),
+        sa.PrimaryKeyConstraint("manifest", name="pk_weight_manifests"),
+        sqlite_strict=True,
+    )
+    op.create_table(
+        "weight_verdicts",
+        sa.Column("attempt_id", Int, autoincrement=False, nullable=False),
+        sa.Column("version", Int, autoincrement=False, nullable=False),
+        sa.Column("step", Int),
+        sa.Column("records", Int),
+        sa.Column("agree", Int),
+        sa.Column("differ", Int),
+        sa.Column("missing", Int),
+        sa.Column("not_comparable", Int),
+        sa.Column("replicas_differ", Int),
+        sa.Column("ranks", Text),
+        sa.Column("names", Text),
+        sa.Column("wall", Real),
+        sa.PrimaryKeyConstraint("attempt_id", "version", name="pk_weight_verdicts"),
+        sqlite_strict=True,
+    )
+    op.create_table(
+        "odd_replicas",
+        sa.Column("attempt_id", Int, autoincrement=False, nullable=False),
+        sa.Column("version", Int, autoincrement=False, nullable=False),
+        sa.Column("side", Text, autoincrement=False, nullable=False),
+        sa.Column("role", Text, autoincrement=False, nullable=False),
+        sa.Column("rank", Int, autoincrement=False, nullable=False),
+        sa.Column("run", Text),
+        sa.Column("step", Int),
+        sa.Column("device", Text),
+        sa.Column("host", Text),
+        sa.Column("node_id", Text),
+        sa.Column("device_kind", Text),
+        sa.Column("device_index", Int),
+        sa.Column("device_serial", Text),
+        sa.Column("is_outvoted", Flag),
+        sa.Column("replicas", Int),
+        sa.Column("tensors", Int),
+        sa.Column("names", Text),
+        sa.Column("wall", Real),
+        sa.PrimaryKeyConstraint(
+            "attempt_id", "version", "side", "role", "rank", name="pk_odd_replicas"
+        ),
+        sqlite_strict=True,
+    )
+    op.create_index("ix_odd_replicas_device", "odd_replicas", ["device"])
