@@ -7,6 +7,7 @@ not here: that is the plan.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +104,11 @@ class Settings(BaseSettings):
     ingestor_bytes: int = Field(
         default=4 * GIB, ge=64 * MIB, description="Memory that one ingestor may use."
     )
+    triggers: Path | None = Field(
+        default=None,
+        description="YAML file of rules; they stand until others are given (PUT /triggers), and "
+        "again when the file says something else. Default: the rules that ship.",
+    )
     keep_steps: int = Field(
         default=2000,
         ge=1,
@@ -110,12 +116,18 @@ class Settings(BaseSettings):
         "keep their whole, with its rounds, ranks and worst tokens.",
     )
 
+    weight_names: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
+        default=(),
+        description="Rules `pattern -> replacement` (regular expressions, joined by `;`), by which "
+        "the names of weights of trainer and rollout are made one.",
+    )
+
     @field_validator("home", mode="after")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
-    @field_validator("data_dir", mode="after")
+    @field_validator("data_dir", "triggers", mode="after")
     @classmethod
     def _absolute_or_none(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
@@ -133,6 +145,26 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value)
+
+    @field_validator("weight_names", mode="before")
+    @classmethod
+    def _renamings(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return tuple(tuple(rule) for rule in value)
+        rules = [rule.partition("->") for rule in value.split(";") if rule.strip()]
+        return tuple((pattern.strip(), replacement.strip()) for pattern, _, replacement in rules)
+
+    @field_validator("weight_names", mode="after")
+    @classmethod
+    def _are_patterns(cls, value: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        for pattern, replacement in value:
+            try:
+                re.sub(pattern, replacement, "")
+            except (re.error, IndexError) as error:
+                raise ValueError(f"{pattern!r} -> {replacement!r}: {error}") from error
+            if not pattern:
+                raise ValueError("a rule is `pattern -> replacement`")
+        return value
 
     @property
     def data_path(self) -> Path:

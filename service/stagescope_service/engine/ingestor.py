@@ -152,6 +152,14 @@ class Ingestor:
         """
         return await asyncio.to_thread(read_piece, confine(path, self._roots), offset, size)
 
+    async def pin(self, attempt_id: int, step: int) -> tuple[int, int, str] | None:
+        """Pin the payloads of a step (`Ring.pin_step`); None: the ring cannot be used."""
+        return await self._again(Retake.pin, attempt_id, step)
+
+    async def unpin(self, attempt_id: int, step: int) -> bool:
+        """Let the payloads of a step go when room is needed; False: its marker stays."""
+        return bool(await self._again(Retake.unpin, attempt_id, step))
+
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
         return os.getpid()

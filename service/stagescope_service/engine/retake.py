@@ -27,6 +27,7 @@ from stagescope_service.engine.joining import (
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.parts import part_key
+from stagescope_service.store.pins import Pinned
 from stagescope_service.store.ring import RingKey
 
 _LEFT_OUT: Final = "left_out_rows"
@@ -67,6 +68,18 @@ class Retake:
         skip = skip_of(batch, skips) | skip_rows(batch, left_out)
         settings = kept.metadata["settings"]
         return _summary(key, settings, batch, left_out, skip).to_bytes()
+
+    def pin(self, attempt_id: int, step: int) -> Pinned:
+        """Pin the payloads of a step."""
+        return self._ring.pin_step(attempt_id, step)
+
+    def unpin(self, attempt_id: int, step: int) -> bool:
+        """Let the payloads of a step go when room is needed; return whether that worked."""
+        try:
+            self._ring.unpin_step(attempt_id, step)
+        except OSError:
+            return False
+        return True
 
     def samples(self, key: PayloadKey, job: Mapping[str, Any]) -> list[str]:
         """Return the sample ids of a payload.

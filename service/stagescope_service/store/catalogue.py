@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import sqlalchemy as sa
 
 from stagescope.errors import CatalogueUnavailable
-from stagescope_service.store import connect, migrate, overview, rollouts
+from stagescope_service.store import connect, migrate, overview, rollouts, weights
 from stagescope_service.store.base import Row
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
@@ -270,6 +270,48 @@ class Catalogue:
         """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
         return self._rows(rollouts.rollout_payloads(attempts, step, versions))
 
+    # --- weights ----------------------------------------------------------------------------
+
+    def weights(self, attempt_id: int, version: int) -> list[Row]:
+        """Return the records of a version, in the order in which they were made."""
+        return self._page(
+            "weights", _where("weights", locals()), "wall side role rank incarnation seq"
+        )
+
+    def weight_manifests(self, manifests: Sequence[str]) -> dict[str, bytes]:
+        """Return digest -> manifest, packed, of those that are there."""
+        table = TABLES["weight_manifests"]
+        found = self._rows(sa.select(table).where(table.c.manifest.in_(manifests)))
+        return {row["manifest"]: row["tensors"] for row in found}
+
+    def newest_weights(self, attempt_id: int) -> int | None:
+        """Return the highest version of weights that an attempt recorded, or None."""
+        version: int | None = self._rows(weights.newest_version(attempt_id))[0]["version"]
+        return version
+
+    def weight_versions(self, attempt_id: int, step: int) -> list[int]:
+        """Return the versions of weights that were recorded at a step, the highest first."""
+        return [row["version"] for row in self._rows(weights.versions_of_step(attempt_id, step))]
+
+    def weight_verdicts(
+        self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0
+    ) -> list[Row]:
+        """Return what became of each version of an attempt, the newest first."""
+        where = _where("weight_verdicts", {"attempt_id": attempt_id})
+        return self._page("weight_verdicts", where, "-version", limit, offset)
+
+    def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
+        """Return the versions below `before` of which somebody was still expected."""
+        return [row["version"] for row in self._rows(weights.incomplete(attempt_id, before))]
+
+    def unweighed(self) -> list[tuple[int, int]]:
+        """Return (attempt_id, version) of which more was recorded than was compared."""
+        return [(row["attempt_id"], row["version"]) for row in self._rows(weights.unweighed())]
+
+    def odd_replicas(self) -> list[Row]:
+        """Return each time that a rank's weights were not its replicas', the last first."""
+        return self._page("odd_replicas", [], "-wall attempt_id version side role rank")
+
     # --- what the service noticed, kept and lost --------------------------------------------
 
     def findings(
@@ -292,6 +334,10 @@ class Catalogue:
         """Return the rules of triggers that were given last; `document` holds secrets."""
         found = self._page("trigger_rules", [], "-revision", 1)
         return found[0] if found else None
+
+    def pinned_steps(self, run: str | None = None) -> list[Row]:
+        """Return run, attempt and step of the steps whose payloads are pinned, newest first."""
+        return self._rows(overview.pinned_steps(run))
 
     def firings(
         self,

@@ -137,6 +137,18 @@ def training_attempt() -> Query:
     )
 
 
+def pinned_steps(run: str | None) -> Query:
+    """Select run, attempt and step of the steps whose payloads are pinned, newest first."""
+    attempts, pinned = tables.attempts, tables.steps
+    query = (
+        sa.select(attempts.c.run, attempts.c.number.label("attempt"), pinned.c.step)
+        .join(attempts, attempts.c.attempt_id == pinned.c.attempt_id)
+        .where(sa.text("steps.pinned"))  # as the partial index says it
+        .order_by(pinned.c.attempt_id.desc(), pinned.c.step.desc())
+    )
+    return query if run is None else query.where(attempts.c.run == run)
+
+
 def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
     """Select steps, newest first, without their blobs, with how many losses each has."""
     lost = (

@@ -120,6 +120,12 @@ steps = _table(
         postgresql_where=sa.text("closed_wall IS NULL"),
     ),
     Index(
+        "ix_steps_pinned",
+        "attempt_id",
+        sqlite_where=sa.text("pinned"),
+        postgresql_where=sa.text("pinned"),
+    ),
+    Index(
         "ix_steps_unformed",
         "attempt_id",
         sqlite_where=sa.text("coalesce(whole_mark, -1) <> parts_mark"),
@@ -410,6 +416,7 @@ weight_verdicts = _table(
     _key("attempt_id", Int),
     _key("version", Int),
     *_columns(Int, "step records agree differ missing not_comparable replicas_differ"),
+    Column("complete", Flag()),
     *_columns(StrictJson(), "ranks names"),
     Column("wall", Real),
 )

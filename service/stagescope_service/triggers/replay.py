@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from stagescope_service.store.base import Row
 from stagescope_service.store.catalogue import Catalogue
@@ -34,12 +33,18 @@ class Reader:
         self._needs = Needs.of(rules.rules)
         self._attempts: dict[int, Row] = {}
 
-    def steps(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield (attempt id, step) of the newest closed steps of the run, in its order."""
-        rows = self._catalogue.steps(run=self._run, limit=most)
-        closed = [row for row in rows if row["closed_wall"] is not None]
-        for row in sorted(closed, key=lambda row: (row["attempt"], row["step"])):
-            yield int(row["attempt_id"]), int(row["step"])
+    def steps(self, most: int) -> list[tuple[int, int]]:
+        """Return (attempt id, step) of the newest closed steps of the run, in the run's order."""
+        found: list[tuple[int, int]] = []
+        for attempt in self._catalogue.attempts(self._run):  # the newest first
+            left = most - len(found)
+            if left <= 0:
+                break
+            attempt_id = int(attempt["attempt_id"])
+            for row in self._catalogue.steps(attempt_id, limit=left):
+                if row["closed_wall"] is not None:
+                    found.append((attempt_id, int(row["step"])))
+        return found[::-1]
 
     def facts(self, attempt_id: int, step: int) -> Facts | None:
         """Return what is known of a step; None where it is not closed, or of another run."""

@@ -127,6 +127,10 @@ def _hangs() -> None:
 
 
 def _triggers() -> None:
+    pinned = sa.text("pinned")
+    op.create_index(
+        "ix_steps_pinned", "steps", ["attempt_id"], sqlite_where=pinned, postgresql_where=pinned
+    )
     op.create_table(
         "trigger_rules",
         sa.Column("revision", Int, autoincrement=False, nullable=False),
@@ -202,6 +206,7 @@ def _weights() -> None:
         sa.Column("missing", Int),
         sa.Column("not_comparable", Int),
         sa.Column("replicas_differ", Int),
+        sa.Column("complete", Flag),
         sa.Column("ranks", Text),
         sa.Column("names", Text),
         sa.Column("wall", Real),

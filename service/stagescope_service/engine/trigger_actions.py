@@ -1,0 +1,281 @@
+"""What follows of a firing: pins, a webhook, a capture; what could not be done is a finding."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Protocol
+
+from stagescope.errors import Conflict, NotReady, StagescopeError
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.instructions import Put
+from stagescope_service.engine.rows import digest
+from stagescope_service.engine.webhooks import Webhooks
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.triggers.rules import Rule, Rules
+from stagescope_service.triggers.spending import ORDERED_BY, spent
+
+Row = dict[str, Any]
+Order = Callable[[Mapping[str, Any], str], Awaitable[Mapping[str, Any]]]
+"""(spec, by) -> the capture; what `POST /captures` calls."""
+
+_PATIENCE: Final = 60.0
+"""Seconds in which an order is offered again while the coordinator is not ready."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Act:
+    """A firing whose actions are to be taken: its rule, and its row of the catalogue."""
+
+    rule: Rule
+    row: Row
+
+    @property
+    def key(self) -> Row:
+        """The key of the row."""
+        return {name: self.row[name] for name in ("attempt_id", "step", "rule")}
+
+    @property
+    def place(self) -> Row:
+        """Which step it is about, as findings say it."""
+        return {name: self.row[name] for name in ("run", "attempt_id", "step")}
+
+    @property
+    def by(self) -> str:
+        """Who orders a capture because of it."""
+        attempt = self.row["evidence"]["attempt"]
+        return f"{ORDERED_BY}{self.rule.name} at step {self.row['step']} of attempt {attempt}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PinAnswer:
+    """What became of the pin of a step, over all nodes."""
+
+    payloads: int
+    bytes: int
+    gone: int
+    """Payloads that the rings had let go before."""
+    reasons: tuple[str, ...] = ()
+    """Why something of it is not pinned."""
+
+
+class Hands(Protocol):
+    """What ingestors do for triggers."""
+
+    async def pin(self, attempt_id: int, step: int) -> PinAnswer:
+        """Pin the payloads of a step on every node that has some."""
+
+
+class Acting:
+    """Takes the actions of firings.
+
+    Args:
+        catalogue: the store's reading side.
+        hands: reaches the ingestors.
+        order: orders a capture.
+        webhooks: calls webhooks.
+        wall: Unix seconds of the service.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        hands: Hands,
+        order: Order,
+        webhooks: Webhooks,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._catalogue = catalogue
+        self._hands = hands
+        self._order = order
+        self._webhooks = webhooks
+        self._wall = wall
+
+    async def carry_out(self, act: Act, rules: Rules) -> list[Put]:
+        """Take every action of a firing; return what became of them."""
+        actions = act.rule.actions
+        done: Row = {}
+        rows: list[Put] = []
+        if actions.pin:
+            done["pin"] = await self._pin(act, rows)
+        if actions.capture is not None:
+            done["capture"] = await self._capture(act, rules, rows)
+        if actions.webhook is not None:
+            done["webhook"] = await self._call(act, actions.webhook, done, rows)
+        fired = {**act.key, "actions": done, "acted_wall": self._wall()}
+        return [*rows, Put("firings", fired)]
+
+    # --- pins -----------------------------------------------------------------------------
+    async def _pin(self, act: Act, rows: list[Put]) -> Row:
+        attempt_id, last = act.row["attempt_id"], act.row["step"]
+        wanted = range(last, last - act.rule.actions.pin, -1)
+        there = await asyncio.to_thread(
+            self._catalogue.steps, attempt_id, before=last + 1, limit=len(wanted)
+        )
+        told = []
+        for number in sorted({row["step"] for row in there} & set(wanted)):
+            answer = await self._hands.pin(attempt_id, number)
+            told.append({"step": number, **dataclasses.asdict(answer)})
+            if answer.payloads:
+                pinned = {"attempt_id": attempt_id, "step": number, "pinned": True}
+                rows.append(Put("steps", pinned))
+            if answer.gone or answer.reasons:
+                rows.append(self._not_pinned(act, number, answer))
+        return {"steps": told}
+
+    def _not_pinned(self, act: Act, step: int, answer: PinAnswer) -> Put:
+        gone = f"{answer.gone} payloads had left the ring before" if answer.gone else ""
+        return finding(
+            "pin_not_kept",
+            f"not all payloads of step {step} are pinned for {act.rule.name}: "
+            + "; ".join(filter(None, (gone, *answer.reasons))),
+            **{**act.place, "step": step},
+            wall=self._wall(),
+            evidence={"rule": act.rule.name, **dataclasses.asdict(answer)},
+            advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
+        )
+
+    # --- webhooks -------------------------------------------------------------------------
+    async def _call(self, act: Act, url: str, done: Mapping[str, Any], rows: list[Put]) -> Row:
+        host = act.rule.actions.webhook_host
+        body = {
+            **{name: act.row[name] for name in _TOLD},
+            "attempt": act.row["evidence"]["attempt"],
+            "severity": act.rule.actions.severity,
+            "advice": act.rule.actions.advice,
+            "actions": dict(done),
+        }
+        reason = await self._webhooks.call(url, body)
+        if reason:
+            rows.append(
+                finding(
+                    "webhook_failed",
+                    f"the webhook of {act.rule.name} at {host} was not told: {reason}",
+                    **act.place,
+                    wall=self._wall(),
+                    evidence={"rule": act.rule.name, "host": host, "reason": reason},
+                    advice="see whether the coordinator's node reaches that host, and whether its "
+                    "URL is still good",
+                )
+            )
+        return {"host": host, "delivered": not reason, "reason": reason}
+
+    # --- captures -------------------------------------------------------------------------
+    async def _capture(self, act: Act, rules: Rules, rows: list[Put]) -> Row:
+        try:
+            before = await asyncio.to_thread(self._ordered, act)
+            if before is not None:
+                return {"capture_id": before["capture_id"]}
+            spec = await asyncio.to_thread(self._spec, act, rules)
+            ordered = await self._offer(spec, act.by)
+        except StagescopeError as error:
+            rows.append(self._refused(act, str(error)))
+            return {"refused": str(error)}
+        return {"capture_id": ordered["capture_id"]}
+
+    def _ordered(self, act: Act) -> Row | None:
+        """Return the capture that was ordered before a restart."""
+        found = self._catalogue.captures(run=act.row["run"])
+        return next((row for row in found if row["by"] == act.by), None)
+
+    def _spec(self, act: Act, rules: Rules) -> Row:
+        """Return the capture to order.
+
+        Raises:
+            Conflict: the run does not allow it, or its budget has no room.
+        """
+        template, run = act.rule.actions.capture, str(act.row["run"])
+        assert template is not None
+        row = self._catalogue.run(run)
+        budget = rules.budget_of(run, None if row is None else row["settings"])
+        if budget is None:
+            raise Conflict("the run does not say `capture: auto` with a budget")
+        attempt = self._catalogue.attempt(act.row["attempt_id"])
+        if attempt is None or attempt["ended_wall"] is not None:
+            raise Conflict("the attempt is over: there is no next step to capture")
+        cost = spent(self._catalogue, run)
+        why = budget.refusal(cost)
+        if why is not None:
+            raise Conflict(f"the budget has no room: {why}")
+        if not act.row["stage"] and "stages" not in template.order:
+            raise Conflict("no stage is concerned, and the template names none")
+        chosen = self._ranks(act, template.worst)
+        spec = {"run": run, "stages": [act.row["stage"]], **template.order, "steps": "next"}
+        spec |= chosen or {"ranks": template.ranks}
+        left = budget.bytes_left(cost)
+        if left is not None:
+            limits = dict(template.order.get("limits") or {})
+            per_rank = max(left // self._count(act, spec["ranks"]), 1)
+            given = limits.get("bytes")
+            spec["limits"] = {**limits, "bytes": min(per_rank, given) if given else per_rank}
+        return spec
+
+    def _ranks(self, act: Act, worst: int | None) -> Row:
+        """Return the ranks that `worst(k)` means here: of one role, the one concerned first."""
+        ranks = [tuple(each) for each in act.row["evidence"]["ranks"]]
+        if worst is None or not ranks:
+            return {}
+        role = ranks[0][0]
+        of_role = [rank for name, rank in ranks if name == role]
+        return {"roles": [role], "ranks": sorted(of_role[:worst])}
+
+    def _count(self, act: Act, ranks: Any) -> int:
+        if isinstance(ranks, list):
+            return len(ranks)
+        processes = self._catalogue.processes(act.row["attempt_id"])
+        return max(len({(row["role"], row["rank"]) for row in processes}), 1)
+
+    async def _offer(self, spec: Mapping[str, Any], by: str) -> Mapping[str, Any]:
+        """Order a capture, again while the coordinator is only starting."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return await self._order(spec, by)
+            except NotReady:  # noqa: PERF203
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)
+
+    def _refused(self, act: Act, reason: str) -> Put:
+        return finding(
+            "capture_refused",
+            f"{act.rule.name} ordered no capture at step {act.row['step']}: {reason}",
+            **act.place,
+            stage=act.row["stage"],
+            wall=self._wall(),
+            severity="info",
+            evidence={"rule": act.rule.name, "reason": reason},
+            advice="`runs` in the triggers' document says what may be captured unasked; "
+            "`stagescope capture` orders one by hand",
+        )
+
+
+_TOLD: Final = (
+    "rule", "run", "attempt_id", "step", "stage", "role", "rank", "round", "message", "evidence",
+    "wall",
+)  # fmt: skip
+
+
+def finding_place(key: Mapping[str, Any]) -> str:
+    """Return the id of a firing's finding: one for a rule and a step, wherever it points."""
+    return digest("trigger", key["rule"], key["attempt_id"], key["step"])
+
+
+def finding_of(act: Act) -> list[Put]:
+    """Return the finding of a firing, where its rule makes one."""
+    actions, row = act.rule.actions, act.row
+    if actions.severity is None:
+        return []
+    made = finding(
+        f"trigger_{act.rule.name}",
+        row["message"],
+        **act.place,
+        **{name: row[name] for name in ("stage", "role", "rank", "wall")},
+        severity=actions.severity,
+        evidence={**row["evidence"], "round": row["round"]},
+        advice=actions.advice,
+    )
+    return [Put("findings", {**made.row, "finding_id": finding_place(act.key)})]

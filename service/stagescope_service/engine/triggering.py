@@ -1,0 +1,256 @@
+"""Triggers on the live service: each formed whole is held against the rules in force.
+
+A firing is written with its finding before anything follows of it, and what follows (pins, a
+webhook, a capture) happens once for a rule and a step, also where the whole is formed again or the
+coordinator restarts in between. No Ray in here: `Hands` reaches the ingestors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
+from stagescope_service.engine.instructions import Delete, Put
+from stagescope_service.engine.rows import digest
+from stagescope_service.engine.trigger_actions import Act, Acting, finding_of, finding_place
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.triggers.conditions import HISTORY
+from stagescope_service.triggers.replay import Fired, Reader
+from stagescope_service.triggers.rules import Rules, defaults, read_yaml
+from stagescope_service.triggers.watch import REACH, At, Changes, Watch
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
+
+RUNS_FOLLOWED: Final = 8
+"""Runs whose steps are kept in memory; another is read from the catalogue again."""
+DEFAULTS: Final = "defaults"
+SET: Final = "set"
+_ALL: Final = 1_000_000
+_PAUSE: Final = 1.0
+
+
+class Triggers:
+    """The rules in force, and what they have seen; used from one event loop.
+
+    Args:
+        catalogue: the store's reading side.
+        write: commits rows.
+        acting: carries out what follows of a firing.
+        wall: Unix seconds of the service.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        write: Write,
+        acting: Acting,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._catalogue = catalogue
+        self._write = write
+        self._acting = acting
+        self._wall = wall
+        self._rules = Rules(())
+        self.revision = 0
+        self._since = 0.0
+        self._followed: OrderedDict[str, _Followed] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    # --- rules ----------------------------------------------------------------------------
+    async def open(self, file: Path | None = None) -> None:
+        """Go on with the rules that were given last; `file` stands until others are given.
+
+        A file is taken in where it says something else than it did. One that cannot be read
+        changes nothing, and the audit says so.
+        """
+        async with self._lock:  # steps that are formed meanwhile wait
+            row = await self._stored()
+            if row is not None:
+                self.revision, self._since = int(row["revision"]), float(row["wall"])
+                self._rules = _readable(row["document"])
+            if file is not None:
+                await self._take_file(file, row)
+            if not self.revision:
+                await self._put(defaults(), by="stagescope", source=DEFAULTS)
+
+    async def _stored(self) -> Row | None:
+        while True:
+            try:
+                return await asyncio.to_thread(self._catalogue.trigger_rules)
+            except CatalogueUnavailable:  # noqa: PERF203
+                logger.warning("the rules of triggers cannot be read yet", exc_info=True)
+                await asyncio.sleep(_PAUSE)
+
+    async def _take_file(self, file: Path, row: Row | None) -> None:
+        by = f"file {file}"
+        try:
+            text = await asyncio.to_thread(file.read_text, encoding="utf-8")
+            known = None if row is None else row["digest"]
+            if digest(text) != known:
+                await self._put(read_yaml(text), by=by, source=str(file), mark=digest(text))
+        except (OSError, UnicodeDecodeError, StagescopeError) as error:
+            logger.warning("the rules in %s were not taken: %s", file, error)
+            wall = self._wall()
+            detail = {"problem": str(error)}
+            refused = {"wall": wall, "by": by, "action": "triggers_refused", "detail": detail}
+            await self._write([Put("audit", refused)])
+
+    async def put(self, rules: Rules, *, by: str) -> int:
+        """Put rules in force for every step that closes from now on; return their revision."""
+        async with self._lock:
+            return await self._put(rules, by=by, source=SET)
+
+    async def _put(self, rules: Rules, *, by: str, source: str, mark: str = "") -> int:
+        wall, revision = self._wall(), self.revision + 1
+        row = await asyncio.to_thread(self._catalogue.trigger_rules)
+        # A file that was overruled by hand stays overruled until it says something else.
+        known = mark or (row or {}).get("digest") or ""
+        written: Row = {"revision": revision, "wall": wall, "by": by, "source": source}
+        written |= {"digest": known, "document": rules.wire()}
+        shown = {"revision": revision, **rules.wire(secrets=False)}
+        audit = {"wall": wall, "by": by, "action": "set_triggers", "detail": shown}
+        await self._write([Put("trigger_rules", written), Put("audit", audit)])
+        self._rules, self.revision, self._since = rules, revision, wall
+        self._followed.clear()
+        return revision
+
+    # --- steps ----------------------------------------------------------------------------
+    async def formed(self, attempt_id: int, step: int) -> None:
+        """Hold the rules against a step whose whole was formed (again); never raises."""
+        try:
+            async with self._lock:
+                rules = self._rules
+                acts, rows = await asyncio.to_thread(self._look, rules, attempt_id, step)
+                if rows:
+                    await self._write(rows)
+            for act in acts:
+                await self._write(await self._acting.carry_out(act, rules))
+        except Exception:
+            # The firings of this step are found again by the next that loads its run.
+            self._followed.clear()
+            logger.exception("rules could not be held against step %s", (attempt_id, step))
+
+    def _look(
+        self, rules: Rules, attempt_id: int, step: int
+    ) -> tuple[list[Act], list[Put | Delete]]:
+        attempt = self._catalogue.attempt(attempt_id)
+        if attempt is None or not rules.rules:
+            return [], []
+        run = str(attempt["run"])
+        acts: list[Act] = []
+        rows: list[Put | Delete] = []
+        followed = self._followed.get(run)
+        if followed is None:
+            followed = _Followed(self._catalogue, run, rules, self._since)
+            acts += followed.owed
+            for changes in followed.load():
+                self._change(followed, changes, acts, rows)
+            self._followed[run] = followed
+            while len(self._followed) > RUNS_FOLLOWED:
+                self._followed.popitem(last=False)
+        else:
+            self._followed.move_to_end(run)
+            self._change(followed, followed.take(attempt_id, step), acts, rows)
+        return acts, rows
+
+    def _change(
+        self, followed: _Followed, changes: Changes, acts: list[Act], rows: list[Put | Delete]
+    ) -> None:
+        """Write what a step changed, and note what is to follow."""
+        for firing in changes.fired:
+            fired = followed.explain(firing)
+            if fired is None:
+                continue
+            act = Act(fired.rule, self._row(fired))
+            rows += [Put("firings", act.row), *finding_of(act)]
+            key = (act.rule.name, fired.facts.attempt_id, fired.facts.step)
+            if key not in followed.acted:
+                followed.acted.add(key)
+                acts.append(act)
+        for rule, at in changes.withdrawn:
+            key_row = {"attempt_id": followed.ids[at.attempt], "step": at.step, "rule": rule}
+            rows.append(Put("firings", {**key_row, "withdrawn_wall": self._wall()}))
+            rows.append(Delete("findings", {"finding_id": finding_place(key_row)}))
+
+    def _row(self, fired: Fired) -> Row:
+        said = fired.evidence
+        evidence = {**said.numbers, "token": said.token, "ranks": [list(r) for r in said.ranks]}
+        return {
+            "attempt_id": fired.facts.attempt_id,
+            "step": fired.facts.step,
+            "rule": fired.rule.name,
+            "run": fired.facts.run,
+            "revision": self.revision,
+            "stage": said.stage,
+            "role": said.role,
+            "rank": said.rank,
+            "round": said.round,
+            "message": said.message,
+            "evidence": {**evidence, "attempt": fired.facts.attempt},
+            "wall": self._wall(),
+            "withdrawn_wall": None,
+        }
+
+
+class _Followed:
+    """A run whose steps are in memory."""
+
+    def __init__(self, catalogue: Catalogue, run: str, rules: Rules, since: float) -> None:
+        self._reader = Reader(catalogue, run, rules)
+        self.ids = {int(r["number"]): int(r["attempt_id"]) for r in catalogue.attempts(run)}
+        numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
+        known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
+        by_name = {rule.name: rule for rule in rules.rules}
+        self.acted = {(r["rule"], r["attempt_id"], r["step"]) for r in known}
+        standing = [row for row in known if row["withdrawn_wall"] is None]
+        self.owed = [
+            Act(by_name[row["rule"]], row)
+            for row in standing
+            if row["acted_wall"] is None and row["rule"] in by_name
+        ]
+        """Firings whose coordinator ended before all that was to follow did."""
+        fired = [(row["rule"], At(numbers[row["attempt_id"]], row["step"])) for row in standing]
+        self._watch = Watch(rules.rules, since=since, fired=fired)
+
+    def load(self) -> list[Changes]:
+        """Read the run's newest steps; return what they change."""
+        places = self._reader.steps(HISTORY + REACH)
+        for attempt_id, step in places[:-REACH]:
+            facts = self._reader.facts(attempt_id, step)
+            if facts is not None:
+                at = At(facts.attempt, step)
+                self._watch.remember(at, facts.closed_wall, self._reader.values(facts))
+        return [self.take(*place) for place in places[-REACH:]]
+
+    def take(self, attempt_id: int, step: int) -> Changes:
+        """Take in a step that was formed; return what it changes."""
+        facts = self._reader.facts(attempt_id, step)
+        if facts is None:
+            return Changes([], [])
+        self.ids[facts.attempt] = attempt_id
+        at = At(facts.attempt, step)
+        return self._watch.take(at, facts.closed_wall, self._reader.values(facts))
+
+    def explain(self, firing: Any) -> Fired | None:
+        """Put a firing into words; None where its step is gone."""
+        facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
+        return None if facts is None else self._reader.explain(firing, facts)
+
+
+def _readable(document: Any) -> Rules:
+    """Read stored rules; those of another version that cannot be read give way to the defaults."""
+    try:
+        return Rules.parse(document)
+    except InvalidPlan:
+        logger.exception("the stored rules cannot be read: the defaults are in force")
+        return defaults()
