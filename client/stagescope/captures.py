@@ -7,6 +7,7 @@ place that says what it may hold.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +19,9 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "run": "a run's name, or null for every run",
     "stages": "a list of stage names, or 'all'",
     "roles": "a list of roles, or null for every role",
-    "ranks": "a list of ranks from 0, or 'all'",
-    "steps": "a list of steps, 'all', or {'every': n, 'start': s, 'count': c}",
+    "ranks": "a list of ranks from 0, a text like '0,4-7', 'worst(k)', or 'all'",
+    "steps": "a list of steps, a text like '5,8-10', 'next', {'next': k}, 'all', or {'every': n, "
+    "'start': s, 'count': c}; without a start: from the step that the ranks agree on",
     "config": "the content of msprobe's config.json, or null to keep tensors only",
     "config_path": "the path of an msprobe config.json that the ranks can read, or null",
     "data_dir": "where the dumps go, or null for the service's data_dir",
@@ -28,7 +30,23 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "free on the disk, 'tokens': of the stage, for the estimate}, or null",
     "force": "whether to start although the estimate does not fit on the disk",
     "strict": "whether a failure is raised in the training process",
+    "timeout": "seconds in which every asked rank is to acknowledge, 60 by default",
+    "late": "what to do about ranks that do not: 'wait', 'go_on' without them, or 'give_up'",
+    "again": "how often a step that some rank missed is agreed again, 0 by default",
 }
+SHORTHANDS: Final[Mapping[str, str]] = {
+    "task": "msprobe's task, 'statistics' by default",
+    "level": "msprobe's level, 'L1' by default",
+    "scope": "msprobe's scope: two names between which is collected",
+    "list": "msprobe's list: names of what is collected",
+    "data_mode": "msprobe's data_mode: 'all', or some of 'forward', 'backward', 'input', 'output'",
+}
+"""Instead of a config: what most orders say of it."""
+
+LATE: Final = ("wait", "go_on", "give_up")
+_WORST: Final = re.compile(r"worst\((\d{1,6})\)")
+_RANGE: Final = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?")
+_MOST_NUMBERS: Final = 100_000
 _MSPROBE_TASKS: Final = ("statistics", "tensor", "structure", "nan_check", "acc_check")
 _MSPROBE_LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
 
@@ -42,26 +60,30 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
     """
     if not isinstance(spec, Mapping):
         raise InvalidPlan(f"a capture is {spec!r:.200}", expected=f"fields {list(CAPTURE_FIELDS)}")
-    unknown = sorted(map(str, set(spec) - set(CAPTURE_FIELDS)))
+    unknown = sorted(map(str, set(spec) - set(CAPTURE_FIELDS) - set(SHORTHANDS)))
     if unknown:
+        known = {**CAPTURE_FIELDS, **SHORTHANDS}
         raise InvalidPlan(
             f"a capture has no field {', '.join(map(repr, unknown))}",
-            expected="; ".join(f"{name}: {text}" for name, text in CAPTURE_FIELDS.items()),
+            expected="; ".join(f"{name}: {text}" for name, text in known.items()),
         )
     roots = list(allowed_roots)
     capture: dict[str, Any] = {
         "run": None if spec.get("run") is None else check_run_name(spec["run"]),
         "stages": _names(spec, "stages", required=True),
         "roles": _names(spec, "roles", required=False),
-        "ranks": _numbers(spec, "ranks", "all"),
-        "steps": _steps(spec.get("steps")),
-        "config": _config(spec.get("config")),
+        "ranks": read_ranks(spec.get("ranks", "all")),
+        "steps": read_steps(spec.get("steps")),
+        "config": _config(_written_out(spec)),
         "config_path": _path(spec.get("config_path"), "config_path", roots),
         "data_dir": _path(spec.get("data_dir"), "data_dir", roots),
         "keep": _names(spec, "keep", required=False) or [],
         "limits": _limits(spec.get("limits")),
         "force": _flag(spec, "force"),
         "strict": _flag(spec, "strict"),
+        "timeout": _timeout(spec.get("timeout")),
+        "late": _late(spec.get("late")),
+        "again": _again(spec.get("again")),
     }
     if capture["config"] is not None and capture["config_path"] is not None:
         raise InvalidPlan(
@@ -110,33 +132,107 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _numbers(spec: Mapping[str, Any], field: str, default: Any) -> Any:
-    value = spec.get(field, default)
+def read_ranks(value: Any) -> Any:
+    """Return the ranks of an order as they are stored; raises `InvalidPlan`."""
     if value in (None, "all"):
         return "all"
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
-    if not all(_is_count(item, 0) for item in value):
-        raise InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
-    return sorted(set(value))
+    if isinstance(value, str) and (worst := _WORST.fullmatch(value.strip())):
+        value = {"worst": int(worst[1])}
+    if isinstance(value, Mapping):
+        if set(value) != {"worst"} or not _is_count(value["worst"], 1):
+            raise InvalidPlan(f"ranks is {value!r:.200}", expected=CAPTURE_FIELDS["ranks"])
+        return dict(value)
+    return _numbers(value, "ranks")
 
 
-def _steps(value: Any) -> Any:
+def read_steps(value: Any) -> Any:
+    """Return the steps of an order as they are stored; raises `InvalidPlan`."""
     if value == "all":
         return value
     expected = CAPTURE_FIELDS["steps"]
+    if value == "next":
+        value = {"next": 1}
+    if isinstance(value, Mapping) and set(value) == {"next"}:
+        if not _is_count(value["next"], 1) or value["next"] > _MOST_NUMBERS:
+            raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
+        return dict(value)
     if isinstance(value, Mapping):
         if set(value) - {"every", "start", "count"} or not _is_count(value.get("every"), 1):
             raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
-        start, count = value.get("start", 0), value.get("count")
-        if not _is_count(start, 0) or not (count is None or _is_count(count, 1)):
+        start, count = value.get("start"), value.get("count")
+        if not all(
+            item is None or _is_count(item, least) for item, least in ((start, 0), (count, 1))
+        ):
             raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
         return {"every": value["every"], "start": start, "count": count}
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
+    return _numbers(value, "steps")
+
+
+def _numbers(value: Any, field: str) -> list[int]:
+    """Read a list of numbers, or a text like `0,4-7`."""
+    wrong = InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
+    if isinstance(value, str):
+        found: list[int] = []
+        for word in value.split(","):
+            ends = _RANGE.fullmatch(word.strip())
+            if ends is None:
+                raise wrong
+            first, last = int(ends[1]), int(ends[2] or ends[1])
+            if not first <= last < first + _MOST_NUMBERS:
+                raise wrong
+            found += range(first, last + 1)
+        value = found
+    if not isinstance(value, Sequence) or not value:
+        raise wrong
     if not all(_is_count(item, 0) for item in value):
-        raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
+        raise wrong
     return sorted(set(value))
+
+
+def _written_out(spec: Mapping[str, Any]) -> Any:
+    """Return the config of a spec, made from its shorthands where it has some."""
+    short = {name: spec[name] for name in SHORTHANDS if spec.get(name) is not None}
+    if not short:
+        return spec.get("config")
+    if spec.get("config") is not None or spec.get("config_path") is not None:
+        raise InvalidPlan(
+            f"a capture has {', '.join(short)} and a config",
+            expected="the one or the other: a config may say them itself",
+        )
+    task = short.pop("task", "statistics")
+    level = short.pop("level", "L1")
+    if not isinstance(task, str):
+        raise InvalidPlan(f"task is {task!r:.200}", expected=f"one of {_MSPROBE_TASKS}")
+    for name, value in short.items():
+        words = [value] if isinstance(value, str) else value
+        if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+            raise InvalidPlan(f"{name} is {value!r:.200}", expected=SHORTHANDS[name])
+        short[name] = list(words)
+    return {"task": task, "level": level, **({task: short} if short else {})}
+
+
+def _timeout(value: Any) -> float:
+    if value is None:
+        return 60.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
+        raise InvalidPlan(f"timeout is {value!r:.200}", expected="seconds over 0, up to a day")
+    return float(value)
+
+
+def _late(value: Any) -> str:
+    if value is None:
+        return LATE[0]
+    if value not in LATE:
+        raise InvalidPlan(f"late is {value!r:.200}", expected=f"one of {', '.join(LATE)}")
+    return str(value)
+
+
+def _again(value: Any) -> int:
+    if value is None:
+        return 0
+    if not _is_count(value, 0) or value > 100:
+        raise InvalidPlan(f"again is {value!r:.200}", expected="a count from 0 to 100")
+    return int(value)
 
 
 def _config(value: Any) -> dict[str, Any] | None:
@@ -193,7 +289,7 @@ def matches(
         return False
     if capture.get("roles") and role not in capture["roles"]:
         return False
-    if capture["ranks"] != "all" and rank not in capture["ranks"]:
+    if not matches_rank(capture["ranks"], rank):
         return False
     steps = capture["steps"]
     if steps == "all":
@@ -201,7 +297,14 @@ def matches(
     if step is None:
         return False
     if isinstance(steps, Mapping):
-        start, every, count = steps["start"], steps["every"], steps.get("count")
+        if "every" not in steps:
+            return False  # 'next' says nothing before it is agreed on
+        start, every, count = steps["start"] or 0, steps["every"], steps.get("count")
         past, rest = divmod(step - start, every)
         return past >= 0 and rest == 0 and (count is None or past < count)
     return step in steps
+
+
+def matches_rank(ranks: Any, rank: int) -> bool:
+    """Return whether a capture's `ranks` name a rank; 'worst(k)' names none before it is known."""
+    return ranks == "all" or (not isinstance(ranks, Mapping) and rank in ranks)

@@ -16,9 +16,12 @@ import click
 
 from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
+from stagescope.captures import LATE, read_ranks, read_steps
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.frames import Table
+from stagescope.operators import read_side
 from stagescope.plugins import Commands
+from stagescope.progress import Progress
 from stagescope.session import Session, StepWord, attach
 from stagescope.step import Step
 
@@ -84,6 +87,10 @@ def _read_step(_: click.Context, __: click.Parameter, value: str) -> StepWord:
         ) from None
 
 
+def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, Any]:
+    return read_side(value)
+
+
 def _step_argument(default: str) -> Callable[[Any], Any]:
     return click.argument(
         "step", callback=_read_step, default=default, metavar="[STEP|latest|measured]"
@@ -99,6 +106,8 @@ _STAGE: Final = click.option("--stage", help="Only this stage.")
 _ROLE: Final = click.option("--role", help="Only this role.")
 _RANK: Final = click.option("--rank", type=click.IntRange(min=0), help="Only this rank.")
 _ROUND: Final = click.option("--round", type=click.IntRange(min=0), help="Only this round.")
+_PART: Final = click.option("--part", help="Only this part of the stage, such as 0.0.1.0.")
+_CAPTURE: Final = click.option("--capture", "capture_id", help="Only dumps of this capture.")
 _LIMIT: Final = click.option(
     "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Most rows."
 )
@@ -248,6 +257,51 @@ def dumps(session: Session, step: StepWord, **options: Any) -> Table:
     return _noun(session, step, options).dumps(**options)
 
 
+@_question(
+    _STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE,
+    click.option("--name", metavar="GLOB", help="Only such names: '*lm_head*', or a part of one."),
+    click.option("--kind", help="Module, Functional, Torch, Tensor, ..."),
+    click.option("--direction", help="forward, backward, parameters_grad, debug."),
+    click.option("--section", help="input_args, output, parameters, grad, ..."),
+    click.option("--dtype", help="Such as bfloat16."),
+    click.option("--non-finite", is_flag=True, help="Only tensors with a NaN or an infinity."),
+    _LIMIT,
+)  # fmt: skip
+def operators(session: Session, step: StepWord, **options: Any) -> Table:
+    """What the operators did that a capture recorded, in execution order."""
+    return _noun(session, step, options).operators(**options)
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _PART, _CAPTURE, _LIMIT)
+def non_finite(session: Session, step: StepWord, **options: Any) -> Table:
+    """The first operator with a NaN or an infinity, on each rank and over all."""
+    return _noun(session, step, options).non_finite(**options)
+
+
+@_question(
+    click.argument("stack_id"), _STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE
+)
+def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Record:
+    """The Python frames from which an operator was called (its `stack_id`)."""
+    return _noun(session, step, options).stack(stack_id, **options)
+
+
+@_question(
+    click.argument("a", metavar="step=N,rank=N,...", callback=_read_side),
+    click.argument("b", metavar="rank=N,...", callback=_read_side),
+    click.option("--factor", type=click.FloatRange(min=0), help="Threshold in eps [default: 4]."),
+    click.option("--exact", is_flag=True, help="Every number must be equal."),
+    click.option("--skip-sharded", is_flag=True, help="Leave out shards."),
+)
+def divergence(session: Session, a: Any, b: Any, **options: Any) -> Record:
+    """The first operator in which two dumps differ.
+
+    A side is named by run, attempt, step, stage, role, rank, part and capture; what the second
+    leaves out is as in the first: `stagescope divergence step=5,rank=0 rank=1`.
+    """
+    return session.divergence(a, b, **options)
+
+
 def _noun(session: Session, step: StepWord, options: dict[str, Any]) -> Step:
     return session.step(step, run=options.pop("run"), attempt=options.pop("attempt"))
 
@@ -270,43 +324,101 @@ def plan(session: Session) -> Table:
     return session.plan()
 
 
+_WAIT: Final = click.option(
+    "--wait", is_flag=True, help="Show how far it comes until the dumps lie there."
+)
+
+
 @_question(
-    click.option("--run", help="Name of the run (default: every run)."),
-    click.option("--steps", required=True, metavar="5,6,10-12|all", help="Which steps."),
+    click.option("--run", help="Name of the run (default: the one that is live)."),
+    click.option(
+        "--steps", default="next", show_default=True, metavar="next|N,N-N|all|next:K|every:N[,K]",
+        help="Which steps: the next K, numbers, or every Nth (K times) from when all ranks know.",
+    ),
     click.option("--stages", required=True, metavar="NAME,...|all", help="Which stages."),
-    click.option("--ranks", default="all", show_default=True, metavar="0,4-7|all"),
+    click.option(
+        "--ranks", default="all", show_default=True, metavar="0,4-7|worst(K)|all",
+        help="Which ranks; worst(K): those with the highest mismatch.",
+    ),
     click.option("--roles", metavar="NAME,...", help="Which roles (default: every role)."),
+    click.option("--task", help="msprobe's task [default: statistics]."),
+    click.option("--level", help="msprobe's level [default: L1]."),
+    click.option("--scope", metavar="FIRST,LAST", help="msprobe's scope."),
+    click.option("--list", "names", metavar="NAME,...", help="msprobe's list."),
+    click.option("--data-mode", metavar="WORD,...", help="msprobe's data_mode."),
     click.option(
         "--config",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="msprobe's config.json on this machine; its content travels.",
+        help="msprobe's config.json on this machine instead; its content travels.",
     ),
     click.option("--keep", metavar="NAME,...", help="Tensors of the payload to keep."),
-)
-def capture(
-    session: Session,
-    steps: str,
-    stages: str,
-    ranks: str,
-    roles: str | None,
-    config: Path | None,
-    keep: str | None,
-    run: str | None,
-) -> Record:
-    """Order a capture on a live run (needs the operate token)."""
+    click.option(
+        "--late", type=click.Choice(LATE), help="Ranks that do not acknowledge [default: wait]."
+    ),
+    click.option(
+        "--late-after", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+        help="When they are late [default: 60].",
+    ),
+    click.option("--again", type=click.IntRange(min=0), help="Repeat a step that a rank missed."),
+    click.option("--force", is_flag=True, help="Also where it is estimated to cost too much."),
+    _WAIT,
+)  # fmt: skip
+def capture(session: Session, wait: bool, **options: Any) -> Record:
+    """Order a capture on a live run (needs the operate token).
+
+    Every rank that it asks acknowledges it first; then the step is fixed on which all start.
+    """
+    ordered = session.capture(**_spec(**options))
+    if not wait:
+        return ordered
+    return _await(session, ordered["capture_id"])
+
+
+@_question(click.argument("capture_id"), _WAIT)
+def progress(session: Session, capture_id: str, wait: bool) -> Record:
+    """How far a capture has come: who acknowledged, collected, missed or failed."""
+    return _await(session, capture_id) if wait else session.progress(capture_id)
+
+
+def _await(session: Session, capture_id: str) -> Progress:
+    def tell(found: Progress) -> None:
+        click.echo(f"{found.heading}: {found.lines()[0]}", err=True)
+
+    return session.wait_for(capture_id, told=tell)
+
+
+def _spec(
+    *, steps: str, stages: str, config: Path | None, late_after: float | None, **given: Any
+) -> dict[str, Any]:
+    """Return the order that the options of `capture` say."""
     spec: dict[str, Any] = {
-        "run": run,
-        "steps": _ints(steps, "--steps"),
+        "steps": _steps(steps),
+        "ranks": read_ranks(given.pop("ranks")),
         "stages": stages if stages == "all" else _words(stages),
-        "ranks": _ints(ranks, "--ranks"),
+        "timeout": late_after,
+        "list": given.pop("names"),
+        **given,
     }
-    if roles:
-        spec["roles"] = _words(roles)
     if config:
         spec["config"] = _json_file(config)
-    if keep:
-        spec["keep"] = _words(keep)
-    return session.capture(**spec)
+    elif not spec["keep"]:
+        spec["task"] = spec["task"] or "statistics"
+    for name in ("roles", "scope", "list", "data_mode", "keep"):
+        spec[name] = _words(spec[name]) if spec[name] else None
+    return {name: value for name, value in spec.items() if value not in (None, False)}
+
+
+def _steps(text: str) -> Any:
+    """Read `5,8-10`, `all`, `next`, `next:3`, `every:10` or `every:10,3`."""
+    word, colon, rest = text.partition(":")
+    numbers = rest.split(",")
+    if not colon or word not in ("next", "every"):
+        return read_steps(text)
+    if not all(number.isdecimal() for number in numbers) or len(numbers) > 1 + (word == "every"):
+        raise click.BadParameter(f"{text!r} is no 'next:K' or 'every:N[,K]'", param_hint="--steps")
+    if word == "next":
+        return {"next": int(numbers[0])}
+    return {"every": int(numbers[0]), "count": int(numbers[1]) if numbers[1:] else None}
 
 
 @_question(click.argument("capture_id"))
@@ -315,31 +427,8 @@ def remove_capture(session: Session, capture_id: str) -> Record:
     return session.remove_capture(capture_id)
 
 
-_LONGEST_RANGE: Final = 100_000
-
-
 def _words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
-
-
-def _ints(text: str, option: str) -> list[int] | str:
-    """Read `5,6,10-12` or `all`."""
-    if text == "all":
-        return text
-    found: list[int] = []
-    for word in _words(text):
-        first, dash, last = word.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise click.BadParameter(
-                f"{word!r} is not a number, a range or 'all'", param_hint=option
-            )
-        ends = int(first), int(last if dash else first)
-        if ends[1] < ends[0]:
-            raise click.BadParameter(f"{word!r} ends before it begins", param_hint=option)
-        if ends[1] - ends[0] >= _LONGEST_RANGE:
-            raise click.BadParameter(f"{word!r} is too long a range", param_hint=option)
-        found += range(ends[0], ends[1] + 1)
-    return found
 
 
 def _json_file(path: Path) -> Any:

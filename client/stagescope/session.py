@@ -13,7 +13,8 @@ Usage::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal
 from urllib.parse import quote
@@ -29,6 +30,8 @@ from stagescope.errors import (
     Unreachable,
 )
 from stagescope.frames import Table
+from stagescope.operators import Divergence
+from stagescope.progress import Progress
 from stagescope.step import LIMIT, Step
 from stagescope.transport import Transport
 
@@ -51,7 +54,10 @@ _STEPS_ORDER: Final = (
     "missing",
 )
 _FINDING_ORDER: Final = ("severity", "kind", "message", "step", "stage", "role", "rank", "count")
-_PLAN_ORDER: Final = ("capture_id", "run", "steps", "stages", "ranks", "roles", "by", "created")
+_BETWEEN_QUESTIONS: Final = 0.5
+_PLAN_ORDER: Final = (
+    "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
+)  # fmt: skip
 _LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")
 
 
@@ -226,7 +232,8 @@ class Session:
     def plan(self) -> Table:
         """Return the captures in force; `about["revision"]` is the plan's revision."""
         answer = self.get("/plan")
-        rows = answer.get("captures") or []
+        captures = answer.get("captures") or []
+        rows = [{**each, **_standing(each.get("agreement") or {})} for each in captures]
         about = {name: value for name, value in answer.items() if name != "captures"}
         title = f"plan, revision {answer.get('revision')}"
         return Table.from_rows(rows, order=_PLAN_ORDER, title=title, about=about)
@@ -254,18 +261,58 @@ class Session:
     def capture(self, **spec: Any) -> Record:
         """Order a capture; the fields are those of `stagescope.captures.CAPTURE_FIELDS`.
 
+        Every asked rank acknowledges first, and then the step is fixed on which it starts: the
+        answer is of the moment after, or of 2 s later; `wait_for` waits until the dumps lie there.
+
         Usage:
-            >>> session.capture(run="r", steps=[120], stages=["actor_update"], ranks=[0],
-            ...                 config={"task": "statistics", "level": "L1"})
+            >>> ordered = session.capture(stages=["actor_update"], steps="next", level="L1")
+            >>> session.wait_for(ordered["capture_id"]).dumps()
 
         Raises:
             InvalidPlan: a field that cannot be carried out.
+            Conflict: the same order is in force, or its steps have begun.
             Forbidden: the token may only read, or a path lies outside the allowed roots.
         """
         steps = spec.get("steps")
         if isinstance(steps, int) and not isinstance(steps, bool):
             spec["steps"] = [steps]
         return Record(self._transport.change("POST", "/captures", spec) or {}, title="capture")
+
+    def progress(self, capture_id: str) -> Progress:
+        """Return how far a capture has come.
+
+        Raises:
+            NotFound: no such capture.
+        """
+        return Progress(self.get(f"/captures/{_segment(capture_id)}"))
+
+    def wait_for(
+        self,
+        capture_id: str,
+        *,
+        timeout: float | None = None,
+        told: Callable[[Progress], None] = lambda progress: None,
+    ) -> Progress:
+        """Wait until a capture has collected all it will; return how far it has come.
+
+        Args:
+            capture_id: the capture.
+            timeout: seconds after which to return all the same; None: as long as it takes.
+            told: called with each change.
+
+        Raises:
+            NotFound: no such capture.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        said: list[str] | None = None
+        while True:
+            found = self.progress(capture_id)
+            if (now := found.lines()) != said:
+                said = now
+                told(found)
+            if found.ended or (deadline is not None and time.monotonic() >= deadline):
+                return found
+            time.sleep(_BETWEEN_QUESTIONS)
 
     def remove_capture(self, capture_id: str) -> Record:
         """Take a capture out of the plan and return it; what it has collected stays.
@@ -276,11 +323,50 @@ class Session:
         answer = self._transport.change("DELETE", f"/captures/{_segment(capture_id)}")
         return Record(answer or {"capture_id": capture_id}, title="withdrawn capture")
 
+    def divergence(
+        self,
+        a: Mapping[str, Any],
+        b: Mapping[str, Any],
+        *,
+        factor: float | None = None,
+        by_dtype: Mapping[str, float] | None = None,
+        exact: bool = False,
+        skip_sharded: bool = False,
+        limit: int | None = None,
+    ) -> Divergence:
+        """Return the first operator, parameter and gradient in which two dumps differ.
+
+        Args:
+            a, b: run, attempt, step, stage, role, rank, part, capture_id; what `b` leaves out is
+                as in `a`.
+            factor: threshold in eps of the coarsest dtype up to there; the service takes 4, and
+                100 where the devices are of two kinds.
+            by_dtype: dtype -> threshold of the relative difference, in the place of that.
+            exact: every number must be equal.
+            skip_sharded: leave out tensors of which each rank holds another shard.
+            limit: most rows that differ in the answer; all are counted.
+
+        Usage:
+            >>> session.divergence({"step": 5, "rank": 0}, {"rank": 1})
+            >>> session.divergence({"step": 5, "rank": 0, "attempt": 1}, {"attempt": 2})
+        """
+        body = {
+            "a": dict(a), "b": dict(b), "factor": factor, "exact": exact,
+            "by_dtype": None if by_dtype is None else dict(by_dtype),
+            "skip_sharded": skip_sharded, "limit": limit,
+        }  # fmt: skip
+        said = {name: value for name, value in body.items() if value is not None}
+        return Divergence.from_answer(self._transport.ask("/operators/divergence", said))
+
     def _newest_run(self) -> str:
         runs = self.runs(limit=1)
         if not len(runs):
             raise NotFound("the service has no run yet", advice="start a training that reports")
         return str(runs[0]["run"])
+
+
+def _standing(agreement: Mapping[str, Any]) -> dict[str, Any]:
+    return {"state": agreement.get("phase"), "start": agreement.get("start")}
 
 
 def _segment(text: str) -> str:

@@ -26,6 +26,7 @@ def test_every_field_is_filled_in() -> None:
         "run": None, "stages": ["actor_update"], "roles": None, "ranks": "all", "steps": [5],
         "config": None, "config_path": None, "data_dir": None, "keep": ["old_log_probs"],
         "limits": {"bytes": None, "seconds": None}, "strict": False, "force": False,
+        "timeout": 60.0, "late": "wait", "again": 0,
     }  # fmt: skip
     assert validate_capture(capture, allowed_roots=()) == capture
 
@@ -33,14 +34,14 @@ def test_every_field_is_filled_in() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"steps": None}, "steps"), ({"steps": []}, "steps"), ({"steps": "5"}, "steps"),
+        ({"steps": None}, "steps"), ({"steps": []}, "steps"), ({"steps": "5-"}, "steps"),
         ({"steps": [-1]}, "steps"), ({"steps": [True]}, "steps"), ({"steps": [1.0]}, "steps"),
         ({"steps": {"every": 0}}, "steps"), ({"steps": {"start": 1}}, "steps"),
         ({"steps": {"every": 2, "count": 0}}, "steps"), ({"steps": {"every": 2, "x": 0}}, "steps"),
         ({"stages": []}, "stages"), ({"stages": "actor_update"}, "stages"),
         ({"stages": [""]}, "stages"), ({"stages": None}, "stages"), ({"stages": [1]}, "stages"),
         ({"roles": "actor"}, "roles"), ({"ranks": []}, "ranks"), ({"ranks": [-1]}, "ranks"),
-        ({"ranks": "0"}, "ranks"), ({"keep": "x"}, "keep"), ({"keep": [], "config": None}, "keep"),
+        ({"ranks": "worst"}, "ranks"), ({"keep": "x"}, "keep"), ({"keep": [], "config": None}, "keep"),
         ({"config": []}, "config"), ({"config": {"task": "x"}}, "config.task"),
         ({"config": {"level": "L9"}}, "config.level"),
         ({"config": {"dump_path": "relative"}}, "config.dump_path"),
@@ -56,6 +57,44 @@ def test_every_field_is_filled_in() -> None:
 def test_wrong_orders_name_the_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(StagescopeError, match=field.replace(".", r"\.")) as caught:
         valid(("/",), **change)
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"steps": "next"}, {"steps": {"next": 1}}),
+        ({"steps": "5,8-10"}, {"steps": [5, 8, 9, 10]}),
+        ({"steps": {"next": 3}}, {"steps": {"next": 3}}),
+        ({"ranks": "0,4-6"}, {"ranks": [0, 4, 5, 6]}),
+        ({"ranks": "worst(2)"}, {"ranks": {"worst": 2}}), ({"ranks": None}, {"ranks": "all"}),
+        ({"steps": {"every": 2}}, {"steps": {"every": 2, "start": None, "count": None}}),
+        ({"task": "tensor", "list": "linear"},
+         {"config": {"task": "tensor", "level": "L1", "tensor": {"list": ["linear"]}}}),
+        ({"level": "L0"}, {"config": {"task": "statistics", "level": "L0"}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_short_ways_to_say_it(given: dict[str, Any], read: dict[str, Any]) -> None:
+    found = valid(**given)
+    assert {name: found[name] for name in read} == read
+    kept = {name: value for name, value in found.items() if name in CAPTURE_FIELDS}
+    assert validate_capture(kept, allowed_roots=()) == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": "next:0"}, {"steps": {"next": 0}}, {"steps": "3-1"}, {"steps": "0-99999999999"},
+        {"ranks": "worst(0)"}, {"ranks": {"worst": True}}, {"ranks": {"best": 1}}, {"ranks": "1,"},
+        {"late": "never"}, {"timeout": 0}, {"timeout": True}, {"again": -1}, {"again": 1.5},
+        {"task": 5}, {"task": "statistics", "config": {}}, {"list": 5}, {"scope": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_said_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidPlan) as caught:
+        valid(**change)
     assert caught.value.expected
 
 

@@ -143,7 +143,6 @@ def test_a_capture_by_its_options(service: Answering, tmp_path: Path) -> None:
     capture = json.loads(result.stdout)
     assert service.captures[capture["capture_id"]] == {
         "capture_id": capture["capture_id"],
-        "run": None,
         "steps": [5, 7, 8, 9],
         "stages": ["actor_update", "ref_compute_log_prob"],
         "ranks": [0],

@@ -74,12 +74,42 @@ def test_late_capture_is_missed_once_for_what_had_begun() -> None:
     assert found.begin(6, "a")
 
 
-def test_standing_order_is_never_late() -> None:
-    missed: list[object] = []
-    found = watch(on_missed=lambda *late: missed.append(late))
+@pytest.mark.parametrize("steps", ["all", {"every": 1, "start": 4, "count": None}])
+def test_standing_order_is_late_for_what_had_begun(steps: object) -> None:
+    missed: list[tuple[int, str]] = []
+    found = watch(on_missed=lambda _, step, stage: missed.append((step, stage)))
     found.begin(4, "a")
-    found.apply({"revision": 1, "captures": [capture(steps="all")]})
-    assert not missed
+    found.apply({"revision": 1, "captures": [capture(steps=steps)]})
+    assert missed == [(4, "a")]
+
+
+def test_an_asked_order_is_told_once_and_orders_nothing_before_it_is_agreed_on() -> None:
+    asked: list[str] = []
+    missed: list[int] = []
+    found = watch(
+        on_asked=lambda order: asked.append(order["capture_id"]),
+        on_missed=lambda _, step, __: missed.append(step),
+    )
+    found.begin(4, "a")
+    order = {"capture_id": "c", "stages": ["a"], "agreement": 1}
+    first = capture(**order, steps=[], phase="asked", asked_revision=1)
+    found.apply({"revision": 1, "captures": [first]})
+    found.apply({"revision": 2, "captures": [first]})
+    assert (asked, missed, found.begin(5, "a")) == (["c"], [], [])
+    found.apply({"revision": 3, "captures": [capture(**order, steps=[4, 6], phase="agreed")]})
+    assert (asked, missed, len(found.begin(6, "a"))) == (["c"], [4], 1)
+    again = capture(**{**order, "agreement": 2}, steps=[], phase="asked", asked_revision=4)
+    found.apply({"revision": 4, "captures": [again]})
+    assert (asked, found.begin(7, "a")) == (["c", "c"], [])
+
+
+def test_an_order_for_others_is_not_reckoned_here() -> None:
+    asked: list[object] = []
+    found = watch(on_asked=asked.append)
+    for change in ({"ranks": [7]}, {"roles": ["critic"]}, {"run": "other"}, {"config": None}):
+        order = capture(**{"capture_id": str(change), "steps": [], "phase": "asked", **change})
+        found.apply({"revision": 1, "captures": [order]})
+    assert not asked
 
 
 def test_plan_from_a_dict_and_from_a_file_is_in_force_without_a_service(tmp_path: Path) -> None:

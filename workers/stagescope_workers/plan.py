@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.captures import matches, validate_capture
+from stagescope.captures import matches, matches_rank, validate_capture
 from stagescope.errors import InvalidPlan
 
 _HISTORY: Final = 1000  # steps remembered to tell a late capture
@@ -16,6 +16,9 @@ _OWN_FIELDS: Final = ("capture_id", "source", "by", "created", "force")
 
 Missed = Callable[[Mapping[str, Any], int, str], None]
 """Called with (capture, step, stage) of a capture that came after that stage had begun."""
+
+Asked = Callable[[Mapping[str, Any]], None]
+"""Called with a capture that is not agreed on yet, and would concern this rank."""
 
 
 class PlanWatch:
@@ -30,6 +33,7 @@ class PlanWatch:
         local: Iterable[Mapping[str, Any]] = (),
         is_carried_out: bool = True,
         on_missed: Missed = lambda capture, step, stage: None,
+        on_asked: Asked = lambda capture: None,
     ) -> None:
         self.run = run
         self.role = role
@@ -38,6 +42,7 @@ class PlanWatch:
         self._is_carried_out = is_carried_out
         self._captures: tuple[Mapping[str, Any], ...] = self._local
         self._on_missed = on_missed
+        self._on_asked = on_asked
         self._revision = 0
         self.data_dir: str | None = None
         """The service's data_dir, where its plan says it."""
@@ -75,29 +80,46 @@ class PlanWatch:
         ]
 
     def apply(self, plan: Mapping[str, Any]) -> None:
-        """Put the service's plan in force; what came too late for a listed step is reported."""
+        """Put the service's plan in force; what came too late for a step is reported."""
         captures = [dict(item) for item in plan.get("captures", ())]
-        missed = []
+        missed, asked = [], []
         with self._lock:
             for capture in captures:
-                if str(capture["capture_id"]) not in self._seen:
-                    self._seen.add(str(capture["capture_id"]))
+                # Each asking and each agreement is a word of its own about the same order.
+                word = f"{capture['capture_id']}/{capture.get('agreement', 1)}"
+                is_asked = capture.get("phase") == "asked"
+                if is_asked:
+                    word += f"/{capture.get('asked_revision')}"
+                if word in self._seen:
+                    continue
+                self._seen.add(word)
+                if is_asked:
+                    asked += [capture] if self._concerns(capture) else []
+                else:
                     missed += [(capture, *late) for late in self._too_late(capture)]
             self._captures = (*self._local, *captures)
             self._revision = int(plan["revision"])
             self.data_dir = plan.get("data_dir") or self.data_dir
         for capture, step, stage in missed:
             self._on_missed(capture, step, stage)
+        for capture in asked:
+            self._on_asked(capture)
 
     def _too_late(self, capture: Mapping[str, Any]) -> list[tuple[int, str]]:
-        if not isinstance(capture["steps"], list | tuple):
-            return []
         return [
             (step, stage)
-            for step in capture["steps"]
-            for stage in sorted(self._begun.get(step, ()))
+            for step, stages in self._begun.items()
+            for stage in sorted(stages)
             if self._matches(capture, step, stage)
         ]
+
+    def _concerns(self, capture: Mapping[str, Any]) -> bool:
+        roles = capture.get("roles") or [self.role]
+        is_msprobe = capture.get("config") is not None or capture.get("config_path") is not None
+        mine = self._is_carried_out and capture.get("run") in (None, self.run)
+        return (
+            mine and is_msprobe and self.role in roles and matches_rank(capture["ranks"], self.rank)
+        )
 
     def _matches(self, capture: Mapping[str, Any], step: int | None, stage: str) -> bool:
         if not self._is_carried_out or capture.get("run") not in (None, self.run):

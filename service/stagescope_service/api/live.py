@@ -1,22 +1,19 @@
-"""Routes that reach the engine: events and polls of processes without Ray, plan and captures."""
+"""Routes that reach the engine: events and polls of processes without Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Request
 
-from stagescope.captures import CAPTURE_FIELDS
 from stagescope.errors import InvalidInput
 from stagescope.schema import Sender
 from stagescope_service.api import framing
-from stagescope_service.api.auth import caller_of
-from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.desk import AtDesk
 from stagescope_service.api.problems import check_ready
-from stagescope_service.api.requests import Answer, PageOf, read_body, read_json
-from stagescope_service.engine.plans import validate_capture
+from stagescope_service.api.requests import Answer, read_body, read_json
 
 router = APIRouter()
 
@@ -54,21 +51,6 @@ _POLL_BODY: Final[dict[str, Any]] = {
                     "unreceipted": {"type": "array", "items": {"type": "integer"}},
                     "wait": {"type": "number", "minimum": 0, "maximum": MAX_WAIT},
                 },
-            }
-        }
-    },
-}
-_CAPTURE_BODY: Final[dict[str, Any]] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["stages", "steps"],
-                "properties": {
-                    name: {"description": text} for name, text in CAPTURE_FIELDS.items()
-                },
-                "additionalProperties": False,
             }
         }
     },
@@ -131,55 +113,6 @@ async def poll(request: Request, desk: AtDesk) -> Answer:
         wait=min(_seconds(said.get("wait", MAX_WAIT)), MAX_WAIT, desk.settings.poll_seconds),
     )
     return Answer(check_ready(reply))
-
-
-@router.get("/plan", tags=["captures"])
-async def plan(desk: AtDesk) -> Answer:
-    """Return the plan in force: its revision and its captures."""
-    return Answer(check_ready(await desk.commands.plan()))
-
-
-@router.get("/captures", tags=["captures"])
-def captures(
-    desk: AtDesk,
-    page: PageOf,
-    run: Annotated[
-        str | None, Query(max_length=100, description="Only those ordered for this run.")
-    ] = None,
-) -> Answer:
-    """List the captures that were ever ordered, newest first, withdrawn ones too."""
-    return Answer(page.cut(desk.catalogue.captures(run=run)))
-
-
-@router.post(
-    "/captures", tags=["captures"], status_code=201, openapi_extra={"requestBody": _CAPTURE_BODY}
-)
-async def add_capture(request: Request, desk: AtDesk) -> Answer:
-    """Order a capture and return it with its id; needs the operate token.
-
-    Its paths must lie inside the allowed roots. Who ordered it (header `X-Stagescope-User`, which
-    token, from where) is kept in the audit.
-    """
-    spec = await read_json(request, desk.settings)
-    capture = await asyncio.to_thread(_validated, desk, spec)
-    reply = await desk.commands.add_capture(spec=capture, by=str(caller_of(request)))
-    return Answer(check_ready(reply), 201)
-
-
-@router.delete("/captures/{capture_id}", tags=["captures"])
-async def remove_capture(
-    request: Request,
-    desk: AtDesk,
-    capture_id: Annotated[str, Path(max_length=100, description="The capture's id.")],
-) -> Answer:
-    """Withdraw a capture and return it; what it has collected stays. Needs the operate token."""
-    reply = await desk.commands.remove_capture(capture_id=capture_id, by=str(caller_of(request)))
-    return Answer(check_ready(reply))
-
-
-def _validated(desk: Desk, spec: dict[str, Any]) -> dict[str, Any]:
-    # In a thread: resolving a path's links may wait for a slow file system.
-    return validate_capture(spec, allowed_roots=[str(root) for root in desk.settings.roots])
 
 
 def _is_framed(request: Request) -> bool:

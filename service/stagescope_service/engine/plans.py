@@ -1,23 +1,81 @@
-"""The plan that is in force: the captures with a revision, without any I/O."""
+"""The plan that is in force: the captures with a revision, without any I/O.
+
+A change is committed before any rank hears of it: what `wire` shows is what `publish` was told, so
+that a revision which a crash took back was never seen.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagescope.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.errors import Conflict, NotFound
+from stagescope_service.engine.agreement import ASKED, Agreement
 
-__all__ = ["Plan", "matches", "validate_capture"]
+__all__ = ["Entry", "Plan", "matches", "validate_capture"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A capture in the plan: what was ordered, and how far its agreement has come."""
+
+    order: Mapping[str, Any]
+    agreement: Agreement
+
+    @property
+    def capture_id(self) -> str:
+        """Its id."""
+        return str(self.order["capture_id"])
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Entry:
+        """Read what `stored` wrote."""
+        order = {name: value for name, value in stored.items() if name != "agreement"}
+        return cls(order, Agreement.of(stored.get("agreement") or {"phase": "agreed"}))
+
+    def stored(self) -> dict[str, Any]:
+        """Return it as the catalogue and answers hold it."""
+        return {**self.order, "agreement": self.agreement.fields()}
+
+    def wire(self) -> dict[str, Any]:
+        """Return it as it travels to ranks: before it is agreed on it matches no step."""
+        agreed = self.agreement
+        steps = self.order["steps"] if agreed.steps is None else agreed.steps
+        asked = agreed.phase == ASKED
+        return {
+            **self.order,
+            "steps": [] if asked else steps,
+            "phase": agreed.phase,
+            "agreement": agreed.number,
+            "asked_revision": agreed.revision,
+        }
+
+
+class Publication(NamedTuple):
+    """A plan as it was at one moment."""
+
+    revision: int
+    entries: tuple[Entry, ...]
 
 
 class Plan:
     """The captures in force, with a revision that grows at every change."""
 
     def __init__(self, captures: Iterable[Mapping[str, Any]] = (), *, revision: int = 0) -> None:
-        self.captures = {str(item["capture_id"]): dict(item) for item in captures}
-        self.revision = revision
+        self.entries = {str(item["capture_id"]): Entry.of(item) for item in captures}
+        self._allotted = revision
+        self._wire: list[dict[str, Any]] = []
+        self._published = Publication(revision, ())
+        self.publish(self.publication())
+
+    # --- changes --------------------------------------------------------------------------
+    def next_revision(self) -> int:
+        """Allot the revision of a change; it is seen once it is published."""
+        self._allotted += 1
+        return self._allotted
 
     def add(
         self,
@@ -26,50 +84,66 @@ class Plan:
         by: str,
         now: float,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:12],
-    ) -> dict[str, Any]:
-        """Put a validated capture in force and return it with its id.
+    ) -> Entry:
+        """Take in a validated capture, asked and not agreed on; return it with its id.
 
         Raises:
             Conflict: the same order already is in force (asked twice is ordered once).
         """
-        for known in self.captures.values():
-            if all(known.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
+        for known in self.entries.values():
+            if all(known.order.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
                 raise Conflict(
-                    f"capture {known['capture_id']} already orders exactly this",
+                    f"capture {known.capture_id} already orders exactly this",
                     advice="remove it first to order it again",
                 )
-        entry = {
-            **capture,
-            "capture_id": new_id(),
-            "source": "http",
-            "by": by,
-            "created": now,
-        }
-        self.captures[entry["capture_id"]] = entry
-        self.revision += 1
+        own = {"capture_id": new_id(), "source": "http", "by": by, "created": now}
+        asked = Agreement(
+            revision=self.next_revision(), asked_wall=now, again_left=int(capture["again"])
+        )
+        entry = Entry({**capture, **own}, asked)
+        self.entries[entry.capture_id] = entry
         return entry
 
-    def remove(self, capture_id: str) -> dict[str, Any]:
+    def remove(self, capture_id: str) -> Entry:
         """Withdraw a capture.
 
         Raises:
             NotFound: no such capture is in force.
         """
-        if capture_id not in self.captures:
+        if capture_id not in self.entries:
             raise NotFound(
                 f"no capture {capture_id!r:.100} is in force",
-                expected=f"one of {sorted(self.captures)}",
+                expected=f"one of {sorted(self.entries)}",
             )
-        self.revision += 1
-        return self.captures.pop(capture_id)
+        return self.entries.pop(capture_id)
+
+    def publication(self) -> Publication:
+        """Return the plan as it is now, to be published once it is committed."""
+        return Publication(self._allotted, tuple(self.entries.values()))
+
+    def publish(self, publication: Publication) -> None:
+        """Let ranks hear of a plan that is committed; an older one than they know says nothing."""
+        if publication.revision >= self._published.revision:
+            self._published = publication
+            self._wire = [entry.wire() for entry in publication.entries]
+
+    # --- what ranks and payloads see -------------------------------------------------------
+    @property
+    def revision(self) -> int:
+        """The revision that ranks are to apply."""
+        return self._published.revision
 
     def for_run(self, run: str) -> list[dict[str, Any]]:
         """Return the captures that concern `run`."""
-        return [item for item in self.captures.values() if item["run"] in (None, run)]
+        return [item for item in self._wire if item["run"] in (None, run)]
 
-    def wire(self, run: str | None = None) -> dict[str, Any]:
-        """Return the plan as it travels to ranks and in answers."""
-        captures = list(self.captures.values()) if run is None else self.for_run(run)
+    def wire(self, run: str) -> dict[str, Any]:
+        """Return the plan as it travels to the ranks of a run."""
+        return {"revision": self.revision, "captures": self.for_run(run)}
+
+    def stored(self) -> dict[str, Any]:
+        """Return the plan as answers show it."""
+        captures = [entry.stored() for entry in self._published.entries]
         return {"revision": self.revision, "captures": captures}
 
     def keeps(self, *, run: str, stage: str, role: str, rank: int, step: int | None) -> list[str]:

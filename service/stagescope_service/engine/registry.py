@@ -19,6 +19,7 @@ from stagescope_service.engine.rows import (
     layout_columns,
     plain,
     process_row,
+    text,
 )
 
 UNKEYED: Final = "unkeyed"
@@ -185,6 +186,8 @@ class Registry:
         settings = fields.get("settings")
         settings = plain(settings) if isinstance(settings, Mapping) else None
         process.settings = settings or process.settings
+        process.captures = fields.get("captures") is not False
+        process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
         apart = ("layout", "settings", "fingerprint")
         hello = {name: plain(value) for name, value in fields.items() if name not in apart}
         hello["layout"] = {

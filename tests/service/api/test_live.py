@@ -141,7 +141,8 @@ class TestPoll:
         thread.join(20)
         assert time.monotonic() - began < 15
         assert got[0]["revision"] == 1
-        assert got[0]["plan"]["captures"] == [made.json()]
+        (told,) = got[0]["plan"]["captures"]
+        assert (told["capture_id"], told["phase"]) == (made.json()["capture_id"], "agreed")
 
     def test_ends_after_its_wait(self, live: Service) -> None:
         body = {"sender": SENDER, "revision": 0, "wait": 0.05}
@@ -177,7 +178,9 @@ class TestCaptures:
         made = live.operate.post("/captures", json=CAPTURE)
         assert made.status_code == 201
         capture = made.json()
+        capture.pop("notes")
         assert live.get("/plan")["captures"] == [capture]
+        assert live.get(f"/captures/{capture['capture_id']}")["state"] == "agreed"
         assert [row["capture_id"] for row in live.get("/captures")["rows"]] == [
             capture["capture_id"]
         ]
@@ -186,7 +189,8 @@ class TestCaptures:
         gone = live.operate.delete(f"/captures/{capture['capture_id']}")
         assert gone.status_code == 200
         assert live.get("/plan") == {"revision": 2, "captures": []}
-        assert live.get("/captures")["rows"][0]["state"] == "removed"
+        assert live.get("/captures")["rows"][0]["state"] == "withdrawn"
+        assert live.get(f"/captures/{capture['capture_id']}")["state"] == "withdrawn"
         unknown = live.operate.delete(f"/captures/{capture['capture_id']}")
         assert unknown.status_code == 404
 

@@ -153,6 +153,10 @@ class History:
         return Estimate(measured[0], round(measured[1], 3), "measured")
 
 
+history: Final = History()
+"""What captures took in this process."""
+
+
 def too_large(cost: Estimate, config: MsprobeConfig, free: int | None, reserve: int) -> str | None:
     """Return why a capture does not fit on its disk, or None.
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from stagescope.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
 from stagescope.schema import Part
 from stagescope_workers.capture import capture_estimate, dump_paths
-from stagescope_workers.capture.capture_estimate import Estimate, History, ModelSize
+from stagescope_workers.capture.capture_estimate import Estimate, ModelSize
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_bench, resolve_config
 from stagescope_workers.capture.msprobe_session import MsprobeSession, Watch, free_bytes
 
@@ -33,7 +33,6 @@ _NEEDS_MODEL: Final = ("L0", "mix")
 # msprobe is a singleton of the process, so these are too.
 _busy = threading.Lock()
 _session = MsprobeSession()
-_history = History()
 _said: set[str] = set()
 
 
@@ -260,7 +259,9 @@ class _Order:
     def _cost(self, model: Any, config: MsprobeConfig) -> Estimate:
         tokens = self.limits.get("tokens") or capture_estimate.ASSUMED_TOKENS
         try:
-            cost = _history.estimate(ModelSize.of(model), config, self.stage, int(tokens))
+            cost = capture_estimate.history.estimate(
+                ModelSize.of(model), config, self.stage, int(tokens)
+            )
         except Exception as error:
             # Something that only looks like a model: the caps still hold.
             _log.debug("no estimate for %r: %s", type(model).__name__, error)
@@ -291,7 +292,7 @@ class _Running:
         seconds = time.monotonic() - self._began
         if state == "complete":
             # Without the time that arming took: importing msprobe, once, takes seconds.
-            _history.add(self._config, self._order.stage, size, self._watch.seconds)
+            capture_estimate.history.add(self._config, self._order.stage, size, self._watch.seconds)
         told = self.write_done(state, error)
         return {
             "state": state,

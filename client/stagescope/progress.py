@@ -1,0 +1,95 @@
+"""How far a capture has come: who acknowledged it, what each step came to, and its dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from stagescope.answers import Record
+from stagescope.frames import Table
+
+ENDED: Final = frozenset({"complete", "partial", "given up", "too late", "refused", "withdrawn"})
+"""States after which nothing more is collected."""
+
+_RANKS: Final = ("role", "rank", "acknowledged", "there", "joined_later", "host", "pid")
+_STEPS: Final = ("attempt", "step", "state", "collected", "waiting", "gaps")
+_DUMPS: Final = ("attempt", "step", "stage", "role", "rank", "part", "state", "bytes", "seconds")
+_NAMED: Final = 8
+
+
+class Progress(Record):
+    """What `/captures/{capture_id}` says; `ranks`, `steps` and `dumps` are tables of it."""
+
+    __slots__ = ()
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        super().__init__(said, title=f"capture {said['capture_id']}, {said['state']}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is collected."""
+        return self["state"] in ENDED
+
+    def ranks(self) -> Table:
+        """Return whom the capture asks, and who has acknowledged it."""
+        return self._table("ranks", _RANKS)
+
+    def steps(self) -> Table:
+        """Return what each step came to: complete, partial or waited for."""
+        return self._table("steps", _STEPS)
+
+    def dumps(self) -> Table:
+        """Return every dump, with its path."""
+        return self._table("dumps", _DUMPS)
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return the state in words, each on a line of its own."""
+        agreement = self["agreement"]
+        lines = [_asked(self["ranks"])]
+        if self["reason"]:
+            lines.append(f"reason: {self['reason']}")
+        if agreement["start"] is not None:
+            trip = agreement["round_trip"]
+            known = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
+            lines.append(f"starts at step {agreement['start']}{known}")
+        if agreement["without"]:
+            lines.append(f"without {_names(agreement['without'])}")
+        if agreement["missed_steps"]:
+            lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
+        lines += map(_estimate, agreement["estimates"][:_NAMED])
+        lines += [_step(each) for each in self["steps"]]
+        lines += [each["path"] for each in self["dumps"] if each["path"]]
+        return lines
+
+    def _table(self, name: str, order: Sequence[str]) -> Table:
+        title = f"{name} of capture {self['capture_id']}"
+        return Table.from_rows(self[name], order=order, title=title, about={})
+
+
+def _asked(ranks: Sequence[Mapping[str, Any]]) -> str:
+    late = [each for each in ranks if not each["acknowledged"]]
+    told = f"{len(ranks) - len(late)} of {len(ranks)} ranks have acknowledged it"
+    return told if not late else f"{told}; not {_names(late)}"
+
+
+def _names(ranks: Sequence[Mapping[str, Any]]) -> str:
+    named = ", ".join(f"{each['role']} {each['rank']}" for each in ranks[:_NAMED])
+    return named + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+
+
+def _estimate(said: Mapping[str, Any]) -> str:
+    place = f"{said['role']} {said['rank']}, {said['stage']}"
+    if said.get("error") or said.get("basis") in (None, "unknown"):
+        return f"estimate of {place}: {said.get('error') or 'not known'}"
+    return (
+        f"estimate of {place}: {said['bytes'] / 1e6:.1f} MB, {said['seconds']:.1f} s a step "
+        f"({said['basis']})"
+    )
+
+
+def _step(each: Mapping[str, Any]) -> str:
+    text = f"step {each['step']}: {each['state']}, {each['collected']} ranks collected"
+    if each["waiting"]:
+        text += f"; waiting for {_names(each['waiting'])}"
+    gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in each["gaps"][:_NAMED]]
+    return text + (f"; {', '.join(gaps)}" if gaps else "")

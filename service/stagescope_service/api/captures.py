@@ -1,0 +1,110 @@
+"""Routes about orders: the plan, a capture, how far it has come, its withdrawal."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Path, Query, Request
+
+from stagescope.captures import CAPTURE_FIELDS, SHORTHANDS
+from stagescope.errors import NotFound
+from stagescope_service.api.auth import caller_of
+from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.problems import check_ready
+from stagescope_service.api.progress import progress
+from stagescope_service.api.requests import Answer, PageOf, read_json
+from stagescope_service.engine.plans import validate_capture
+
+router = APIRouter(tags=["captures"])
+
+LONGEST_WAIT: Final = 60.0
+
+_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["stages", "steps"],
+                "properties": {
+                    name: {"description": text}
+                    for name, text in {**CAPTURE_FIELDS, **SHORTHANDS}.items()
+                },
+                "additionalProperties": False,
+            }
+        }
+    },
+}
+
+CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")]
+
+
+@router.get("/plan")
+async def plan(desk: AtDesk) -> Answer:
+    """Return the plan in force: its revision and its captures."""
+    return Answer(check_ready(await desk.commands.plan()))
+
+
+@router.get("/captures")
+def captures(
+    desk: AtDesk,
+    page: PageOf,
+    run: Annotated[
+        str | None, Query(max_length=100, description="Only those ordered for this run.")
+    ] = None,
+) -> Answer:
+    """List the captures that were ever ordered, newest first, withdrawn ones too."""
+    return Answer(page.cut(desk.catalogue.captures(run=run)))
+
+
+@router.get("/captures/{capture_id}")
+def capture(desk: AtDesk, capture_id: CaptureId) -> Answer:
+    """Say how far a capture has come: who acknowledged it, who collected, missed or failed.
+
+    `state` is `asked` (not every rank has acknowledged), `agreed` (it starts at
+    `agreement.start`), `complete`, `partial`, `given up`, `too late`, `refused` or `withdrawn`.
+    `ranks` lists whom it asks, `steps` what each step came to, `dumps` every dump.
+    """
+    row = desk.catalogue.capture(capture_id)
+    if row is None:
+        raise NotFound(f"no capture {capture_id!r:.100}", advice="see /captures for all of them")
+    return Answer(progress(desk.catalogue, row))
+
+
+@router.post("/captures", status_code=201, openapi_extra={"requestBody": _BODY})
+async def add_capture(
+    request: Request,
+    desk: AtDesk,
+    wait: Annotated[
+        float,
+        Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the ranks to agree."),
+    ] = 2.0,
+) -> Answer:
+    """Order a capture and return it with its id; needs the operate token.
+
+    Every asked rank acknowledges first; only then is `agreement.start` fixed, a step that none of
+    them can have begun before it knew. `agreement.estimates` is what each rank reckons that it
+    takes. Ranks that have not acknowledged are named in `notes`. Its paths must lie inside the
+    allowed roots. Who ordered it (header `X-Stagescope-User`, which token, from where) is kept in
+    the audit.
+    """
+    spec = await read_json(request, desk.settings)
+    valid = await asyncio.to_thread(_validated, desk, spec)
+    reply = await desk.commands.add_capture(spec=valid, by=str(caller_of(request)), wait=wait)
+    return Answer(check_ready(reply), 201)
+
+
+@router.delete("/captures/{capture_id}")
+async def remove_capture(request: Request, desk: AtDesk, capture_id: CaptureId) -> Answer:
+    """Withdraw a capture and return it; what it has collected stays. Needs the operate token.
+
+    `GET /captures/{capture_id}` then says which ranks have acknowledged that it is gone.
+    """
+    reply = await desk.commands.remove_capture(capture_id=capture_id, by=str(caller_of(request)))
+    return Answer(check_ready(reply))
+
+
+def _validated(desk: Desk, spec: dict[str, Any]) -> dict[str, Any]:
+    # In a thread: resolving a path's links may wait for a slow file system.
+    return validate_capture(spec, allowed_roots=[str(root) for root in desk.settings.roots])

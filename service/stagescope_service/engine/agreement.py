@@ -1,0 +1,282 @@
+"""When a capture starts: on one step, which every asked rank has acknowledged before. Pure.
+
+An order is *asked* first: it travels to the ranks with a revision and matches no step. A rank
+acknowledges by a poll that names that revision or a later one. Once all have, or the asker's rule
+for those that do not says so, the start step is fixed and the order travels again, *agreed*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from stagescope.captures import matches_rank
+
+ASKED: Final = "asked"
+AGREED: Final = "agreed"
+GIVEN_UP: Final = "given up"
+TOO_LATE: Final = "too late"
+REFUSED: Final = "refused"
+DONE: Final = "done"
+WITHDRAWN: Final = "withdrawn"
+OPEN_PHASES: Final = (ASKED, AGREED)
+
+LEAST_ROUND_TRIP: Final = 0.25
+"""Seconds: a step may have begun that long before its event is heard of."""
+
+LONGEST_ROUND_TRIP: Final = 5.0
+"""Seconds: a rank that took longer was stopped or away, and says nothing about the way to it."""
+
+Row = dict[str, Any]
+
+
+class Member(NamedTuple):
+    """A rank that an order asks."""
+
+    role: str
+    rank: int
+    incarnation: str | None = None
+    """None: no process of that rank is there."""
+    revision: int | None = None
+    """The revision of the plan that it says it has applied."""
+
+    @property
+    def name(self) -> Row:
+        """How answers name it."""
+        return {"role": self.role, "rank": self.rank}
+
+
+class Crew(NamedTuple):
+    """Who is asked, and where they stand."""
+
+    run: str | None
+    attempt_id: int | None
+    members: tuple[Member, ...]
+    top_step: int | None = None
+    """The highest step that any rank has begun."""
+    closed_step: int | None = None
+    """The highest step that is closed."""
+    step_seconds: float | None = None
+    """How long a step takes."""
+
+    def late(self, revision: int) -> list[Member]:
+        """Return who has not acknowledged a revision."""
+        return [each for each in self.members if (each.revision or 0) < revision]
+
+
+@dataclasses.dataclass
+class Agreement:
+    """How far an order has come; plain values, stored with it."""
+
+    phase: str = ASKED
+    number: int = 1
+    """Counts how often it was asked: a step that some rank missed may be agreed again."""
+    revision: int = 0
+    """Who acknowledges this revision of the plan has heard of it."""
+    attempt_id: int | None = None
+    asked_wall: float = 0.0
+    agreed_wall: float | None = None
+    start: int | None = None
+    round_trip: float | None = None
+    """Seconds from the asking to the last acknowledgement, of those that were no absence."""
+    step_seconds: float | None = None
+    steps: Any = None
+    """The steps that are captured, as a capture has them; None while they are not fixed."""
+    missed_steps: list[int] = dataclasses.field(default_factory=list)
+    """Asked for and begun already."""
+    members: list[Row] = dataclasses.field(default_factory=list)
+    """Ranks that were asked, from the agreement on."""
+    without: list[Row] = dataclasses.field(default_factory=list)
+    """Ranks that had not acknowledged when it was agreed on or given up."""
+    missed: list[Row] = dataclasses.field(default_factory=list)
+    """{"role", "rank", "step", "state"} of ranks that learned late, or failed, since."""
+    again_left: int = 0
+    reason: str | None = None
+    estimates: list[Row] = dataclasses.field(default_factory=list)
+    """What ranks reckon that it takes: role, rank, stage, bytes, seconds, free_bytes, ..."""
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Agreement:
+        """Read what `fields` wrote; what a later version wrote besides is left out."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in stored.items() if name in known})
+
+    def fields(self) -> Row:
+        """Return plain values."""
+        return dataclasses.asdict(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still capture something."""
+        return self.phase in OPEN_PHASES
+
+
+def is_relative(steps: Any) -> bool:
+    """Return whether an order's steps count from where the training stands."""
+    if isinstance(steps, Mapping):
+        return "every" not in steps or steps["start"] is None
+    return False
+
+
+def start_step(top_step: int, round_trip: float, step_seconds: float | None) -> int:
+    """Return the first step that every rank knows of before it begins it.
+
+    The highest step begun + 1 + the steps that fit into two round trips: one for the order to
+    arrive, and one because as much may have passed between what the ranks did and our hearing.
+    """
+    trip = max(round_trip, LEAST_ROUND_TRIP)
+    fit = 0 if not step_seconds or step_seconds <= 0 else math.floor(2 * trip / step_seconds)
+    return top_step + 1 + min(fit, 1_000_000)
+
+
+def resolve(steps: Any, start: int) -> tuple[Any, list[int]]:
+    """Return the steps of an order from `start` on, and those that come too late for it."""
+    if steps == "all":
+        return {"every": 1, "start": start, "count": None}, []
+    if not isinstance(steps, Mapping):
+        return [step for step in steps if step >= start], [step for step in steps if step < start]
+    if "next" in steps:
+        return [*range(start, start + steps["next"])], []
+    first, every, count = steps["start"], steps["every"], steps.get("count")
+    if first is None or first >= start:
+        return {"every": every, "start": start if first is None else first, "count": count}, []
+    passed = math.ceil((start - first) / every)
+    return {"every": every, "start": first + passed * every, "count": count}, []
+
+
+def last_step(steps: Any) -> int | None:
+    """Return the last step of an agreed order; None: it has no end."""
+    if isinstance(steps, Mapping):
+        count = steps.get("count")
+        return None if count is None else (steps["start"] or 0) + (count - 1) * steps["every"]
+    return None if steps == "all" or not steps else max(steps)
+
+
+def count_of(steps: Any) -> int | None:
+    """Return how many steps an order is of; None: it has no end."""
+    if isinstance(steps, Mapping):
+        found = steps.get("next", steps.get("count"))
+        return None if found is None else int(found)
+    return None if steps == "all" else len(steps)
+
+
+def members_of(
+    ranks: Any,
+    roles: Iterable[str],
+    sizes: Mapping[str, int | None],
+    live: Mapping[tuple[str, int], tuple[str, int | None]],
+) -> tuple[Member, ...]:
+    """Return whom an order asks: of each role every rank that it names.
+
+    Args:
+        ranks: of the order.
+        roles: that do its stages.
+        sizes: role -> world_size, None where nobody said it: then those that are live.
+        live: (role, rank) -> (incarnation, applied revision).
+    """
+    found: list[Member] = []
+    for role in sorted(set(roles)):
+        size = sizes.get(role)
+        there = {rank for name, rank in live if name == role}
+        known = there if size is None else there | set(range(size))
+        found += (
+            Member(role, rank, *live.get((role, rank), (None, None)))
+            for rank in sorted(known)
+            if matches_rank(ranks, rank)
+        )
+    return tuple(found)
+
+
+def look(
+    asked: Agreement,
+    order: Mapping[str, Any],
+    crew: Crew,
+    *,
+    elapsed: float,
+    round_trip: float,
+    wall: float,
+) -> Agreement | None:
+    """Return what an asked order becomes now; None: it goes on waiting.
+
+    Args:
+        asked: in phase ASKED.
+        order: the capture as it was ordered.
+        crew: whom it asks, as they are now.
+        elapsed: seconds since it was asked, by the clock that measures `timeout`.
+        round_trip: seconds from the asking to the last acknowledgement.
+        wall: now.
+    """
+    late = crew.late(asked.revision)
+    if not crew.members or crew.top_step is None:
+        late = late or [Member("", -1)]  # nobody is there yet, or has begun: that is waited for
+    named = [each.name for each in late if each.rank >= 0]
+    if late:
+        over = elapsed >= order["timeout"]
+        if over and order["late"] == "give_up":
+            reason = f"not every rank acknowledged within {order['timeout']:g} s"
+            return dataclasses.replace(asked, phase=GIVEN_UP, without=named, reason=reason)
+        heard = len(crew.members) > len(named)
+        if not (over and order["late"] == "go_on" and heard and crew.top_step is not None):
+            return None
+    assert crew.top_step is not None
+    start = start_step(crew.top_step, round_trip, crew.step_seconds)
+    # What was asked a second time counts from now: its own steps have passed.
+    wanted = order["steps"] if asked.number == 1 else {"next": 1}
+    steps, passed = resolve(wanted, start)
+    agreed = dataclasses.replace(
+        asked,
+        phase=AGREED,
+        attempt_id=crew.attempt_id,
+        agreed_wall=wall,
+        start=start,
+        steps=steps,
+        missed_steps=[*asked.missed_steps, *passed],
+        members=[each.name for each in crew.members],
+        without=named,
+        round_trip=round(round_trip, 6),
+        step_seconds=crew.step_seconds,
+        reason=None,
+    )
+    if steps != []:
+        return agreed
+    if asked.again_left:
+        return dataclasses.replace(agreed, steps=[start], again_left=asked.again_left - 1)
+    reason = f"its steps had begun; the first that all ranks could know of in time is {start}"
+    return dataclasses.replace(agreed, phase=TOO_LATE, reason=reason)
+
+
+def refusal(order: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
+    """Return why an order cannot be, or costs too much: a disk's space, half of a time limit.
+
+    A rank waits for the others in collectives: one that is slower than their timeout ends the
+    training. Of ranks on one node the bytes add up.
+    """
+    estimates = [*estimates]
+    for each in estimates:
+        if each.get("error"):
+            return f"{each['role']} rank {each['rank']} cannot carry it out: {each['error']}"
+    if order["force"]:
+        return None
+    limit = count_of(order["steps"]) or 1
+    nodes: dict[str, tuple[int, int]] = {}
+    for each in estimates:
+        seconds, timeout = each.get("seconds"), each.get("collective_timeout")
+        if seconds and timeout and seconds > timeout / 2:
+            return (
+                f"{each['role']} rank {each['rank']} reckons {seconds:.0f} s in {each['stage']}, "
+                f"more than half of the collectives' time limit of {timeout:.0f} s"
+            )
+        size, free = each.get("bytes"), each.get("free_bytes")
+        if size and free is not None:
+            node = str(each.get("node_id"))
+            total, least = nodes.get(node, (0, free))
+            nodes[node] = (total + size * limit, min(least, free))
+    for node, (total, free) in nodes.items():
+        if total > free:
+            return (
+                f"the ranks of node {node[:12]} reckon {total / 1e9:.1f} GB for {limit} steps, and "
+                f"{free / 1e9:.1f} GB are free there"
+            )
+    return None

@@ -1,0 +1,393 @@
+"""Orders on live runs: whom each asks, what they answered, when it starts. No I/O.
+
+It reads the state machine's memory and the plan, and returns what must be written; the plan is
+changed here alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from stagescope.errors import Conflict
+from stagescope_service.engine import agreement as agreeing
+from stagescope_service.engine.agreement import Agreement, Crew
+from stagescope_service.engine.entities import Attempt, Process
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.instructions import Put
+from stagescope_service.engine.plans import Entry, Plan
+from stagescope_service.engine.state import State
+
+_ESTIMATED: Final = "estimated"
+_GAPS: Final = ("missed", "failed", "truncated")
+_MISSED_LISTED: Final = 200
+
+
+class Orders:
+    """The plan, and how its captures are agreed on.
+
+    Args:
+        plan: with what the catalogue holds.
+        state: who is there.
+    """
+
+    def __init__(self, plan: Plan, state: State) -> None:
+        self.plan = plan
+        self.state = state
+        self._asked_mono: dict[str, float] = {}
+        self._acknowledged: dict[str, dict[str, float]] = {}
+        """Capture -> incarnation -> seconds that it took to acknowledge."""
+        self._interrupted = {
+            entry.capture_id for entry in plan.entries.values()
+            if entry.agreement.phase == agreeing.ASKED
+        }  # fmt: skip
+        """Asked before a restart: asked again, since only memory knew who was slow."""
+
+    # --- changes --------------------------------------------------------------------------
+    def add(self, capture: Mapping[str, Any], *, by: str, mono: float, wall: float) -> Entry:
+        """Take in an order that `validate_capture` returned; what it asks is looked at next.
+
+        Raises:
+            Conflict: the same order is in force, its steps have all begun, or it counts from where
+                the training stands and there are several.
+        """
+        capture = {**capture, "run": self._run_of(capture)}
+        attempt = None if capture["run"] is None else self.state.registry.newest(capture["run"])
+        top = None if attempt is None or attempt.over else attempt.top_step
+        steps = capture["steps"]
+        begun = isinstance(steps, list) and top is not None and max(steps) <= top
+        if begun and not capture["again"]:
+            raise Conflict(
+                f"step {max(steps)} has begun: the newest is {top}",
+                expected="a later step, or 'next'",
+            )
+        entry = self.plan.add(capture, by=by, now=wall)
+        self._asked_mono[entry.capture_id] = mono
+        return entry
+
+    def remove(self, capture_id: str, *, by: str, wall: float) -> tuple[Entry, list[Put]]:
+        """Withdraw an order; whoever acknowledges the new revision has let go of it.
+
+        Raises:
+            NotFound: no such capture is in force.
+        """
+        entry = self.plan.remove(capture_id)
+        self._forget(capture_id)
+        gone = dataclasses.replace(
+            entry.agreement, phase=agreeing.WITHDRAWN, revision=self.plan.next_revision()
+        )
+        entry = Entry(entry.order, gone)
+        return entry, [self.row(entry, removed_wall=wall, removed_by=by)]
+
+    def row(self, entry: Entry, **columns: Any) -> Put:
+        """Return the catalogue's row of an order."""
+        return Put(
+            "captures",
+            {
+                "capture_id": entry.capture_id,
+                "run": entry.order["run"],
+                "spec": entry.stored(),
+                "state": entry.agreement.phase,
+                "by": entry.order["by"],
+                "created_wall": entry.order["created"],
+                "revision": entry.agreement.revision,
+                **columns,
+            },
+        )
+
+    # --- looking --------------------------------------------------------------------------
+    def look(self, mono: float, wall: float) -> list[Put]:
+        """Return what must be written since the last look: agreements, ends, findings."""
+        out: list[Put] = []
+        for entry in [*self.plan.entries.values()]:
+            found = self._look_at(entry, mono, wall)
+            if found is None:
+                continue
+            new = Entry(entry.order, found)
+            if found.phase == agreeing.ASKED or found.is_open:
+                self.plan.entries[entry.capture_id] = new
+                out.append(self.row(new))
+            else:
+                del self.plan.entries[entry.capture_id]
+                self._forget(entry.capture_id)
+                out.append(self.row(new, removed_wall=wall, removed_by="service"))
+            out += self._findings(new, wall)
+        return out
+
+    def _look_at(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
+        """Return the agreement as it becomes now; None where nothing changes."""
+        agreed = entry.agreement
+        if agreed.phase == agreeing.ASKED:
+            return self._ask(entry, mono, wall)
+        attempt = self._attempt(entry.order)
+        if not agreeing.is_relative(entry.order["steps"]) or attempt is None:
+            return None
+        last = agreeing.last_step(agreed.steps)
+        closed = attempt.last_closed_step
+        if attempt.attempt_id == agreed.attempt_id:
+            if last is None or closed is None or closed < last:
+                return None
+            return dataclasses.replace(agreed, phase=agreeing.DONE)
+        return self._anew(entry, mono, wall)
+
+    def _ask(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
+        order, asked = entry.order, entry.agreement
+        if entry.capture_id in self._interrupted:
+            self._interrupted.discard(entry.capture_id)
+            return self._anew(entry, mono, wall)
+        if not _needs_ranks(order) or self._is_early(order):
+            return self._at_once(entry, wall)
+        crew = self.crew(order)
+        elapsed = mono - self._asked_mono.setdefault(entry.capture_id, mono)
+        taken = self._acknowledged.setdefault(entry.capture_id, {})
+        for member in crew.members:
+            if member.incarnation is not None and (member.revision or 0) >= asked.revision:
+                taken.setdefault(member.incarnation, elapsed)
+        trips = [each for each in taken.values() if each <= agreeing.LONGEST_ROUND_TRIP]
+        reason = agreeing.refusal(order, asked.estimates)
+        if reason is not None:
+            return dataclasses.replace(asked, phase=agreeing.REFUSED, reason=reason)
+        if self._unreckoned(entry, crew) and elapsed < agreeing.LONGEST_ROUND_TRIP:
+            return None
+        return agreeing.look(
+            asked,
+            order,
+            crew,
+            elapsed=elapsed,
+            round_trip=max(trips, default=0.0),
+            wall=wall,
+        )
+
+    def _at_once(self, entry: Entry, wall: float) -> Agreement:
+        """Agree without asking: nobody is there, or only the service has something to do."""
+        crew, asked = self.crew(entry.order), entry.agreement
+        top = crew.top_step
+        steps = entry.order["steps"]
+        start: int | None = None
+        passed: list[int] = []
+        if agreeing.is_relative(steps):
+            start = 0 if top is None else top + 1
+            steps, passed = agreeing.resolve(steps, start)
+        return dataclasses.replace(
+            asked,
+            phase=agreeing.AGREED,
+            attempt_id=crew.attempt_id,
+            agreed_wall=wall,
+            start=start,
+            steps=steps,
+            missed_steps=passed,
+        )
+
+    def _anew(self, entry: Entry, mono: float, wall: float) -> Agreement:
+        """Ask again: under a new revision, so that old acknowledgements do not count."""
+        self._asked_mono[entry.capture_id] = mono
+        self._acknowledged.pop(entry.capture_id, None)
+        return dataclasses.replace(
+            entry.agreement,
+            phase=agreeing.ASKED,
+            revision=self.plan.next_revision(),
+            asked_wall=wall,
+            steps=None,
+            start=None,
+            without=[],
+            estimates=[],
+        )
+
+    # --- what ranks say --------------------------------------------------------------------
+    def reported(self, dump: Mapping[str, Any], mono: float, wall: float) -> list[Put]:
+        """Take in a DUMP event's row: an estimate, or that a rank has no dump of a step."""
+        entry = self.plan.entries.get(str(dump["capture_id"]))
+        if entry is None:
+            return []
+        place = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
+        if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreeing.ASKED:
+            about = {"node_id": dump.get("node_id"), "error": dump.get("error")}
+            said = {**place, **about, **(dump.get("estimate") or {})}
+            others = [each for each in entry.agreement.estimates if not _same_place(each, said)]
+            changed = dataclasses.replace(entry.agreement, estimates=[*others, said])
+            self.plan.entries[entry.capture_id] = Entry(entry.order, changed)
+            return []
+        if dump.get("state") not in _GAPS or entry.agreement.phase != agreeing.AGREED:
+            return []
+        return self._missed(entry, {**place, "state": dump["state"]}, mono, wall)
+
+    def _missed(self, entry: Entry, gap: Mapping[str, Any], mono: float, wall: float) -> list[Put]:
+        agreed = entry.agreement
+        if gap in agreed.missed or len(agreed.missed) >= _MISSED_LISTED:
+            return []
+        agreed = dataclasses.replace(agreed, missed=[*agreed.missed, dict(gap)])
+        entry = Entry(entry.order, agreed)
+        if gap["state"] == "missed" and agreed.again_left:
+            agreed = dataclasses.replace(
+                self._anew(entry, mono, wall),
+                number=agreed.number + 1,
+                again_left=agreed.again_left - 1,
+            )
+        new = Entry(entry.order, agreed)
+        self.plan.entries[entry.capture_id] = new
+        return [self.row(new), *self._partial(new, gap, wall)]
+
+    # --- who is asked ----------------------------------------------------------------------
+    def crew(self, order: Mapping[str, Any]) -> Crew:
+        """Return whom an order asks: the ranks that do its stages in the run's newest attempt."""
+        attempt = self._attempt(order)
+        if attempt is None or attempt.over:
+            return Crew(order["run"], None, ())
+        live = {
+            (process.role, process.rank): (process.incarnation, process.plan_revision)
+            for process in attempt.processes.values()
+            if process.live and _captures(process)
+        }
+        roles = {role for role, _ in live}
+        named = set(order["roles"] or roles) & roles
+        doing = {role for role in named if _does(attempt, role, order["stages"])}
+        members = agreeing.members_of(
+            order["ranks"],
+            doing or named,
+            {role: attempt.world_size(role) for role in named},
+            live,
+        )
+        return Crew(
+            order["run"],
+            attempt.attempt_id,
+            members,
+            attempt.top_step,
+            attempt.last_closed_step,
+            step_seconds(attempt),
+        )
+
+    def notes(self, entry: Entry) -> list[str]:
+        """Return what an asker should know: an order may wait for what never comes."""
+        order = entry.order
+        registry = self.state.registry
+        if order["run"] is None:
+            return ["it is for every run: none is live whose ranks could be asked"]
+        attempt = registry.newest(order["run"])
+        if attempt is None:
+            known = sorted({each.run for each in registry.attempts.values()})
+            return [f"no run {order['run']!r} is known (yet); known: {', '.join(known[:20])}"]
+        notes = []
+        if attempt.over:
+            notes.append(f"attempt {attempt.number} of the run is over: it waits for the next")
+        done = {stage for step in attempt.steps.values() for _, stage in step.ranks}
+        new = sorted(set(order["stages"]) - done) if order["stages"] != "all" else []
+        if done and new:
+            there = ", ".join(sorted(done))
+            notes.append(f"no rank has done {', '.join(new)} lately; stages of the run: {there}")
+        late = self.crew(order).late(entry.agreement.revision)
+        if _needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
+            notes.append(f"waiting for {_names([each.name for each in late])}")
+        return notes
+
+    def _attempt(self, order: Mapping[str, Any]) -> Attempt | None:
+        return None if order["run"] is None else self.state.registry.newest(order["run"])
+
+    def _is_early(self, order: Mapping[str, Any]) -> bool:
+        """Whether steps that are said by number are ordered before anyone is there to ask."""
+        if agreeing.is_relative(order["steps"]):
+            return False
+        attempt = self._attempt(order)
+        return attempt is None or attempt.over or attempt.top_step is None
+
+    def _run_of(self, capture: Mapping[str, Any]) -> str | None:
+        """Return the run that an order is for: the one that is live, where it names none."""
+        if capture["run"] is not None:
+            return str(capture["run"])
+        registry = self.state.registry
+        live = {attempt.run for attempt in registry.attempts.values() if _is_live(attempt)}
+        if len(live) == 1:
+            return live.pop()
+        if agreeing.is_relative(capture["steps"]):
+            raise Conflict(
+                f"{len(live)} runs are live, and the order names none",
+                expected=f"run: one of {', '.join(sorted(live)[:20]) or '(none is live)'}",
+            )
+        return None
+
+    def _unreckoned(self, entry: Entry, crew: Crew) -> bool:
+        """Whether a rank that acknowledged has not yet said what it reckons."""
+        said = {(each["role"], each["rank"]) for each in entry.agreement.estimates}
+        return any(
+            (each.role, each.rank) not in said
+            for each in crew.members
+            if (each.revision or 0) >= entry.agreement.revision
+        )
+
+    def _forget(self, capture_id: str) -> None:
+        self._asked_mono.pop(capture_id, None)
+        self._acknowledged.pop(capture_id, None)
+        self._interrupted.discard(capture_id)
+
+    # --- findings --------------------------------------------------------------------------
+    def _findings(self, entry: Entry, wall: float) -> list[Put]:
+        agreed = entry.agreement
+        if agreed.phase in (agreeing.GIVEN_UP, agreeing.TOO_LATE, agreeing.REFUSED):
+            return [self._finding(entry, "capture_not_started", agreed.reason or "", wall)]
+        if agreed.phase == agreeing.AGREED and agreed.without:
+            text = f"it starts at step {agreed.start} without {_names(agreed.without)}"
+            return [self._finding(entry, "capture_partial", text, wall, start=agreed.start)]
+        return []
+
+    def _partial(self, entry: Entry, gap: Mapping[str, Any], wall: float) -> list[Put]:
+        text = f"{gap['role']} rank {gap['rank']} {gap['state']} {gap['stage']} of it"
+        return [self._finding(entry, "capture_partial", text, wall, **gap)]
+
+    def _finding(self, entry: Entry, kind: str, text: str, wall: float, **about: Any) -> Put:
+        attempt = self._attempt(entry.order)
+        return finding(
+            kind,
+            f"capture {entry.capture_id}: {text}",
+            run=entry.order["run"],
+            attempt_id=None if attempt is None else attempt.attempt_id,
+            wall=wall,
+            step=about.get("step", about.get("start")),
+            stage=about.get("stage"),
+            role=about.get("role"),
+            rank=about.get("rank"),
+            evidence={"capture_id": entry.capture_id, "agreement": entry.agreement.number},
+            advice=f"see /captures/{entry.capture_id} for who acknowledged and who collected",
+        )
+
+
+def step_seconds(attempt: Attempt) -> float | None:
+    """Return how long a step of an attempt takes: the median of the last, by their beginnings."""
+    steps = sorted(attempt.steps)
+    gaps = [
+        attempt.steps[later].opened_wall - attempt.steps[earlier].opened_wall
+        for earlier, later in itertools.pairwise(steps)
+        if later == earlier + 1
+    ]
+    found = [gap for gap in gaps if 0 < gap < float("inf")]
+    return statistics.median(found) if found else None
+
+
+def _needs_ranks(order: Mapping[str, Any]) -> bool:
+    # What is only to be kept of payloads, the service keeps.
+    return order["config"] is not None or order["config_path"] is not None
+
+
+def _captures(process: Process) -> bool:
+    return process.captures and not process.raw
+
+
+def _is_live(attempt: Attempt) -> bool:
+    return not attempt.over and any(process.live for process in attempt.processes.values())
+
+
+def _does(attempt: Attempt, role: str, stages: Any) -> bool:
+    return any(
+        name == role and (stages == "all" or stage in stages)
+        for step in attempt.steps.values()
+        for name, stage in step.ranks
+    )
+
+
+def _same_place(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("role", "rank", "stage"))
+
+
+def _names(ranks: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{each['role']} rank {each['rank']}" for each in [*ranks][:20])

@@ -1,0 +1,373 @@
+"""When an order starts: what is computed, and the whole protocol against simulated ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.trainings import Bench, Rank
+
+from stagescope.captures import matches, validate_capture
+from stagescope.errors import Conflict
+from stagescope_service.engine import agreement as agreeing
+from stagescope_service.engine.agreement import Agreement, Crew, Member, resolve, start_step
+from stagescope_service.engine.orders import Orders
+from stagescope_service.engine.plans import Plan
+
+
+def order(**changes: Any) -> dict[str, Any]:
+    spec = {"stages": ["update"], "steps": "next", "task": "statistics", **changes}
+    return validate_capture(spec, allowed_roots=())
+
+
+@pytest.mark.parametrize(
+    ("top", "trip", "seconds", "start"),
+    [
+        (7, 0.0, None, 8),  # nothing is known: the next
+        (7, 1.0, 600.0, 8),  # none fits into two round trips of a slow training
+        (7, 1.0, 1.0, 10),  # two fit
+        (7, 1.0, 0.9, 10),
+        (7, 0.0, 0.1, 13),  # never less than the least round trip
+        (7, 1.0, 0.0, 8),
+    ],
+)
+def test_start_step(top: int, trip: float, seconds: float | None, start: int) -> None:
+    assert start_step(top, trip, seconds) == start
+
+
+@pytest.mark.parametrize(
+    ("steps", "resolved", "passed"),
+    [
+        ({"next": 2}, [5, 6], []),
+        ("all", {"every": 1, "start": 5, "count": None}, []),
+        ([3, 5, 9], [5, 9], [3]),
+        ([3], [], [3]),
+        ({"every": 3, "start": None, "count": 2}, {"every": 3, "start": 5, "count": 2}, []),
+        ({"every": 3, "start": 0, "count": None}, {"every": 3, "start": 6, "count": None}, []),
+        ({"every": 3, "start": 9, "count": 1}, {"every": 3, "start": 9, "count": 1}, []),
+    ],
+)
+def test_resolve(steps: Any, resolved: Any, passed: list[int]) -> None:
+    assert resolve(steps, 5) == (resolved, passed)
+
+
+@given(
+    st.one_of(
+        st.lists(st.integers(0, 40), min_size=1).map(sorted),
+        st.just("all"),
+        st.builds(lambda k: {"next": k}, st.integers(1, 5)),
+        st.builds(
+            lambda every, start, count: {"every": every, "start": start, "count": count},
+            st.integers(1, 5), st.none() | st.integers(0, 30), st.none() | st.integers(1, 4),
+        ),
+    ),
+    st.integers(0, 35),
+)  # fmt: skip
+def test_no_resolved_step_comes_before_the_start(steps: Any, start: int) -> None:
+    resolved, passed = resolve(steps, start)
+    spec = {"stages": "all", "ranks": "all", "steps": resolved}
+    hit = [n for n in range(80) if matches(spec, stage="s", role="a", rank=0, step=n)]
+    assert all(step >= start for step in hit)
+    assert all(step < start for step in passed)
+    last = agreeing.last_step(resolved)
+    assert last is None or not hit or max(hit) == last
+    if isinstance(steps, list):
+        assert sorted({*hit, *passed}) == sorted({*steps})
+
+
+def crew(*revisions: int | None, top: int | None = 7, step: float | None = 1.0) -> Crew:
+    members = tuple(Member("actor", n, f"i{n}", each) for n, each in enumerate(revisions))
+    return Crew("r", 1, members, top, None, step)
+
+
+def look(asked: Agreement, spec: dict[str, Any], there: Crew, elapsed: float = 0.1) -> Any:
+    return agreeing.look(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
+
+
+def test_it_waits_for_all_and_names_those_it_goes_without() -> None:
+    asked = Agreement(revision=4)
+    assert look(asked, order(), crew(4, 3)) is None
+    assert look(asked, order(), crew(4, None)) is None
+    assert look(asked, order(), crew()) is None
+    assert look(asked, order(), crew(4, 4, top=None)) is None
+    agreed = look(asked, order(), crew(4, 5))
+    assert (agreed.phase, agreed.start, agreed.steps) == ("agreed", 8, [8])
+    waiting = order(timeout=2.0)
+    assert look(asked, waiting, crew(4, 3), elapsed=500.0) is None
+    without = look(asked, order(timeout=2.0, late="go_on"), crew(4, 3), elapsed=2.0)
+    assert (without.phase, without.without) == ("agreed", [{"role": "actor", "rank": 1}])
+    # Nobody has heard: there is nobody to go on with.
+    assert look(asked, order(timeout=2.0, late="go_on"), crew(3, 3), elapsed=2.0) is None
+    ended = look(asked, order(timeout=2.0, late="give_up"), crew(4, 3), elapsed=2.0)
+    assert (ended.phase, ended.without) == ("given up", [{"role": "actor", "rank": 1}])
+
+
+def test_steps_that_have_all_begun_are_too_late_or_moved() -> None:
+    asked = Agreement(revision=4)
+    assert look(asked, order(steps=[8]), crew(4, top=9)).phase == "too late"
+    moved = look(dataclasses.replace(asked, again_left=1), order(steps=[8]), crew(4, top=9))
+    assert (moved.phase, moved.steps, moved.missed_steps, moved.again_left) == (
+        "agreed", [10], [8], 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("estimates", "refused"),
+    [
+        ([{"seconds": 301.0, "collective_timeout": 600.0}], "half of the collectives' time limit"),
+        ([{"seconds": 299.0, "collective_timeout": 600.0}], None),
+        ([{"seconds": 9e9, "collective_timeout": None}], None),
+        ([{"bytes": 6, "free_bytes": 10, "node_id": "a"}], None),
+        ([{"bytes": 6, "free_bytes": 10, "node_id": "a"}] * 2, "0.0 GB are free"),
+        ([{"bytes": 6, "free_bytes": 10, "node_id": node} for node in "ab"], None),
+        ([{"error": "no such list"}], "cannot carry it out: no such list"),
+    ],
+)
+def test_what_costs_too_much_is_refused_unless_forced(
+    estimates: list[dict[str, Any]], refused: str | None
+) -> None:
+    said = [{"role": "actor", "rank": 0, "stage": "update", **each} for each in estimates]
+    reason = agreeing.refusal(order(), said)
+    assert (reason is None) if refused is None else (refused in (reason or ""))
+    forced = agreeing.refusal(order(force=True), said)
+    assert forced is None or "cannot carry it out" in forced
+
+
+# --- the protocol ---------------------------------------------------------------------------
+
+
+class Ranks:
+    """Simulated ranks that poll, begin steps and report, as the real ones do."""
+
+    def __init__(self, size: int) -> None:
+        self.bench = Bench()
+        self.plan = Plan()
+        self.orders = Orders(self.plan, self.bench.state)
+        self.now = 0.0
+        self.captured: list[tuple[int, int]] = []
+        self.history: list[tuple[int, int, int]] = []
+        self.attempt = 0
+        self.size = size
+        self.start()
+
+    def start(self) -> None:
+        """Start (again): a new attempt, whose ranks know no plan."""
+        self.attempt += 1
+        base = 1000.0 * self.attempt
+        self.ranks = [
+            Rank(rank, key=f"job-{self.attempt}", started=base + rank) for rank in range(self.size)
+        ]
+        self.steps = [0] * self.size
+        self.applied: list[dict[str, Any]] = [{"revision": 0, "captures": []}] * self.size
+        for rank in self.ranks:
+            self.bench.give(rank.hello(world_size=self.size))
+
+    def poll(self, rank: int) -> None:
+        """Acknowledge what it applied, then apply what is in force."""
+        process = self.bench.state.registry.processes[self.ranks[rank].sender.incarnation]
+        process.plan_revision = self.applied[rank]["revision"]
+        self.look()
+        self.applied[rank] = self.plan.wire("r")
+        for capture in self.applied[rank]["captures"]:
+            if capture["phase"] == "asked":
+                said = {"role": "actor", "rank": rank, "stage": "update", "state": "estimated"}
+                self.orders.reported({**said, "capture_id": capture["capture_id"]}, 0.0, 0.0)
+
+    def begin(self, rank: int) -> None:
+        """Begin and end the next step; what its plan orders is captured."""
+        self.steps[rank] += 1
+        step = self.steps[rank]
+        for capture in self.applied[rank]["captures"]:
+            if matches(capture, stage="update", role="actor", rank=rank, step=step):
+                self.captured.append((rank, step))
+                self.history.append((self.attempt, rank, step))
+        self.bench.give(*self.ranks[rank].work(step, "update"))
+
+    def look(self) -> None:
+        self.now += 0.01
+        puts = self.orders.look(self.now, self.now)
+        self.bench.carry_out(puts)
+        self.plan.publish(self.plan.publication())
+
+    def restart(self) -> None:
+        """The coordinator dies and is made anew from what was written."""
+        rows = [
+            row["spec"] for row in self.bench.rows.of("captures") if row["removed_wall"] is None
+        ]
+        revision = max((row["revision"] for row in self.bench.rows.of("captures")), default=0)
+        revisions = {
+            key: process.plan_revision
+            for key, process in self.bench.state.registry.processes.items()
+        }
+        self.bench.restart()
+        for key, process in self.bench.state.registry.processes.items():
+            process.plan_revision = revisions.get(key)
+        self.plan = Plan(rows, revision=revision)
+        self.orders = Orders(self.plan, self.bench.state)
+
+    def add(self, **changes: Any) -> str:
+        entry = self.orders.add(order(run="r", **changes), by="me", mono=self.now, wall=self.now)
+        self.bench.carry_out([self.orders.row(entry)])
+        self.look()
+        return entry.capture_id
+
+    def agreement(self, capture_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.bench.rows.one("captures", capture_id=capture_id)["spec"]
+        return dict(found["agreement"])
+
+
+def settle(ranks: Ranks) -> None:
+    for _ in range(3):
+        for rank in range(ranks.size):
+            ranks.poll(rank)
+
+
+def test_every_rank_starts_on_the_same_step() -> None:
+    ranks = Ranks(3)
+    for rank in range(3):
+        ranks.begin(rank)
+    capture = ranks.add(steps={"next": 2})
+    ranks.poll(0)
+    ranks.begin(0)
+    assert ranks.agreement(capture)["phase"] == "asked"
+    settle(ranks)
+    start = ranks.agreement(capture)["start"]
+    assert start > 2
+    for _ in range(start + 3):
+        for rank in range(3):
+            ranks.begin(rank)
+        ranks.poll(0)
+    assert sorted(ranks.captured) == [(r, s) for r in range(3) for s in (start, start + 1)]
+    assert ranks.agreement(capture)["phase"] == "done"
+    assert ranks.plan.entries == {}
+
+
+def test_a_restart_between_acknowledgement_and_start_changes_nothing() -> None:
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.begin(rank)
+    capture = ranks.add()
+    settle(ranks)
+    agreed = ranks.agreement(capture)
+    ranks.restart()
+    settle(ranks)
+    assert ranks.agreement(capture) == agreed
+    for _ in range(agreed["start"] + 1):
+        ranks.begin(0)
+        ranks.begin(1)
+    assert ranks.captured == [(0, agreed["start"]), (1, agreed["start"])]
+
+
+def test_what_was_asked_before_a_restart_is_asked_again() -> None:
+    ranks = Ranks(2)
+    ranks.begin(0)
+    capture = ranks.add()
+    ranks.poll(0)
+    ranks.restart()
+    settle(ranks)
+    assert ranks.agreement(capture)["phase"] == "agreed"
+
+
+def test_a_new_attempt_agrees_anew() -> None:
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.begin(rank)
+    capture = ranks.add()
+    settle(ranks)
+    first = ranks.agreement(capture)
+    ranks.start()
+    ranks.begin(0)
+    settle(ranks)
+    settle(ranks)
+    second = ranks.agreement(capture)
+    assert second["attempt_id"] == first["attempt_id"] + 1
+    assert second["phase"] == "agreed"
+    for _ in range(20):
+        ranks.begin(0)
+        ranks.begin(1)
+    assert ranks.captured == [(0, second["start"]), (1, second["start"])]
+
+
+def test_a_missed_step_is_agreed_again_by_choice() -> None:
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.begin(rank)
+    capture = ranks.add(again=1)
+    settle(ranks)
+    first = ranks.agreement(capture)
+    gap = {"capture_id": capture, "role": "actor", "rank": 1, "step": first["start"]}
+    gap |= {"stage": "update", "state": "missed"}
+    ranks.bench.carry_out(ranks.orders.reported(gap, ranks.now, ranks.now))
+    assert ranks.agreement(capture)["phase"] == "asked"
+    for _ in range(first["start"]):
+        ranks.begin(0)
+        ranks.begin(1)
+    settle(ranks)
+    second = ranks.agreement(capture)
+    assert (second["phase"], second["number"], second["again_left"]) == ("agreed", 2, 0)
+    assert second["start"] > first["start"]
+    assert [each["rank"] for each in second["missed"]] == [1]
+    ranks.orders.reported({**gap, "step": second["start"]}, ranks.now, ranks.now)
+    assert len(ranks.bench.rows.of("findings", kind="capture_partial")) == 1
+
+
+def test_orders_that_cannot_be_meant() -> None:
+    ranks = Ranks(1)
+    for _ in range(3):
+        ranks.begin(0)
+    with pytest.raises(Conflict, match="step 2 has begun: the newest is 3"):
+        ranks.add(steps=[1, 2])
+    entry = ranks.orders.add(order(run="other"), by="me", mono=0.0, wall=0.0)
+    assert "no run 'other' is known" in ranks.orders.notes(entry)[0]
+    entry = ranks.orders.add(order(run="r", stages=["gen"]), by="me", mono=0.0, wall=0.0)
+    assert "no rank has done gen lately" in ranks.orders.notes(entry)[0]
+    empty = Ranks(0)
+    with pytest.raises(Conflict, match="0 runs are live"):
+        empty.orders.add(order(), by="me", mono=0.0, wall=0.0)
+
+
+ACTIONS = ("poll", "begin", "add", "restart", "start", "remove")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=60))
+def test_nobody_captures_what_was_not_agreed_on(actions: list[tuple[str, int]]) -> None:
+    """In any order of polls, steps, restarts and new attempts.
+
+    A rank captures only steps that an agreement named, and an agreement starts beyond the highest
+    step that anyone had begun when it was made.
+    """
+    ranks = Ranks(3)
+    agreed: set[int] = set()
+    count = 0
+    for action, number in actions:
+        top = max(ranks.steps)
+        before = {key: entry.agreement for key, entry in ranks.plan.entries.items()}
+        if action == "poll":
+            ranks.poll(number)
+        elif action == "begin":
+            ranks.begin(number)
+        elif action == "add":
+            count += 1
+            ranks.add(keep=[f"tensor-{count}"])
+        elif action == "restart":
+            ranks.restart()
+        elif action == "start":
+            ranks.start()
+        elif ranks.plan.entries:
+            entry, rows = ranks.orders.remove(next(iter(ranks.plan.entries)), by="me", wall=0.0)
+            ranks.bench.carry_out(rows)
+            ranks.plan.publish(ranks.plan.publication())
+        for key, entry in ranks.plan.entries.items():
+            if entry.agreement.phase != "agreed":
+                continue
+            agreed |= {(ranks.attempt, step) for step in entry.agreement.steps}
+            if key in before and before[key].phase == "asked" and action != "start":
+                assert entry.agreement.start is not None
+                assert entry.agreement.start > top
+        assert {(attempt, step) for attempt, _, step in ranks.history} <= agreed
+    revisions = [row["revision"] for row in ranks.bench.rows.of("captures")]
+    assert len(revisions) == len({*revisions})
