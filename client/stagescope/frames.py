@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from stagescope import convert, nonfinite, render
 from stagescope.errors import InvalidInput, NotFound
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import pandas
     import polars
     import pyarrow
+
+_Table = TypeVar("_Table", bound="Table")
 
 SHOWN_ROWS: Final = 20
 """Rows in a text repr; HTML shows five times as many."""
@@ -73,6 +75,13 @@ class Table:
         names += [name for name in found if name not in names]
         columns = {name: nonfinite.column(name, [row.get(name) for row in rows]) for name in names}
         return cls(columns, **keywords)
+
+    @classmethod
+    def of(cls: type[_Table], table: Table, *, title: str | None = None) -> _Table:
+        """Return the same rows as a table of this kind, under another title where one is given."""
+        columns = {name: table[name] for name in table.names}
+        name = table.title if title is None else title
+        return cls(columns, title=name, about=table.about, truncated=table.truncated)
 
     @property
     def title(self) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics
 from stagescope.frames import Table
+from stagescope.operators import NonFiniteOperators, Operators, Stack
+from stagescope.weights import WEIGHT_ORDER, Weights
 
 if TYPE_CHECKING:
     from stagescope.session import Session
@@ -33,6 +35,11 @@ _STAGE_ORDER: Final = (
     "waited_seconds",
 )
 _DUMP_ORDER: Final = ("stage", "role", "rank", "state", "bytes", "path")
+_OPERATOR_ORDER: Final = (
+    "order", "name", "section", "index", "dtype", "shape", "min", "max", "mean", "norm",
+    "non_finite", "source",
+)  # fmt: skip
+_NON_FINITE_ORDER: Final = ("rank", "name", "section", "index", "non_finite", "source", "earliest")
 _SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
 
 
@@ -129,6 +136,19 @@ class Step:
         """Return msprobe's dumps: place, size and state."""
         return self._table("dumps", _DUMP_ORDER, limit, stage=stage, role=role, rank=rank)
 
+    def weights(self, *, verdict: str | None = None, limit: int = LIMIT) -> Weights:
+        """Return the weights recorded at this step, trainer against rollout, the worst first.
+
+        Args:
+            verdict: only `differs`, `missing`, `replicas differ`, `not comparable`,
+                `not compared` or `agrees`.
+            limit: most rows.
+
+        Raises:
+            NotFound: no weights were recorded at this step.
+        """
+        return Weights.of(self._table("weights", WEIGHT_ORDER, limit, verdict=verdict))
+
     def scalars(
         self,
         *,
@@ -141,6 +161,71 @@ class Step:
         """Return the scalars that ranks handed over."""
         filters = {"name": name, "stage": stage, "role": role, "rank": rank}
         return self._table("scalars", _SCALAR_ORDER, limit, **filters)
+
+    def operators(
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        part: str | None = None,
+        capture_id: str | None = None,
+        name: str | None = None,
+        kind: str | None = None,
+        direction: str | None = None,
+        section: str | None = None,
+        dtype: str | None = None,
+        non_finite: bool | None = None,
+        limit: int = LIMIT,
+    ) -> Operators:
+        """Return operator calls in execution order, a row an argument.
+
+        Args:
+            stage, role, rank, part, capture_id: of which dumps; default: of all.
+            name: a pattern with `*` and `?`, or a text that the name contains.
+            kind: Module, Functional, Torch, Tensor, ...
+            direction: forward, backward, parameters_grad or debug.
+            section: input_args, input_kwargs, output, input, parameters, grad.
+            dtype: such as bfloat16.
+            non_finite: only tensors with a NaN or an infinity.
+            limit: most rows.
+
+        Raises:
+            NotFound: no dump of this step was captured.
+        """
+        filters = {
+            "stage": stage, "role": role, "rank": rank, "part": part, "capture_id": capture_id,
+            "name": name, "kind": kind, "direction": direction, "section": section,
+            "dtype": dtype, "non_finite": non_finite or None,
+        }  # fmt: skip
+        return Operators.of(self._table("operators", _OPERATOR_ORDER, limit, **filters))
+
+    def stack(self, stack_id: str, **dump: Any) -> Stack:
+        """Return the Python frames of an operator's call, the innermost first.
+
+        Args:
+            stack_id: of a row of `operators`.
+            dump: its stage, role, rank, part and capture_id, as far as one is not the only one.
+        """
+        params = self._params(stack_id=stack_id, **dump)
+        return Stack(self._session.get(self._path("operators/stack"), **params), title="stack")
+
+    def non_finite(
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        part: str | None = None,
+        capture_id: str | None = None,
+        limit: int = LIMIT,
+    ) -> NonFiniteOperators:
+        """Return the first operator with a NaN or infinite result on each rank.
+
+        `about["earliest"]` is the earliest over the ranks, None where all is finite.
+        """
+        filters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
+        found = self._table("operators/non-finite", _NON_FINITE_ORDER, limit, **filters)
+        return NonFiniteOperators.of(found, title="first non-finite operators")
 
     def _table(self, noun: str, order: Sequence[str], limit: int, **params: Any) -> Table:
         return self._session.table(

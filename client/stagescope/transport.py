@@ -88,6 +88,14 @@ class Transport:
         """
         return self._call("GET", path, params=params, retry=_any_gap if patient else _never)
 
+    def ask(self, path: str, body: Any) -> Any:
+        """Ask a question that is too long for a query; return the JSON of the answer.
+
+        Raises:
+            StagescopeError: as `get`.
+        """
+        return self._call("POST", path, body=body, retry=_any_gap)
+
     def change(self, method: str, path: str, body: Any = None) -> Any:
         """Ask for a change with the operator's token; return the JSON of the answer, or None.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.api import Rank, Service
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 from torch import nn
 from torch.nn import functional
@@ -96,3 +98,22 @@ def tabled(directory: Path, text: str) -> tuple[Path, OperatorSummary]:
     (directory / "dump.json").write_text(text)
     target = directory / "operators.parquet"
     return target, write_operator_table(directory, target)
+
+
+def dumped(
+    live: Service,
+    rank: Rank,
+    files: Path,
+    step: int = 5,
+    *,
+    part: str = "0.0.0.0",
+    stage: str = "actor_update",
+    **said: Any,
+) -> Path:
+    """Lay a dump where a capture puts it, and announce it; `part` only tells directories apart."""
+    path = live.settings.data_path / "r" / f"{rank.sender.rank}-{step}-{part}" / "step0/rank0"
+    shutil.copytree(files, path)
+    fields = {"stage": stage, "step": step, "capture_id": "c1", "state": "complete", **said}
+    rank.begin(stage, step)
+    rank.say("dump", path=str(path), **fields)
+    return path

@@ -95,10 +95,11 @@ def _table_row(
 
 def _non_finite(job: Job, found: RankNonFinite, first: Mapping[str, Any]) -> Put:
     inputs = ", ".join(f"{row['section']} {row['index']}" for row in found.bad_inputs)
+    module = f" in {first['parent']}" if first["parent"] else ""
     where = f", called at {first['source']}" if first["source"] else ""
     return finding(
         "non_finite_operator",
-        f"{first['name']} gave {first['non_finite']} in {first['section']} {first['index']}, the "
+        f"{first['name']}{module} gave {first['non_finite']} in {first['section']} {first['index']}, the "
         f"first of rank {job['rank']} in {job['stage']}{where}; "
         + (f"not finite before it: {inputs}" if inputs else "its inputs were finite"),
         **about(job),

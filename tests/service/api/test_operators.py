@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.api import Rank, Service, service
-from tests.support.dumps import ExtraCall, capture
+from tests.support.dumps import ExtraCall, capture, dumped
 from tests.support.small_decoder import SmallDecoder, small_decoder
 
 from stagescope.errors import NotReady
@@ -37,18 +37,6 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def extra_call() -> SmallDecoder:
     torch.manual_seed(0)
     return ExtraCall()
-
-
-def dumped(live: Service, rank: Rank, files: Path, step: int = 5, **said: Any) -> Path:
-    """Lay a dump where a capture puts it, and announce it."""
-    place = said.get("part", "0.0.0.0")
-    path = live.settings.data_path / "r" / f"{rank.sender.rank}-{step}-{place}" / "step0/rank0"
-    shutil.copytree(files, path)
-    fields = {"stage": STAGE, "step": step, "capture_id": "c1", "state": "complete", **said}
-    fields.pop("part", None)
-    rank.begin(STAGE, step)
-    rank.say("dump", path=str(path), **fields)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,167 @@
+"""Operators in a notebook and in a terminal, asked of a running service about real dumps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+from tests.support.dumps import capture, dumped
+from tests.support.small_decoder import small_decoder
+
+import stagescope
+from stagescope import Session
+from stagescope.errors import InvalidInput, NotFound
+from stagescope.operators import Operators, read_side
+
+BROKEN = "Module.blocks.1.down.Linear.forward.0"
+CHANGED = "Module.blocks.0.up.Linear.forward.0"
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Step 5: rank 1 has a NaN in a layer. Step 6: rank 1 was changed in a layer."""
+    root = tmp_path_factory.mktemp("dumps")
+    broken, changed = small_decoder(), small_decoder()
+    with torch.no_grad():
+        broken.get_parameter("blocks.1.down.weight")[3, 5] = float("nan")
+        changed.get_parameter("blocks.0.up.weight").mul_(1.5)
+    plain = capture(root / "plain", level="mix")
+    with service(tmp_path_factory.mktemp("home")) as running:
+        ranks = [Rank(running, rank=0), Rank(running, rank=1)]
+        for step, model in ((5, broken), (6, changed)):
+            dumped(running, ranks[0], plain, step)
+            dumped(running, ranks[1], capture(root / str(step), model, level="mix"), step)
+        yield running
+
+
+def read_token(live: Service) -> str:
+    assert live.tokens is not None
+    return live.tokens.read
+
+
+@pytest.fixture
+def asking(live: Service) -> Iterator[Session]:
+    with stagescope.attach(live.server.url, token=read_token(live)) as session:
+        yield session
+
+
+def ask(live: Service, *words: str, width: int = 80) -> Result:
+    env = {
+        "STAGESCOPE_URL": live.server.url,
+        "STAGESCOPE_TOKEN": read_token(live),
+        "COLUMNS": str(width),
+    }
+    return invoke(*words, env=env)
+
+
+def test_operators_as_a_table(asking: Session) -> None:
+    operators = asking.step(5).operators(rank=1, name="*blocks.1.down*", direction="forward")
+    assert isinstance(operators, Operators)
+    assert set(operators["name"]) == {BROKEN}
+    output = operators.where(section="output")[0]
+    assert math.isnan(output["max"])
+    assert output["non_finite"] == "nan"
+    assert operators.about["tables"][0]["done"] is True
+    frame = operators.to_pandas()
+    assert frame["shape"].tolist()[0] == [2, 6, 32]
+    everything = asking.step(5).operators(limit=5)
+    assert everything.truncated
+    assert "the service has more" in repr(everything)
+    assert len(asking.step(5).operators(non_finite=True, rank=0)) == 0
+
+
+def test_the_stack_of_an_operator(asking: Session) -> None:
+    row = asking.step(5).operators(rank=0, name="Functional.linear.0.forward")[0]
+    stack = asking.step(5).stack(row["stack_id"], rank=0)
+    assert any("small_decoder.py" in line for line in stack.lines())
+
+
+def test_the_first_non_finite_operator_is_named(asking: Session) -> None:
+    found = asking.step(5).non_finite()
+    earliest = found.about["earliest"]
+    assert (earliest["rank"], earliest["parent"]) == (1, BROKEN)
+    text = "\n".join(found.lines())
+    assert text.startswith("the earliest: actor_update actor/1")
+    assert f"in {BROKEN}" in text
+    assert "actor_update actor/0: all finite" in text
+    assert "no operator gave a NaN" in asking.step(6).non_finite().lines()[0]
+
+
+def test_the_first_divergent_operator_is_named(asking: Session) -> None:
+    found = asking.divergence({"step": 6, "rank": 0}, {"rank": 1})
+    assert not found.same
+    assert found["first"]["a"]["parent"] == CHANGED
+    assert found["first_parameter"]["a"]["name"] == CHANGED
+    assert isinstance(found["first"]["relative"], float)
+    text = "\n".join(found.lines())
+    assert f"in {CHANGED}" in text
+    assert asking.divergence({"step": 6, "rank": 0}, {"step": 5}, exact=True).same
+    loose = asking.divergence({"step": 6, "rank": 0}, {"rank": 1}, by_dtype={"float32": 9.0})
+    assert loose["first"] is None
+    with pytest.raises(NotFound):
+        asking.divergence({"step": 6, "rank": 0}, {"rank": 7})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["operators", "5", "--rank", "1"], BROKEN),
+        (["operators", "5", "--non-finite"], "nan"),
+        (["non-finite", "5"], BROKEN),
+        (["divergence", "step=6,rank=0", "rank=1"], CHANGED),
+        (["divergence", "step=6,rank=0", "step=5", "--exact"], "no operator differs"),
+        (["divergence", "step=6,rank=0", "step=5,rank=1", "--factor", "100"], "relative"),
+    ],
+)
+@pytest.mark.parametrize("width", [80, 50, 200])
+def test_names_are_whole_at_any_width(
+    live: Service, words: list[str], said: str, width: int
+) -> None:
+    result = ask(live, *words, "--limit", "500", width=width) if words[0] != "divergence" else ask(
+        live, *words, width=width
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= width
+    assert said in result.stdout
+    as_json = ask(live, *words, "--json")
+    json.loads(as_json.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_truncated_dump_is_said_beside_the_rows(live: Service, tmp_path: Path) -> None:
+    files = capture(tmp_path, level="L0")
+    text = (files / "dump.json").read_bytes()
+    (files / "dump.json").write_bytes(text[:9000])
+    (files / "DONE.json").unlink()
+    dumped(live, Rank(live, rank=3), files, 8, state="truncated")
+    result = ask(live, "operators", "8")
+    assert "truncated at byte 9000: the capture did not come to its end" in " ".join(
+        result.stdout.split()
+    )
+    compared = ask(live, "divergence", "step=8,rank=3", "step=5,rank=0")
+    assert "truncated at byte 9000" in " ".join(compared.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "side"),
+    [
+        ("step=5, rank=0", {"step": 5, "rank": 0}),
+        ("run=a-b,attempt=2,capture=c", {"run": "a-b", "attempt": 2, "capture_id": "c"}),
+        ("part=0.0.1.0,stage=actor_update", {"part": "0.0.1.0", "stage": "actor_update"}),
+    ],
+)
+def test_a_side_in_words(text: str, side: dict[str, object]) -> None:
+    assert read_side(text) == side
+
+
+@pytest.mark.parametrize("text", ["", "5", "step", "step=", "step=x", "steps=5", "step=5,,"])
+def test_a_side_that_cannot_be_read(live: Service, text: str) -> None:
+    with pytest.raises(InvalidInput):
+        read_side(text)
+    assert ask(live, "divergence", text, "rank=0").exit_code == 2
