@@ -60,13 +60,23 @@ class CoordinatorCommands:
         """Return the plan in force."""
         return await self._call("plan")
 
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
+    async def add_capture(
+        self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0
+    ) -> Reply:
         """Order a capture."""
-        return await self._call("add_capture", spec=dict(spec), by=by)
+        return await self._call("add_capture", spec=dict(spec), by=by, wait=wait)
 
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture."""
         return await self._call("remove_capture", capture_id=capture_id, by=by)
+
+    async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> Reply:
+        """Put rules in force."""
+        return await self._call("set_triggers", document=dict(document), by=by)
+
+    async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+        """Let the payloads of a step leave the rings."""
+        return await self._call("unpin", attempt_id=attempt_id, step=step, by=by)
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a piece of a file from the ingestor of its node."""
@@ -97,6 +107,20 @@ class CoordinatorCommands:
             ring_bytes=settings.ring_bytes,
             most_bytes=settings.ingestor_bytes,
             roots=[str(root) for root in settings.roots],
+        )
+
+    async def ask_stacks(
+        self,
+        *,
+        attempt_id: int,
+        role: str | None,
+        ranks: Sequence[int] | None,
+        seconds: float,
+        by: str,
+    ) -> Reply:
+        """Ask processes for their stacks."""
+        return await self._call(
+            "ask_stacks", attempt_id=attempt_id, role=role, ranks=ranks, seconds=seconds, by=by
         )
 
     async def status(self) -> Reply:

@@ -98,6 +98,15 @@ class Settings(BaseSettings):
         default=45.0, gt=0, description="A process that has not polled for so long is gone."
     )
 
+    stuck_seconds: float = Field(
+        default=30.0, gt=0, description="A rank that is quiet for less is never stuck."
+    )
+    stuck_factor: float = Field(
+        default=3.0,
+        ge=1,
+        description="A rank is stuck beyond so many times what its stage usually takes.",
+    )
+
     ring_bytes: int = Field(
         default=2 * GIB, ge=0, description="Disk for the last steps' tensors, on each node."
     )

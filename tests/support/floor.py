@@ -11,7 +11,16 @@ from tests.support.parallel import Said
 
 from stagescope.errors import StagescopeError
 from stagescope_service.engine.forming import Former
-from stagescope_service.engine.instructions import Assemble, Delete, Digest, Ingest, PayloadKey, Put
+from stagescope_service.engine.instructions import (
+    Assemble,
+    Delete,
+    Digest,
+    Ingest,
+    PayloadKey,
+    Put,
+    ReadWatchdogs,
+    Weigh,
+)
 from stagescope_service.engine.intake import Intake
 from stagescope_service.engine.joining import RolloutRows
 from stagescope_service.engine.plans import Plan
@@ -48,8 +57,14 @@ class LocalFloor:
     def assemble(self, order: Assemble) -> None:
         self._orders.append(order)
 
+    def read_watchdogs(self, order: ReadWatchdogs) -> None:
+        raise AssertionError(f"nobody falls silent here: {order}")
+
     def digest(self, order: Digest) -> None:
         raise AssertionError(f"nobody dumps here: {order}")
+
+    def weigh(self, order: Weigh) -> None:
+        raise AssertionError(f"nobody records weights here: {order}")
 
     async def hear(self, said: Iterable[Said], batch: int = 40) -> None:
         """Take in what was said, in batches of each sender, and do what follows of it."""

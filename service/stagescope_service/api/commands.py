@@ -36,16 +36,36 @@ class Commands(Protocol):
         """Return the plan in force: `{"revision", "captures"}`."""
         ...
 
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
-        """Put a validated capture in force and return it with its id."""
+    async def add_capture(self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0) -> Reply:
+        """Order a validated capture and return it with its id, agreed on or after `wait` s."""
         ...
 
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture and return it."""
         ...
 
+    async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> Reply:
+        """Put a validated document of rules in force and return its revision."""
+        ...
+
+    async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+        """Let the payloads of a step leave the rings: `{"attempt_id", "step", "unpinned"}`."""
+        ...
+
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a piece of a file on a node; called in a thread, see `operator_files.Nodes`."""
+        ...
+
+    async def ask_stacks(
+        self,
+        *,
+        attempt_id: int,
+        role: str | None,
+        ranks: Sequence[int] | None,
+        seconds: float,
+        by: str,
+    ) -> Reply:
+        """Ask processes for their stacks: `{"request_id", "deadline_wall", "asked", "refused"}`."""
         ...
 
     async def status(self) -> Reply:

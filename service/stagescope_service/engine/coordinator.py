@@ -25,15 +25,21 @@ from stagescope_service.engine.plans import Plan
 from stagescope_service.engine.reception import Reception, describe
 from stagescope_service.engine.restore import restore
 from stagescope_service.engine.state import State
+from stagescope_service.engine.stuck import StuckRules
+from stagescope_service.engine.worst import with_ranks
 from stagescope_service.settings import Settings
 from stagescope_service.store.base import Snapshot
+from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.triggers.rules import Rules
 
 logger = logging.getLogger(__name__)
 
 NAME: Final = "DebugCoordinator"
 NAMESPACE: Final = "stagescope"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_LONGEST_WAIT: Final = 60.0
+"""Seconds that one call waits for an agreement."""
 
 Reply = dict[str, Any]
 
@@ -49,6 +55,7 @@ class DebugCoordinator:
         self._reception: Reception | None = None
         self._task: asyncio.Task[None] | None = None
         self._store: SqlStore | None = None
+        self._floor: RayFloor | None = None
 
     # --- events -------------------------------------------------------------------------
     async def record_events(
@@ -113,43 +120,70 @@ class DebugCoordinator:
     # --- orders -------------------------------------------------------------------------
     async def plan(self) -> Reply:
         """Return the plan in force."""
-        return self._ready().plan.wire()
+        return self._ready().plan.stored()
 
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> Reply:
-        """Put a capture in force and return it with its id."""
+    async def add_capture(self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0) -> Reply:
+        """Order a capture; returns it with its id once it is agreed on, or after `wait` seconds."""
         reception = self._ready()
         reception.check_ready()  # before the plan changes: who is refused may ask again
-        roots = [str(root) for root in self._settings().roots]
+        settings = self._settings()
+        roots = [str(root) for root in settings.roots]
         valid = validate_capture(spec, allowed_roots=roots)
         if valid["data_dir"] is None:
-            valid["data_dir"] = str(self._settings().data_path)
-        entry = reception.plan.add(valid, by=by, now=time.time())
-        row = {
-            "capture_id": entry["capture_id"],
-            "run": entry["run"],
-            "spec": entry,
-            "state": "in force",
-            "by": by,
-            "created_wall": entry["created"],
-            "revision": reception.plan.revision,
-        }
-        await reception.order([Put("captures", row), _audit(by, "add_capture", entry)])
-        return entry
+            valid["data_dir"] = str(settings.data_path)
+        catalogue = Catalogue(settings.catalogue_url)
+        valid = await asyncio.to_thread(with_ranks, catalogue, valid)
+        orders = reception.orders
+        entry = orders.add(valid, by=by, mono=time.monotonic(), wall=time.time())
+        await reception.order([orders.row(entry), _audit(by, "add_capture", entry.stored())])
+        await reception.look()
+        found = await reception.agreed(entry.capture_id, min(wait, _LONGEST_WAIT))
+        if found is not None:
+            return {**found.stored(), "notes": orders.notes(entry)}
+        # It ended at once: what became of it is in the catalogue.
+        row = await asyncio.to_thread(catalogue.capture, entry.capture_id)
+        return {**(entry.stored() if row is None else row["spec"]), "notes": orders.notes(entry)}
 
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture and return it."""
         reception = self._ready()
         reception.check_ready()
-        entry = reception.plan.remove(capture_id)
-        row = {
-            "capture_id": capture_id,
-            "state": "removed",
-            "removed_wall": time.time(),
-            "removed_by": by,
-            "revision": reception.plan.revision,
-        }
-        await reception.order([Put("captures", row), _audit(by, "remove_capture", entry)])
-        return entry
+        entry, rows = reception.orders.remove(capture_id, by=by, wall=time.time())
+        await reception.order([*rows, _audit(by, "remove_capture", entry.stored())])
+        return entry.stored()
+
+    async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> Reply:
+        """Put rules in force; returns their revision."""
+        self._ready().check_ready()
+        assert self._floor is not None
+        return {"revision": await self._floor.triggers.put(Rules.parse(document), by=by)}
+
+    async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+        """Let the payloads of a step leave the rings when room is needed."""
+        reception = self._ready()
+        reception.check_ready()
+        assert self._floor is not None
+        place = {"attempt_id": attempt_id, "step": step}
+        done = await self._floor.unpin(attempt_id, step)
+        rows = [Put("steps", {**place, "pinned": False})] if done else []
+        await reception.write([*rows, _audit(by, "unpin", place)])
+        return {**place, "unpinned": done}
+
+    async def _ordered(self, spec: Mapping[str, Any], by: str) -> Reply:
+        """Order what a trigger asks for, as anyone would."""
+        return await self.add_capture(spec=spec, by=by)
+
+    async def ask_stacks(
+        self,
+        *,
+        attempt_id: int,
+        role: str | None,
+        ranks: Sequence[int] | None,
+        seconds: float,
+        by: str,
+    ) -> Reply:
+        """Ask processes for their stacks, which come into the catalogue; see `Reception`."""
+        return await self._ready().ask_stacks(attempt_id, role, ranks, seconds=seconds, by=by)
 
     # --- service ------------------------------------------------------------------------
     async def status(self) -> Reply:
@@ -240,7 +274,7 @@ class DebugCoordinator:
         state = State(lease_seconds=settings.lease_seconds)
         restore(state, snapshot, time.monotonic())
         in_force = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
-        floor = RayFloor(settings)
+        floor = self._floor = RayFloor(settings, self._ordered)
         floor.reception = Reception(
             state,
             store,
@@ -248,12 +282,16 @@ class DebugCoordinator:
             floor,
             coordinator=self._coordinator,
             poll_seconds=settings.poll_seconds,
+            stuck_rules=StuckRules(floor=settings.stuck_seconds, factor=settings.stuck_factor),
         )
+        floor.reception.hangs.adopt(snapshot.findings)
+        state.stack_requests.adopt(snapshot.asked_stacks)
+        floor.open(settings)
+        for order in _unformed(snapshot):
+            floor.assemble(order)
         runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
         for row in snapshot.undigested:
             floor.digest(digests.again(row, runs[row["attempt_id"]]))
-        for order in _unformed(snapshot):
-            floor.assemble(order)
         return floor.reception
 
 

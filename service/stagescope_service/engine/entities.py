@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 from stagescope.schema import Work
 from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.engine.stuck import Pace, Place
 
 RECENT_STEPS: Final = 8
 """Closed steps of an attempt that stay in memory, for events that arrive late."""
@@ -53,6 +54,8 @@ class Span:
     begin_seq: int | None = None
     end_seq: int | None = None
     superseded: bool = False
+    #: When it began, by the service's clock.
+    begun: float | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,10 +109,17 @@ class Process:
     data_rank: int | None = None
     node_id: str | None = None
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: It collects what is ordered; False where somebody else does, or nobody.
+    captures: bool = True
+    #: The file of its watchdog, on its node.
+    watchdog: str | None = None
     #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     lease_until: float = 0.0
     last_wall: float = 0.0
+    #: When it began or ended a part last, by the service's clock, and what it began last.
+    said: float = 0.0
+    reached: tuple[float, Place] | None = None
     clock: tuple[float | None, float | None] = (None, None)
     #: Highest step begun; None until it begins one, and until then it holds no step open.
     max_step: int | None = None
@@ -137,12 +147,12 @@ class Process:
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
     #: (work key, capture) -> column -> seq of the DUMP event that said it last.
     dumps: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
-
-    def settle(self, seq: int, state: str) -> None:
     #: Dumps that it began and has not ended: (work key, capture) -> work and row.
     armed: dict[tuple[str, str], tuple[Work, dict[str, Any]]] = dataclasses.field(
         default_factory=dict
     )
+
+    def settle(self, seq: int, state: str) -> None:
         """Remember how a payload ended."""
         self.settled[seq] = state
         if len(self.settled) > SETTLED_REMEMBERED:
@@ -175,6 +185,8 @@ class Step:
     holders: dict[tuple[str, int, str], list[str]] = dataclasses.field(default_factory=dict)
     #: (role, stage) -> rank -> its spans.
     ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
+    #: role -> part -> how its ranks went through it.
+    paces: dict[str, dict[Place, Pace]] = dataclasses.field(default_factory=dict)
     #: Who took part in the closed step before, kept when that one leaves memory.
     before: Participants | None = None
     #: The last verdict: (role, stage) -> expected ranks, and who of them is missing.

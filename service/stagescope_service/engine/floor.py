@@ -21,10 +21,17 @@ from stagescope_service.engine.instructions import (
     Ingest,
     PayloadKey,
     Put,
+    ReadWatchdogs,
+    Weigh,
 )
 from stagescope_service.engine.reception import Reception, describe
+from stagescope_service.engine.trigger_actions import Acting, Order, PinAnswer
+from stagescope_service.engine.triggering import Triggers
+from stagescope_service.engine.webhooks import Webhooks
+from stagescope_service.engine.weigher import Weigher
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.pins import Pinned
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ class RayFloor:
 
     reception: Reception
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, order: Order) -> None:
         self._catalogue = Catalogue(settings.catalogue_url)
         self._ingestors = Ingestors(
             data_dir=str(settings.data_path),
@@ -46,9 +53,17 @@ class RayFloor:
         )
         self._keep_steps = settings.keep_steps
         self._former = Former(self._catalogue, self, self._write)
+        acting = Acting(self._catalogue, self, order, Webhooks())
+        self.triggers = Triggers(self._catalogue, self._write, acting)
+        self._weigher = Weigher(self._catalogue, self._write, settings.weight_names)
         self._forming: dict[Assemble, bool] = {}
         self._digesting: dict[DumpKey, Digest | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, settings: Settings) -> None:
+        """Take up the rules of triggers; steps that are formed meanwhile wait for them."""
+        self._start(self.triggers.open(settings.triggers))
+        self._start(self._weigher.catch_up())
 
     def ingest(self, order: Ingest, payload: object) -> None:
         """Have the ingestor of the payload's node read it."""
@@ -69,6 +84,15 @@ class RayFloor:
             return
         self._digesting[order.key] = None
         self._start(self._digest(order))
+
+    def weigh(self, order: Weigh) -> None:
+        """Compare the recorded weights of a version; asked again meanwhile, once more after."""
+        if self._weigher.takes(order):
+            self._start(self._weigher.weigh(order))
+
+    def read_watchdogs(self, order: ReadWatchdogs) -> None:
+        """Have the ingestor of a node read the files of its watchdogs."""
+        self._start(self._read_watchdogs(order))
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -134,6 +158,17 @@ class RayFloor:
                 break
         return refusal(order.job, StoreError(reason))
 
+    async def _read_watchdogs(self, order: ReadWatchdogs) -> None:
+        try:
+            ingestor = self._ingestors.on(order.node_id)
+            found = await ingestor.read_watchdogs.remote(order.paths)
+            for incarnation, fields in found.items():
+                await self.reception.watchdog(incarnation, fields)
+        except exceptions.RayActorError:
+            self._ingestors.forget(order.node_id)  # the next look asks again
+        except Exception:
+            logger.exception("watchdogs of node %s could not be read", order.node_id)
+
     async def _write(self, rows: Sequence[Put | Delete]) -> None:
         await self.reception.write(rows)
 
@@ -156,11 +191,46 @@ class RayFloor:
         forgotten = attempt is None or order.step not in attempt.steps
         await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
         await self.reception.write(self._retired(order))
+        self._start(self.triggers.formed(order.attempt_id, order.step))
 
     def _retired(self, order: Assemble) -> list[Delete]:
-        """Let the summaries of the step that is now too old go; its whole stays."""
-        old = order.step - self._keep_steps
-        return [Delete("summaries", {"attempt_id": order.attempt_id, "step": old})]
+        """Let the summaries of the step that is now too old go; its whole stays.
+
+        So do its records of weights; what they were found to be stays.
+        """
+        old = {"attempt_id": order.attempt_id, "step": order.step - self._keep_steps}
+        return [Delete("summaries", old), Delete("weights", old)]
+
+    async def pin(self, attempt_id: int, step: int) -> PinAnswer:
+        """Pin the payloads of a step on every node that has some (`Hands` of triggers)."""
+        kept = await asyncio.to_thread(
+            self._catalogue.artifacts, attempt_id, step, kind="ring", deleted=None
+        )
+        payloads, size = 0, 0
+        reasons: list[str] = []
+        for node in sorted({row["node_id"] for row in kept}):
+            try:
+                answer = await self._ingestors.on(node).pin.remote(attempt_id, step)
+            except exceptions.RayError as error:
+                answer = (0, 0, f"the ingestor of node {node} cannot be reached: {describe(error)}")
+            pinned = Pinned(*(answer or (0, 0, f"the ring of node {node} cannot be used")))
+            payloads, size = payloads + pinned.payloads, size + pinned.bytes
+            reasons += [pinned.reason] if pinned.reason else []
+        gone = 0 if reasons else len(kept) - payloads
+        return PinAnswer(payloads, size, gone, tuple(reasons))
+
+    async def unpin(self, attempt_id: int, step: int) -> bool:
+        """Let the payloads of a step go; return whether every node's ring did."""
+        kept = await asyncio.to_thread(
+            self._catalogue.artifacts, attempt_id, step, kind="ring", deleted=None
+        )
+        done = True
+        for node in sorted({row["node_id"] for row in kept}):
+            try:
+                done = await self._ingestors.on(node).unpin.remote(attempt_id, step) and done
+            except exceptions.RayError:  # noqa: PERF203 - the other nodes' go all the same
+                done = False
+        return done
 
     async def restate(
         self,

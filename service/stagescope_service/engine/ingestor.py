@@ -26,6 +26,7 @@ from stagescope_service.engine.intake import Intake
 from stagescope_service.engine.joining import RolloutRows
 from stagescope_service.engine.reception import describe
 from stagescope_service.engine.retake import Retake, Source
+from stagescope_service.engine.silence import read_watchdogs
 from stagescope_service.statistics import warm
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.ring import Ring
@@ -142,6 +143,10 @@ class Ingestor:
     async def digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         """Make a dump's operator table; return the rows that came of it."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._digest, job)
+
+    async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """Return what the watchdogs of processes of this node wrote; without those that did not."""
+        return await asyncio.to_thread(read_watchdogs, paths)
 
     async def read_artifact(self, path: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes of a file of this node that lies in an allowed root.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from stagescope_service.store.base import Delete, Put
 
 __all__ = [
+    "Ask",
     "Assemble",
     "Delete",
     "Digest",
@@ -15,7 +16,9 @@ __all__ = [
     "Instruction",
     "PayloadKey",
     "Put",
+    "ReadWatchdogs",
     "Settled",
+    "Weigh",
 ]
 
 
@@ -50,6 +53,20 @@ class Digest(NamedTuple):
     job: dict[str, Any]
 
 
+class Ask(NamedTuple):
+    """Have a process's poll answered now: a request waits for it."""
+
+    incarnation: str
+
+
+class ReadWatchdogs(NamedTuple):
+    """Have the ingestor of `node_id` read the watchdogs' files of processes that fell silent."""
+
+    node_id: str | None
+    paths: dict[str, str]
+    """incarnation -> path."""
+
+
 class Settled(NamedTuple):
     """A payload reached its end: its receipt may go out once everything before is committed."""
 
@@ -64,4 +81,11 @@ class Assemble(NamedTuple):
     step: int
 
 
-Instruction = Put | Delete | Ingest | Settled | Assemble | Digest
+class Weigh(NamedTuple):
+    """The recorded weights of a version must be compared (again)."""
+
+    attempt_id: int
+    version: int
+
+
+Instruction = Put | Delete | Weigh | Ingest | Settled | Assemble | Digest | Ask | ReadWatchdogs

@@ -10,27 +10,36 @@ import asyncio
 import hashlib
 import logging
 import time
+import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from stagescope.errors import InvalidEvent, NotReady, StagescopeError
+from stagescope.errors import InvalidEvent, NotFound, NotReady, StagescopeError
 from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
+from stagescope_service.engine.agreement import ASKED
 from stagescope_service.engine.findings import finding
+from stagescope_service.engine.hangs import HangWatch
 from stagescope_service.engine.instructions import (
+    Ask,
     Assemble,
     Delete,
-    Ingest,
     Digest,
+    Ingest,
     Instruction,
     PayloadKey,
     Put,
+    ReadWatchdogs,
     Settled,
+    Weigh,
 )
-from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.orders import Orders
+from stagescope_service.engine.plans import Entry, Plan
 from stagescope_service.engine.registry import UNKEYED
 from stagescope_service.engine.spans import RAW_SEQ
+from stagescope_service.engine.stack_requests import choose
 from stagescope_service.engine.state import State
+from stagescope_service.engine.stuck import StuckRules
 from stagescope_service.store.base import Store
 
 logger = logging.getLogger(__name__)
@@ -45,11 +54,17 @@ class Floor(Protocol):
     def assemble(self, order: Assemble) -> None:
         """Form the whole of a step."""
 
+    def read_watchdogs(self, order: ReadWatchdogs) -> None:
+        """Read files of watchdogs; what they say comes back by `Reception.watchdog`."""
 
-class Reception:
     def digest(self, order: Digest) -> None:
         """Have an ingestor make a dump's operator table."""
 
+    def weigh(self, order: Weigh) -> None:
+        """Compare the recorded weights of a version."""
+
+
+class Reception:
     """Takes calls in and answers them; used from one event loop only."""
 
     def __init__(
@@ -61,12 +76,15 @@ class Reception:
         *,
         coordinator: str,
         poll_seconds: float,
+        stuck_rules: StuckRules = StuckRules(),  # noqa: B008 - frozen
         wall: Callable[[], float] = time.time,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
         self.store = store
         self.plan = plan
+        self.orders = Orders(plan, state)
+        self.hangs = HangWatch(state, stuck_rules, late_seconds=1.5 * poll_seconds)
         self.floor = floor
         self.coordinator = coordinator
         self.poll_seconds = poll_seconds
@@ -100,7 +118,9 @@ class Reception:
             try:
                 event = Event.parse(wire)
                 has_payload = payloads is not None and event.seq in payloads
-                taken = self.state.handle(sender, event, self.mono(), has_payload=has_payload)
+                taken = self.state.handle(
+                    sender, event, self.mono(), has_payload=has_payload, arrived=self.wall()
+                )
                 if has_payload and payloads is not None:
                     self._hold(taken, payloads[event.seq])
                 out += taken
@@ -108,6 +128,8 @@ class Reception:
                 refused[_seq_of(wire)] = str(error)
                 out += self._refusal(sender, error)
         self.events_taken += len(events) - len(refused)
+        for put in [order for order in out if isinstance(order, Put) and order.table == "dumps"]:
+            out += self.orders.reported(put.row, self.mono(), self.wall())
         await self._carry_out(out)
         settled = [order for order in out if isinstance(order, Settled)]
         receipts = {
@@ -141,16 +163,20 @@ class Reception:
     async def poll(
         self, sender_wire: object, revision: int, unreceipted: Iterable[object], wait: float
     ) -> dict[str, Any]:
-        """Renew a lease, and answer when the plan changed or a payload was settled."""
+        """Renew a lease; answer when the plan changed, a payload settled or stacks are wanted."""
         self.check_ready()
         sender = Sender.parse(sender_wire)
-        await self._carry_out(self._heard(sender, revision))
+        heard = self._heard(sender, revision)
+        await self._carry_out(heard)
+        if heard:
+            await self.look()
         seqs = [seq for seq in unreceipted if isinstance(seq, int)]
         deadline = self.mono() + max(0.0, min(wait, self.poll_seconds))
         while True:
             receipts = self._receipts(sender.incarnation, seqs)
             left = deadline - self.mono()
-            if receipts or revision != self.plan.revision or left <= 0:
+            asked = self.state.stack_requests.is_news(sender.incarnation)
+            if receipts or asked or revision != self.plan.revision or left <= 0:
                 break
             await self._wait(sender.incarnation, left)
         changed = revision != self.plan.revision
@@ -160,6 +186,7 @@ class Reception:
             "revision": self.plan.revision,
             "plan": self.plan.wire(sender.run) if changed else None,
             "receipts": receipts,
+            "requests": self.state.stack_requests.hand_out(sender.incarnation),
             "poll_seconds": self.poll_seconds,
         }
 
@@ -269,6 +296,52 @@ class Reception:
             await self._wait(key.incarnation, self.poll_seconds)
         return receipts[key.seq]
 
+    # --- stacks ---------------------------------------------------------------------------
+    async def ask_stacks(
+        self,
+        attempt_id: int,
+        role: str | None,
+        ranks: Collection[int] | None,
+        *,
+        seconds: float,
+        by: str,
+    ) -> dict[str, Any]:
+        """Ask processes of an attempt for their stacks; answers once that is on disk.
+
+        Returns `{"request_id", "deadline_wall", "asked": [{"role", "rank"}], "refused": [{"role",
+        "rank", "reason"}]}`; the stacks come into the catalogue.
+
+        Raises:
+            NotFound: the attempt is over.
+            InvalidInput: too many processes at once.
+        """
+        self.check_ready()
+        attempt = self.state.attempt(attempt_id)
+        if attempt is None or attempt.over:
+            raise NotFound("the attempt is over: nobody is left to be asked")
+        processes, refused = choose(attempt, role, ranks)
+        request_id, wall = uuid.uuid4().hex, self.wall()
+        out: list[Instruction] = []
+        for process in processes:
+            out += self.state.stack_requests.ask(
+                process, request_id, by=by, reason="ordered", wall=wall, seconds=seconds
+            )
+        asked = [{"role": process.role, "rank": process.rank} for process in processes]
+        detail = {"request_id": request_id, "attempt_id": attempt_id, "asked": asked}
+        row = {"wall": wall, "by": by, "action": "ask_stacks", "detail": detail}
+        await self._carry_out([*out, Put("audit", row)])
+        deadline = wall + seconds
+        return {
+            "request_id": request_id,
+            "deadline_wall": deadline,
+            "asked": asked,
+            "refused": refused,
+        }
+
+    async def watchdog(self, incarnation: str, fields: Mapping[str, Any]) -> None:
+        """Take in what the file of a process's watchdog says."""
+        await self._carry_out(self.hangs.watchdog(incarnation, fields, self.wall()))
+
     # --- outcomes and orders ------------------------------------------------------------
     async def settle(
         self,
@@ -304,13 +377,34 @@ class Reception:
         if held_up or not self.store.health().healthy:
             self.state.renew_all(now)
         else:
-            await self._carry_out(self.state.expire(now, self.wall()))
+            wall = self.wall()
+            await self._carry_out(self.state.expire(now, wall))
+            await self._carry_out(self.hangs.look(now, wall))
+            await self.look()
+
+    async def look(self) -> None:
+        """See whether an order can be agreed on, or has ended."""
+        if self.plan.entries:
+            await self.order(self.orders.look(self.mono(), self.wall()))
 
     async def order(self, puts: Sequence[Put]) -> None:
-        """Commit a change of the plan, then let every rank know."""
-        self.check_ready()
+        """Commit changes of the plan, then let every rank know."""
+        if not puts:
+            return
+        publication = self.plan.publication()
         await self._carry_out([*puts])
+        self.plan.publish(publication)
         self._notify(list(self._waiting))
+
+    async def agreed(self, capture_id: str, wait: float) -> Entry | None:
+        """Wait until an order is no longer only asked, `wait` seconds at most."""
+        deadline = self.mono() + wait
+        while (entry := self.plan.entries.get(capture_id)) is not None:
+            left = deadline - self.mono()
+            if entry.agreement.phase != ASKED or left <= 0:
+                break
+            await self._wait(f"capture/{capture_id}", left)
+        return entry
 
     async def drain(self, run: str | None, timeout: float) -> dict[str, Any]:
         """Wait until nothing of a run (None: of any) is still to be read.
@@ -360,6 +454,14 @@ class Reception:
                 self._ingest(order)
             elif isinstance(order, Assemble):
                 self.floor.assemble(order)
+            elif isinstance(order, Digest):
+                self.floor.digest(order)
+            elif isinstance(order, Weigh):
+                self.floor.weigh(order)
+            elif isinstance(order, ReadWatchdogs):
+                self.floor.read_watchdogs(order)
+            elif isinstance(order, Ask):
+                settled.add(order.incarnation)
             elif isinstance(order, Settled):
                 settled.add(order.key.incarnation)
         self._notify(settled)
@@ -387,8 +489,6 @@ def _seq_of(wire: object) -> int:
     return seq if isinstance(seq, int) else -1
 
 
-            elif isinstance(order, Digest):
-                self.floor.digest(order)
 def describe(error: BaseException) -> str:
     """Return an error as one line for a reason."""
     text = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"

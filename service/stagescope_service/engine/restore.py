@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part, Work
-from stagescope_service.engine import spans, steps
+from stagescope_service.engine import paces, spans, steps
 from stagescope_service.engine.completeness import UNKNOWN
 from stagescope_service.engine.entities import (
     ANNOUNCED,
@@ -91,6 +91,8 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         unkeyed=bool(row["unkeyed"]),
         world_size=row["world_size"],
         data_rank=row["data_rank"],
+        captures=(row["hello"] or {}).get("captures") is not False,
+        watchdog=(row["hello"] or {}).get("watchdog"),
         node_id=row["node_id"],
         settings=dict(row.get("settings") or {}),
         layout={
@@ -175,10 +177,21 @@ def _take_span(state: State, row: Row) -> None:
     if process is None:
         return
     process.worked = True
+    if step is not None:
+        _take_pace(step, process, span, row)
     if span.status == OPEN:
         process.open_spans[(work.key, span.revision)] = span
     elif span.status == UNFINISHED:
         process.unfinished[(work.key, span.revision)] = span
+
+
+def _take_pace(step: Step, process: Process, span: Span, row: Row) -> None:
+    offset = row["clock_offset"] or 0.0
+    if row["begin_wall"] is not None:
+        paces.note_begin(step, process, span, row["begin_wall"] + offset)
+    if row["end_wall"] is not None:
+        mono = row["end_mono"] or 0.0
+        paces.note_end(step, process, span, row["end_wall"] + offset, row, mono)
 
 
 def _take_payload(state: State, row: Row) -> None:
@@ -194,7 +207,6 @@ def _take_payload(state: State, row: Row) -> None:
     steps.payload_pending(attempt, work.step, key)
 
 
-def _settle(attempt: Attempt) -> None:
 def _take_armed(state: State, row: Row) -> None:
     process = state.registry.processes.get(row["incarnation"])
     if process is not None:
@@ -203,6 +215,7 @@ def _take_armed(state: State, row: Row) -> None:
         process.armed[(work.key, row["capture_id"])] = (work, {**row, "mark": 0})
 
 
+def _settle(attempt: Attempt) -> None:
     """Derive what is not stored: who stands where, what left memory, the verdicts."""
     newest: dict[tuple[str, int], Process] = {}
     for process in attempt.processes.values():

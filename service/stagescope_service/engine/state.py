@@ -17,11 +17,20 @@ from stagescope.schema import (
     DUMP,
     END,
     END_STEP,
+    WEIGHTS,
     Event,
     Sender,
     Work,
 )
-from stagescope_service.engine import digests, payloads, reports, spans, steps
+from stagescope_service.engine import (
+    digests,
+    paces,
+    payloads,
+    reports,
+    spans,
+    steps,
+    weight_records,
+)
 from stagescope_service.engine.entities import (
     LOST,
     OPEN,
@@ -37,6 +46,7 @@ from stagescope_service.engine.instructions import (
     PayloadKey,
     Put,
     Settled,
+    Weigh,
 )
 from stagescope_service.engine.registry import Registry
 from stagescope_service.engine.rows import (
@@ -45,6 +55,7 @@ from stagescope_service.engine.rows import (
     process_row,
     span_row,
 )
+from stagescope_service.engine.stack_requests import StackRequests
 
 FINDINGS_REMEMBERED: Final = 10_000
 
@@ -58,7 +69,9 @@ class State:
 
     def __init__(self, *, lease_seconds: float = 45.0, raw_lease_seconds: float = 3600.0) -> None:
         self.registry = Registry()
+        self.stack_requests = StackRequests()
         self._findings: dict[str, float] = {}
+        self._manifests = weight_records.Manifests()
         self.lease_seconds = lease_seconds
         self.raw_lease_seconds = raw_lease_seconds
 
@@ -71,6 +84,7 @@ class State:
         *,
         has_payload: bool = False,
         raw: bool = False,
+        arrived: float | None = None,
     ) -> list[Instruction]:
         """Take in one event.
 
@@ -80,14 +94,18 @@ class State:
             now: the service's clock, seconds; only differences count.
             has_payload: the payload's refs came with this END.
             raw: the sender is a raw caller, known by name and not by an incarnation.
+            arrived: the service's wall clock; stands in for that of a sender whose offset is not
+                known.
 
         Raises:
             InvalidEvent: this event cannot be carried out; nothing was changed by it.
         """
         work = self.check(event)
+        said = weight_records.read(event, work) if event.kind == WEIGHTS else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
         process, out = self.registry.process_for(sender, event, lease, raw=raw)
         attempt = self.registry.attempt_of(process)
+        at = paces.service_clock(sender, event.wall, arrived)
         out += self._wake(process, event.wall)
         if attempt.over:
             out += steps.resume(attempt, process)
@@ -98,9 +116,9 @@ class State:
                 out += reports.versions(attempt, process, event)
                 out += steps.rejudge_all(attempt) if resized else []
             case "begin":
-                out += self._begin(process, sender, event, work)
+                out += self._begin(process, sender, event, work, at)
             case "end":
-                out += self._end(process, sender, event, work, has_payload)
+                out += self._end(process, sender, event, work, has_payload, at)
             case "log":
                 out += steps.open_step(attempt, work.step, event.wall)[1]
                 out += reports.scalars(attempt, process, event, work)
@@ -115,6 +133,10 @@ class State:
                 out.append(reports.refused(attempt, process, event, work))
             case "dump":
                 out += reports.dump(attempt, process, event, work)
+            case "weights" if said is not None:
+                out += self._weights(process, event, work, said)
+            case "stacks":
+                out += self.stack_requests.answered(attempt, process, event.fields, work, at)
         return self._noted(out)
 
     @staticmethod
@@ -158,7 +180,7 @@ class State:
         return out
 
     def _begin(
-        self, process: Process, sender: Sender, event: Event, work: Work
+        self, process: Process, sender: Sender, event: Event, work: Work, at: float
     ) -> list[Instruction]:
         out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
@@ -166,6 +188,7 @@ class State:
         out += opened
         span, begun = spans.begin(attempt, step, process, sender, event, work)
         out += begun
+        paces.note_begin(step, process, span, at)
         if process.finished and process.open_spans:
             # It took leave before this beginning was heard of.
             left = event.wall if process.left_wall is None else process.left_wall
@@ -194,7 +217,13 @@ class State:
         return out + steps.close_due(attempt, wall)
 
     def _end(
-        self, process: Process, sender: Sender, event: Event, work: Work, has_payload: bool
+        self,
+        process: Process,
+        sender: Sender,
+        event: Event,
+        work: Work,
+        has_payload: bool,
+        at: float,
     ) -> list[Instruction]:
         out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
@@ -203,6 +232,7 @@ class State:
         unfinished = len(process.unfinished)
         span, ended = spans.end(attempt, step, process, sender, event, work)
         out += ended
+        paces.note_end(step, process, span, at, event.fields, event.mono)
         if len(process.unfinished) < unfinished or process.returned:
             out += self._found_again(process, work)
         out += reports.scalars(attempt, process, event, work)
@@ -213,6 +243,17 @@ class State:
         elif isinstance(dropped, Mapping):
             out += payloads.announce_dropped(attempt, process, event, work, dropped)
         return out + self._stand(attempt, process, step, span, event.wall)
+
+    # --- weights ----------------------------------------------------------------------------
+    def _weights(
+        self, process: Process, event: Event, work: Work, said: weight_records.Said
+    ) -> list[Instruction]:
+        out = self._bind(process, work.step, event.wall)
+        attempt = self.registry.attempt_of(process)
+        out += steps.open_step(attempt, work.step, event.wall)[1]
+        out += weight_records.put(process, event, work, said, self._manifests)
+        out += steps.close_due(attempt, event.wall)
+        return [*out, Weigh(attempt.attempt_id, said.version)]
 
     # --- payloads ---------------------------------------------------------------------------
     def settle(

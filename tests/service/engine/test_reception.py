@@ -14,7 +14,14 @@ from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.errors import InvalidEvent, NotReady
 from stagescope.schema import Sender
-from stagescope_service.engine.instructions import Assemble, Digest, Ingest, PayloadKey
+from stagescope_service.engine.instructions import (
+    Assemble,
+    Digest,
+    Ingest,
+    PayloadKey,
+    ReadWatchdogs,
+    Weigh,
+)
 from stagescope_service.engine.plans import Plan
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.state import State
@@ -32,7 +39,13 @@ class NoFloor:
     def assemble(self, order: Assemble) -> None:
         """Leave it."""
 
+    def read_watchdogs(self, order: ReadWatchdogs) -> None:
+        """Leave it."""
+
     def digest(self, order: Digest) -> None:
+        """Leave it."""
+
+    def weigh(self, order: Weigh) -> None:
         """Leave it."""
 
 

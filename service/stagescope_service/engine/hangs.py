@@ -1,0 +1,207 @@
+"""Looks now and then for ranks that are stuck, and for processes that fell silent.
+
+A rank that is stuck makes a finding, which is over when the rank goes on; its stacks, and those of
+one rank that is not, are asked for once. Of a process that is not heard any more, the file of its
+watchdog is read on its node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidEvent
+from stagescope.schema import Work
+from stagescope_service.engine.entities import Attempt
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.instructions import Instruction, Put
+from stagescope_service.engine.roles import roles
+from stagescope_service.engine.rows import digest
+from stagescope_service.engine.silence import Silence
+from stagescope_service.engine.state import State
+from stagescope_service.engine.steps import FINISHED
+from stagescope_service.engine.stuck import GONE, Role, Stuck, StuckRules, judge
+
+KIND: Final = "stage_stuck"
+MOST_FINDINGS: Final = 64
+"""Of one role at one look; the others stand in `GET /steps/{step}/stuck`."""
+MOST_ASKED: Final = 8
+"""Stuck ranks of one role whose stacks are asked for at one look, beside one that is not stuck."""
+ANSWER_SECONDS: Final = 30.0
+
+
+class _Key(NamedTuple):
+    """What a finding is about; rank None: the whole role."""
+
+    attempt_id: int
+    step: int
+    stage: str
+    role: str
+    rank: int | None
+
+
+class HangWatch:
+    """Finds hangs in the state; `look` is to be called often, and does little.
+
+    Args:
+        state: of the coordinator.
+        rules: from when on a rank is stuck.
+        late_seconds: a process that polls is late after so long without a word.
+    """
+
+    def __init__(self, state: State, rules: StuckRules, *, late_seconds: float) -> None:
+        self._state = state
+        self._rules = rules
+        self._silence = Silence(state, late_seconds=late_seconds)
+        self._pause = min(max(rules.floor / 4, 0.25), 5.0)
+        self._due = -math.inf
+        self._open: dict[_Key, str] = {}
+
+    def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what an earlier coordinator found and did not see over."""
+        for row in findings:
+            if row["kind"] == KIND and row["over_wall"] is None:
+                place = (row["attempt_id"], row["step"], row["stage"], row["role"], row["rank"])
+                self._open[_Key(*place)] = row["finding_id"]
+
+    def look(self, now: float, wall: float) -> list[Instruction]:
+        """Return what is to be written and done now.
+
+        Args:
+            now: the service's monotonic clock, seconds.
+            wall: its Unix time.
+        """
+        out, unanswered = self._state.stack_requests.expire(wall)
+        self._silence.unanswered(unanswered, now)
+        if now < self._due:
+            return out
+        self._due = now + self._pause
+        out += self._silence.look(now)
+        stuck: set[_Key] = set()
+        for attempt in self._state.registry.attempts.values():
+            if attempt.open and not attempt.over:
+                out += self._judge(attempt, wall, stuck)
+        return out + self._end(stuck, wall)
+
+    def watchdog(
+        self, incarnation: str, fields: Mapping[str, Any], wall: float
+    ) -> list[Instruction]:
+        """Take in what the file of a process's watchdog says (the fields of a STACKS event)."""
+        self._silence.read(incarnation)
+        process = self._state.registry.processes.get(incarnation)
+        if process is None:
+            return []
+        attempt = self._state.registry.attempt_of(process)
+        try:
+            work = Work.parse(fields)
+        except InvalidEvent:  # whoever wrote the file
+            work = Work(process.max_step, None, None)
+        return self._state.stack_requests.answered(attempt, process, fields, work, wall)
+
+    def _judge(self, attempt: Attempt, wall: float, stuck: set[_Key]) -> list[Instruction]:
+        out: list[Instruction] = []
+        for name, role in roles(attempt):
+            found = judge(role, wall, self._rules)[:MOST_FINDINGS]
+            new: list[Stuck] = []
+            for each in found:
+                key = _key(attempt, name, each)
+                if key not in self._open and key not in stuck:
+                    new.append(each)
+                stuck.add(key)
+            if new:
+                out += self._found(attempt, name, new, role, wall)
+        return out
+
+    def _found(
+        self, attempt: Attempt, name: str, new: list[Stuck], role: Role, wall: float
+    ) -> list[Instruction]:
+        """Make findings of ranks that are newly stuck, and ask for their stacks."""
+        first = new[0]
+        request_id = f"{KIND}-{digest(attempt.attempt_id, name, first.place, first.rank, wall)}"
+        out: list[Instruction] = []
+        for each in new:
+            put = _finding(attempt, name, each, len(role.standings), wall, request_id)
+            row = {**put.row, "over_wall": None}
+            row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
+            self._open[_key(attempt, name, each)] = row["finding_id"]
+            out.append(Put("findings", row))
+        return out + self._ask(attempt, name, [each.rank for each in new], request_id, wall)
+
+    def _ask(
+        self, attempt: Attempt, role: str, stuck: list[int], request_id: str, wall: float
+    ) -> list[Instruction]:
+        """Ask stuck ranks, and another one to compare, for their stacks."""
+        live = {
+            process.rank: process
+            for process in attempt.processes.values()
+            if process.role == role and process.live and not process.raw
+        }
+        asked = [rank for rank in stuck if rank in live][:MOST_ASKED]
+        asked += sorted(live.keys() - set(stuck))[:1]
+        out: list[Instruction] = []
+        for rank in asked:
+            out += self._state.stack_requests.ask(
+                live[rank], request_id, by=KIND, reason=KIND, wall=wall, seconds=ANSWER_SECONDS
+            )
+        return out
+
+    def _end(self, stuck: set[_Key], wall: float) -> list[Instruction]:
+        """Say of findings that they are over: the rank went on, or took leave."""
+        out: list[Instruction] = []
+        for key in [key for key in self._open if key not in stuck]:
+            finding_id = self._open.pop(key)
+            attempt = self._state.attempt(key.attempt_id)
+            if attempt is None or (attempt.over and attempt.end_reason != FINISHED):
+                continue  # it was stuck to its end
+            columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
+            out.append(Put("findings", {"finding_id": finding_id, **columns}))
+        return out
+
+
+def _key(attempt: Attempt, role: str, stuck: Stuck) -> _Key:
+    rank = None if stuck.whole_role else stuck.rank
+    return _Key(attempt.attempt_id, stuck.place.step, stuck.place.stage, role, rank)
+
+
+def _finding(
+    attempt: Attempt, role: str, stuck: Stuck, ranks: int, wall: float, request_id: str
+) -> Put:
+    place, limit = stuck.place, stuck.limit
+    who = f"every rank of {role}" if stuck.whole_role else f"rank {stuck.rank} of {role}"
+    if stuck.process == GONE:
+        who += ", whose process is gone,"
+    what = f"{who} has {stuck.status} {place.stage} in step {place.step}"
+    others = f"{stuck.begun} of {ranks} ranks began it, {stuck.ended} ended it"
+    usual = (
+        "no earlier step to compare with"
+        if limit.usual is None
+        else f"usually {limit.usual:.3g} s over {limit.steps} steps"
+    )
+    return finding(
+        KIND,
+        f"{what}: quiet for {stuck.seconds:.0f} s ({usual}); {others}",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        severity="error",
+        step=place.step,
+        stage=place.stage,
+        role=role,
+        rank=None if stuck.whole_role else stuck.rank,
+        evidence={
+            "status": stuck.status,
+            "process": stuck.process,
+            "part": str(place.part),
+            "since_wall": stuck.since,
+            "seconds": stuck.seconds,
+            "limit_seconds": limit.seconds,
+            "usual_seconds": limit.usual,
+            "history_steps": limit.steps,
+            "ranks_begun": stuck.begun,
+            "ranks_ended": stuck.ended,
+            "request_id": request_id,
+        },
+        advice=f"its stacks and those of another rank were asked for: `stagescope stacks "
+        f"{place.step} --run {attempt.run}`",
+    )

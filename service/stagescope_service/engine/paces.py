@@ -1,0 +1,64 @@
+"""How ranks went through the parts of a step, noted as their events come in, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stagescope.schema import Sender
+from stagescope_service.engine.entities import Process, Span, Step
+from stagescope_service.engine.rows import number
+from stagescope_service.engine.stuck import Pace, Place
+
+
+def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
+    """Return a sender's wall clock as the service's: by its offset, else by when it arrived."""
+    if sender.clock_offset is not None:
+        return wall + sender.clock_offset
+    return wall if arrived is None else arrived
+
+
+def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
+    """Note that a process began a part; `at` is of the service's clock, seconds."""
+    place = _place(step, span)
+    if place is None:
+        return
+    step.paces.setdefault(span.role, {}).setdefault(place, Pace()).begun(at)
+    span.begun = at
+    process.said = max(process.said, at)
+    process.reached = max(process.reached or (at, place), (at, place))
+
+
+def note_end(
+    step: Step, process: Process, span: Span, at: float, fields: Mapping[str, Any], mono: float
+) -> None:
+    """Note that a process ended a part; its beginning may be known from `fields` alone.
+
+    Args:
+        step: of the part.
+        process: who ended it.
+        span: the part.
+        at: of the service's clock, seconds.
+        fields: of the END.
+        mono: its monotonic time, seconds; durations are taken from it where they can.
+    """
+    begin_mono = number(fields.get("begin_mono"))
+    seconds = None
+    if begin_mono is not None:
+        seconds = max(mono - begin_mono, 0.0)
+        note_begin(step, process, span, at - seconds)
+    elif span.begun is not None:
+        seconds = max(at - span.begun, 0.0)
+    place = _place(step, span)
+    if place is None:
+        return
+    process.said = max(process.said, at)
+    if seconds is not None:
+        step.paces.setdefault(span.role, {}).setdefault(place, Pace()).took(seconds)
+
+
+def _place(step: Step, span: Span) -> Place | None:
+    work = span.work
+    if step.ghost or work.step is None or work.stage is None:
+        return None
+    return Place(work.step, work.stage, work.part)

@@ -1,0 +1,322 @@
+"""Who is stuck: which rank holds up the others of its role, judged from stage events alone.
+
+A rank is stuck where it has said nothing for longer than the slowest rank ever took there, and the
+others of its role are further, or all of them stand in the same place. What counts is where a rank
+stands now: inside the part of a stage that it entered last, or between two. Ranks that wait for it
+inside a stage are not stuck.
+
+Pure: the coordinator judges what it remembers, the API what is stored, both with these functions.
+Times are seconds of one clock, durations seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from stagescope.schema import Part
+
+NOT_BEGUN: Final = "not begun"
+NOT_ENDED: Final = "not ended"
+LIVE, GONE, UNHEARD = "live", "gone", "unheard"
+"""A process polls; it fell silent; nobody has heard of it."""
+
+STEPS_REMEMBERED: Final = 8
+"""Closed steps that make the history of a stage."""
+
+
+class Place(NamedTuple):
+    """One part of a stage of a step, in one role."""
+
+    step: int
+    stage: str
+    part: Part
+
+
+@dataclasses.dataclass(slots=True)
+class Pace:
+    """How the ranks of a role went through a place; merged by minimum and maximum, in any order."""
+
+    first: float = math.inf
+    """When the first rank began it."""
+    last: float = -math.inf
+    """When the last of those who did began it."""
+    longest: float | None = None
+    """How long the slowest of those who ended it took; None while nobody did."""
+
+    def begun(self, at: float) -> None:
+        """Take in that a rank began."""
+        self.first, self.last = min(self.first, at), max(self.last, at)
+
+    def took(self, seconds: float) -> None:
+        """Take in that a rank ended after `seconds`."""
+        self.longest = max(self.longest or 0.0, seconds)
+
+
+class History(NamedTuple):
+    """What earlier steps say of a stage: a number a step, of its slowest rank and part."""
+
+    longest: Sequence[float] = ()
+    """How long a part took."""
+    latest: Sequence[float] = ()
+    """How long after the first rank the last one began."""
+    ranks: Collection[int] | None = None
+    """Who took part when it was done last; None where it is new."""
+
+
+class Standing(NamedTuple):
+    """Where a rank stands."""
+
+    process: str
+    """LIVE, GONE or UNHEARD."""
+    said: float | None = None
+    """When it began or ended anything last, or fell silent; None: never."""
+    inside: Place | None = None
+    """The part that it is in; None between two."""
+    frontier: float = -math.inf
+    """When the first rank began what this one has begun last: nothing before is awaited of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Role:
+    """What is known of a role of an attempt that works on some open steps."""
+
+    standings: Mapping[int, Standing]
+    """Of the ranks that are expected."""
+    paces: Mapping[Place, Pace]
+    """Of the open steps."""
+    begun: Callable[[Place], Collection[int]]
+    """The ranks that began a part."""
+    ended: Callable[[Place], Collection[int]]
+    """The ranks that ended it."""
+    history: Callable[[str], History]
+    """Of a stage."""
+
+
+class Limit(NamedTuple):
+    """How long is too long."""
+
+    seconds: float
+    usual: float | None
+    """The median of the steps before; None where there is no history."""
+    steps: int
+    """Steps in the history; 0: judged by the lag behind the other ranks of this step."""
+
+
+class Stuck(NamedTuple):
+    """A rank that holds up others."""
+
+    rank: int
+    place: Place
+    status: str
+    """NOT_BEGUN or NOT_ENDED."""
+    process: str
+    since: float
+    """Since when: its last word, or later, when the first rank began what it has not."""
+    seconds: float
+    """How long that is."""
+    limit: Limit
+    begun: int
+    """Ranks that began the part."""
+    ended: int
+    """Ranks that ended it."""
+    whole_role: bool
+    """Every rank of the role is inside: nobody waits for another one of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StuckRules:
+    """From when on a rank counts as stuck."""
+
+    floor: float = 30.0
+    """Seconds below which nobody is stuck."""
+    factor: float = 3.0
+    """Times the median of the earlier steps."""
+    longest_factor: float = 1.5
+    """Times the longest of them: a step with a checkpoint is slow as well."""
+    first_factor: float = 4.0
+    """Times the floor where there is no history."""
+
+    def after(self, earlier: Sequence[float], here: float | None) -> Limit:
+        """Return the limit after what earlier steps took, else after what the others take here."""
+        if not earlier:
+            seconds = max(self.first_factor * self.floor, self.factor * (here or 0.0))
+            return Limit(seconds, None, 0)
+        usual = statistics.median(earlier)
+        longest = self.longest_factor * max(earlier)
+        return Limit(max(self.floor, self.factor * usual, longest), usual, len(earlier))
+
+
+def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
+    """Return who of a role is stuck, by rank.
+
+    Nobody is where nobody of the role lives: what a lost job left open is lost, not stuck.
+    """
+    if not any(standing.process == LIVE for standing in role.standings.values()):
+        return []
+    return _Judgement(role, now, rules).judge() if role.paces else []
+
+
+class _Judgement:
+    """One look at a role: what is the same for all ranks is looked up once a place."""
+
+    def __init__(self, role: Role, now: float, rules: StuckRules) -> None:
+        self._role, self._now, self._rules = role, now, rules
+        self._newest_first = sorted(
+            ((pace.first, place) for place, pace in role.paces.items()), reverse=True
+        )
+        self._limits: dict[tuple[Place, str], Limit] = {}
+        self._members: dict[Place, tuple[Collection[int], Collection[int]]] = {}
+        self._whole: dict[Place, bool] = {}
+
+    def judge(self) -> list[Stuck]:
+        found = []
+        for rank, standing in sorted(self._role.standings.items()):
+            if standing.said is not None and self._now - standing.said <= self._rules.floor:
+                continue
+            if standing.inside is not None:
+                stuck = self._inside(rank, standing, standing.inside)
+            else:
+                stuck = self._between(rank, standing)
+            if stuck is not None:
+                found.append(stuck)
+        return found
+
+    def _inside(self, rank: int, standing: Standing, place: Place) -> Stuck | None:
+        limit = self._limit(place, NOT_ENDED)
+        gone = standing.process == GONE
+        if not (gone or self._is_over(standing, limit)):
+            return None
+        _, ended = self._of(place)
+        whole = not (gone or ended)
+        if whole and not self._is_whole(place, limit):
+            return None  # it waits for those who are not there yet
+        since = self._now if standing.said is None else standing.said
+        return self._stuck(rank, standing, place, NOT_ENDED, since, limit, whole_role=whole)
+
+    def _between(self, rank: int, standing: Standing) -> Stuck | None:
+        awaited = self._awaited(rank, standing)
+        if awaited is None:
+            return None
+        first, place = awaited
+        # A rank that came late to what is before has not been awaited for longer than since then.
+        since = first if standing.said is None else max(first, standing.said)
+        limit = self._limit(place, NOT_BEGUN)
+        patience = self._rules.floor if standing.process == GONE else limit.seconds
+        if self._now - since <= patience:
+            return None
+        return self._stuck(rank, standing, place, NOT_BEGUN, since, limit)
+
+    def _awaited(self, rank: int, standing: Standing) -> tuple[float, Place] | None:
+        """Return the earliest part that others began since a rank was last among them."""
+        awaited = None
+        for first, place in self._newest_first:
+            if first <= standing.frontier:
+                break
+            if self._takes_part(rank, place):
+                awaited = (first, place)
+        return awaited
+
+    def _limit(self, place: Place, status: str) -> Limit:
+        known = self._limits.get((place, status))
+        if known is not None:
+            return known
+        earlier = self._role.history(place.stage)
+        pace = self._role.paces[place]
+        if status == NOT_BEGUN:
+            found = self._rules.after(earlier.latest, pace.last - pace.first)
+        else:
+            alike = [
+                other.longest
+                for where, other in self._role.paces.items()
+                if (where.step, where.stage) == place[:2] and other.longest is not None
+            ]
+            found = self._rules.after(earlier.longest, max(alike, default=None))
+        self._limits[place, status] = found
+        return found
+
+    def _is_over(self, standing: Standing, limit: Limit) -> bool:
+        return standing.said is not None and self._now - standing.said > limit.seconds
+
+    def _is_whole(self, place: Place, limit: Limit) -> bool:
+        """Say whether everyone who is expected is inside, and none for as long as ever.
+
+        Without a history nobody knows how long that is.
+        """
+        known = self._whole.get(place)
+        if known is None:
+            known = self._whole[place] = limit.steps > 0 and all(
+                self._is_over(standing, limit)
+                if standing.inside == place
+                else standing.frontier > self._role.paces[place].first
+                for rank, standing in self._role.standings.items()
+                if standing.process != GONE and self._takes_part(rank, place)
+            )
+        return known
+
+    def _takes_part(self, rank: int, place: Place) -> bool:
+        ranks = self._role.history(place.stage).ranks
+        return ranks is None or rank in ranks
+
+    def _of(self, place: Place) -> tuple[Collection[int], Collection[int]]:
+        found = self._members.get(place)
+        if found is None:
+            found = self._members[place] = (self._role.begun(place), self._role.ended(place))
+        return found
+
+    def _stuck(
+        self,
+        rank: int,
+        standing: Standing,
+        place: Place,
+        status: str,
+        since: float,
+        limit: Limit,
+        *,
+        whole_role: bool = False,
+    ) -> Stuck:
+        begun, ended = self._of(place)
+        return Stuck(
+            rank,
+            place,
+            status,
+            standing.process,
+            since,
+            max(self._now - since, 0.0),
+            limit,
+            len(begun),
+            len(ended),
+            whole_role,
+        )
+
+
+def history(
+    steps: Iterable[Mapping[Place, Pace]], ranks: Mapping[str, Collection[int]]
+) -> Mapping[str, History]:
+    """Return the history of each stage of a role.
+
+    Args:
+        steps: the paces of the role in each earlier step.
+        ranks: stage -> who took part in it when it was done last.
+    """
+    longest: dict[str, list[float]] = {}
+    latest: dict[str, list[float]] = {}
+    for paces in steps:
+        took: dict[str, float] = {}
+        late: dict[str, float] = {}
+        for place, pace in paces.items():
+            if pace.longest is not None:
+                took[place.stage] = max(took.get(place.stage, 0.0), pace.longest)
+            if pace.last >= pace.first:
+                late[place.stage] = max(late.get(place.stage, 0.0), pace.last - pace.first)
+        for stage, seconds in took.items():
+            longest.setdefault(stage, []).append(seconds)
+        for stage, seconds in late.items():
+            latest.setdefault(stage, []).append(seconds)
+    return {
+        stage: History(longest.get(stage, ()), latest.get(stage, ()), ranks.get(stage))
+        for stage in {*longest, *latest}
+    }
