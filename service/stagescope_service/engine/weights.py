@@ -1,0 +1,322 @@
+"""Weights held against each other: trainer against rollout by name, replicas among themselves.
+
+Pure: records of one version in, verdicts out. A checksum is bit-exact, so two tensors agree or
+differ, and there is no tolerance. What cannot be told by checksums (another dtype or shape, a
+fused or quantised tensor, another cut) is `not comparable`, and never agrees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from stagescope.schema import WEIGHT_KINDS
+
+AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
+NOT_COMPARABLE, NOT_COMPARED = "not comparable", "not compared"
+VERDICTS: Final = (DIFFERS, MISSING, NOT_COMPARABLE, NOT_COMPARED, AGREES)
+"""The worst first; `not compared`: the other side has recorded nothing of this version."""
+
+COPY, TP_COPY = "copy", "tp copy"
+_COORDINATES: Final = ("tp", "pp", "ep", "etp")
+"""Ranks that differ in one of these hold other parameters, or other parts of them."""
+
+Rename = Callable[[str], str]
+
+
+class Shard(NamedTuple):
+    """Where the local part of a DTensor lies in its whole."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
+    placement: str
+    dims: tuple[str, ...]
+
+
+class Tensor(NamedTuple):
+    """What a rank said of one weight beside its checksum."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: Shard | str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank recorded of its weights in one call."""
+
+    role: str
+    rank: int
+    side: str
+    kind: str
+    version: int
+    step: int | None
+    #: Of two records of one rank the later answers.
+    order: tuple[Any, ...]
+    tensors: Sequence[Tensor]
+    checksums: Sequence[int | None]
+    layout: Mapping[str, Any]
+
+    @property
+    def coordinates(self) -> tuple[Any, ...]:
+        """Return where this rank stands in each kind of parallelism that cuts up a model."""
+        return tuple(self.layout.get(f"{name}_rank") for name in _COORDINATES)
+
+
+class Comparison(NamedTuple):
+    """What became of one weight."""
+
+    name: str
+    kind: str
+    verdict: str
+    reason: str
+    trainer: Tensor | None
+    rollout: Tensor | None
+    trainer_checksum: int | None
+    rollout_checksum: int | None
+    ranks: tuple[int, ...]
+    """Of the rollout where it differs from the trainer."""
+
+
+class Odd(NamedTuple):
+    """A rank whose weights are not those of its replicas."""
+
+    side: str
+    role: str
+    rank: int
+    is_outvoted: bool
+    """Most of its replicas agree on something else; False: there is no majority."""
+    replicas: int
+    names: tuple[str, ...]
+
+
+class _Holding(NamedTuple):
+    """One form of a weight, and who holds it."""
+
+    tensor: Tensor
+    checksum: int | None
+    coordinates: tuple[Any, ...]
+    ranks: list[int]
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """Return the record that answers for each rank, side and kind, in order of rank."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        key = (record.side, record.role, record.rank, record.kind)
+        if key not in found or found[key].order < record.order:
+            found[key] = record
+    return [found[key] for key in sorted(found)]
+
+
+# --- replicas ---------------------------------------------------------------------------------
+
+
+def odd_replicas(records: Sequence[Record]) -> list[Odd]:
+    """Hold replicas of one side against each other; return the odd ones out.
+
+    Those are the ranks that hold something else than more than half of the tensor's replicas;
+    where no value has such a majority, all of them.
+    """
+    groups: dict[Any, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for holding, side, role, kind in _alike(records):
+        place = _replica_place(holding)
+        if place is None or holding.checksum is None:
+            continue
+        tensor = holding.tensor
+        key = (side, role, kind, tensor.name, tensor.dtype, tensor.shape, place)
+        groups[key][holding.checksum].update(holding.ranks)
+    found: dict[tuple[str, str, int], list[tuple[bool, int, str]]] = defaultdict(list)
+    for (side, role, _, name, *_), values in groups.items():
+        if len(values) < 2:
+            continue
+        count = sum(map(len, values.values()))
+        majority = next((ranks for ranks in values.values() if 2 * len(ranks) > count), set[int]())
+        for ranks in values.values():
+            for rank in ranks if ranks is not majority else ():
+                found[side, role, rank].append((bool(majority), count, name))
+    return [_odd(*key, found[key]) for key in sorted(found)]
+
+
+def _odd(side: str, role: str, rank: int, said: Sequence[tuple[bool, int, str]]) -> Odd:
+    is_outvoted = any(outvoted for outvoted, _, _ in said)
+    kept = [each for each in said if each[0] == is_outvoted]
+    names = tuple(sorted({name for _, _, name in kept}))
+    return Odd(side, role, rank, is_outvoted, max(count for _, count, _ in kept), names)
+
+
+def _replica_place(holding: _Holding) -> object:
+    """Return what replicas of a tensor have in common; None where it is not known.
+
+    A tensor of which nothing is said has replicas only where the layout says that the ranks differ
+    in `dp_rank`; else it may as well be each rank's own part.
+    """
+    shard, (*here, has_dp) = holding.tensor.shard, holding.coordinates
+    tp, pp, ep, etp = here
+    if shard == COPY:
+        return COPY
+    if shard == TP_COPY:
+        return (TP_COPY, pp, ep) if has_dp or tp is not None else None
+    if isinstance(shard, Shard):
+        own = [at for name, at in zip(_COORDINATES, here, strict=True) if name not in shard.dims]
+        where = shard.placement if shard.offsets is None else shard.offsets
+        return (shard.shape, where, *own)
+    return (tp, pp, ep, etp) if has_dp else None
+
+
+def _alike(records: Sequence[Record]) -> Iterable[tuple[_Holding, str, str, str]]:
+    """Yield each weight of each record; ranks that hold the same in everything, once."""
+    groups: dict[Any, list[Record]] = defaultdict(list)
+    for record in records:
+        where = (*record.coordinates, record.layout.get("dp_rank") is not None)
+        same = (record.side, record.role, record.kind, where, tuple(record.tensors))
+        groups[(*same, tuple(record.checksums))].append(record)
+    for (side, role, kind, where, *_), members in groups.items():
+        ranks = [record.rank for record in members]
+        first = members[0]
+        for tensor, checksum in zip(first.tensors, first.checksums, strict=True):
+            yield _Holding(tensor, checksum, where, ranks), side, role, kind
+
+
+# --- trainer against rollout ------------------------------------------------------------------
+
+
+def compare(records: Sequence[Record], rename: Rename = str) -> list[Comparison]:
+    """Hold what the rollout received against what the trainer sent, by name; the worst first.
+
+    Args:
+        records: of one version, one for each rank, side and kind (see `newest`).
+        rename: maps the names of both sides to those by which they are compared.
+    """
+    by_kind: dict[str, dict[str, dict[str, list[_Holding]]]] = {
+        kind: {"trainer": defaultdict(list), "rollout": defaultdict(list)} for kind in WEIGHT_KINDS
+    }
+    trained = {record.role for record in records if record.side == "trainer"}
+    for holding, side, role, kind in _alike(records):
+        # A critic's layers are called as the actor's, and go to no engine.
+        if side == "trainer" and "actor" in trained and role != "actor":
+            continue
+        by_kind[kind][side][rename(holding.tensor.name)].append(holding)
+    sides = {side for names in by_kind.values() for side in names if names[side]}
+    shared = [k for k in WEIGHT_KINDS if by_kind[k]["trainer"] and by_kind[k]["rollout"]]
+    if len(sides) == 2 and not shared:
+        return _of_unlike_kinds(by_kind)
+    found = [
+        _compared(
+            name, kind, by_kind[kind]["trainer"].get(name), by_kind[kind]["rollout"].get(name)
+        )
+        if len(sides) == 2
+        else _alone(name, kind, by_kind[kind])
+        for kind in shared or WEIGHT_KINDS
+        for name in sorted({*by_kind[kind]["trainer"], *by_kind[kind]["rollout"]})
+    ]
+    return sorted(found, key=lambda each: (VERDICTS.index(each.verdict), each.name, each.kind))
+
+
+def _of_unlike_kinds(by_kind: Mapping[str, Any]) -> list[Comparison]:
+    reason = "one side recorded what was exchanged, the other what it holds"
+    names = {
+        name: (kind, holdings[0], side)
+        for kind, sides in by_kind.items()
+        for side, held in sides.items()
+        for name, holdings in held.items()
+    }
+    return [
+        _answer(name, kind, NOT_COMPARABLE, reason, **{side: holding})
+        for name, (kind, holding, side) in sorted(names.items())
+    ]
+
+
+def _alone(name: str, kind: str, sides: Mapping[str, Mapping[str, list[_Holding]]]) -> Comparison:
+    side = "trainer" if sides["trainer"] else "rollout"
+    other = "rollout" if sides["trainer"] else "trainer"
+    reason = f"the {other} has recorded nothing of this version"
+    return _answer(name, kind, NOT_COMPARED, reason, **{side: sides[side][name][0]})
+
+
+def _compared(
+    name: str, kind: str, trainer: list[_Holding] | None, rollout: list[_Holding] | None
+) -> Comparison:
+    if trainer is None or rollout is None:
+        side, found = ("trainer", rollout) if trainer is None else ("rollout", trainer)
+        assert found is not None
+        other = "rollout" if trainer is None else "trainer"
+        return _answer(name, kind, MISSING, f"not in the {side}", **{other: found[0]})
+    for side, found in (("trainer", trainer), ("rollout", rollout)):
+        if reason := _not_one(side, found):
+            return _answer(name, kind, NOT_COMPARABLE, reason, trainer[0], rollout[0])
+    worst: Comparison | None = None
+    differing: set[int] = set()
+    for received in rollout:
+        verdict, reason, sent = _against(received, trainer)
+        if verdict == DIFFERS:
+            differing.update(received.ranks)
+        each = _answer(name, kind, verdict, reason, sent, received)
+        if worst is None or VERDICTS.index(verdict) < VERDICTS.index(worst.verdict):
+            worst = each
+    assert worst is not None
+    return worst._replace(ranks=tuple(sorted(differing)))
+
+
+def _not_one(side: str, holdings: Sequence[_Holding]) -> str:
+    """Say why several holdings of one name are not one weight; empty where they are."""
+    names = sorted({holding.tensor.name for holding in holdings})
+    if len(names) > 1:
+        return f"fused: {', '.join(names[:4])} of the {side} have one name"
+    if any(holding.checksum is None for holding in holdings):
+        return f"the {side} has no checksum of it"
+    by_place: dict[Any, set[Any]] = defaultdict(set)
+    for holding in holdings:
+        if holding.tensor.shard in (None, TP_COPY):
+            by_place[holding.coordinates].add((holding.tensor[1:3], holding.checksum))
+    if len({frozenset(values) for values in by_place.values()}) > 1:
+        return f"each rank of the {side} holds a part of its own"
+    return ""
+
+
+def _against(received: _Holding, trainer: Sequence[_Holding]) -> tuple[str, str, _Holding]:
+    cut = [sent for sent in trainer if _cut(sent.tensor) == _cut(received.tensor)]
+    if not cut:
+        return NOT_COMPARABLE, "the two sides are cut up otherwise", trainer[0]
+    form = received.tensor[1:3]
+    alike = [sent for sent in cut if sent.tensor[1:3] == form]
+    if not alike:
+        return NOT_COMPARABLE, f"{_form(cut[0])} was sent, {_form(received)} received", cut[0]
+    same = [sent for sent in alike if sent.checksum == received.checksum]
+    return (AGREES, "", same[0]) if same else (DIFFERS, "", alike[0])
+
+
+def _cut(tensor: Tensor) -> object:
+    """Return which part of the whole a tensor is; None: all of it."""
+    shard = tensor.shard
+    if not isinstance(shard, Shard) or (shard.shape == tensor.shape and shard.offsets is not None):
+        return None
+    return (shard.shape, shard.placement if shard.offsets is None else shard.offsets, tensor.shape)
+
+
+def _form(holding: _Holding) -> str:
+    return f"{holding.tensor.dtype}[{', '.join(map(str, holding.tensor.shape))}]"
+
+
+def _answer(
+    name: str,
+    kind: str,
+    verdict: str,
+    reason: str,
+    trainer: _Holding | None = None,
+    rollout: _Holding | None = None,
+) -> Comparison:
+    return Comparison(
+        name,
+        kind,
+        verdict,
+        reason,
+        None if trainer is None else trainer.tensor,
+        None if rollout is None else rollout.tensor,
+        None if trainer is None else trainer.checksum,
+        None if rollout is None else rollout.checksum,
+        (),
+    )
