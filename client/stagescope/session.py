@@ -34,6 +34,7 @@ from stagescope.operators import Divergence
 from stagescope.progress import Progress
 from stagescope.step import LIMIT, Step
 from stagescope.transport import Transport
+from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 
 StepWord = int | Literal["latest", "measured"]
 """How a step is named."""
@@ -244,6 +245,41 @@ class Session:
             "/captures", {"run": run}, title="captures", order=_PLAN_ORDER, limit=limit
         )
 
+    def weights(
+        self,
+        version: int | None = None,
+        *,
+        run: str | None = None,
+        attempt: int | None = None,
+        verdict: str | None = None,
+        limit: int = LIMIT,
+    ) -> Table:
+        """Return the recorded versions of weights and their verdicts, the newest first.
+
+        With `version` its weights, as `Step.weights` does.
+
+        Raises:
+            NotFound: no weights of that version were recorded.
+        """
+        params = {"run": run, "attempt": attempt}
+        if version is None:
+            return self.table(
+                "/weights", params, title="versions of weights", order=VERSION_ORDER, limit=limit
+            )
+        params["verdict"] = verdict
+        path = f"/weights/{version}"
+        return Weights.of(self.table(path, params, order=WEIGHT_ORDER, limit=limit))
+
+    def devices(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+        """Return the devices whose weights were not their replicas', over all runs by default.
+
+        `odd` counts the recorded versions in which most replicas held something else, `suspected`
+        those without a majority.
+        """
+        return self.table(
+            "/devices", {"run": run}, title="devices", order=DEVICE_ORDER, limit=limit
+        )
+
     def losses(
         self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
     ) -> Table:
@@ -259,13 +295,13 @@ class Session:
         return self.table("/findings", params, title="findings", order=_FINDING_ORDER, limit=limit)
 
     def capture(self, **spec: Any) -> Record:
-        """Order a capture; the fields are those of `stagescope.captures.CAPTURE_FIELDS`.
+        """Order a capture: `stagescope.captures` has its CAPTURE_FIELDS and SHORTHANDS.
 
-        Every asked rank acknowledges first, and then the step is fixed on which it starts: the
+        Without `steps` it is of the next. Every asked rank acknowledges first, and then the step is fixed on which it starts: the
         answer is of the moment after, or of 2 s later; `wait_for` waits until the dumps lie there.
 
         Usage:
-            >>> ordered = session.capture(stages=["actor_update"], steps="next", level="L1")
+            >>> ordered = session.capture(stages=["actor_update"], level="L1")
             >>> session.wait_for(ordered["capture_id"]).dumps()
 
         Raises:
@@ -273,7 +309,7 @@ class Session:
             Conflict: the same order is in force, or its steps have begun.
             Forbidden: the token may only read, or a path lies outside the allowed roots.
         """
-        steps = spec.get("steps")
+        steps = spec.setdefault("steps", "next")
         if isinstance(steps, int) and not isinstance(steps, bool):
             spec["steps"] = [steps]
         return Record(self._transport.change("POST", "/captures", spec) or {}, title="capture")

@@ -54,7 +54,7 @@ def progress(catalogue: Catalogue, row: Row) -> Row:
 
 def _ranks(catalogue: Catalogue, spec: Row, agreed: Agreement, attempt: Row | None) -> list[Row]:
     """Return whom the capture asks, and who has acknowledged its latest revision."""
-    asked = {(each["role"], each["rank"]) for each in agreed.members}
+    asked = {(each["role"], each["rank"]) for each in (*agreed.members, *agreed.without)}
     roles = {role for role, _ in asked} or set(spec["roles"] or ())
     newest: dict[tuple[str, int], Row] = {}
     for process in [] if attempt is None else catalogue.processes(attempt["attempt_id"]):
@@ -65,6 +65,8 @@ def _ranks(catalogue: Catalogue, spec: Row, agreed: Agreement, attempt: Row | No
         known = newest.get((role, rank))
         if known is None or (known["first_wall"] or 0.0) < (process["first_wall"] or 0.0):
             newest[role, rank] = process
+        absent = range(process["world_size"] or 0)
+        asked |= {(role, each) for each in absent if matches_rank(spec["ranks"], each)}
     found = []
     for role, rank in sorted({*newest, *asked}):
         process = newest.get((role, rank), {})

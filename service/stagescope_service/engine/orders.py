@@ -106,6 +106,8 @@ class Orders:
             found = self._look_at(entry, mono, wall)
             if found is None:
                 continue
+            if found.phase == agreeing.AGREED:
+                found = dataclasses.replace(found, revision=self.plan.next_revision())
             new = Entry(entry.order, found)
             if found.phase == agreeing.ASKED or found.is_open:
                 self.plan.entries[entry.capture_id] = new

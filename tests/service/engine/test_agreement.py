@@ -170,6 +170,8 @@ class Ranks:
         process = self.bench.state.registry.processes[self.ranks[rank].sender.incarnation]
         process.plan_revision = self.applied[rank]["revision"]
         self.look()
+        if self.plan.revision == self.applied[rank]["revision"]:
+            return
         self.applied[rank] = self.plan.wire("r")
         for capture in self.applied[rank]["captures"]:
             if capture["phase"] == "asked":
@@ -341,7 +343,7 @@ def test_nobody_captures_what_was_not_agreed_on(actions: list[tuple[str, int]]) 
     step that anyone had begun when it was made.
     """
     ranks = Ranks(3)
-    agreed: set[int] = set()
+    agreed: set[tuple[int, int]] = set()
     count = 0
     for action, number in actions:
         top = max(ranks.steps)

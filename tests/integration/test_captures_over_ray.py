@@ -1,0 +1,132 @@
+"""Orders on a running training: real ranks under gloo, real msprobe, real faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("msprobe")
+from tests.support.cluster import Service, eventually  # noqa: E402
+from tests.support.trainers import Training  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    home: Path = tmp_path_factory.mktemp("captures")
+    running = Service.start(home, address, lease_seconds=20.0)
+    yield running
+    running.stop()
+
+
+@contextlib.contextmanager
+def training(service: Service, run: str) -> Iterator[Training]:
+    """Two ranks that are in their first steps, and known to the service."""
+    made = Training(run)
+    try:
+        with service.session() as session:
+            eventually(lambda: session.step(run=run).step >= 2)
+            eventually(
+                lambda: [row["status"] for row in session.step(2, run=run).stages()] == ["ok"] * 2
+            )
+        yield made
+    finally:
+        made.stop()
+
+
+def states(progress: Any) -> dict[tuple[int, int], str]:
+    return {(row["step"], row["rank"]): row["state"] for row in progress.dumps()}
+
+
+def test_both_ranks_capture_the_same_step_of_a_running_training(service: Service) -> None:
+    with training(service, "together") as ranks, service.session() as session:
+        ordered = session.capture(stages=["actor_update"], steps={"next": 2}, level="L1")
+        assert ordered["run"] == "together"
+        found = session.wait_for(ordered["capture_id"], timeout=60)
+        assert found["state"] == "complete", found
+        agreed = found["agreement"]
+        assert agreed["members"] == [{"role": "actor", "rank": n} for n in (0, 1)]
+        start = agreed["start"]
+        assert states(found) == {
+            (step, rank): "complete" for step in (start, start + 1) for rank in (0, 1)
+        }
+        assert all((Path(row["path"]) / "dump.json").is_file() for row in found.dumps())
+        # What it would take was told before, by every rank, from the model that runs there.
+        assert [each["basis"] for each in agreed["estimates"]] == ["model", "model"]
+        assert all(each["bytes"] > 0 for each in agreed["estimates"])
+        assert {each["collective_timeout"] for each in agreed["estimates"]} == {1800.0}
+        assert [row["acknowledged"] for row in found.ranks()] == [True, True]
+        assert ranks.where() > start + 1
+        eventually(lambda: len(session.plan()) == 0)
+
+
+def test_a_stopped_rank_is_named_and_waited_for(service: Service) -> None:
+    with training(service, "stopped") as ranks, service.session() as session:
+        order = {"run": "stopped", "stages": ["actor_update"], "task": "statistics"}
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        try:
+            given_up = session.capture(**order, late="give_up", timeout=0.5)
+            found = session.wait_for(given_up["capture_id"], timeout=30)
+            assert found["state"] == "given up"
+            assert found["agreement"]["without"] == [{"role": "actor", "rank": 1}]
+            assert "not actor 1" in found.lines()[0]
+            waiting = session.capture(**order)
+            assert waiting["agreement"]["phase"] == "asked"
+            assert waiting["notes"] == ["waiting for actor rank 1"]
+            without = session.capture(**order, late="go_on", timeout=0.5)
+            eventually(lambda: session.progress(without["capture_id"])["state"] == "agreed")
+            (finding,) = [
+                row for row in session.findings("stopped") if row["kind"] == "capture_partial"
+            ]
+            assert "without actor rank 1" in finding["message"]
+        finally:
+            os.kill(ranks.pids[1], signal.SIGCONT)
+        found = session.wait_for(waiting["capture_id"], timeout=60)
+        assert found["state"] == "complete", found
+
+
+def test_an_agreement_outlives_the_coordinator(service: Service) -> None:
+    with training(service, "outlives") as ranks, service.session() as session:
+        step = ranks.where() + 60
+        ordered = session.capture(
+            run="outlives", stages=["actor_update"], steps=[step], task="statistics"
+        )
+        eventually(lambda: session.progress(ordered["capture_id"])["state"] == "agreed")
+        service.kill_and_await("coordinator")
+        assert ranks.where() < step
+        found = session.wait_for(ordered["capture_id"], timeout=60)
+        assert states(found) == {(step, 0): "complete", (step, 1): "complete"}
+
+
+def test_what_does_not_fit_is_refused_before_it_starts_unless_forced(service: Service) -> None:
+    with training(service, "large"), service.session() as session:
+        order: dict[str, Any] = {
+            "run": "large", "stages": ["actor_update"], "task": "statistics",
+            "limits": {"reserve_bytes": 1e15},
+        }  # fmt: skip
+        ordered = session.capture(**order)
+        found = session.wait_for(ordered["capture_id"], timeout=30)
+        assert found["state"] == "refused"
+        assert "0.0 GB are free there" in found["reason"]
+        assert len(found.dumps()) == 0
+        assert session.capture(**order, force=True)["agreement"]["phase"] == "agreed"
+
+
+def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service) -> None:
+    with training(service, "withdrawn"), service.session() as session:
+        ordered = session.capture(
+            run="withdrawn", stages=["actor_update"], steps={"every": 100_000}, task="statistics"
+        )
+        capture_id = ordered["capture_id"]
+        eventually(lambda: session.progress(capture_id)["state"] == "agreed")
+        session.remove_capture(capture_id)
+        assert session.progress(capture_id)["state"] == "withdrawn"
+        eventually(lambda: all(row["acknowledged"] for row in session.progress(capture_id).ranks()))
