@@ -8,10 +8,11 @@ coordinator restarts in between. No Ray in here: `Hands` reaches the ingestors.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,7 +63,7 @@ class Triggers:
         self._wall = wall
         self._rules = Rules(())
         self.revision = 0
-        self._since = 0.0
+        self._since = Since()
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
         self._lock = asyncio.Lock()
 
@@ -76,7 +77,7 @@ class Triggers:
         async with self._lock:  # steps that are formed meanwhile wait
             row = await self._stored()
             if row is not None:
-                self.revision, self._since = int(row["revision"]), float(row["wall"])
+                self.revision, self._since = int(row["revision"]), Since.parse(row["since"])
                 self._rules = _readable(row["document"])
             if file is not None:
                 await self._take_file(file, row)
@@ -113,14 +114,15 @@ class Triggers:
     async def _put(self, rules: Rules, *, by: str, source: str, mark: str = "") -> int:
         wall, revision = self._wall(), self.revision + 1
         row = await asyncio.to_thread(self._catalogue.trigger_rules)
+        since = await asyncio.to_thread(Since.now, self._catalogue)
         # A file that was overruled by hand stays overruled until it says something else.
         known = mark or (row or {}).get("digest") or ""
         written: Row = {"revision": revision, "wall": wall, "by": by, "source": source}
-        written |= {"digest": known, "document": rules.wire()}
+        written |= {"digest": known, "document": rules.wire(), "since": since.wire()}
         shown = {"revision": revision, **rules.wire(secrets=False)}
         audit = {"wall": wall, "by": by, "action": "set_triggers", "detail": shown}
         await self._write([Put("trigger_rules", written), Put("audit", audit)])
-        self._rules, self.revision, self._since = rules, revision, wall
+        self._rules, self.revision, self._since = rules, revision, since
         self._followed.clear()
         return revision
 
@@ -202,10 +204,52 @@ class Triggers:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Since:
+    """Which steps were closed when the rules were given: they fire nothing.
+
+    Told by their numbers, since the clocks of trainings differ from the service's.
+    """
+
+    attempt_id: int = 0
+    """The highest attempt at that time."""
+    closed: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
+    """Attempt that was live -> its last closed step, None where it had none."""
+
+    @classmethod
+    def now(cls, catalogue: Catalogue) -> Since:
+        """Return what is closed now."""
+        attempts = catalogue.attempts()
+        live = {
+            int(row["attempt_id"]): row["last_closed_step"]
+            for row in attempts
+            if row["ended_wall"] is None
+        }
+        return cls(max((int(row["attempt_id"]) for row in attempts), default=0), live)
+
+    @classmethod
+    def parse(cls, said: Any) -> Since:
+        """Read what `wire` returned."""
+        return cls(said["attempt_id"], {int(key): step for key, step in said["closed"].items()})
+
+    def wire(self) -> Row:
+        """Return built-in types."""
+        closed = {str(attempt_id): step for attempt_id, step in self.closed.items()}
+        return {"attempt_id": self.attempt_id, "closed": closed}
+
+    def admits(self, attempt_id: int, step: int) -> bool:
+        """Return whether a step closed later."""
+        if attempt_id not in self.closed:
+            return attempt_id > self.attempt_id
+        last = self.closed[attempt_id]
+        return last is None or step > last
+
+
 class _Followed:
     """A run whose steps are in memory."""
 
-    def __init__(self, catalogue: Catalogue, run: str, rules: Rules, since: float) -> None:
+    def __init__(self, catalogue: Catalogue, run: str, rules: Rules, since: Since) -> None:
+        self._since = since
         self._reader = Reader(catalogue, run, rules)
         self.ids = {int(r["number"]): int(r["attempt_id"]) for r in catalogue.attempts(run)}
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
@@ -220,7 +264,7 @@ class _Followed:
         ]
         """Firings whose coordinator ended before all that was to follow did."""
         fired = [(row["rule"], At(numbers[row["attempt_id"]], row["step"])) for row in standing]
-        self._watch = Watch(rules.rules, since=since, fired=fired)
+        self._watch = Watch(rules.rules, fired=fired)
 
     def load(self) -> list[Changes]:
         """Read the run's newest steps; return what they change."""
@@ -229,7 +273,7 @@ class _Followed:
             facts = self._reader.facts(attempt_id, step)
             if facts is not None:
                 at = At(facts.attempt, step)
-                self._watch.remember(at, facts.closed_wall, self._reader.values(facts))
+                self._watch.remember(at, self._reader.values(facts))
         return [self.take(*place) for place in places[-REACH:]]
 
     def take(self, attempt_id: int, step: int) -> Changes:
@@ -239,7 +283,8 @@ class _Followed:
             return Changes([], [])
         self.ids[facts.attempt] = attempt_id
         at = At(facts.attempt, step)
-        return self._watch.take(at, facts.closed_wall, self._reader.values(facts))
+        fires = self._since.admits(attempt_id, step)
+        return self._watch.take(at, self._reader.values(facts), fires=fires)
 
     def explain(self, firing: Any) -> Fired | None:
         """Put a firing into words; None where its step is gone."""

@@ -374,7 +374,7 @@ trigger_rules = _table(
     Column("wall", Real),
     *_columns(Text, "by source digest"),
     # With the URLs of webhooks, secrets included: answers show hosts alone.
-    Column("document", StrictJson()),
+    *_columns(StrictJson(), "document since"),
 )
 
 firings = _table(

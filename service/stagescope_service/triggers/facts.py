@@ -61,7 +61,6 @@ class Facts:
     attempt_id: int
     attempt: int
     step: int
-    closed_wall: float
     wholes: Mapping[str | None, Whole]
     noise: Mapping[str | None, Whole]
     missing: Sequence[Row]
@@ -87,7 +86,6 @@ def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts
         attempt_id=attempt_id,
         attempt=int(attempt["number"]),
         step=number,
-        closed_wall=float(row["closed_wall"]),
         wholes=wholes,
         noise=noise,
         missing=list(row["missing"] or ()),

@@ -41,9 +41,11 @@ class Reader:
             if left <= 0:
                 break
             attempt_id = int(attempt["attempt_id"])
-            for row in self._catalogue.steps(attempt_id, limit=left):
-                if row["closed_wall"] is not None:
-                    found.append((attempt_id, int(row["step"])))
+            found += [
+                (attempt_id, int(row["step"]))
+                for row in self._catalogue.steps(attempt_id, limit=left)
+                if row["closed_wall"] is not None
+            ]
         return found[::-1]
 
     def facts(self, attempt_id: int, step: int) -> Facts | None:
@@ -82,6 +84,6 @@ def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[
             continue
         looked += 1
         at = At(facts.attempt, step)
-        changes = watch.take(at, facts.closed_wall, reader.values(facts))
+        changes = watch.take(at, reader.values(facts))
         fired += [reader.explain(firing, facts) for firing in changes.fired]
     return fired, looked

@@ -63,8 +63,8 @@ class Changes:
 class _Step:
     """What is remembered of a step."""
 
-    def __init__(self, closed_wall: float, values: Mapping[str, Values]) -> None:
-        self.closed_wall = closed_wall
+    def __init__(self, values: Mapping[str, Values], fires: bool) -> None:
+        self.fires = fires
         self.values = dict(values)
         self.held: dict[str, Held] = {}
 
@@ -74,15 +74,11 @@ class Watch:
 
     Args:
         rules: in force.
-        since: steps that closed before are history: they fire nothing.
         fired: (rule, step) of firings that stand already.
     """
 
-    def __init__(
-        self, rules: Iterable[Rule], *, since: float = 0.0, fired: Iterable[tuple[str, At]] = ()
-    ) -> None:
+    def __init__(self, rules: Iterable[Rule], *, fired: Iterable[tuple[str, At]] = ()) -> None:
         self._rules = tuple(rules)
-        self._since = since
         self._fired: dict[str, list[At]] = {rule.name: [] for rule in self._rules}
         for name, at in fired:
             if name in self._fired:
@@ -94,24 +90,28 @@ class Watch:
         """Return the steps at which a rule fired, in order."""
         return list(self._fired.get(rule, ()))
 
-    def remember(self, at: At, closed_wall: float, values: Mapping[str, Values]) -> None:
+    def remember(self, at: At, values: Mapping[str, Values]) -> None:
         """Take in a step as history alone; before any `take`."""
         bisect.insort(self._order, at)
-        self._steps[at] = _Step(closed_wall, values)
+        self._steps[at] = _Step(values, fires=False)
 
-    def take(self, at: At, closed_wall: float, values: Mapping[str, Values]) -> Changes:
-        """Take in a step whose whole was formed (again), with the values of each rule."""
+    def take(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
+        """Take in a step whose whole was formed (again).
+
+        Args:
+            at: which.
+            values: what each rule sees in it.
+            fires: whether it may fire; a step that closed before the rules were given is history.
+        """
         changes = Changes([], [])
         known = self._steps.get(at)
         if known is not None and _same(known.values, values):
-            known.closed_wall = closed_wall
-            if all(rule.name in known.held for rule in self._rules):
-                return changes
+            return changes
         if known is None:
             if len(self._order) >= HISTORY + REACH and at < self._order[-REACH]:
                 return changes
             bisect.insort(self._order, at)
-        self._steps[at] = _Step(closed_wall, values)
+        self._steps[at] = _Step(values, fires)
         begin = max(bisect.bisect_left(self._order, at), len(self._order) - REACH)
         for later in self._order[begin:]:
             self._judge(later, changes)
@@ -128,13 +128,12 @@ class Watch:
             values = step.values[rule.name]
             held = step.held[rule.name] = self._held(rule, values, behind)
             streak = self._streak(rule, values, held, behind)
-            fires = bool(streak.any()) and step.closed_wall >= self._since
-            fires = fires and not self._cools_down(rule, at)
+            fires = step.fires and bool(streak.any()) and not self._cools_down(rule, at)
             stood = at in self._fired[rule.name]
             if fires and not stood:
                 bisect.insort(self._fired[rule.name], at)
                 changes.fired.append(Firing(rule.name, at, _hits(rule, values, held, streak)))
-            elif stood and not fires and step.closed_wall >= self._since:
+            elif stood and step.fires and not fires:
                 self._fired[rule.name].remove(at)
                 changes.withdrawn.append((rule.name, at))
 

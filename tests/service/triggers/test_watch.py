@@ -34,20 +34,20 @@ def values(*numbers: float) -> Values:
 
 
 def train(
-    rules: Rules, steps: Mapping[At, Sequence[float]], order: Sequence[At], **options: Any
+    rules: Rules, steps: Mapping[At, Sequence[float]], order: Sequence[At], *, since: int = 0
 ) -> Watch:
     """Hand wholes over in an order; return the watch."""
-    watch = Watch(rules.rules, **options)
+    watch = Watch(rules.rules)
     for at in order:
         step = values(*steps[at])
-        watch.take(at, float(at.step), {rule.name: step for rule in rules.rules})
+        watch.take(at, {rule.name: step for rule in rules.rules}, fires=at.step >= since)
     return watch
 
 
-def fired(rule: Mapping[str, Any], line: Sequence[float], **options: Any) -> list[int]:
+def fired(rule: Mapping[str, Any], line: Sequence[float], since: int = 0) -> list[int]:
     """The steps (from 0) of one attempt at which a rule fires."""
     steps = {At(1, step): [value] for step, value in enumerate(line)}
-    watch = train(rules_of(rule), steps, list(steps), **options)
+    watch = train(rules_of(rule), steps, list(steps), since=since)
     return [at.step for at in watch.fired("rule-0")]
 
 
@@ -81,7 +81,7 @@ def test_cooldown() -> None:
 def test_steps_that_closed_before_the_rules_were_given_are_history_alone() -> None:
     rule = {"when": {"median_ratio": 2}}
     assert fired(rule, [1, 1, 1, 3, 1, 3]) == [3, 5]
-    assert fired(rule, [1, 1, 1, 3, 1, 3], since=4.0) == [5]
+    assert fired(rule, [1, 1, 1, 3, 1, 3], since=4) == [5]
 
 
 def test_after_a_restart_a_step_is_held_against_those_that_it_continued_from() -> None:
@@ -111,14 +111,14 @@ def test_cooldown_goes_on_over_a_restart_but_not_from_a_branch_that_was_left() -
 def test_a_whole_that_is_formed_again_fires_once_and_may_take_a_firing_back() -> None:
     rules = rules_of({})
     watch = Watch(rules.rules)
-    first = watch.take(At(1, 1), 1.0, {"rule-0": values(0.5, 3.0)})
+    first = watch.take(At(1, 1), {"rule-0": values(0.5, 3.0)})
     assert [(f.rule, f.at) for f in first.fired] == [("rule-0", At(1, 1))]
     assert [hit.series.round for hit in first.fired[0].hits] == [1]
     for again in (values(0.5, 3.0), values(2.5, 3.0), values(math.nan, 4.0)):
-        changes = watch.take(At(1, 1), 1.0, {"rule-0": again})
+        changes = watch.take(At(1, 1), {"rule-0": again})
         assert not changes.fired
         assert not changes.withdrawn
-    assert watch.take(At(1, 1), 1.0, {"rule-0": values(0.5)}).withdrawn == [("rule-0", At(1, 1))]
+    assert watch.take(At(1, 1), {"rule-0": values(0.5)}).withdrawn == [("rule-0", At(1, 1))]
     assert watch.fired("rule-0") == []
 
 
@@ -126,7 +126,7 @@ def test_the_worst_comes_first() -> None:
     rules = rules_of({"when": {"non_finite": True}}, {"when": {"<": 5}}, {})
     watch = Watch(rules.rules)
     step = values(2.0, 3.0, -1.0, math.inf)
-    changes = watch.take(At(1, 1), 1.0, {rule.name: step for rule in rules.rules})
+    changes = watch.take(At(1, 1), {rule.name: step for rule in rules.rules})
     rounds = {f.rule: [hit.series.round for hit in f.hits] for f in changes.fired}
     assert rounds == {"rule-0": [3], "rule-1": [2, 0, 1], "rule-2": [3, 1, 0]}
 
@@ -140,9 +140,9 @@ def test_a_new_watch_that_knows_what_fired_goes_on() -> None:
         first = train(rules, steps, list(steps)[:cut])
         again = Watch(rules.rules, fired=[("rule-0", at) for at in first.fired("rule-0")])
         for at in list(steps)[:cut]:
-            again.remember(at, float(at.step), {"rule-0": values(*steps[at])})
+            again.remember(at, {"rule-0": values(*steps[at])})
         for at in list(steps)[cut:]:
-            again.take(at, float(at.step), {"rule-0": values(*steps[at])})
+            again.take(at, {"rule-0": values(*steps[at])})
         assert again.fired("rule-0") == whole.fired("rule-0")
 
 
@@ -184,7 +184,7 @@ def test_no_order_and_no_repetition_changes_what_fired(
     standing: set[tuple[str, At]] = set()
     for at in repeated:
         step = values(*steps[at])
-        changes = watch.take(at, float(at.step), {rule.name: step for rule in rules.rules})
+        changes = watch.take(at, {rule.name: step for rule in rules.rules})
         for firing in changes.fired:
             assert (firing.rule, firing.at) not in standing
             standing.add((firing.rule, firing.at))
@@ -212,6 +212,6 @@ def test_what_is_remembered_is_bounded_and_a_very_late_step_is_let_go() -> None:
     steps = {At(1, step): [1.0] for step in range(1, count)}
     watch = train(rules_of({}), steps, list(steps))
     assert len(watch._steps) == HISTORY + REACH
-    assert not watch.take(At(1, 0), 0.0, {"rule-0": values(9.0)}).fired
+    assert not watch.take(At(1, 0), {"rule-0": values(9.0)}).fired
     late = At(1, count - REACH + 1)
-    assert watch.take(late, 0.0, {"rule-0": values(9.0)}).fired
+    assert watch.take(late, {"rule-0": values(9.0)}).fired

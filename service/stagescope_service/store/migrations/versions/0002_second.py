@@ -139,6 +139,7 @@ def _triggers() -> None:
         sa.Column("source", Text),
         sa.Column("digest", Text),
         sa.Column("document", Text),
+        sa.Column("since", Text),
         sa.PrimaryKeyConstraint("revision", name="pk_trigger_rules"),
         sqlite_strict=True,
     )

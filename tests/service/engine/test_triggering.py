@@ -1,0 +1,467 @@
+"""Rules held against formed wholes: what is written, what follows, once, and over restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.measure import payload
+from tests.support.stores import url_of
+from tests.support.triggering import Bench, hook, rule, rules_of
+
+from stagescope.errors import Conflict
+from stagescope_service.store.base import Put
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.ring import RingEntry
+from stagescope_service.store.sql import SqlStore
+from stagescope_service.triggers.replay import replay
+from stagescope_service.triggers.rules import defaults
+
+PIN = {"finding": {}, "pin": 2}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    store = SqlStore(url_of(tmp_path))
+    store.open()
+    catalogue = Catalogue(url_of(tmp_path))
+    yield Bench(store, catalogue, tmp_path)
+    catalogue.close()
+    store.close()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        await work()
+
+    asyncio.run(all_of_it())
+
+
+def test_the_defaults_are_in_force_where_nothing_was_given(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.open()
+        for step in range(1, 6):
+            await bench.step(step, 0.001)
+        await bench.step(6, 1.0)
+        await bench.step(7, 0.001, poison=math.nan)
+
+    run(work)
+    row = bench.catalogue.trigger_rules()
+    assert row is not None
+    assert (row["revision"], row["source"]) == (1, "defaults")
+    fired = {(step, name) for _, step, name in bench.fired()}
+    assert fired == {
+        (6, "worst_round"), (6, "probs_diff_mean"), (6, "pearson"), (7, "non_finite_log_probs"),
+    }  # fmt: skip
+    (finding,) = bench.findings("trigger_non_finite_log_probs")
+    assert (finding["severity"], finding["stage"]) == ("error", "actor_compute_log_prob")
+    assert (finding["role"], finding["rank"]) == ("actor", 1)
+    assert finding["evidence"]["round"] == 1
+    assert finding["evidence"]["metric"] == "nonfinite/old_nan"
+    token = finding["evidence"]["token"]
+    assert (token["sample_uid"], token["position"], token["p"]) == ("sample-6", 8, "nan")
+    assert "token 8 of sample-6" in finding["message"]
+    assert {entry.key.step for entry in pinned(bench)} == {5, 6, 7}
+    assert {row["step"] for row in bench.catalogue.pinned_steps("r")} == {5, 6, 7}
+
+
+def pinned(bench: Bench) -> list[RingEntry]:
+    return [entry for entry in bench.floor._node(None).ring.entries() if entry.pinned]
+
+
+def test_a_firing_says_where_and_with_which_numbers(bench: Bench) -> None:
+    rules = rules_of(
+        rule("rank", by="rank", when={">": 0.5, "median_ratio": 2}),
+        rule("round", by="round"),
+        rule("staleness", staleness=0),
+        rule("stage", by="stage"),
+    )
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        for step in range(1, 5):
+            await bench.step(step, 0.01)
+        await bench.step(5, 1.0)
+
+    run(work)
+    assert bench.fired() == [(1, 5, name) for name in ("rank", "round", "stage", "staleness")]
+    of_rank = bench.firing(5, "rank")
+    assert (of_rank["role"], of_rank["rank"]) == ("actor", of_rank["evidence"]["ranks"][0][1])
+    assert of_rank["evidence"]["series"] == 2
+    assert 0.0 < of_rank["evidence"]["median"] < 0.05 < of_rank["evidence"]["value"]
+    of_round = bench.firing(5, "round")
+    worst = max(of_round["evidence"]["hits"], key=lambda hit: hit["value"])
+    assert of_round["round"] == worst["round"] == of_round["evidence"]["token"]["round"]
+    (finding,) = bench.findings("trigger_rank")
+    assert finding["message"] == of_rank["message"]
+    assert "median" in finding["message"]
+
+
+def test_missing_ranks_and_slow_stages(bench: Bench) -> None:
+    rules = rules_of(
+        rule("missing", metric="missing_ranks", when={">": 0}),
+        rule("missing-twice", metric="missing_ranks", when={">": 0}, **{"for": 2}),
+        rule("slow", metric="stage_seconds", when={"median_ratio": 3}, by="rank"),
+    )
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        for step in range(1, 5):
+            await bench.step(step)
+        await bench.step(5, seconds=9.0)
+        await bench.step(6, absent=[1])
+        await bench.step(7)
+        await bench.step(8, absent=[1])
+        await bench.step(9, absent=[1])
+
+    run(work)
+    assert bench.fired() == [
+        (1, 5, "slow"), (1, 6, "missing"), (1, 8, "missing"), (1, 9, "missing"),
+        (1, 9, "missing-twice"),
+    ]  # fmt: skip
+    slow, missing = bench.firing(5, "slow"), bench.firing(6, "missing")
+    assert (slow["role"], slow["rank"], slow["evidence"]["value"]) == ("actor", 1, 9.0)
+    assert slow["evidence"]["median"] == 1.0
+    assert (missing["stage"], missing["rank"]) == ("actor_compute_log_prob", 1)
+
+
+def test_a_noise_floor(bench: Bench) -> None:
+    rules = rules_of(rule(when={"noise_ratio": 3}))
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        await bench.step(1, 1.0)  # without a noise floor nothing is over it
+        for step, noise in ((2, 0.0), (3, 0.02), (4, 0.3)):
+            same = payload(seed=7 * step, noise=noise)["tensors"]["old_log_probs"]
+            await bench.step(step, noise, tensors={"recomputed_log_probs": same})
+
+    run(work)
+    found = {row["step"]: row["evidence"] for row in bench.catalogue.firings(run="r")}
+    for evidence in found.values():
+        assert evidence["value"] > 3 * evidence["noise_floor"]
+
+
+def test_what_follows_happens_once_however_often_a_whole_is_formed(bench: Bench) -> None:
+    with hook() as server:
+        actions = {"finding": {}, "pin": 1, "webhook": server.url, "capture": {"ranks": "worst(1)"}}
+        runs = {"r": {"capture": "auto", "budget": {"captures": 5}}}
+        rules = rules_of(rule(actions=actions), runs=runs)
+
+        async def work() -> None:
+            await bench.triggers.put(rules, by="me")
+            await bench.step(1, 0.01)
+            await bench.step(2, 1.0)
+            for _ in range(3):
+                await bench.triggers.formed(1, 2)
+            for _ in range(2):
+                await bench.restarted().open()
+                await bench.triggers.formed(1, 2)
+                await bench.triggers.formed(1, 1)
+
+        run(work)
+        assert len(server.told) == len(bench.orders.specs) == 1
+        (told,) = server.told
+    assert (told["run"], told["step"], told["rule"], told["attempt"]) == ("r", 2, "mean", 1)
+    assert told["evidence"]["value"] > 0.5
+    assert told["actions"]["capture"] == {"capture_id": "capture-1"}
+    (spec,) = bench.orders.specs
+    worst = bench.firing(2)["evidence"]["ranks"][0][1]
+    assert spec == {
+        "run": "r", "stages": ["actor_compute_log_prob"], "roles": ["actor"], "ranks": [worst],
+        "steps": "next", "task": "statistics", "level": "L0",
+        "by": "trigger mean at step 2 of attempt 1",
+    }  # fmt: skip
+    assert bench.firing(2)["actions"]["webhook"]["delivered"] is True
+
+
+def test_a_coordinator_that_ends_before_all_followed_leaves_word_of_it(bench: Bench) -> None:
+    rules = rules_of(rule(actions=PIN | {"capture": {}}), runs={
+        "*": {"capture": "auto", "budget": {"captures": 5}}
+    })  # fmt: skip
+
+    async def ends(act: object, rules: object) -> None:
+        raise asyncio.CancelledError
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        bench.triggers._acting.carry_out = ends  # type: ignore[method-assign,assignment]
+        with pytest.raises(asyncio.CancelledError):
+            await bench.step(1, 1.0)
+        assert bench.fired() == [(1, 1, "mean")]
+        assert not pinned(bench)
+        await bench.restarted().open()
+        await bench.step(2, 0.01)
+
+    run(work)
+    assert len(pinned(bench)) == 2
+    assert len(bench.orders.specs) == 1
+    assert bench.firing(1)["acted_wall"] is not None
+
+
+def test_a_whole_that_no_longer_says_so_takes_its_firing_back(bench: Bench) -> None:
+    async def work() -> None:
+        rules = rules_of(rule("missing", metric="missing_ranks", when={">": 0}))
+        await bench.triggers.put(rules, by="me")
+        await bench.step(1, absent=[1])
+        assert bench.fired() == [(1, 1, "missing")]
+        assert len(bench.findings("trigger_missing")) == 1
+        await bench.floor.reception.write(
+            [Put("steps", {"attempt_id": 1, "step": 1, "missing": []})]
+        )
+        await bench.triggers.formed(1, 1)
+
+    run(work)
+    assert bench.fired() == []
+    assert bench.findings("trigger_missing") == []
+    assert bench.firing(1, "missing")["withdrawn_wall"] is not None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_dry_run_says_what_the_live_service_fired(bench: Bench, seed: int) -> None:
+    rules = rules_of(
+        rule("mean", cooldown=4, when={">": 0.2, "median_ratio": 1.5}),
+        rule("z", when={"z_score": {"over": 2, "steps": 6}}, cooldown=0),
+        rule("rounds", by="round", when={">": 0.2}, **{"for": 2}),
+        *(each.wire(secrets=True) for each in defaults().rules),
+        rule("slow", metric="stage_seconds", when={"median_ratio": 2}),
+    )
+    chance = random.Random(seed)
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        for key, steps in (("a1", range(1, 13)), ("a2", range(8, 18))):
+            for step in steps:
+                noise = chance.choice([0.01, 0.02, 0.3, 1.0])
+                poison = math.inf if chance.random() < 0.1 else None
+                await bench.step(
+                    step, noise, key=key, poison=poison, hold=chance.random() < 0.3,
+                    seconds=chance.choice([1.0, 5.0]),
+                )  # fmt: skip
+                if chance.random() < 0.2:
+                    await bench.restarted().open()
+            await bench.leave(key)
+        for attempt_id, late in ((1, [*range(1, 13)]), (2, [*range(8, 18)])):
+            for step in chance.sample(late, len(late)):  # what was held back comes late
+                await bench.triggers.formed(attempt_id, step)
+
+    run(work)
+    fired, looked = replay(bench.catalogue, "r", rules, most=1000)
+    assert looked == 22
+    assert len(fired) > 5
+    found = [(each.facts.attempt_id, each.facts.step, each.rule.name) for each in fired]
+    assert sorted(found) == bench.fired()
+    for each in fired:
+        live = bench.firing_of(each.facts.attempt_id, each.facts.step, each.rule.name)
+        value = live["evidence"]["value"]
+        assert float(value) == pytest.approx(each.evidence.numbers["value"])
+
+
+def test_rules_that_are_given_later_hold_for_later_steps(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.put(rules_of(), by="me")
+        await bench.step(1, 1.0)
+        await bench.triggers.put(rules_of(rule()), by="me")
+        await bench.triggers.formed(1, 1)
+        await bench.step(2, 1.0)
+
+    run(work)
+    assert bench.fired() == [(1, 2, "mean")]
+
+
+# --- pins -------------------------------------------------------------------------------------
+def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
+    store = SqlStore(url_of(tmp_path))
+    store.open()
+    catalogue = Catalogue(url_of(tmp_path))
+    bench = Bench(store, catalogue, tmp_path, ring_bytes=40_000)
+
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule(actions=PIN)), by="me")
+        for step in range(1, 4):
+            await bench.step(step, 0.01)
+        await bench.step(4, 1.0)
+        for step in range(5, 30):
+            if step == 15:
+                bench.floor._intakes.clear()  # the ingestor is a new process
+            await bench.step(step, 0.01)
+        for step in range(30, 40):
+            await bench.step(step, 1.0)
+
+    run(work)
+    ring = bench.floor._node(None).ring
+    held = {entry.key.step for entry in ring.entries() if entry.pinned}
+    assert {3, 4} <= held
+    assert sum(entry.bytes for entry in ring.entries() if entry.pinned) <= 20_000
+    assert ring.bytes <= 40_000
+    assert {row["step"] for row in catalogue.pinned_steps()} == held
+    said = bench.findings("pin_not_kept")
+    assert said
+    assert "pinned payloads take" in said[-1]["message"]
+    assert ring.not_kept == 0
+    catalogue.close()
+    store.close()
+
+
+def test_a_pin_that_comes_too_late_is_said(tmp_path: Path) -> None:
+    store = SqlStore(url_of(tmp_path))
+    store.open()
+    catalogue = Catalogue(url_of(tmp_path))
+    bench = Bench(store, catalogue, tmp_path, ring_bytes=12_000)
+
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule(actions={"finding": {}, "pin": 9})), by="me")
+        for step in range(1, 6):
+            await bench.step(step, 0.01)
+        await bench.step(6, 1.0)
+
+    run(work)
+    gone = [row for row in bench.findings("pin_not_kept") if "had left the ring" in row["message"]]
+    assert [row["step"] for row in gone][:2] == [1, 2]
+    catalogue.close()
+    store.close()
+
+
+# --- captures ---------------------------------------------------------------------------------
+def test_no_capture_where_the_run_does_not_say_so(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule(actions={"capture": {}})), by="me")
+        await bench.step(1, 1.0)
+
+    run(work)
+    assert bench.orders.specs == []
+    (refused,) = bench.findings("capture_refused")
+    assert "capture: auto" in refused["message"]
+    assert "refused" in bench.firing(1)["actions"]["capture"]
+
+
+def test_budgets(bench: Bench) -> None:
+    budget = {"captures": 3, "bytes": 1000}
+    runs = {"r": {"capture": "auto", "budget": budget}}
+    rules = rules_of(rule(actions={"capture": {"ranks": "worst(2)"}}), runs=runs)
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        await bench.step(1, 1.0)
+        await bench.step(2, 1.0)
+        bench.orders.end("capture-1", bytes=600, seconds=1.0)
+        await bench.step(3, 1.0)
+        bench.orders.end("capture-2", bytes=500, seconds=1.0)
+        await bench.step(4, 1.0)
+
+    run(work)
+    assert [spec["limits"]["bytes"] for spec in bench.orders.specs] == [500, 200]
+    assert bench.orders.specs[0]["ranks"] == [0, 1]
+    reasons = [row["message"] for row in bench.findings("capture_refused")]
+    assert "capture-1, which a trigger ordered, is still under way" in reasons[0]
+    assert "1100 of 1000 bytes" in reasons[1]
+
+
+def test_a_share_of_the_step_time(bench: Bench) -> None:
+    runs = {"r": {"capture": "auto", "budget": {"captures": 9, "share": 0.2}}}
+    rules = rules_of(rule(actions={"capture": {}}), runs=runs)
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        await bench.step(1, 1.0)
+        bench.orders.end("capture-1", seconds=1e6)
+        await bench.step(2, 1.0)
+        assert len(bench.orders.specs) == 1
+        await bench.leave()
+        await bench.triggers.formed(1, 2)
+
+    run(work)
+    assert "over the share of 0.2" in bench.findings("capture_refused")[0]["message"]
+
+
+def test_an_order_that_is_refused_and_an_attempt_that_is_over(bench: Bench) -> None:
+    runs = {"r": {"capture": "auto", "budget": {"captures": 9}}}
+    rules = rules_of(rule(actions={"capture": {}}), runs=runs)
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        bench.orders.error = Conflict("exactly this is ordered")
+        await bench.step(1, 1.0)
+        bench.orders.error = None
+        await bench.step(2, 1.0, hold=True)
+        await bench.leave()
+        await bench.triggers.formed(1, 2)
+
+    run(work)
+    reasons = [row["message"] for row in bench.findings("capture_refused")]
+    assert "exactly this is ordered" in reasons[0]
+    assert "the attempt is over" in reasons[1]
+    assert bench.orders.specs == []
+
+
+# --- webhooks ---------------------------------------------------------------------------------
+def test_a_webhook_is_tried_again_and_its_failure_is_a_finding_without_secrets(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with hook() as server:
+        rules = rules_of(rule(actions={"webhook": server.url}))
+        server.answers += [500, 429, 200, 500, 503, 500, 404, 302]
+
+        async def work() -> None:
+            await bench.triggers.put(rules, by="me")
+            for step in range(1, 5):
+                await bench.step(step, 1.0)
+
+        run(work)
+        assert len(server.told) == 3 + 3 + 1 + 1
+        closed = rules_of(rule(actions={"webhook": "http://127.0.0.1:9/SECRET"}))
+
+        async def nobody() -> None:
+            await bench.triggers.put(closed, by="me")
+            await bench.step(5, 1.0)
+
+        run(nobody)
+    failed = {row["step"]: row["message"] for row in bench.findings("webhook_failed")}
+    assert set(failed) == {2, 3, 4, 5}
+    assert "answered 500 (3 tries)" in failed[2]
+    assert "answered 404 (1 try)" in failed[3]
+    assert "answered 302" in failed[4]
+    assert "cannot be reached: ConnectError" in failed[5]
+    shown = str([bench.catalogue.findings(), bench.catalogue.audit(), bench.catalogue.firings()])
+    for secret in ("SECRET", "HIDDEN", "pw"):
+        assert secret not in caplog.text
+        assert secret not in shown
+
+
+# --- rules ------------------------------------------------------------------------------------
+def test_a_file_stands_until_others_are_given_and_again_when_it_changes(
+    bench: Bench, tmp_path: Path
+) -> None:
+    file = tmp_path / "rules.yaml"
+    text = "rules:\n- {name: NAME, metric: counts/tokens, when: {'>': 1}}\n"
+
+    def names() -> list[str]:
+        row = bench.catalogue.trigger_rules()
+        assert row is not None
+        return [each["name"] for each in row["document"]["rules"]]
+
+    async def work() -> None:
+        file.write_text(text.replace("NAME", "first"))
+        await bench.restarted().open(file)
+        assert names() == ["first"]
+        await bench.restarted().open(file)
+        assert bench.triggers.revision == 1
+        await bench.triggers.put(rules_of(rule("by-hand")), by="me")
+        await bench.restarted().open(file)
+        assert names() == ["by-hand"]
+        file.write_text(text.replace("NAME", "second"))
+        await bench.restarted().open(file)
+        assert (names(), bench.triggers.revision) == (["second"], 3)
+        file.write_text("rules: 7")
+        await bench.restarted().open(file)
+        assert names() == ["second"]
+
+    run(work)
+    done = [(row["action"], row["by"]) for row in bench.catalogue.audit()]
+    assert done[0] == ("triggers_refused", f"file {file}")
+    assert ("set_triggers", "me") in done

@@ -1,0 +1,244 @@
+"""Triggers on the real catalogue, statistics, state machine and rings, without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.support.floor import LocalFloor
+from tests.support.measure import payload
+from tests.support.parallel import Said
+
+from stagescope.errors import StagescopeError
+from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, Event, Sender
+from stagescope_service.engine.trigger_actions import Acting, PinAnswer
+from stagescope_service.engine.triggering import Triggers
+from stagescope_service.engine.webhooks import Webhooks
+from stagescope_service.store.base import Put
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.sql import SqlStore
+from stagescope_service.triggers.rules import Rules
+
+STAGE = "actor_compute_log_prob"
+
+
+def rule(name: str = "mean", **changes: Any) -> dict[str, Any]:
+    """A rule that fires on every step of more than a little mismatch."""
+    return {
+        "name": name,
+        "metric": "logprob_abs_diff/mean",
+        "when": {">": 0.5},
+        "cooldown": 0,
+        "actions": {"finding": {"severity": "error", "advice": "look"}},
+        **changes,
+    }
+
+
+def rules_of(*rules: Mapping[str, Any], runs: Mapping[str, Any] | None = None) -> Rules:
+    """A document."""
+    return Rules.parse({"rules": list(rules), "runs": runs or {}})
+
+
+class Orderer:
+    """Stands for `POST /captures`: keeps what it was asked for."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self.store = store
+        self.specs: list[dict[str, Any]] = []
+        self.error: StagescopeError | None = None
+
+    async def __call__(self, spec: Mapping[str, Any], by: str) -> Mapping[str, Any]:
+        if self.error is not None:
+            raise self.error
+        self.specs.append({**spec, "by": by})
+        capture_id = f"capture-{len(self.specs)}"
+        row = {"capture_id": capture_id, "run": spec["run"], "spec": dict(spec), "by": by}
+        row |= {"state": "agreed", "created_wall": float(len(self.specs))}
+        self.store.submit([Put("captures", row)]).result(30)
+        return row
+
+    def end(self, capture_id: str, **dump: Any) -> None:
+        """Let a capture come to its end, with one dump of one rank."""
+        place = {"incarnation": "i", "work_key": capture_id, "capture_id": capture_id}
+        rows = [
+            Put("captures", {"capture_id": capture_id, "state": "done", "removed_wall": 1.0}),
+            Put("dumps", {**place, "attempt_id": 1, "step": 1, "role": "actor", "rank": 0, **dump}),
+        ]
+        self.store.submit(rows).result(30)
+
+
+class Bench:
+    """A run of two ranks, whose steps are handed over, formed and held against rules."""
+
+    def __init__(
+        self, store: SqlStore, catalogue: Catalogue, data_dir: Path, ring_bytes: int = 1 << 24
+    ) -> None:
+        self.store, self.catalogue = store, catalogue
+        self.floor = LocalFloor(store, catalogue, data_dir, ring_bytes)
+        self.orders = Orderer(store)
+        self.webhooks = Webhooks(seconds=5.0, pauses=(0.0, 0.0))
+        self.now = 1_000.0
+        self.seqs: dict[str, int] = {}
+        self.triggers = self.restarted()
+
+    def restarted(self) -> Triggers:
+        """What a new coordinator has: nothing but the catalogue."""
+        acting = Acting(self.catalogue, self, self.orders, self.webhooks, wall=lambda: self.now)
+        self.triggers = Triggers(
+            self.catalogue, self.floor.reception.write, acting, wall=lambda: self.now
+        )
+        return self.triggers
+
+    async def pin(self, attempt_id: int, step: int) -> PinAnswer:
+        """Pin on the one node that there is."""
+        kept = self.catalogue.artifacts(attempt_id, step, kind="ring", deleted=None)
+        pinned = self.floor._node(None).ring.pin_step(attempt_id, step)
+        reasons = (pinned.reason,) if pinned.reason else ()
+        gone = 0 if reasons else len(kept) - pinned.payloads
+        return PinAnswer(pinned.payloads, pinned.bytes, gone, reasons)
+
+    # --- a training -----------------------------------------------------------------------
+    async def step(
+        self,
+        number: int,
+        noise: float = 0.0,
+        *,
+        key: str = "a1",
+        absent: Sequence[int] = (),
+        seconds: float = 1.0,
+        poison: Any = None,
+        hold: bool = False,
+        tensors: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Have both ranks do a step and begin the next; `hold` lets nothing be held against it."""
+        await self.hear(number, noise, key=key, absent=absent, seconds=seconds, poison=poison,
+                        tensors=tensors)  # fmt: skip
+        formed, self.floor.formed = self.floor.formed, []
+        if not hold:
+            for order in formed:
+                await self.triggers.formed(order.attempt_id, order.step)
+
+    async def hear(
+        self,
+        number: int,
+        noise: float,
+        *,
+        key: str,
+        absent: Sequence[int],
+        seconds: float,
+        poison: Any,
+        tensors: Mapping[str, Any] | None,
+    ) -> None:
+        said: list[Said] = []
+        self.now += 10.0
+        for rank in (0, 1):
+            sender = self._sender(key, rank)
+            if self.seqs.setdefault(sender.incarnation, 0) == 0:
+                said.append(self._say(sender, HELLO, {"world_size": 2}))
+            work = {"step": number, "stage": STAGE}
+            said.append(self._say(sender, BEGIN, work))
+            if rank in absent:
+                continue
+            handed = payload(seed=7 * number + rank, noise=noise, first_sample=4 * rank)
+            handed["tensors"].update(tensors or {})
+            if poison is not None and rank == 1:
+                handed["tensors"]["old_log_probs"][2][2, 8] = poison
+            about = {"tensors": {}, "bytes": 1, "meta": {}}
+            said.append(self._say(sender, END, {**work, "status": "ok", "payload": about},
+                                  handed, seconds if rank else 1.0))  # fmt: skip
+        said.append(self._say(self._sender(key, 0), END_STEP, {"step": number}))
+        await self.floor.hear(said)
+
+    async def leave(self, key: str = "a1") -> None:
+        """Have both ranks take leave."""
+        said = []
+        for rank in (0, 1):
+            sender = self._sender(key, rank)
+            said.append(self._say(sender, FINISH, {}))
+        await self.floor.hear(said)
+        self.floor.formed = []
+
+    def _sender(self, key: str, rank: int) -> Sender:
+        return Sender(f"{key}-{rank}", "r", key, "actor", rank, started=1000.0)
+
+    def _say(
+        self,
+        sender: Sender,
+        kind: str,
+        fields: dict[str, Any],
+        handed: dict[str, Any] | None = None,
+        seconds: float = 0.0,
+    ) -> Said:
+        self.seqs[sender.incarnation] += 1
+        wall = self.now + seconds
+        event = Event(kind, self.seqs[sender.incarnation], wall, wall, fields)
+        return Said(sender, event, handed)
+
+    # --- what came of it --------------------------------------------------------------------
+    def fired(self) -> list[tuple[int, int, str]]:
+        """(attempt, step, rule) of the firings that stand."""
+        return sorted(
+            (row["attempt_id"], row["step"], row["rule"])
+            for row in self.catalogue.firings(run="r")
+            if row["withdrawn_wall"] is None
+        )
+
+    def firing(self, step: int, name: str = "mean") -> dict[str, Any]:
+        """The one firing of a rule at a step."""
+        (row,) = self.catalogue.firings(run="r", step=step, rule=name)
+        return row
+
+    def firing_of(self, attempt_id: int, step: int, name: str) -> dict[str, Any]:
+        """The firing of a rule at a step of an attempt."""
+        (row,) = self.catalogue.firings(attempt_id=attempt_id, step=step, rule=name)
+        return row
+
+    def findings(self, kind: str) -> list[dict[str, Any]]:
+        """Findings of a kind, by step."""
+        found = self.catalogue.findings(run="r", kind=kind)
+        return sorted(found, key=lambda row: row["step"])
+
+
+@dataclasses.dataclass
+class Hook:
+    """A webhook's server on loopback, and what it was told."""
+
+    url: str
+    told: list[dict[str, Any]]
+    answers: list[int]
+    """Status of each of the next answers; 204 when there are none left."""
+
+
+@contextmanager
+def hook() -> Iterator[Hook]:
+    """Serve a webhook."""
+    told: list[dict[str, Any]] = []
+    answers: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(answers.pop(0) if answers else 204)
+            self.send_header("location", "/elsewhere")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        port = server.server_address[1]
+        yield Hook(f"http://user:pw@127.0.0.1:{port}/SECRET?token=HIDDEN", told, answers)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
