@@ -25,10 +25,14 @@ from stagescope_service.engine.instructions import (
     PayloadKey,
     Put,
     Settled,
+    Weigh,
 )
 from stagescope_service.engine.operators import digest_dump
+from stagescope_service.engine.orders import Orders
 from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.stack_requests import choose
 from stagescope_service.engine.state import State
+from stagescope_service.engine.weighing import judge
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.base import Delete
@@ -44,6 +48,7 @@ class LocalEngine:
         self.catalogue = catalogue
         self.state = State()
         self.in_force = Plan()
+        self.orders = Orders(self.in_force, self.state)
         self.not_ready: str | None = None
         self.receipts: dict[PayloadKey, str] = {}
         self.changed = asyncio.Event()
@@ -85,6 +90,8 @@ class LocalEngine:
                 found = measure.summary_rows(item.key, item.job, payload)
                 self.store.submit(found).result(30)
                 self._carry_out(self.state.settle(item.key, "ingested", None, time.time()))
+            elif isinstance(item, Weigh):
+                self.store.submit(judge(self.catalogue, item)).result(30)
             elif isinstance(item, Digest):
                 self.store.submit(digest_dump(item.job, self.roots, "here")).result(30)
             elif isinstance(item, Settled):
@@ -134,36 +141,71 @@ class LocalEngine:
         }
 
     async def plan(self) -> dict[str, Any]:
-        return self.in_force.wire()
+        return self.in_force.stored()
 
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str) -> dict[str, Any]:
-        capture = self.in_force.add(spec, by=by, now=time.time())
+    async def add_capture(
+        self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0
+    ) -> dict[str, Any]:
+        entry = self.orders.add(spec, by=by, mono=time.monotonic(), wall=time.time())
         self.audit.append((by, "add"))
-        self._note(capture, state="in force")
-        return capture
+        self.write([self.orders.row(entry), *self.orders.look(time.monotonic(), time.time())])
+        entry = self.in_force.entries.get(entry.capture_id, entry)
+        return {**entry.stored(), "notes": self.orders.notes(entry)}
 
     async def remove_capture(self, *, capture_id: str, by: str) -> dict[str, Any]:
-        capture = self.in_force.remove(capture_id)
+        entry, rows = self.orders.remove(capture_id, by=by, wall=time.time())
         self.audit.append((by, "remove"))
-        self._note(capture, state="removed")
-        return capture
+        self.write(rows)
+        return entry.stored()
 
-    def _note(self, capture: Mapping[str, Any], *, state: str) -> None:
-        row = {
-            "capture_id": capture["capture_id"],
-            "run": capture["run"],
-            "spec": dict(capture),
-            "state": state,
-            "by": capture["by"],
-            "created_wall": capture["created"],
-        }
-        self.store.submit([Put("captures", row)]).result(30)
+    def write(self, rows: Sequence[Put]) -> None:
+        self.store.submit(rows).result(30)
+        self.in_force.publish(self.in_force.publication())
         self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> dict[str, Any]:
+        known = self.catalogue.trigger_rules()
+        revision = 1 if known is None else known["revision"] + 1
+        row = {"revision": revision, "wall": time.time(), "by": by, "source": "set"}
+        self.store.submit([Put("trigger_rules", {**row, "document": dict(document)})]).result(30)
+        return {"revision": revision}
+
+    async def unpin(self, *, attempt_id: int, step: int, by: str) -> dict[str, Any]:
+        place = {"attempt_id": attempt_id, "step": step}
+        self.store.submit([Put("steps", {**place, "pinned": False})]).result(30)
+        return {**place, "unpinned": True}
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         if node_id not in self.nodes:
             raise Unreachable(f"node {node_id} is gone")
         return read_piece(self.nodes[node_id] / path.lstrip("/"), offset, size)
+
+    async def ask_stacks(
+        self,
+        *,
+        attempt_id: int,
+        role: str | None,
+        ranks: Sequence[int] | None,
+        seconds: float,
+        by: str,
+    ) -> dict[str, Any]:
+        attempt = self.state.attempt(attempt_id)
+        assert attempt is not None
+        processes, refused = choose(attempt, role, ranks)
+        wall = time.time()
+        for process in processes:
+            out = self.state.stack_requests.ask(
+                process, "request", by=by, reason="ordered", wall=wall, seconds=seconds
+            )
+            self._carry_out(out)
+        asked = [{"role": process.role, "rank": process.rank} for process in processes]
+        return {
+            "request_id": "request",
+            "deadline_wall": wall + seconds,
+            "asked": asked,
+            "refused": refused,
+        }
 
     async def status(self) -> dict[str, Any]:
         return {"incarnation": "c1", "not_ready": self.not_ready, "health": {"store": True}}
@@ -257,7 +299,7 @@ class Rank:
         )
         self.say(schema.HELLO, **({"world_size": world_size} if world_size else {}), **hello)
 
-    def say(self, kind: str, handed: Any = None, **fields: Any) -> int:
+    def say(self, kind: str, handed: Any = None, /, **fields: Any) -> int:
         """Send one event straight to the engine; return its seq."""
         self.seq += 1
         self.clock += 0.25

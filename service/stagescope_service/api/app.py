@@ -13,7 +13,20 @@ from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
-from stagescope_service.api import divergence, health, live, operators, problems, runs, steps
+from stagescope_service.api import (
+    captures,
+    divergence,
+    hangs,
+    health,
+    live,
+    operators,
+    problems,
+    runs,
+    steps,
+    tensors,
+    triggers,
+    weights,
+)
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
 from stagescope_service.api.commands import Commands
 from stagescope_service.api.comparisons import Comparisons
@@ -93,11 +106,12 @@ def make_app(
         measures=Measures(catalogue, settings.cache_steps),
         operator_files=OperatorFiles(commands, settings.data_path / "copies"),
         comparisons=Comparisons(),
+        long_comparisons=Comparisons(1),
     )
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
-    stations = (health, runs, steps, operators, divergence, live)
-    for router in (station.router for station in stations):
+    stations = (health, runs, steps, operators, divergence, tensors, captures, triggers, weights)
+    for router in (station.router for station in (*stations, hangs, live)):
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

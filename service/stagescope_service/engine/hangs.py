@@ -92,12 +92,11 @@ class HangWatch:
         process = self._state.registry.processes.get(incarnation)
         if process is None:
             return []
-        attempt = self._state.registry.attempt_of(process)
         try:
             work = Work.parse(fields)
         except InvalidEvent:  # whoever wrote the file
             work = Work(process.max_step, None, None)
-        return self._state.stack_requests.answered(attempt, process, fields, work, wall)
+        return self._state.watchdog(process, fields, work, wall)
 
     def _judge(self, attempt: Attempt, wall: float, stuck: set[_Key]) -> list[Instruction]:
         out: list[Instruction] = []

@@ -60,7 +60,7 @@ class StackRequests:
             "state": ASKED,
             "reason": reason,
             "by": by,
-            "asked_wall": wall,
+            "wall": wall,
             "deadline_wall": deadline,
         }
         return [Put("stacks", row), Ask(process.incarnation)]
@@ -117,7 +117,7 @@ class StackRequests:
             row["step"] = process.max_step
         if source == PROBE:
             return [Put("stacks", row)]
-        row["reason"] = "its watchdog went off"
+        row |= {"reason": "its watchdog went off", "wall": wall}
         return [Put("stacks", row), _stood_still(attempt, process, row, wall)]
 
     def expire(self, wall: float) -> tuple[list[Instruction], list[str]]:

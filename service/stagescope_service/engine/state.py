@@ -153,6 +153,13 @@ class State:
             raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
         return work
 
+    def watchdog(
+        self, process: Process, fields: Mapping[str, Any], work: Work, wall: float
+    ) -> list[Instruction]:
+        """Take in what a silent process's watchdog wrote (the fields of a STACKS event)."""
+        attempt = self.registry.attempt_of(process)
+        return self._noted(self.stack_requests.answered(attempt, process, fields, work, wall))
+
     def _noted(self, out: list[Instruction]) -> list[Instruction]:
         """Let a finding that is made again keep the time at which it was made first."""
         for at, order in enumerate(out):

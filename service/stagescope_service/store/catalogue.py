@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import sqlalchemy as sa
 
 from stagescope.errors import CatalogueUnavailable
-from stagescope_service.store import connect, migrate, overview, rollouts, weights
+from stagescope_service.store import connect, migrate, overview, paces, rollouts, weights
 from stagescope_service.store.base import Row
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
@@ -357,6 +357,27 @@ class Catalogue:
             limit,
             offset,
         )
+
+    def stacks(
+        self,
+        *,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        request_id: Filter = None,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        source: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return the stacks of processes, asked for or written by watchdogs, the newest first."""
+        order = "-wall role rank incarnation request_id"
+        return self._page("stacks", _where("stacks", locals()), order, limit, offset)
+
+    def paces(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
+        """Return how ranks went through each part of steps; see `paces.paces`."""
+        return self._rows(paces.paces(attempt_id, steps))
 
     def losses(
         self,

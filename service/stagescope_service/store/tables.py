@@ -355,7 +355,7 @@ stacks = _table(
     _key("request_id", Text),
     *_place(),
     *_columns(Text, "source state reason by"),
-    *_columns(Real, "asked_wall deadline_wall answered_wall"),
+    *_columns(Real, "wall deadline_wall answered_wall"),
     Column("threads", StrictJson()),
     Column("truncated", Flag()),
     Index(None, "attempt_id", "step"),

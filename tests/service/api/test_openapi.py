@@ -15,8 +15,11 @@ ROUTES = {
     "/steps/{step}/metrics", "/steps/{step}/rounds", "/steps/{step}/ranks",
     "/steps/{step}/stages", "/steps/{step}/tokens", "/steps/{step}/dumps",
     "/steps/{step}/scalars", "/plan", "/captures", "/captures/{capture_id}", "/events", "/poll",
-    "/losses", "/findings", "/steps/{step}/operators", "/steps/{step}/operators/stack",
+    "/losses", "/findings", "/steps/{step}/stuck", "/steps/{step}/stacks", "/stacks",
+    "/steps/{step}/operators", "/steps/{step}/operators/stack",
     "/steps/{step}/operators/non-finite", "/operators/divergence",
+    "/triggers", "/triggers/defaults", "/triggers/firings", "/triggers/test", "/steps/{step}/pin",
+    "/operators/tensors",
 }  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def _hangs() -> None:
         sa.Column("state", Text),
         sa.Column("reason", Text),
         sa.Column("by", Text),
-        sa.Column("asked_wall", Real),
+        sa.Column("wall", Real),
         sa.Column("deadline_wall", Real),
         sa.Column("answered_wall", Real),
         sa.Column("threads", Text),
