@@ -246,6 +246,41 @@ def stages(session: Session, step: StepWord, **options: Any) -> Table:
 
 
 @_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
+def stuck(session: Session, step: StepWord, **options: Any) -> Table:
+    """Which ranks hold up the others, and since when."""
+    return _noun(session, step, options).stuck(**options)
+
+
+@_question(
+    click.argument("step", required=False, metavar="[STEP|latest]"),
+    _RUN,
+    _ATTEMPT,
+    _ROLE,
+    click.option("--ranks", default="all", show_default=True, metavar="0,4-7|all"),
+    click.option("--wait", default=5.0, show_default=True, help="Seconds that they may take."),
+    click.option("--all-threads", is_flag=True, help="Not the training threads alone."),
+)
+def stacks(
+    session: Session,
+    step: str | None,
+    ranks: str,
+    wait: float,
+    all_threads: bool,
+    **options: Any,
+) -> Record:
+    """The Python stacks of live ranks, taken now (needs the operate token); with STEP, as kept."""
+    only = _ints(ranks, "--ranks")
+    if step is None:
+        asked = None if isinstance(only, str) else only
+        found = session.stacks(**options, ranks=asked, wait=wait)
+    else:
+        word = _read_step(click.get_current_context(), click.Argument(["step"]), step)
+        found = _noun(session, word, options).stacks(**options)
+        found = found if isinstance(only, str) else found.of_ranks(only)
+    return found.all_threads() if all_threads else found
+
+
+@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _LIMIT)
 def scalars(session: Session, step: StepWord, **options: Any) -> Table:
     """The scalars that ranks handed over in a step."""
     return _noun(session, step, options).scalars(**options)
@@ -278,9 +313,7 @@ def non_finite(session: Session, step: StepWord, **options: Any) -> Table:
     return _noun(session, step, options).non_finite(**options)
 
 
-@_question(
-    click.argument("stack_id"), _STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE
-)
+@_question(click.argument("stack_id"), _STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE)
 def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Record:
     """The Python frames from which an operator was called (its `stack_id`)."""
     return _noun(session, step, options).stack(stack_id, **options)
@@ -302,6 +335,49 @@ def divergence(session: Session, a: Any, b: Any, **options: Any) -> Record:
     return session.divergence(a, b, **options)
 
 
+@_question(
+    click.argument("step", required=False, metavar="[STEP|latest]"),
+    click.option("--version", type=int, help="The weights of this policy version."),
+    _RUN,
+    _ATTEMPT,
+    click.option(
+        "--verdict",
+        type=click.Choice(
+            ["differs", "missing", "replicas differ", "not comparable", "not compared", "agrees"]
+        ),
+        help="Only weights of this verdict.",
+    ),
+    _LIMIT,
+)
+def weights(session: Session, step: str | None, version: int | None, **options: Any) -> Table:
+    """A step's weights, rollout against trainer; without STEP the versions and their verdicts."""
+    if step is None:
+        return session.weights(version, **options)
+    if version is not None:
+        raise click.UsageError("give a STEP or a --version, not both")
+    word = _read_step(click.get_current_context(), click.Argument(["step"]), step)
+    return _noun(session, word, options).weights(**options)
+
+
+@_question(click.option("--run", help="Only this run (default: all)."), _LIMIT)
+def devices(session: Session, run: str | None, limit: int) -> Table:
+    """The devices whose weights were not their replicas', over attempts and runs."""
+    return session.devices(run, limit=limit)
+
+
+@_question(
+    click.argument("a", metavar="step=N,rank=N,...", callback=_read_side),
+    click.argument("b", metavar="rank=N,...", callback=_read_side),
+    click.option(
+        "--wait", type=click.FloatRange(min=0), default=900.0, show_default=True, metavar="SECONDS"
+    ),
+    _LIMIT,
+)
+def tensors(session: Session, a: Any, b: Any, **options: Any) -> Table:
+    """How the full tensors of two dumps differ, compared by msprobe (task tensor)."""
+    return session.tensors(a, b, **options)
+
+
 def _noun(session: Session, step: StepWord, options: dict[str, Any]) -> Step:
     return session.step(step, run=options.pop("run"), attempt=options.pop("attempt"))
 
@@ -316,6 +392,62 @@ def losses(session: Session, run: str | None, attempt: int | None, limit: int) -
 def findings(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
     """What the service noticed to be wrong."""
     return session.findings(run, attempt, limit=limit)
+
+
+@_question(
+    click.argument("action", type=click.Choice(["show", "test", "set", "firings"]), default="show"),
+    click.option(
+        "--rules",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="YAML file of rules, to test or to set.",
+    ),
+    click.option("--run", help="Only of this run (test: default the live one)."),
+    click.option("--steps", type=click.IntRange(min=1), help="test: newest steps [default: 1000]."),
+    click.option("--defaults", is_flag=True, help="Print the rules that ship, as YAML."),
+    _LIMIT,
+)
+def triggers(
+    session: Session,
+    action: str,
+    rules: Path | None,
+    run: str | None,
+    steps: int | None,
+    defaults: bool,
+    limit: int,
+) -> Table | Record:
+    """The rules in force; `test` them, or others, on a stored run; `set` others.
+
+    \b
+    stagescope triggers                          rules, last fired, budgets, pinned steps
+    stagescope triggers test --rules FILE        which stored steps would have fired
+    stagescope triggers set --rules FILE         needs the operate token
+    stagescope triggers firings                  what fired, and what became of its actions
+    """
+    if defaults:
+        click.echo(session.default_triggers(), nl=False)
+        click.get_current_context().exit()
+    if rules is not None and action not in ("test", "set"):
+        raise click.UsageError("--rules goes with `test` or `set`")
+    document = None if rules is None else _text_file(rules)
+    if action == "set":
+        if document is None:
+            raise click.UsageError("`set` needs --rules FILE")
+        return session.set_triggers(document)
+    if action == "test":
+        return session.test_triggers(run, document, steps=steps)
+    if action == "firings":
+        return session.firings(run, limit=limit)
+    return session.triggers(run)
+
+
+@_question(
+    click.argument("step", type=int),
+    _RUN,
+    _ATTEMPT,
+)
+def unpin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
+    """Let the payloads of a pinned step go when room is needed (needs the operate token)."""
+    return session.unpin(step, run=run, attempt=attempt)
 
 
 @_question()
@@ -352,6 +484,8 @@ _WAIT: Final = click.option(
         help="msprobe's config.json on this machine instead; its content travels.",
     ),
     click.option("--keep", metavar="NAME,...", help="Tensors of the payload to keep."),
+    click.option("--parameters", metavar="GLOB,...", help="Parameters to keep the shards of."),
+    click.option("--gradients", metavar="GLOB,...", help="... and the gradients of."),
     click.option(
         "--late", type=click.Choice(LATE), help="Ranks that do not acknowledge [default: wait]."
     ),
@@ -401,9 +535,9 @@ def _spec(
     }
     if config:
         spec["config"] = _json_file(config)
-    elif not spec["keep"]:
+    elif not (spec["keep"] or spec["parameters"] or spec["gradients"]):
         spec["task"] = spec["task"] or "statistics"
-    for name in ("roles", "scope", "list", "data_mode", "keep"):
+    for name in ("roles", "scope", "list", "data_mode", "keep", "parameters", "gradients"):
         spec[name] = _words(spec[name]) if spec[name] else None
     return {name: value for name, value in spec.items() if value not in (None, False)}
 
@@ -429,6 +563,13 @@ def remove_capture(session: Session, capture_id: str) -> Record:
 
 def _words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
+
+
+def _text_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{str(path)!r} cannot be read ({error})", expected="a text") from error
 
 
 def _json_file(path: Path) -> Any:

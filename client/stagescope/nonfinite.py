@@ -14,11 +14,12 @@ from typing import Any, Final
 _NUMBERS: Final[Mapping[str, float]] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 TEXT: Final = frozenset({
-    "advice", "attempt_key", "by", "capture_id", "code", "data_source", "device", "error", "error_message",
-    "error_type", "group_id", "host", "incarnation", "key", "kind", "level", "message", "metric",
-    "name", "node", "node_id", "non_finite", "operator", "parent", "path", "prompt_hash", "reason",
-    "role", "run", "sample_id", "sample_uid", "source", "split", "stage", "state", "status",
-    "stream", "task", "text", "title", "tokens_hash", "verdict", "what",
+    "advice", "attempt_key", "by", "capture_id", "code", "data_source", "device", "error",
+    "error_message", "error_type", "group_id", "host", "incarnation", "key", "kind", "level",
+    "message", "metric", "name", "node", "node_id", "non_finite", "operator", "parent", "path",
+    "prompt_hash", "reason", "role", "run", "sample_id", "sample_uid", "source", "split",
+    "stage", "state", "status", "stream", "task", "text", "title", "tokens_hash", "verdict",
+    "what",
 })  # fmt: skip
 """Columns of names and sentences, in which "nan" is a word."""
 

@@ -14,6 +14,7 @@ from stagescope import nonfinite, render
 from stagescope.answers import Record
 from stagescope.errors import InvalidInput
 from stagescope.frames import Table
+from stagescope.render import wrapped
 
 SIDE_FIELDS: Final = ("run", "attempt", "step", "stage", "role", "rank", "part", "capture_id")
 """What names one side of a comparison."""
@@ -40,13 +41,13 @@ class Operators(Table):
         """Return each call's name, source and arguments as lines of at most `width` columns."""
         shown = [self[at] for at in range(len(self) if rows is None else min(rows, len(self)))]
         words = f"{'argument':<{_ARGUMENT}} {'tensor':<{_TENSOR}}{_words()}"
-        lines = _wrapped("  ", words, width) if shown else ["(no rows)"]
+        lines = wrapped("  ", words, width) if shown else ["(no rows)"]
         dump = ""
         for row, call in _calls(shown):
             if _dump_of(row) != dump:
                 dump = _dump_of(row)
                 lines.append(dump)
-            lines += _wrapped(f"{row['order']:>5}  ", row["name"], width)
+            lines += wrapped(f"{row['order']:>5}  ", row["name"], width)
             if row["source"]:
                 lines.append(f"       {_end_of(row['source'], width - 7)}")
             lines += [line for argument in call for line in _argument(argument, width)]
@@ -58,7 +59,7 @@ class Operators(Table):
             notes.append(f"... {len(self) - shown} more rows")
         if self.truncated:
             notes.append(f"truncated at {len(self)} rows: the service has more (see limit)")
-        return [line for note in notes for line in _wrapped("", note, width)]
+        return [line for note in notes for line in wrapped("", note, width)]
 
 
 class NonFiniteOperators(Table):
@@ -75,18 +76,18 @@ class NonFiniteOperators(Table):
         else:
             together = [rank for rank in earliest["together"] if rank != earliest["rank"]]
             also = f" (and at the same place rank {_listed(together)})" if together else ""
-            lines += _wrapped("", f"the earliest: {_dump_of(earliest)}{also}", width)
+            lines += wrapped("", f"the earliest: {_dump_of(earliest)}{also}", width)
             lines += _first(earliest, width)
         for row in self:
             if row["name"] is None:
                 masks = f", {row['masks']} masks" if row["masks"] else ""
                 state = "all finite" if row["state"] == "digested" else row["state"]
-                lines += _wrapped("", f"{_dump_of(row)}: {state}{masks}", width)
+                lines += wrapped("", f"{_dump_of(row)}: {state}{masks}", width)
             elif not row["earliest"]:
                 order = ", in another order of calls" if row["order_differs"] else ""
-                lines += _wrapped("", f"{_dump_of(row)}{order}:", width)
+                lines += wrapped("", f"{_dump_of(row)}{order}:", width)
                 lines += _first(row, width)
-            lines += [line for note in _notes_of(row) for line in _wrapped("", note, width)]
+            lines += [line for note in _notes_of(row) for line in wrapped("", note, width)]
         return lines
 
 
@@ -117,12 +118,12 @@ class Divergence(Record):
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the answer as lines of at most `width` columns."""
         lines = [line for name in ("a", "b") for line in _side(name, self[name], width)]
-        lines += _wrapped("", self._measure(), width)
+        lines += wrapped("", self._measure(), width)
         if self["first"] is None:
             lines.append("no operator differs")
         else:
             sections = _listed(self["first_sections"])
-            lines += _wrapped("", f"the first that differs, in {sections}:", width)
+            lines += wrapped("", f"the first that differs, in {sections}:", width)
             lines += _difference(self["first"], width)
         for name, what in (("parameter", "parameters"), ("gradient", "gradients")):
             lines += self._first_of(f"first_{name}", what, width)
@@ -152,7 +153,7 @@ class Divergence(Record):
             return []
         lines = [f"{count} calls in {name} alone:"]
         for row in self[f"only_{name}"][:5]:
-            lines += _wrapped("  ", row["name"], width)
+            lines += wrapped("  ", row["name"], width)
         return lines + ([f"  ... {count - 5} more"] if count > 5 else [])
 
 
@@ -166,8 +167,8 @@ class Stack(Record):
         lines = []
         for frame in self["frames"]:
             place, *code = (line.strip() for line in str(frame).splitlines())
-            lines += _wrapped("", place.rstrip(", "), width)
-            lines += [line for text in code for line in _wrapped("    ", text, width)]
+            lines += wrapped("", place.rstrip(", "), width)
+            lines += [line for text in code for line in wrapped("    ", text, width)]
         return lines
 
 
@@ -213,8 +214,8 @@ def _argument(row: Mapping[str, Any], width: int) -> list[str]:
     name = ".".join(str(row[part]) for part in ("section", "index") if row[part])
     line = _value(row)
     if len(name) > _ARGUMENT:
-        return [*_wrapped("  ", name, width), *_wrapped(" " * (_ARGUMENT + 3), line, width)]
-    return _wrapped(f"  {name:<{_ARGUMENT}} ", line, width)
+        return [*wrapped("  ", name, width), *wrapped(" " * (_ARGUMENT + 3), line, width)]
+    return wrapped(f"  {name:<{_ARGUMENT}} ", line, width)
 
 
 def _value(row: Mapping[str, Any]) -> str:
@@ -242,11 +243,11 @@ def _first(row: Mapping[str, Any], width: int) -> list[str]:
     )
     before = f"not finite before it: {inputs}" if inputs else "its inputs were finite"
     sure = "" if row["certain"] else "; it may be a mask"
-    lines = _wrapped("  ", row["name"], width)
+    lines = wrapped("  ", row["name"], width)
     if row["parent"]:
-        lines += _wrapped("  in ", row["parent"], width)
+        lines += wrapped("  in ", row["parent"], width)
     place = ".".join(word for word in (row["section"], row["index"]) if word)
-    lines += _wrapped("  ", f"{place} is {row['non_finite']}; {before}{sure}", width)
+    lines += wrapped("  ", f"{place} is {row['non_finite']}; {before}{sure}", width)
     if row["source"]:
         lines.append(f"  {_end_of(row['source'], width - 2)}")
     return lines
@@ -267,26 +268,26 @@ def _side(name: str, side: Mapping[str, Any], width: int) -> list[str]:
     words = [f"run {side['run']}, attempt {side['attempt']}, step {side['step']}", _dump_of(side)]
     if side.get("device"):
         words.append(str(side["device"]))
-    lines = _wrapped(f"{name}: ", ", ".join(words), width)
-    return lines + [line for note in _notes_of(side) for line in _wrapped("   ", note, width)]
+    lines = wrapped(f"{name}: ", ", ".join(words), width)
+    return lines + [line for note in _notes_of(side) for line in wrapped("   ", note, width)]
 
 
 def _difference(row: Mapping[str, Any], width: int) -> list[str]:
     known = row["a"] or row["b"]
     place = ".".join(word for word in (row["section"], row["index"]) if word)
-    lines = _wrapped("  ", known["name"], width)
+    lines = wrapped("  ", known["name"], width)
     if known["parent"]:
-        lines += _wrapped("  in ", known["parent"], width)
+        lines += wrapped("  in ", known["parent"], width)
     how = row["verdict"]
     if row["relative"] is not None:
         how += f", relative {row['relative']:.3g} over {row['threshold']:.3g}"
-    lines += _wrapped("  ", f"{place}: {how}", width)
+    lines += wrapped("  ", f"{place}: {how}", width)
     if known["source"]:
         lines.append(f"  {_end_of(known['source'], width - 2)}")
-    lines += _wrapped("     ", f"{'tensor':<{_TENSOR}}{_words()}", width)
+    lines += wrapped("     ", f"{'tensor':<{_TENSOR}}{_words()}", width)
     for name in ("a", "b"):
         side = row[name]
-        lines += _wrapped(f"  {name}  ", "not there" if side is None else _value(side), width)
+        lines += wrapped(f"  {name}  ", "not there" if side is None else _value(side), width)
     return lines
 
 
@@ -310,18 +311,3 @@ def _end_of(text: str, width: int) -> str:
     """Return a path's end, which says more than its beginning."""
     text = render.printable(text)
     return text if len(text) <= width else ".." + text[-(width - 2) :]
-
-
-def _wrapped(indent: str, text: str, width: int) -> list[str]:
-    """Return `text` behind `indent`, and what does not fit below it; nothing is left out."""
-    text = render.printable(text)
-    room = max(width - len(indent), 20)
-    pieces: list[str] = []
-    while len(text) > room:
-        cut = text.rfind(" ", room // 2, room + 1)
-        cut = room if cut < 0 else cut
-        pieces.append(text[:cut].rstrip())
-        text = text[cut:].lstrip()
-    pieces.append(text)
-    blank = " " * len(indent)
-    return [f"{indent if not at else blank}{piece}" for at, piece in enumerate(pieces)]

@@ -114,6 +114,21 @@ def clip(text: str, width: int) -> str:
     return kept + ".."
 
 
+def wrapped(indent: str, text: str, width: int) -> list[str]:
+    """Return `text` behind `indent`, and what does not fit below it; nothing is left out."""
+    text = printable(text)
+    room = max(width - len(indent), 20)
+    pieces: list[str] = []
+    while len(text) > room:
+        cut = text.rfind(" ", room // 2, room + 1)
+        cut = room if cut < 0 else cut
+        pieces.append(text[:cut].rstrip())
+        text = text[cut:].lstrip()
+    pieces.append(text)
+    blank = " " * len(indent)
+    return [f"{indent if not at else blank}{piece}" for at, piece in enumerate(pieces)]
+
+
 def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -> list[str]:
     """Return the lines of a table: a header, a rule, and one line a row.
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from stagescope import discovery, nonfinite
 from stagescope.answers import Record
@@ -30,10 +30,13 @@ from stagescope.errors import (
     Unreachable,
 )
 from stagescope.frames import Table
+from stagescope.hangs import Stacks
 from stagescope.operators import Divergence
 from stagescope.progress import Progress
 from stagescope.step import LIMIT, Step
+from stagescope.tensors import ORDER, Tensors
 from stagescope.transport import Transport
+from stagescope.triggers import FIRING_ORDER, Triggers, dry_run
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 
 StepWord = int | Literal["latest", "measured"]
@@ -294,11 +297,90 @@ class Session:
         params = {"run": run, "attempt": attempt}
         return self.table("/findings", params, title="findings", order=_FINDING_ORDER, limit=limit)
 
+    def stacks(
+        self,
+        run: str | None = None,
+        attempt: int | None = None,
+        *,
+        role: str | None = None,
+        ranks: Sequence[int] | None = None,
+        wait: float = 5.0,
+    ) -> Stacks:
+        """Ask live processes for the stacks of their threads, also where they are blocked.
+
+        Those who answer within `wait` seconds (less than this session's timeout) are in `rows`;
+        `not_answered` names the others. All of it is kept: see `Step.stacks`.
+
+        Raises:
+            Forbidden: the token may only read.
+            NotFound: no such run or attempt, or it is over.
+        """
+        asked = {"run": run, "attempt": attempt, "role": role}
+        body = {name: value for name, value in asked.items() if value is not None}
+        if ranks is not None:
+            body["ranks"] = [*ranks]
+        body["wait"] = min(wait, 0.8 * self._transport.timeout)
+        answer = self._transport.change("POST", "/stacks", body)
+        return Stacks(answer, title=f"stacks of {answer['run']}, attempt {answer['attempt']}")
+
+    def triggers(self, run: str | None = None) -> Triggers:
+        """Return the rules in force, when each fired last (in `run`), budgets and pinned steps."""
+        return Triggers.of_answer(self.get("/triggers", run=run))
+
+    def set_triggers(self, document: Mapping[str, Any] | str) -> Record:
+        """Put rules in force for the steps that close from now on; needs the operate token.
+
+        Args:
+            document: `{"rules": [...], "runs": {...}}`, or the same as YAML.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        body = {"yaml": document} if isinstance(document, str) else dict(document)
+        return Record(self._transport.change("PUT", "/triggers", body) or {}, title="triggers")
+
+    def test_triggers(
+        self,
+        run: str | None = None,
+        document: Mapping[str, Any] | str | None = None,
+        *,
+        steps: int | None = None,
+    ) -> Table:
+        """Return which stored steps of a run would have fired, and with which values.
+
+        Nothing follows of it. Without a `document` the rules in force are tried; `steps` says how
+        many of the newest are looked at (1000).
+        """
+        body = {"yaml": document} if isinstance(document, str) else dict(document or {})
+        asked = {"run": run, "steps": steps}
+        body |= {name: value for name, value in asked.items() if value is not None}
+        return dry_run(self._transport.ask("/triggers/test", body))
+
+    def default_triggers(self) -> str:
+        """Return the rules that ship, as YAML."""
+        return str(self.get("/triggers/defaults")["yaml"])
+
+    def firings(
+        self, run: str | None = None, rule: str | None = None, *, limit: int = LIMIT
+    ) -> Table:
+        """Return what fired, the last first, with what became of its actions."""
+        params = {"run": run, "rule": rule}
+        path = "/triggers/firings"
+        return self.table(path, params, title="firings", order=FIRING_ORDER, limit=limit)
+
+    def unpin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
+        """Let the payloads of a pinned step go when room is needed; needs the operate token."""
+        asked = {"run": run, "attempt": attempt}
+        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        path = f"/steps/{_step_word(step)}/pin" + (f"?{query}" if query else "")
+        return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
+
     def capture(self, **spec: Any) -> Record:
         """Order a capture: `stagescope.captures` has its CAPTURE_FIELDS and SHORTHANDS.
 
-        Without `steps` it is of the next. Every asked rank acknowledges first, and then the step is fixed on which it starts: the
-        answer is of the moment after, or of 2 s later; `wait_for` waits until the dumps lie there.
+        Without `steps` it is of the next. Every asked rank acknowledges first, and then the step
+        is fixed on which it starts: the answer is of the moment after, or of 2 s later; `wait_for`
+        waits until the dumps lie there.
 
         Usage:
             >>> ordered = session.capture(stages=["actor_update"], level="L1")
@@ -393,6 +475,32 @@ class Session:
         }  # fmt: skip
         said = {name: value for name, value in body.items() if value is not None}
         return Divergence.from_answer(self._transport.ask("/operators/divergence", said))
+
+    def tensors(
+        self, a: Mapping[str, Any], b: Mapping[str, Any], *, limit: int = LIMIT, wait: float = 900.0
+    ) -> Tensors:
+        """Return how the full tensors of two dumps (task `tensor`) differ, compared by msprobe.
+
+        Args:
+            a, b: as in `divergence`.
+            limit: most rows; `about["count"]` says how many there are.
+            wait: seconds; msprobe takes one for some hundred tensors.
+
+        Raises:
+            NotReady: msprobe was not done in time; the same may be asked again.
+        """
+        deadline = time.monotonic() + wait
+        body = {"a": dict(a), "b": dict(b), "limit": limit}
+        while True:
+            try:
+                answer = self._transport.ask("/operators/tensors", body)
+                break
+            except NotReady:
+                if time.monotonic() >= deadline:
+                    raise
+        about = {name: value for name, value in answer.items() if name != "rows"}
+        found = Table.from_rows(answer["rows"], order=ORDER, title="tensors", about=about)
+        return Tensors.of(found)
 
     def _newest_run(self) -> str:
         runs = self.runs(limit=1)

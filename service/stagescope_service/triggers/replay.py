@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
 from stagescope_service.store.base import Row
 from stagescope_service.store.catalogue import Catalogue
@@ -11,6 +12,9 @@ from stagescope_service.triggers.facts import Facts, Needs, read
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.series import Publisher, Values
 from stagescope_service.triggers.watch import At, Firing, Watch
+
+OPEN_STEPS: Final = 64
+"""Steps of an attempt that may be open, and stand before those that are closed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +45,9 @@ class Reader:
             if left <= 0:
                 break
             attempt_id = int(attempt["attempt_id"])
-            found += [
-                (attempt_id, int(row["step"]))
-                for row in self._catalogue.steps(attempt_id, limit=left)
-                if row["closed_wall"] is not None
-            ]
+            rows = self._catalogue.steps(attempt_id, limit=left + OPEN_STEPS)
+            closed = [int(row["step"]) for row in rows if row["closed_wall"] is not None]
+            found += [(attempt_id, step) for step in closed[:left]]
         return found[::-1]
 
     def facts(self, attempt_id: int, step: int) -> Facts | None:

@@ -1,0 +1,145 @@
+"""Triggers by session and command line, on the real API and its store."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+from tests.support.measure import payload
+
+import stagescope
+from stagescope import Session
+from stagescope.errors import Forbidden, InvalidInput, InvalidPlan, NotFound
+from stagescope_service.store.base import Put
+
+STAGE = "actor_compute_log_prob"
+RULES = """
+rules:
+  - name: mean
+    metric: logprob_abs_diff/mean
+    when: {">": 0.5}
+    cooldown: 0
+    actions: {finding: {}, webhook: "https://hooks.example.com/SECRET", capture: {}}
+runs:
+  r: {capture: auto, budget: {captures: 2, bytes: 1000, share: 0.1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Run `r`: steps 1 to 5, of which 3 is far off and 4 has a NaN."""
+    with service(tmp_path_factory.mktemp("home")) as running:
+        rank = Rank(running, world_size=1)
+        for step in range(1, 6):
+            handed = payload(seed=step, noise=1.0 if step == 3 else 0.001)
+            if step == 4:
+                handed["tensors"]["old_log_probs"][2][1, 9] = math.nan
+            rank.stage(STAGE, step, handed)
+        rank.begin("actor_update", 6)
+        yield running
+
+
+@pytest.fixture
+def found(real: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
+    assert real.tokens is not None
+    monkeypatch.setenv("STAGESCOPE_URL", real.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", real.tokens.operate)
+    return real
+
+
+@pytest.fixture
+def session(found: Service) -> Iterator[Session]:
+    with stagescope.attach() as session:
+        yield session
+
+
+def ask(*words: str) -> Result:
+    return invoke(*words, env={"COLUMNS": "80"})
+
+
+def test_the_defaults_are_tried_on_stored_steps(session: Session) -> None:
+    assert "verl's own line" in session.default_triggers()
+    assert ask("triggers", "--defaults").stdout == session.default_triggers()
+    tried = session.test_triggers()
+    assert tried.about["steps"] == 5
+    rows = {(row["step"], row["rule"]): row for row in tried}
+    assert set(rows) == {
+        (3, "probs_diff_mean"), (3, "pearson"), (4, "non_finite_log_probs"),
+    }  # fmt: skip
+    row = rows[4, "non_finite_log_probs"]
+    assert (row["role"], row["rank"], row["round"], row["value"]) == ("actor", 0, 1, 1.0)
+    assert row["evidence"]["token"]["position"] == 9
+    assert not row["fired_live"]
+    assert len(session.test_triggers("r", steps=2)) == 1
+    with pytest.raises(NotFound, match="no run 'other'"):
+        session.test_triggers("other")
+    with pytest.raises(InvalidInput, match="steps is 0"):
+        session.test_triggers(steps=0)
+    text = ask("triggers", "test")
+    assert text.exit_code == 0, text.output
+    assert "non_finite_log_probs" in text.stdout
+
+
+def test_rules_are_set_and_shown_without_secrets(session: Session, found: Service) -> None:
+    before = session.triggers()
+    assert before["name"][0] == "non_finite_log_probs"
+    answer = session.set_triggers(RULES)
+    assert answer["revision"] == before.about["revision"] + 1
+    shown = session.triggers()
+    assert shown["name"] == ("mean",)
+    assert shown.about["rules"][0]["actions"]["webhook"] == "hooks.example.com"
+    for text in (json.dumps(dict(answer)), json.dumps(dict(shown.about)), repr(shown)):
+        assert "SECRET" not in text
+    budget = shown.about["budgets"][0]
+    assert (budget["run"], budget["spent"]["captures"], budget["refusal"]) == ("r", 0, None)
+    assert "0 of 2 captures" in repr(shown)
+    with pytest.raises(InvalidPlan, match=r"rules\[0\].actions.webhook cannot be called"):
+        session.set_triggers({"rules": shown.about["rules"]})
+    rule = {**shown.about["rules"][0], "actions": {"finding": {}}}
+    session.set_triggers({"rules": [rule], "runs": shown.about["runs"]})
+    assert session.triggers()["actions"] == ("finding",)
+    with pytest.raises(InvalidPlan, match="one of logprob_abs_diff/mean"):
+        session.set_triggers({"rules": [{**rule, "metric": "logprob_abs_dif/mean"}]})
+    assert found.tokens is not None
+    with (
+        stagescope.attach(found.server.url, token=found.tokens.read) as reader,
+        pytest.raises(Forbidden, match="read token"),
+    ):
+        reader.set_triggers(RULES)
+
+
+def test_the_command_line(found: Service, tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(RULES)
+    said = ask("triggers", "test", "--rules", str(file), "--json")
+    answer: Any = json.loads(said.stdout)
+    assert [(row["step"], row["rule"]) for row in answer["rows"]] == [(3, "mean")]
+    assert ask("triggers", "set", "--rules", str(file)).exit_code == 0
+    row = {"attempt_id": 1, "step": 3, "rule": "mean", "run": "r", "message": "far off"}
+    row |= {"evidence": {"value": 0.9, "attempt": 1}, "actions": {}, "wall": 1.0}
+    found.store.submit([Put("firings", row)]).result(30)
+    found.store.submit([Put("steps", {"attempt_id": 1, "step": 3, "pinned": True})]).result(30)
+    text = ask("triggers")
+    assert text.exit_code == 0, text.output
+    assert max(map(len, text.stdout.splitlines())) <= 80
+    for word in ("mean", "> 0.5", "0.9", "pinned steps: r 3", "hooks"):
+        assert (word in text.stdout) == (word != "hooks"), text.stdout
+    tried = json.loads(ask("triggers", "test", "--json").stdout)
+    assert [row["fired_live"] for row in tried["rows"]] == [True]
+    fired = json.loads(ask("triggers", "firings", "--json").stdout)["rows"]
+    assert (fired[0]["attempt"], fired[0]["message"]) == (1, "far off")
+    assert ask("unpin", "3").exit_code == 0
+    assert json.loads(ask("triggers", "--json").stdout)["pinned"] == []
+    assert ask("triggers", "set").exit_code == 2
+    assert ask("triggers", "show", "--rules", str(file)).exit_code == 2
+    file.write_text("rules: [{name: x}]")
+    wrong = ask("triggers", "test", "--rules", str(file))
+    assert wrong.exit_code == 2
+    assert "rules[0].metric" in wrong.stderr
