@@ -30,6 +30,7 @@ class Desk:
     measures: Measures
     operator_files: OperatorFiles
     comparisons: Comparisons
+    long_comparisons: Comparisons
 
 
 async def desk_of(request: Request) -> Desk:

@@ -9,7 +9,14 @@ from fastapi import APIRouter, Request
 
 from stagescope.errors import InvalidInput
 from stagescope_service.api.desk import AtDesk, Desk, Row
-from stagescope_service.api.operator_tables import SIDE_FIELDS, Side, find_side, read_sides
+from stagescope_service.api.operator_tables import (
+    Side,
+    check_fields,
+    find_side,
+    read_sides,
+    sides_schema,
+    whole_number,
+)
 from stagescope_service.api.requests import Answer, read_json
 from stagescope_service.compare.differences import Thresholds
 from stagescope_service.compare.divergence import MOST_VERDICTS, first_divergent
@@ -19,35 +26,16 @@ router = APIRouter(tags=["operators"])
 OTHER_DEVICE: Final = 100.0
 """The factor of the thresholds where the two sides ran on devices of two kinds."""
 
-_SIDE: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {name: {"description": text} for name, text in SIDE_FIELDS.items()},
-    "additionalProperties": False,
-}
-_DIVERGENCE_BODY: Final[dict[str, Any]] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["a", "b"],
-                "properties": {
-                    "a": _SIDE,
-                    "b": _SIDE,
-                    "factor": {"type": "number", "description": "Threshold in eps; default 4."},
-                    "by_dtype": {"type": "object", "description": "dtype -> threshold."},
-                    "exact": {"type": "boolean", "description": "Every number must be equal."},
-                    "skip_sharded": {"type": "boolean", "description": "Leave out shards."},
-                    "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
-                },
-                "additionalProperties": False,
-            }
-        }
-    },
-}
+_BODY: Final[dict[str, Any]] = sides_schema(
+    factor={"type": "number", "description": "Threshold in eps; default 4."},
+    by_dtype={"type": "object", "description": "dtype -> threshold."},
+    exact={"type": "boolean", "description": "Every number must be equal."},
+    skip_sharded={"type": "boolean", "description": "Leave out shards."},
+    limit={"type": "integer", "minimum": 1, "maximum": 1000},
+)
 
 
-@router.post("/operators/divergence", openapi_extra={"requestBody": _DIVERGENCE_BODY})
+@router.post("/operators/divergence", openapi_extra={"requestBody": _BODY})
 async def divergence(request: Request, desk: AtDesk) -> Answer:
     """Find the first operator in which two dumps differ: ranks, steps, attempts, runs, devices.
 
@@ -58,7 +46,7 @@ async def divergence(request: Request, desk: AtDesk) -> Answer:
     data every activation differs, and no parameter may. What side `b` leaves out is as in `a`.
     """
     said = await read_json(request, desk.settings)
-    _check_fields(said, "a", "b", "factor", "by_dtype", "exact", "skip_sharded", "limit")
+    check_fields(said, "a", "b", "factor", "by_dtype", "exact", "skip_sharded", "limit")
     return Answer(await desk.comparisons.run(_divergence, desk, said))
 
 
@@ -74,7 +62,7 @@ def _divergence(desk: Desk, said: Mapping[str, Any]) -> Row:
         desk.operator_files.path(b.row),
         thresholds,
         skip_sharded=_flag(said, "skip_sharded"),
-        limit=_limit(said),
+        limit=whole_number(said, "limit", MOST_VERDICTS, least=1, most=1000),
     )
     return {
         "a": {**a.heading(), "device": devices[0]},
@@ -107,15 +95,6 @@ def _thresholds(said: Mapping[str, Any], factor: float) -> Thresholds:
     )
 
 
-def _check_fields(said: Mapping[str, Any], *names: str) -> None:
-    unknown = sorted(set(said) - set(names))
-    if unknown:
-        raise InvalidInput(
-            f"there is no field {', '.join(map(repr, unknown[:5]))}",
-            expected=f"some of {', '.join(names)}",
-        )
-
-
 def _positive(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e300:
         raise InvalidInput(f"{name} is {value!r:.100}", expected="a number from 0")
@@ -126,11 +105,4 @@ def _flag(said: Mapping[str, Any], name: str) -> bool:
     value = said.get(name, False)
     if not isinstance(value, bool):
         raise InvalidInput(f"{name} is {value!r:.100}", expected="true or false")
-    return value
-
-
-def _limit(said: Mapping[str, Any]) -> int:
-    value = said.get("limit", MOST_VERDICTS)
-    if type(value) is not int or not 1 <= value <= 1000:
-        raise InvalidInput(f"limit is {value!r:.100}", expected="a number of rows from 1 to 1000")
     return value

@@ -193,3 +193,37 @@ def find_side(desk: Desk, said: Row, name: str, like: Side | None = None) -> Sid
 def _few(texts: Sequence[str]) -> str:
     more = f", ... ({len(texts)})" if len(texts) > _NAMED else ""
     return ", ".join(texts[:_NAMED]) + more
+
+
+def sides_schema(**fields: Any) -> dict[str, Any]:
+    """Return the OpenAPI body of a question about two sides, with `fields` of its own."""
+    side = {
+        "type": "object",
+        "properties": {name: {"description": text} for name, text in SIDE_FIELDS.items()},
+        "additionalProperties": False,
+    }
+    schema = {
+        "type": "object",
+        "required": ["a", "b"],
+        "properties": {"a": side, "b": side, **fields},
+        "additionalProperties": False,
+    }
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def check_fields(said: Mapping[str, Any], *names: str) -> None:
+    """Refuse a body with other fields than these."""
+    unknown = sorted(set(said) - set(names))
+    if unknown:
+        raise InvalidInput(
+            f"there is no field {', '.join(map(repr, unknown[:5]))}",
+            expected=f"some of {', '.join(names)}",
+        )
+
+
+def whole_number(said: Mapping[str, Any], name: str, default: int, *, least: int, most: int) -> int:
+    """Return a field of a body that is an integer within bounds."""
+    value = said.get(name, default)
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidInput(f"{name} is {value!r:.100}", expected=f"an integer, {least} to {most}")
+    return value

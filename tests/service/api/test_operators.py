@@ -14,7 +14,8 @@ from tests.support.api import Rank, Service, service
 from tests.support.dumps import ExtraCall, capture, dumped
 from tests.support.small_decoder import SmallDecoder, small_decoder
 
-from stagescope.errors import NotReady
+import stagescope
+from stagescope.errors import InvalidInput, NotReady
 from stagescope_service.api.comparisons import AT_ONCE, Comparisons
 from stagescope_service.api.operator_files import OperatorFiles
 
@@ -302,3 +303,63 @@ def test_other_answers_come_while_comparisons_are_computed(
     for thread in threads:
         thread.join(30)
     assert answers == [5, 5]
+
+
+def test_full_tensors_are_compared_by_msprobe(live: Service, tmp_path: Path) -> None:
+    changed = small_decoder()
+    with torch.no_grad():
+        changed.get_parameter("blocks.0.up.weight").mul_(1.5)
+    for rank, model in ((0, small_decoder()), (1, changed)):
+        files = capture(tmp_path / str(rank), model, level="L1", task="tensor")
+        dumped(live, Rank(live, rank=rank), files)
+    with stagescope.attach(live.server.url, token=live.read.headers["authorization"][7:]) as asking:
+        found = asking.tensors({"step": 5, "rank": 0}, {"rank": 1}, wait=60.0)
+        differing = [row for row in found if row["max_abs_error"]]
+        assert differing[0]["name"].startswith("Functional.linear.2.forward")
+        assert found.about["count"] == len(found)
+        text = found.lines()
+        assert max(map(len, text)) <= 80
+        assert differing[0]["name"] in text
+        few = asking.tensors({"step": 5, "rank": 0}, {"rank": 1}, limit=2)
+        assert few.about["count"] == len(found)
+        assert few.lines()[-1] == f"... {len(found) - 2} more tensors"
+
+
+def test_tensors_are_asked_of_dumps_that_hold_them(asked: Service) -> None:
+    answer = asked.read.post("/operators/tensors", json=BOTH)
+    assert answer.status_code == 422
+    assert "task statistics" in answer.json()["wrong"]
+    assert "/operators/divergence" in answer.json()["advice"]
+
+
+def test_tensors_on_another_node_say_so(live: Service, tmp_path: Path) -> None:
+    files = capture(tmp_path / "dump", level="L0", task="tensor")
+    path = dumped(live, Rank(live), files)
+    (path / "dump.json").unlink()
+    answer = live.read.post("/operators/tensors", json={"a": {"step": 5}, "b": {}})
+    assert answer.status_code == 502
+    assert "alone" in answer.json()["wrong"]
+
+
+def test_a_long_question_is_begun_once_and_again_where_it_failed() -> None:
+    going = threading.Event()
+    begun: list[int] = []
+
+    def question() -> int:
+        begun.append(1)
+        assert going.wait(30)
+        if len(begun) == 1:
+            raise InvalidInput("broken")
+        return len(begun)
+
+    comparisons = Comparisons(1)
+    _, first = comparisons.once(("a", "b"), question)
+    assert comparisons.once(("a", "b"), question)[1] is first
+    with pytest.raises(NotReady, match="ask again"):
+        comparisons.once(("a", "c"), question)
+    going.set()
+    with pytest.raises(InvalidInput):
+        first.result(30)
+    _, second = comparisons.once(("a", "b"), question)
+    assert second.result(30) == 2
+    assert comparisons.once(("a", "b"), question)[1] is second

@@ -1,0 +1,32 @@
+"""msprobe's own comparison of two dumps of full tensors, as a process of its own.
+
+`python -m stagescope_service.compare.msprobe_compare A B OUT`: directories of two ranks' dumps, and
+an empty one for msprobe's table. msprobe forks, prints, and patches what it imports; it stays in
+here. It loads tensors with `weights_only`, so nothing of a file is run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+MISSING: Final = 3
+"""Exit code: msprobe is not installed."""
+
+
+def main(a: str, b: str, out: str) -> int:
+    """Compare; msprobe's table is in `out` afterwards."""
+    os.nice(10)
+    try:
+        from msprobe.pytorch.compare.pt_compare import pt_compare
+    except ImportError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - the log of this process
+        return MISSING
+    paths = {"npu_path": f"{a}/dump.json", "bench_path": f"{b}/dump.json"}
+    pt_compare({**paths, "is_print_compare_log": False}, out, xlsx=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:4]))
