@@ -26,6 +26,9 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "config_path": "the path of an msprobe config.json that the ranks can read, or null",
     "data_dir": "where the dumps go, or null for the service's data_dir",
     "keep": "names of payload tensors to keep as safetensors",
+    "parameters": "patterns of parameter names, such as '*.q_proj.weight', to keep each rank's "
+    "shards of at the stage's end",
+    "gradients": "patterns of parameter names to keep the gradients of, each rank's shards",
     "limits": "{'bytes': most bytes a dump may take, 'seconds': most time, 'reserve_bytes': kept "
     "free on the disk, 'tokens': of the stage, for the estimate}, or null",
     "force": "whether to start although the estimate does not fit on the disk",
@@ -78,6 +81,8 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         "config_path": _path(spec.get("config_path"), "config_path", roots),
         "data_dir": _path(spec.get("data_dir"), "data_dir", roots),
         "keep": _names(spec, "keep", required=False) or [],
+        "parameters": _names(spec, "parameters", required=False) or [],
+        "gradients": _names(spec, "gradients", required=False) or [],
         "limits": _limits(spec.get("limits")),
         "force": _flag(spec, "force"),
         "strict": _flag(spec, "strict"),
@@ -91,10 +96,11 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         )
     for field, path in _paths_in(capture["config"] or {}):
         _path(path, f"config.{field}", roots)
-    if capture["config"] is None and capture["config_path"] is None and not capture["keep"]:
+    if not needs_ranks(capture) and not capture["keep"]:
         raise InvalidPlan(
             "a capture orders nothing",
-            expected="config or config_path for msprobe, or names of tensors in keep",
+            expected="config or config_path for msprobe, names of tensors in keep, or patterns in "
+            "parameters or gradients",
         )
     return capture
 
@@ -303,6 +309,16 @@ def matches(
         past, rest = divmod(step - start, every)
         return past >= 0 and rest == 0 and (count is None or past < count)
     return step in steps
+
+
+def needs_ranks(capture: Mapping[str, Any]) -> bool:
+    """Return whether ranks have something to do: payloads are kept by the service alone."""
+    return orders_msprobe(capture) or bool(capture.get("parameters") or capture.get("gradients"))
+
+
+def orders_msprobe(capture: Mapping[str, Any]) -> bool:
+    """Return whether a capture is one by msprobe."""
+    return capture.get("config") is not None or capture.get("config_path") is not None
 
 
 def matches_rank(ranks: Any, rank: int) -> bool:

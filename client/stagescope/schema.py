@@ -54,7 +54,8 @@ REFUSED: Final = "refused"
 """A call with bad input in the training process: what, message, work fields."""
 DUMP: Final = "dump"
 """work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' |
-'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str], estimate {...}."""
+'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str],
+estimate {...}."""
 STACKS: Final = "stacks"
 """work fields of the stage that the training thread is in, request_id (`Sender.incarnation` and it
 name the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],

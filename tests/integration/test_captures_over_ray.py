@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("msprobe")
@@ -130,3 +132,27 @@ def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service) -> None:
         session.remove_capture(capture_id)
         assert session.progress(capture_id)["state"] == "withdrawn"
         eventually(lambda: all(row["acknowledged"] for row in session.progress(capture_id).ranks()))
+
+
+def test_gradients_and_parameters_of_every_rank_are_kept(service: Service) -> None:
+    with training(service, "gradients"), service.session() as session:
+        ordered = session.capture(
+            run="gradients", stages=["actor_update"], gradients=["*.weight"], parameters=["1.bias"]
+        )
+        found = session.wait_for(ordered["capture_id"], timeout=60)
+        assert found["state"] == "complete", found
+        assert all(each["bytes"] > 0 for each in found["agreement"]["estimates"])
+        start = found["agreement"]["start"]
+        kept = eventually(lambda: files(service, "gradients", start, 2))
+        for file in kept:
+            with safetensors.safe_open(file, "np") as tensors:
+                assert {*tensors.keys()} == {
+                    "gradient/0.weight", "gradient/1.weight", "parameter/1.bias",
+                }  # fmt: skip
+                assert tensors.get_tensor("gradient/0.weight").shape == (16, 8)
+                assert np.any(tensors.get_tensor("gradient/1.weight"))
+
+
+def files(service: Service, run: str, step: int, count: int) -> list[Path]:
+    found = [*service.settings.data_path.glob(f"{run}/*/step_{step}/actor_update/**/*.safetensors")]
+    return found if len(found) == count else []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.captures import matches, matches_rank, validate_capture
+from stagescope.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.errors import InvalidPlan
 
 _HISTORY: Final = 1000  # steps remembered to tell a late capture
@@ -75,8 +75,7 @@ class PlanWatch:
         return [
             capture
             for capture in captures
-            if (capture.get("config") is not None or capture.get("config_path") is not None)
-            and self._matches(capture, step, stage)
+            if needs_ranks(capture) and self._matches(capture, step, stage)
         ]
 
     def apply(self, plan: Mapping[str, Any]) -> None:
@@ -115,11 +114,9 @@ class PlanWatch:
 
     def _concerns(self, capture: Mapping[str, Any]) -> bool:
         roles = capture.get("roles") or [self.role]
-        is_msprobe = capture.get("config") is not None or capture.get("config_path") is not None
-        mine = self._is_carried_out and capture.get("run") in (None, self.run)
-        return (
-            mine and is_msprobe and self.role in roles and matches_rank(capture["ranks"], self.rank)
-        )
+        is_mine = self._is_carried_out and capture.get("run") in (None, self.run)
+        is_named = self.role in roles and matches_rank(capture["ranks"], self.rank)
+        return is_mine and is_named and needs_ranks(capture)
 
     def _matches(self, capture: Mapping[str, Any], step: int | None, stage: str) -> bool:
         if not self._is_carried_out or capture.get("run") not in (None, self.run):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from stagescope.captures import orders_msprobe
 from stagescope.errors import InvalidInput, StagescopeError
 from stagescope.schema import BEGIN, DUMP, END, LOG, Work
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
@@ -19,6 +20,7 @@ from stagescope_workers.payload import describe, is_torch
 
 if TYPE_CHECKING:
     from stagescope_workers.capture.msprobe_capture import ArmedCapture
+    from stagescope_workers.capture.shards import Shards
     from stagescope_workers.probe import Probe
 
 _MAX_MESSAGE: Final = 2000
@@ -43,6 +45,7 @@ class Stage:
         self._ended = False
         self._timer: DeviceTimer | None = None
         self._captures: list[ArmedCapture] = []
+        self._shards: tuple[Shards, list[Mapping[str, Any]]] | None = None
 
     def __enter__(self) -> Stage:
         self.begin()
@@ -80,6 +83,8 @@ class Stage:
         with probe.guard("begin", work):
             captures = probe.plan.begin(work.step, work.stage)
         if captures:
+            with probe.guard("begin", work):
+                self._take_shards(captures)
             self._arm(captures, work, work.stage)
 
     def record(self, values: Mapping[str, object] | None = None, /, **named: object) -> None:
@@ -128,6 +133,7 @@ class Stage:
         with self._probe.guard("end", work, quiet=error is not None):
             if self._timer is not None:
                 self._timer.stop()
+            self._hand_over_shards()
             problems += self._draft.problems()
             self._send_end(work, error)
         try:
@@ -164,6 +170,41 @@ class Stage:
         self._probe.outbox.put(END, fields, draft=draft, awaits=awaits, finalise=finalise)
 
     # --- captures -------------------------------------------------------------------------
+
+    def _take_shards(self, captures: list[Mapping[str, Any]]) -> None:
+        """Begin to take what captures order of the model's parameters and gradients."""
+        ordered = [each for each in captures if each.get("parameters") or each.get("gradients")]
+        if not ordered:
+            return
+        from stagescope_workers.capture.shards import Shards
+
+        names = {
+            kind: [pattern for each in ordered for pattern in each.get(kind) or ()]
+            for kind in ("parameters", "gradients")
+        }
+        try:
+            self._shards = (Shards(self._model, **names), ordered)
+        except StagescopeError as error:
+            for each in ordered:
+                if not orders_msprobe(each):
+                    self._send_dump(_of_shards(each, "failed", str(error)))
+            raise
+
+    def _hand_over_shards(self) -> None:
+        """Put what was taken into the payload, which carries it like anything recorded."""
+        if self._shards is None:
+            return
+        (shards, ordered), self._shards = self._shards, None
+        tensors, places, error = shards.finish()
+        problems = [*self._draft.add({**tensors, **({"shards": places} if places else {})})]
+        for problem in problems:
+            self._probe.refuse("record", problem, self.work)
+        error = error or (str(problems[0]) if problems else None)
+        state = "failed" if error else "complete"
+        for each in ordered:
+            if not orders_msprobe(each):
+                size = sum(spec.nbytes for spec in self._draft.specs().values())
+                self._send_dump({**_of_shards(each, state, error), "bytes": size})
 
     def _arm(self, captures: list[Mapping[str, Any]], work: Work, stage: str) -> None:
         from stagescope_workers.capture.msprobe_capture import Capturer
@@ -216,6 +257,12 @@ class Stage:
     def _send_dump(self, fields: dict[str, Any]) -> None:
         work = {} if self.work is None else self.work.fields()
         self._probe.outbox.put(DUMP, work | fields)
+
+
+def _of_shards(capture: Mapping[str, Any], state: str, error: str | None) -> dict[str, Any]:
+    """Return the DUMP fields of a capture that orders no msprobe."""
+    capture_id = capture.get("capture_id")
+    return {"capture_id": capture_id, "state": state, "task": "parameters", "error": error}
 
 
 def log_scalars(probe: Probe, work: Work, scalars: Mapping[str, object]) -> None:

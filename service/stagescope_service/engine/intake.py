@@ -150,7 +150,8 @@ class Intake:
         for evicted in self.ring.take_evicted():
             name = f"ring/{evicted.key.incarnation}/{evicted.key.seq}"
             yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})
-        keep = [name for name in job.get("keep") or () if name in payload.tensors]
+        wanted = set(job.get("keep") or ())
+        keep = [name for name in payload.tensors if name in wanted or _family(name) in wanted]
         if keep:
             part = Part(*(job[n] or 0 for n in ("occurrence", "epoch", "minibatch", "microbatch")))
             directory = step_directory(
@@ -201,6 +202,11 @@ class Intake:
             severity="error",
             advice=error.advice or "the stage event stands; its numbers are missing",
         )
+
+
+def _family(name: str) -> str:
+    """Return what a plan calls tensors of a model: `gradient.1/linear.weight` is `gradient/*`."""
+    return f"{name.partition('/')[0].partition('.')[0]}/*"
 
 
 def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> Iterator[Put]:

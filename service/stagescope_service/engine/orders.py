@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from stagescope.captures import needs_ranks
 from stagescope.errors import Conflict
 from stagescope_service.engine import agreement as agreeing
 from stagescope_service.engine.agreement import Agreement, Crew
@@ -140,7 +141,7 @@ class Orders:
         if entry.capture_id in self._interrupted:
             self._interrupted.discard(entry.capture_id)
             return self._anew(entry, mono, wall)
-        if not _needs_ranks(order) or self._is_early(order):
+        if not needs_ranks(order) or self._is_early(order):
             return self._at_once(entry, wall)
         crew = self.crew(order)
         elapsed = mono - self._asked_mono.setdefault(entry.capture_id, mono)
@@ -280,7 +281,7 @@ class Orders:
             there = ", ".join(sorted(done))
             notes.append(f"no rank has done {', '.join(new)} lately; stages of the run: {there}")
         late = self.crew(order).late(entry.agreement.revision)
-        if _needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
+        if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
             notes.append(f"waiting for {_names([each.name for each in late])}")
         return notes
 
@@ -364,11 +365,6 @@ def step_seconds(attempt: Attempt) -> float | None:
     ]
     found = [gap for gap in gaps if 0 < gap < float("inf")]
     return statistics.median(found) if found else None
-
-
-def _needs_ranks(order: Mapping[str, Any]) -> bool:
-    # What is only to be kept of payloads, the service keeps.
-    return order["config"] is not None or order["config_path"] is not None
 
 
 def _captures(process: Process) -> bool:

@@ -147,9 +147,14 @@ class Plan:
         return {"revision": self.revision, "captures": captures}
 
     def keeps(self, *, run: str, stage: str, role: str, rank: int, step: int | None) -> list[str]:
-        """Return the names of the tensors that the plan keeps of this payload, without repeats."""
+        """Return the names of the tensors that the plan keeps of this payload, without repeats.
+
+        `parameter/*` and `gradient/*` stand for all that a rank took of its model for a capture.
+        """
         names: dict[str, None] = {}
         for capture in self.for_run(run):
-            if capture["keep"] and matches(capture, stage=stage, role=role, rank=rank, step=step):
-                names.update(dict.fromkeys(capture["keep"]))
+            wanted = [*capture["keep"]]
+            wanted += [f"{each}/*" for each in ("parameter", "gradient") if capture.get(f"{each}s")]
+            if wanted and matches(capture, stage=stage, role=role, rank=rank, step=step):
+                names.update(dict.fromkeys(wanted))
         return list(names)

@@ -13,9 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope.captures import orders_msprobe
+
 _log = logging.getLogger("stagescope.workers")
 
 _STAGES_KNOWN: Final = 64
+_COPIED_A_SECOND: Final = 1e9
 
 Said = tuple[str, dict[str, Any]]
 """A stage, and the fields of its estimate."""
@@ -67,6 +70,8 @@ def reckon(capture: Mapping[str, Any], models: Models, data_root: str | None) ->
         "collective_timeout": collective_timeout(),
     }
     found: list[Said] = []
+    if not orders_msprobe(capture):
+        return [(stage, {**cost.fields(), **about}) for stage, cost in _of_shards(capture, models)]
     config = resolve_config(capture, dump_path="", step=None)
     tokens = int(limits.get("tokens") or capture_estimate.ASSUMED_TOKENS)
     for stage, model in models.of(capture["stages"]):
@@ -80,6 +85,19 @@ def reckon(capture: Mapping[str, Any], models: Models, data_root: str | None) ->
         return found
     stage = "all" if capture["stages"] == "all" else str(capture["stages"][0])
     return [(stage, {**capture_estimate.Estimate(0, 0.0, "unknown").fields(), **about})]
+
+
+def _of_shards(capture: Mapping[str, Any], models: Models) -> list[tuple[str, Any]]:
+    """Return what an order of parameters and gradients alone takes, by stage."""
+    from stagescope_workers.capture.capture_estimate import Estimate
+    from stagescope_workers.capture.shards import size_of
+
+    found = []
+    for stage, model in models.of(capture["stages"]):
+        size = size_of(model, capture["parameters"]) + size_of(model, capture["gradients"])
+        found.append((stage, Estimate(size, size / _COPIED_A_SECOND, "model")))
+    unknown = "all" if capture["stages"] == "all" else str(capture["stages"][0])
+    return found or [(unknown, Estimate(0, 0.0, "unknown"))]
 
 
 def collective_timeout() -> float | None:
