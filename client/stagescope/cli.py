@@ -269,14 +269,15 @@ def stacks(
     **options: Any,
 ) -> Record:
     """The Python stacks of live ranks, taken now (needs the operate token); with STEP, as kept."""
-    only = _ints(ranks, "--ranks")
+    only = None if ranks == "all" else read_ranks(ranks)
+    if not isinstance(only, list | None):
+        raise click.BadParameter(f"{ranks!r} names no ranks", param_hint="--ranks")
     if step is None:
-        asked = None if isinstance(only, str) else only
-        found = session.stacks(**options, ranks=asked, wait=wait)
+        found = session.stacks(**options, ranks=only, wait=wait)
     else:
         word = _read_step(click.get_current_context(), click.Argument(["step"]), step)
         found = _noun(session, word, options).stacks(**options)
-        found = found if isinstance(only, str) else found.of_ranks(only)
+        found = found if only is None else found.of_ranks(only)
     return found.all_threads() if all_threads else found
 
 

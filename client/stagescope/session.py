@@ -316,7 +316,7 @@ class Session:
             NotFound: no such run or attempt, or it is over.
         """
         asked = {"run": run, "attempt": attempt, "role": role}
-        body = {name: value for name, value in asked.items() if value is not None}
+        body: dict[str, Any] = {name: word for name, word in asked.items() if word is not None}
         if ranks is not None:
             body["ranks"] = [*ranks]
         body["wait"] = min(wait, 0.8 * self._transport.timeout)

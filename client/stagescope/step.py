@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics
 from stagescope.frames import Table
+from stagescope.hangs import STUCK_ORDER, Stacks
 from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.weights import WEIGHT_ORDER, Weights
 
@@ -124,6 +125,35 @@ class Step:
     ) -> Table:
         """Return who was in which stage, when, and who has not arrived, since when."""
         return self._table("stages", _STAGE_ORDER, limit, stage=stage, role=role, rank=rank)
+
+    def stuck(
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        limit: int = LIMIT,
+    ) -> Table:
+        """Return which ranks hold up the others, since when, and what they were judged by.
+
+        `about["findings"]` holds what was found of this step before, also what is over.
+        """
+        return self._table("stuck", STUCK_ORDER, limit, stage=stage, role=role, rank=rank)
+
+    def stacks(
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        source: Literal["probe", "watchdog"] | None = None,
+        limit: int = LIMIT,
+    ) -> Stacks:
+        """Return the stacks that were taken in this step; `Session.stacks` takes new ones."""
+        filters = {"stage": stage, "role": role, "rank": rank, "source": source}
+        table = self._table("stacks", (), limit, **filters)
+        answer = {**table.about, "rows": table.to_dicts()}
+        return Stacks(answer, title=f"stacks of step {self.step} of {self.run}")
 
     def dumps(
         self,

@@ -1,0 +1,84 @@
+"""`Stacks`: what the threads of processes did, as text to read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from stagescope import render
+from stagescope.answers import Record
+
+STUCK_ORDER: Final = (
+    "rank", "status", "stage", "step", "seconds", "limit_seconds", "usual_seconds", "ranks_begun",
+    "ranks_ended", "ranks", "role", "host", "pid",
+)  # fmt: skip
+
+
+class Stacks(Record):
+    """The Python stacks of processes; `rows` holds one mapping a process.
+
+    Usage:
+        >>> print(session.stacks(ranks=[1]))             # the training thread of rank 1
+        >>> session.stacks(ranks=[1]).rows[0]["threads"] # every thread
+        >>> print(step.stacks().all_threads())
+    """
+
+    __slots__ = ("_every",)
+
+    def __init__(self, answer: Mapping[str, Any], *, title: str, every: bool = False) -> None:
+        super().__init__(answer, title=title)
+        self._every = every
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """The processes: role, rank, stage, state, source, threads, ..."""
+        rows: Sequence[Mapping[str, Any]] = self["rows"]
+        return rows
+
+    @property
+    def not_answered(self) -> Sequence[Mapping[str, Any]]:
+        """Who did not answer: role, rank, reason."""
+        said: Sequence[Mapping[str, Any]] = self.get("not_answered") or []
+        return said
+
+    def of_ranks(self, ranks: Collection[int]) -> Stacks:
+        """Return those of these ranks alone."""
+        rows = [row for row in self.rows if row["rank"] in ranks]
+        return Stacks({**self, "rows": rows}, title=self.heading, every=self._every)
+
+    def all_threads(self) -> Stacks:
+        """Return the same, shown with every thread, not the training threads alone."""
+        return Stacks(self, title=self.heading, every=True)
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return a heading a process, and below it the stacks; frames are never cut."""
+        lines: list[str] = []
+        for row in self.rows:
+            lines += [render.clip(_who(row), width), *self._of(row), ""]
+        for row in self.not_answered:
+            lines.append(render.printable(f"{row['role']} rank {row['rank']}: {row['reason']}"))
+        return lines or ["no stacks were taken"]
+
+    def _of(self, row: Mapping[str, Any]) -> list[str]:
+        threads = row.get("threads") or []
+        training = [thread for thread in threads if thread.get("is_training")]
+        # Where nobody knows which one trains, all of them may.
+        shown = threads if self._every or not training else training
+        lines = []
+        for thread in shown:
+            name = thread.get("name") or f"thread {thread.get('ident')}"
+            mark = " (training)" if thread.get("is_training") else ""
+            lines.append(render.printable(f"  {name}{mark}"))
+            stack = str(thread.get("stack") or "(no Python frame)")
+            lines += [f"  {render.printable(line)}" for line in stack.splitlines()]
+        if len(shown) < len(threads):
+            lines.append(f"  and {len(threads) - len(shown)} other threads")
+        return lines
+
+
+def _who(row: Mapping[str, Any]) -> str:
+    place = "" if row.get("step") is None else f" in step {row['step']}"
+    stage = f", {row['stage']}" if row.get("stage") else ""
+    said = "" if row.get("state") == "answered" else f": {row.get('state')}"
+    source = " (its watchdog)" if row.get("source") == "watchdog" else ""
+    return render.printable(f"{row.get('role')} rank {row.get('rank')}{place}{stage}{source}{said}")
