@@ -178,7 +178,7 @@ class Rank:
             name, run, key, role, rank, node_id=node, started=None if raw else started
         )
 
-    def say(self, kind: str, *, has_payload: bool = False, **fields: Any) -> Delivery:
+    def say(self, kind: str, /, *, has_payload: bool = False, **fields: Any) -> Delivery:
         self.seq += 1
         self.wall += 0.25
         event = Event(kind, self.seq, self.wall, self.wall - 500.0, fields)
