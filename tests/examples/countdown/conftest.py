@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from examples.countdown.collective import Collective
-from examples.countdown.config import Settings
+from examples.countdown.config import NONE, Settings, Troubles
 from examples.countdown.trainer import Trainer
 from stagescope_workers import Probe, init
 
@@ -25,11 +25,11 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Probe]:
 def make_trainer(probe: Probe) -> Iterator[Callable[..., Trainer]]:
     threads = torch.get_num_threads()
 
-    def make(**changes: Any) -> Trainer:
+    def make(troubles: Troubles = NONE, **changes: Any) -> Trainer:
         settings = Settings(
             **{"world_size": 1, "groups": 2, "warmup_steps": 2, "warmup_rows": 4, **changes}
         )
-        return Trainer(settings, Collective(0, 1), probe)
+        return Trainer(settings, Collective(0, 1), probe, troubles=troubles)
 
     yield make
     torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ import torch
 
 from examples.countdown import checkpoint
 from examples.countdown.advantages import critic_advantages, group_advantages
-from examples.countdown.config import Settings
+from examples.countdown.config import EngineSwitch, PlantedNan, Settings, Troubles
 from examples.countdown.losses import policy_loss
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
@@ -187,3 +187,45 @@ def test_shards_and_mini_batches_cover_every_row_once(
     part = parts[0][2]
     rows = [batch.sample_ids.index(uid) for uid in part.sample_ids]
     assert np.array_equal(part.responses, batch.responses[rows, : part.responses.shape[1]])
+
+
+def test_a_planted_nan_stays_in_its_layer_and_spares_the_weights(
+    make_trainer: MakeTrainer, probe: Probe
+) -> None:
+    planted = PlantedNan.parse("2:0:model.layers.1.mlp.down_proj")
+    trainer = make_trainer(troubles=Troubles(nan=planted))
+    first = run_step(trainer, probe, 1)
+    assert np.isfinite(list(first.values())).all()
+    before = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+    second = run_step(trainer, probe, 2)
+    assert not np.isfinite(second["loss"])
+    for name, value in trainer.policy.state_dict().items():
+        assert torch.isfinite(value).all(), name
+        assert torch.equal(value, before[name]), name
+
+
+def test_the_engine_switches_its_type_at_a_step(make_trainer: MakeTrainer, probe: Probe) -> None:
+    trainer = make_trainer()
+    rollout = Rollout(trainer.settings, probe, Troubles(switch=EngineSwitch.parse("2:float32")))
+    means = []
+    for step in (1, 2):
+        weights = trainer.weight_sync(step)
+        assert weights is not None
+        rollout.weight_sync(step, weights)
+        batch = rollout.generate(step)
+        batch = batch.with_columns(rewards=np.zeros(len(batch), np.float32))
+        old = trainer.compute_log_prob(step, batch)
+        means.append(np.abs(old - batch.rollout_log_probs)[batch.response_mask == 1].mean())
+    assert means[1] < means[0] / 10
+
+
+@pytest.mark.parametrize("text", ["", "2", "2:0", "2:0:", "a:0:m", "2:b:m"])
+def test_plants_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match="STEP:RANK:MODULE"):
+        PlantedNan.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "2", "2:fp4", "x:int8"])
+def test_switches_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match="STEP:int8"):
+        EngineSwitch.parse(text)

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from examples.countdown.config import Pause, Settings
+from examples.countdown.config import NONE, Settings, Troubles
 from stagescope_workers import Probe, init
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class RankActor:
     """One training rank; every method of `Trainer` may be called through `do`."""
 
     def __init__(
-        self, settings: Settings, rank: int, report: Report, pause: Pause | None = None
+        self, settings: Settings, rank: int, report: Report, troubles: Troubles = NONE
     ) -> None:
         layout = {"dp_rank": rank, "dp_size": settings.world_size, "framework": "transformers"}
         self._probes = [_probe(settings, role, rank, report, layout) for role in _roles(settings)]
@@ -43,7 +43,7 @@ class RankActor:
 
         self._collective = Collective(rank, settings.world_size)
         self._trainer = Trainer(
-            settings, self._collective, self._probes[0], self._probes[-1], pause
+            settings, self._collective, self._probes[0], self._probes[-1], troubles
         )
 
     def pid(self) -> int:
@@ -72,13 +72,13 @@ class RankActor:
 class RolloutActor:
     """The process that holds the engine."""
 
-    def __init__(self, settings: Settings, report: Report) -> None:
+    def __init__(self, settings: Settings, report: Report, troubles: Troubles = NONE) -> None:
         layout = {"engine": f"ctranslate2 {settings.engine}"}
         self._probe = _probe(settings, "rollout", 0, report, layout)
 
         from examples.countdown.rollout import Rollout
 
-        self._rollout = Rollout(settings, self._probe)
+        self._rollout = Rollout(settings, self._probe, troubles)
 
     def pid(self) -> int:
         """Return this process's id."""

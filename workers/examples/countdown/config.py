@@ -89,3 +89,50 @@ class Pause:
     step: int
     stage: str
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlantedNan:
+    """Makes one module of one rank's policy put out NaN for its first row, from a step on."""
+
+    step: int
+    rank: int
+    module: str
+    """Its name in the policy, such as 'model.layers.1.mlp.down_proj'."""
+
+    @classmethod
+    def parse(cls, text: str) -> PlantedNan:
+        """Read `STEP:RANK:MODULE`."""
+        step, _, rest = text.partition(":")
+        rank, _, module = rest.partition(":")
+        if not (step.isdecimal() and rank.isdecimal() and module):
+            raise ValueError(f"{text!r}: expected STEP:RANK:MODULE")
+        return cls(int(step), int(rank), module)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSwitch:
+    """Makes the rollout engine compute in another type from a step on."""
+
+    step: int
+    engine: str
+
+    @classmethod
+    def parse(cls, text: str) -> EngineSwitch:
+        """Read `STEP:ENGINE`."""
+        step, _, engine = text.partition(":")
+        if not step.isdecimal() or engine not in ENGINES:
+            raise ValueError(f"{text!r}: expected STEP:{'|'.join(ENGINES)}")
+        return cls(int(step), engine)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Troubles:
+    """What is done to a training on purpose, so that someone can see it found."""
+
+    pause: Pause | None = None
+    nan: PlantedNan | None = None
+    switch: EngineSwitch | None = None
+
+
+NONE: Final = Troubles()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from examples.countdown.batch import Batch, make_batch
-from examples.countdown.config import Settings
+from examples.countdown.config import NONE, Settings, Troubles
 from examples.countdown.engine import Engine, Weights
 from examples.countdown.environment import Sample, make_puzzle
 from stagescope_workers import Probe
@@ -14,8 +14,9 @@ from stagescope_workers import Probe
 class Rollout:
     """Plays the puzzles of a step with the policy that the engine holds."""
 
-    def __init__(self, settings: Settings, probe: Probe) -> None:
+    def __init__(self, settings: Settings, probe: Probe, troubles: Troubles = NONE) -> None:
         self.settings = settings
+        self._switch = troubles.switch
         self.probe = probe
         self.policy_version = -1
         self._engine = Engine(settings.engine)
@@ -23,6 +24,8 @@ class Rollout:
     def weight_sync(self, step: int, weights: Weights) -> None:
         """Convert the trainer's weights; from here on they are version `step - 1`."""
         with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
+            if self._switch is not None and step >= self._switch.step:
+                self._engine, self._switch = Engine(self._switch.engine), None
             self._engine.load(weights, seed=self.settings.seed * 100_003 + step)
             self.policy_version = step - 1
 

@@ -26,22 +26,32 @@ from examples.countdown import checkpoint
 from examples.countdown.actors import RankActor, Report, RolloutActor
 from examples.countdown.advantages import critic_advantages, group_advantages
 from examples.countdown.batch import Batch
-from examples.countdown.config import ALGORITHMS, ENGINES, Pause, Settings
+from examples.countdown.config import (
+    ALGORITHMS,
+    ENGINES,
+    NONE,
+    EngineSwitch,
+    Pause,
+    PlantedNan,
+    Settings,
+    Troubles,
+)
 from stagescope_workers import finish
 
 
 class Job:
     """The processes of one attempt and the order in which a step goes through them."""
 
-    def __init__(self, settings: Settings, report: Report, pause: Pause | None = None) -> None:
+    def __init__(self, settings: Settings, report: Report, troubles: Troubles = NONE) -> None:
         self.settings = settings
         # No CPU slot: a step is a chain, in which the processes mostly wait for each other.
         remote: Any = ray.remote(num_cpus=0)
         rank_actor, rollout_actor = remote(RankActor), remote(RolloutActor)
         self.ranks = [
-            rank_actor.remote(settings, rank, report, pause) for rank in range(settings.world_size)
+            rank_actor.remote(settings, rank, report, troubles)
+            for rank in range(settings.world_size)
         ]
-        self.rollout = rollout_actor.remote(settings, report)
+        self.rollout = rollout_actor.remote(settings, report, troubles)
         port = ray.get(self.ranks[0].listen.remote())
         ray.get([rank.join.remote(port) for rank in self.ranks])
 
@@ -135,7 +145,7 @@ def train(
     save_every: int = 1,
     attempt_key: str | None = None,
     capture: str | None = None,
-    pause: Pause | None = None,
+    troubles: Troubles = NONE,
     pid_file: Path | None = None,
 ) -> None:
     """Train up to step `steps` on the Ray cluster at `address`; see the command's options."""
@@ -146,7 +156,7 @@ def train(
     )
     try:
         report = Report(run, attempt_key, capture, last if found else None)
-        job = Job(settings, report, pause)
+        job = Job(settings, report, troubles)
         if pid_file is not None:
             _write_pids(pid_file, job)
         print(f"{'resumed after step ' + str(last) if found else 'started'}: {job.pids()}")
@@ -187,6 +197,18 @@ def _write_pids(path: Path, job: Job) -> None:
 @click.option("--pause-at-step", type=int, help="Make a stage of this step last --pause-seconds.")
 @click.option("--pause-stage", default="actor_update", show_default=True)
 @click.option("--pause-seconds", default=120.0, show_default=True)
+@click.option(
+    "--plant-nan",
+    metavar="STEP:RANK:MODULE",
+    type=PlantedNan.parse,
+    help="From a step on a rank's module puts out NaN: 4:1:model.layers.1.mlp.down_proj.",
+)
+@click.option(
+    "--switch-engine",
+    metavar="STEP:TYPE",
+    type=EngineSwitch.parse,
+    help="From a step on the rollout engine computes in another type: 4:float32.",
+)
 @click.option("--pid-file", type=Path, help="Write the process ids of driver and workers here.")
 def main(
     address: str,
@@ -204,6 +226,8 @@ def main(
     pause_at_step: int | None,
     pause_stage: str,
     pause_seconds: float,
+    plant_nan: PlantedNan | None,
+    switch_engine: EngineSwitch | None,
     pid_file: Path | None,
 ) -> None:
     """Train a small Qwen2 to reach targets by arithmetic, reporting to stagescope."""
@@ -219,7 +243,7 @@ def main(
         save_every=save_every,
         attempt_key=attempt_key,
         capture=capture,
-        pause=pause,
+        troubles=Troubles(pause, plant_nan, switch_engine),
         pid_file=pid_file,
     )
 

@@ -17,7 +17,7 @@ from torch import nn
 from examples.countdown import checkpoint
 from examples.countdown.batch import Batch, make_batch
 from examples.countdown.collective import Collective
-from examples.countdown.config import Pause, Settings
+from examples.countdown.config import NONE, Settings, Troubles
 from examples.countdown.environment import make_puzzle, score, worked_example
 from examples.countdown.losses import policy_loss, value_loss
 from examples.countdown.model import Critic, make_policy, token_log_probs
@@ -33,7 +33,7 @@ class Trainer:
         collective: Collective,
         probe: Probe,
         critic_probe: Probe | None = None,
-        pause: Pause | None = None,
+        troubles: Troubles = NONE,
     ) -> None:
         torch.set_num_threads(1)
         self.settings = settings
@@ -41,7 +41,7 @@ class Trainer:
         self.probe = probe
         # A role of its own, although it lives in the same process.
         self.critic_probe = critic_probe or probe
-        self._pause = pause
+        self._pause = troubles.pause
         self.policy = make_policy(settings.seed)
         self.reference = make_policy(settings.seed).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
@@ -53,6 +53,11 @@ class Trainer:
             self.critic_optimizer = torch.optim.AdamW(
                 self.critic.parameters(), lr=settings.critic_learning_rate, weight_decay=0.0
             )
+        self._nan_from: int | None = None
+        self._step = 0
+        if troubles.nan is not None and troubles.nan.rank == collective.rank:
+            self._nan_from = troubles.nan.step
+            self.policy.get_submodule(troubles.nan.module).register_forward_hook(self._spoil)
         # After the models, which are the same on every rank: mini-batches differ by rank.
         torch.manual_seed(settings.seed * 1000 + collective.rank)
 
@@ -109,6 +114,7 @@ class Trainer:
         """Log-probabilities under the policy before the update; float32 [rows, tokens]."""
         with self.probe.stage("actor_compute_log_prob", step=step, model=self.policy) as stage:
             self._maybe_pause(step, "actor_compute_log_prob")
+            self._step = step
             log_probs, entropy = self._forward(self.policy, batch)
             mask = torch.tensor(batch.response_mask)
             stage.record(
@@ -267,8 +273,17 @@ class Trainer:
         torch.autograd.backward(loss)
         self.collective.sum_gradients(model)
         norm = nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
-        optimizer.step()
+        # As trainers do: one gradient that is not finite must not end in every weight.
+        if torch.isfinite(norm):
+            optimizer.step()
         return float(norm)
+
+    def _spoil(self, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        """Put NaN into the first row of a module's output (a forward hook)."""
+        if self._nan_from is None or self._step < self._nan_from:
+            return output
+        rows = torch.arange(len(output)).reshape(-1, *[1] * (output.dim() - 1))
+        return output.masked_fill(rows == 0, float("nan"))
 
     def _maybe_pause(self, step: int, stage: str) -> None:
         if self._pause is not None and (step, stage) == (self._pause.step, self._pause.stage):
