@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from stagescope import render
 from stagescope.frames import Table, context
@@ -13,6 +15,8 @@ VERSION_ORDER: Final = (
     "version", "step", "differ", "missing", "replicas_differ", "not_comparable", "agree",
     "complete",
 )  # fmt: skip
+_VERDICT: Final = 16
+_INDENT: Final = " " * _VERDICT
 DEVICE_ORDER: Final = ("device", "odd", "suspected", "runs", "last_run", "last_step", "last_rank")
 
 
@@ -31,6 +35,19 @@ class Weights(Table):
 
     __slots__ = ()
 
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        """Return a line a weight, names whole; below, what is to be said of one that is wrong."""
+        count = len(self) if rows is None else min(rows, len(self))
+        lines = [f"{'verdict':<{_VERDICT}}name"] if len(self) else ["(no rows)"]
+        for row in (self[at] for at in range(count)):
+            lines += _wrapped(f"{row['verdict']:<{_VERDICT}}", row["name"], width)
+            lines += [line for note in _notes(row) for line in _wrapped(_INDENT, note, width)]
+        if count < len(self):
+            lines.append(f"... {len(self) - count} more rows")
+        if self.truncated:
+            lines.append(f"truncated at {len(self)} rows: the service has more (see limit)")
+        return lines
+
     @property
     def heading(self) -> str:
         """The version, how many weights have which verdict, and of which run."""
@@ -38,3 +55,21 @@ class Weights(Table):
         words = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
         said = f"weights of version {self.about.get('version')}: {words or 'none'}"
         return render.printable(", ".join(part for part in (said, context(self.about)) if part))
+
+
+def _notes(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a reader must know of a weight that is not as it should be."""
+    if row["reason"]:
+        yield row["reason"]
+    if row["verdict"] == "differs":
+        form = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]"
+        yield f"{form}, {row['trainer']} sent, {row['rollout']} received"
+        yield f"by rollout rank {', '.join(map(str, row['ranks']))}"
+    if row["odd_ranks"]:
+        yield f"unlike its replicas: {render.format_value(row['odd_ranks'])}"
+
+
+def _wrapped(start: str, text: str, width: int) -> list[str]:
+    room = max(width - len(start), 20)
+    pieces = textwrap.wrap(render.printable(text), room) or [""]
+    return [start + pieces[0], *(" " * len(start) + piece for piece in pieces[1:])]

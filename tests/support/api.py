@@ -53,6 +53,7 @@ class LocalEngine:
         self.receipts: dict[PayloadKey, str] = {}
         self.changed = asyncio.Event()
         self.audit: list[tuple[str, str]] = []
+        self.weight_names: Sequence[tuple[str, str]] = ()
         self.nodes: dict[str, Path] = {}
         self.roots: list[Path] = []
         self._lock = threading.Lock()
@@ -91,7 +92,7 @@ class LocalEngine:
                 self.store.submit(found).result(30)
                 self._carry_out(self.state.settle(item.key, "ingested", None, time.time()))
             elif isinstance(item, Weigh):
-                self.store.submit(judge(self.catalogue, item)).result(30)
+                self.store.submit(judge(self.catalogue, item, self.weight_names)).result(30)
             elif isinstance(item, Digest):
                 self.store.submit(digest_dump(item.job, self.roots, "here")).result(30)
             elif isinstance(item, Settled):
@@ -220,6 +221,7 @@ class Service:
         self.store.open()
         self.catalogue = Catalogue(self.settings.catalogue_url)
         self.engine = LocalEngine(self.store, self.catalogue)
+        self.engine.weight_names = self.settings.weight_names
         self.engine.roots.append(self.settings.data_path)
         self.tokens = Tokens.load(self.settings) if self.settings.auth else None
         self.now: float | None = None
