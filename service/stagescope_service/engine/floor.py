@@ -27,11 +27,13 @@ from stagescope_service.engine.instructions import (
 from stagescope_service.engine.reception import Reception, describe
 from stagescope_service.engine.trigger_actions import Acting, Order, PinAnswer
 from stagescope_service.engine.triggering import Triggers
+from stagescope_service.engine.turns import Turns
 from stagescope_service.engine.webhooks import Webhooks
 from stagescope_service.engine.weigher import Weigher
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.pins import Pinned
+from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class RayFloor:
         self._keep_steps = settings.keep_steps
         self._former = Former(self._catalogue, self, self._write)
         acting = Acting(self._catalogue, self, order, Webhooks())
+        self._turns = Turns(REACH)
         self.triggers = Triggers(self._catalogue, self._write, acting)
         self._weigher = Weigher(self._catalogue, self._write, settings.weight_names)
         self._forming: dict[Assemble, bool] = {}
@@ -191,7 +194,16 @@ class RayFloor:
         forgotten = attempt is None or order.step not in attempt.steps
         await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
         await self.reception.write(self._retired(order))
-        self._start(self.triggers.formed(order.attempt_id, order.step))
+        for step in self._turns.formed(order.attempt_id, order.step, self._owed(order)):
+            self._start(self.triggers.formed(order.attempt_id, step))
+
+    def _owed(self, order: Assemble) -> list[int]:
+        """Return the other steps of the attempt that are still to be formed."""
+        attempt = self.reception.state.attempt(order.attempt_id)
+        unread = [] if attempt is None else [step for step in attempt.pending if step is not None]
+        closed = [step for step in unread if attempt is None or step not in attempt.open]
+        forming = (other for other in self._forming if other != order)
+        return closed + [each.step for each in forming if each.attempt_id == order.attempt_id]
 
     def _retired(self, order: Assemble) -> list[Delete]:
         """Let the summaries of the step that is now too old go; its whole stays.

@@ -16,7 +16,7 @@ MOST_PINNED: Final = 100
 _WORST: Final = re.compile(r"worst\((\d{1,6})\)")
 _CAPTURE_FIELDS: Final = (
     "ranks", "stages", "steps", "config", "task", "level", "scope", "list", "data_mode", "keep",
-    "limits",
+    "parameters", "gradients", "limits", "timeout", "late",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Template:
         is_list = isinstance(ranks, list) and ranks and all(_is_rank(rank) for rank in ranks)
         if ranks != "all" and not is_list and not _WORST.fullmatch(str(ranks)):
             raise fields.wrong(f"{field}.ranks", ranks, "'worst(k)', 'all' or a list of ranks")
-        if not {"config", "task", "level", "keep"} & set(given):
+        if not {"config", "task", "level", "keep", "parameters", "gradients"} & set(given):
             given |= {"task": "statistics", "level": "L0"}
         return cls(ranks, given)
 
