@@ -11,7 +11,7 @@ import torch
 
 from examples.countdown import checkpoint
 from examples.countdown.advantages import critic_advantages, group_advantages
-from examples.countdown.config import EngineSwitch, PlantedNan, Settings, Troubles
+from examples.countdown.config import EngineSwitch, PlantedNan, Settings, SkippedSync, Troubles
 from examples.countdown.losses import policy_loss
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
@@ -229,3 +229,32 @@ def test_plants_that_cannot_be_read(text: str) -> None:
 def test_switches_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ValueError, match="STEP:int8"):
         EngineSwitch.parse(text)
+
+
+def test_a_sync_that_is_skipped_leaves_the_engine_what_it_had(
+    make_trainer: MakeTrainer, probe: Probe
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    trainer = make_trainer(troubles=Troubles(skip=SkippedSync.parse(f"2:{name}")))
+    rollout = Rollout(trainer.settings, probe)
+    first = trainer.weight_sync(1)
+    assert first is not None
+    rollout.weight_sync(1, first)
+    with torch.no_grad():
+        for parameter in trainer.policy.parameters():
+            parameter.add_(1.0)
+    second, third = trainer.weight_sync(2), trainer.weight_sync(3)
+    assert second is not None
+    assert third is not None
+    assert set(first) - set(second) == {name}
+    rollout.weight_sync(2, second)
+    assert np.array_equal(rollout._weights[name], first[name])
+    assert all(np.array_equal(rollout._weights[other], second[other]) for other in second)
+    rollout.weight_sync(3, third)
+    assert np.array_equal(rollout._weights[name], third[name])
+
+
+@pytest.mark.parametrize("text", ["", "2", "2:", "1:lm_head.weight", "x:lm_head.weight"])
+def test_a_skipped_sync_is_of_a_step_that_has_one_before(text: str) -> None:
+    with pytest.raises(ValueError, match="STEP:NAME"):
+        SkippedSync.parse(text)

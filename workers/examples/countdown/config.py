@@ -127,12 +127,30 @@ class EngineSwitch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SkippedSync:
+    """Leaves one weight out of a step's sync: the engine samples from the one it had."""
+
+    step: int
+    name: str
+    """In the policy's state dict, such as 'model.layers.1.mlp.down_proj.weight'."""
+
+    @classmethod
+    def parse(cls, text: str) -> SkippedSync:
+        """Read `STEP:NAME`."""
+        step, _, name = text.partition(":")
+        if not (step.isdecimal() and int(step) > 1 and name):
+            raise ValueError(f"{text!r}: expected STEP:NAME, of a step from 2: there is one before")
+        return cls(int(step), name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Troubles:
     """What is done to a training on purpose, so that someone can see it found."""
 
     pause: Pause | None = None
     nan: PlantedNan | None = None
     switch: EngineSwitch | None = None
+    skip: SkippedSync | None = None
 
 
 NONE: Final = Troubles()

@@ -17,16 +17,22 @@ class Rollout:
     def __init__(self, settings: Settings, probe: Probe, troubles: Troubles = NONE) -> None:
         self.settings = settings
         self._switch = troubles.switch
+        self._weights: Weights = {}
         self.probe = probe
         self.policy_version = -1
         self._engine = Engine(settings.engine)
 
     def weight_sync(self, step: int, weights: Weights) -> None:
-        """Convert the trainer's weights; from here on they are version `step - 1`."""
+        """Convert the trainer's weights; from here on they are version `step - 1`.
+
+        What does not come stays as it was. It is recorded before CTranslate2 fuses and quantises.
+        """
         with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
             if self._switch is not None and step >= self._switch.step:
                 self._engine, self._switch = Engine(self._switch.engine), None
-            self._engine.load(weights, seed=self.settings.seed * 100_003 + step)
+            self._weights = {**self._weights, **weights}
+            self.probe.record_weights(self._weights, version=step - 1, side="rollout", step=step)
+            self._engine.load(self._weights, seed=self.settings.seed * 100_003 + step)
             self.policy_version = step - 1
 
     def generate(self, step: int) -> Batch:

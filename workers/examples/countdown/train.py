@@ -34,6 +34,7 @@ from examples.countdown.config import (
     Pause,
     PlantedNan,
     Settings,
+    SkippedSync,
     Troubles,
 )
 from stagescope_workers import finish
@@ -204,6 +205,12 @@ def _write_pids(path: Path, job: Job) -> None:
     help="From a step on a rank's module puts out NaN: 4:1:model.layers.1.mlp.down_proj.",
 )
 @click.option(
+    "--skip-sync",
+    type=SkippedSync.parse,
+    metavar="STEP:NAME",
+    help="Leave one weight, such as lm_head.weight, out of this step's sync.",
+)
+@click.option(
     "--switch-engine",
     metavar="STEP:TYPE",
     type=EngineSwitch.parse,
@@ -228,6 +235,7 @@ def main(
     pause_seconds: float,
     plant_nan: PlantedNan | None,
     switch_engine: EngineSwitch | None,
+    skip_sync: SkippedSync | None,
     pid_file: Path | None,
 ) -> None:
     """Train a small Qwen2 to reach targets by arithmetic, reporting to stagescope."""
@@ -243,7 +251,7 @@ def main(
         save_every=save_every,
         attempt_key=attempt_key,
         capture=capture,
-        troubles=Troubles(pause, plant_nan, switch_engine),
+        troubles=Troubles(pause, plant_nan, switch_engine, skip_sync),
         pid_file=pid_file,
     )
 

@@ -42,6 +42,7 @@ class Trainer:
         # A role of its own, although it lives in the same process.
         self.critic_probe = critic_probe or probe
         self._pause = troubles.pause
+        self._skip = troubles.skip
         self.policy = make_policy(settings.seed)
         self.reference = make_policy(settings.seed).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
@@ -87,12 +88,15 @@ class Trainer:
         """Check that the ranks agree; rank 0 returns the policy's weights for the engine."""
         with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
             self._maybe_pause(step, "weight_sync")
+            state = self.policy.state_dict()
+            # On every rank: they are replicas, and are held against each other, too.
+            self.probe.record_weights(state, version=step - 1, side="trainer", step=step)
             if not self.collective.agree(self.policy):
                 raise RuntimeError(f"the ranks hold different weights before step {step}")
             if self.collective.rank:
                 return None
-            state = self.policy.state_dict()
-            return {name: tensor.clone().numpy() for name, tensor in state.items()}
+            left_out = self._skip.name if self._skip and self._skip.step == step else None
+            return {n: t.clone().numpy() for n, t in state.items() if n != left_out}
 
     def compute_rm_score(self, step: int, batch: Batch) -> np.ndarray:
         """Score each sample by the rule; float32 [rows]."""
