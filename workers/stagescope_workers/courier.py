@@ -31,6 +31,7 @@ CALL_SECONDS: Final = 10.0
 _LEAST_BETWEEN_POLLS: Final = 0.05
 _MOST_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
+_LONGEST_PAUSE: Final = 1.0
 
 
 class PlanHolder(Protocol):
@@ -59,7 +60,7 @@ class Courier:
         plan: PlanHolder,
         pool: PinnedPool,
         asked: Callable[[Sequence[Mapping[str, Any]]], None],
-        alive: Callable[[], None],
+        alive: Callable[[], float],
     ) -> None:
         """Make a courier; `start` begins its thread.
 
@@ -71,7 +72,8 @@ class Courier:
             plan: told every new plan.
             pool: device copies to finish.
             asked: told what the service asks for in a poll's answer.
-            alive: called at least every few seconds, once a service was reached.
+            alive: called as long as the thread runs, once a service was reached; returns the
+                seconds after which it is to be called again.
         """
         self._outbox = outbox
         self._connect = connect
@@ -81,6 +83,7 @@ class Courier:
         self._pool = pool
         self._asked_for = asked
         self._alive = alive
+        self._longest_pause = _LONGEST_PAUSE
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
@@ -168,7 +171,7 @@ class Courier:
             self._prepare()
         self._pool.settle()
         if self.answers:
-            self._alive()
+            self._longest_pause = min(self._alive(), _LONGEST_PAUSE)
         if self._link is None and not self._join():
             return
         self._collect()
@@ -187,8 +190,8 @@ class Courier:
             return _DEVICE_SECONDS
         now = time.monotonic()
         if self._link is None:
-            return max(0.0, self._connecting.until - now)
-        due = [now + 1.0]
+            return max(0.0, min(self._connecting.until - now, self._longest_pause))
+        due = [now + self._longest_pause]
         if self._sending is None and self._outbox.waiting:
             due.append(self._sends.until)
         if self._polling is None or (self._receipts is None and self._unasked()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -74,12 +75,18 @@ class Standing:
             self._watchdog = open_watchdog(self._seconds)
         return None if self._watchdog is None else self._watchdog.path
 
-    def feed(self) -> None:
-        """Say to the watchdog that the background thread runs; report where it went off."""
-        if self._watchdog is not None:
-            went_off = self._watchdog.feed(self.where)
-            if went_off is not None:
-                self._outbox.put(STACKS, went_off)
+    def feed(self) -> float:
+        """Say to the watchdog that the background thread runs; report where it went off.
+
+        Returns the seconds after which to say it again.
+        """
+        found = self._watchdog
+        if found is None:
+            return math.inf
+        went_off = found.feed(self.where)
+        if went_off is not None:
+            self._outbox.put(STACKS, went_off)
+        return found.pause
 
     def close(self) -> None:
         """Take leave of the watchdog."""

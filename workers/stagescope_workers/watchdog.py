@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import secrets
 import tempfile
@@ -31,8 +32,8 @@ from stagescope.stacks import read_watchdog, watchdog_directory, watchdog_header
 from stagescope_workers.stacks import thread_names
 
 DEFAULT_SECONDS: Final = 30.0
-_PER_TIMEOUT: Final = 3
-"""How often it is set anew in the time after which it goes off."""
+_PAUSE: Final = 1.0
+"""Seconds between two settings; its file says the threads and the stage of the last one."""
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -61,6 +62,11 @@ class Watchdog:
         return None if self._path is None else str(self._path)
 
     @property
+    def pause(self) -> float:
+        """How often it is to be fed, seconds."""
+        return min(self.seconds / 3, _PAUSE) if self._file is not None else math.inf
+
+    @property
     def is_used(self) -> bool:
         """Whether a probe holds it."""
         return self._users > 0
@@ -79,7 +85,7 @@ class Watchdog:
             The fields of a STACKS event where it had gone off since: the process stood still, and
             goes on.
         """
-        if self._file is None or time.monotonic() - self._fed < self.seconds / _PER_TIMEOUT:
+        if self._file is None or time.monotonic() - self._fed < self.pause:
             return None
         found: list[dict[str, Any] | None] = []
         with self._lock:
