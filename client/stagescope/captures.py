@@ -24,6 +24,9 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "'start': s, 'count': c}; without a start: from the step that the ranks agree on",
     "config": "the content of msprobe's config.json, or null to keep tensors only",
     "config_path": "the path of an msprobe config.json that the ranks can read, or null",
+    "bench": "{'capture_id': id, 'step': n}: an earlier capture with summary_mode 'md5'; of this "
+    "one, of task 'tensor', msprobe writes only the tensors of operators that give another output "
+    "for equal inputs",
     "data_dir": "where the dumps go, or null for the service's data_dir",
     "keep": "names of payload tensors to keep as safetensors",
     "parameters": "patterns of parameter names, such as '*.q_proj.weight', to keep each rank's "
@@ -79,6 +82,7 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         "steps": read_steps(spec.get("steps")),
         "config": _config(_written_out(spec)),
         "config_path": _path(spec.get("config_path"), "config_path", roots),
+        "bench": _bench(spec.get("bench")),
         "data_dir": _path(spec.get("data_dir"), "data_dir", roots),
         "keep": _names(spec, "keep", required=False) or [],
         "parameters": _names(spec, "parameters", required=False) or [],
@@ -96,6 +100,7 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         )
     for field, path in _paths_in(capture["config"] or {}):
         _path(path, f"config.{field}", roots)
+    _check_bench(capture)
     if not needs_ranks(capture) and not capture["keep"]:
         raise InvalidPlan(
             "a capture orders nothing",
@@ -252,6 +257,33 @@ def _config(value: Any) -> dict[str, Any] | None:
     if level not in _MSPROBE_LEVELS:
         raise InvalidPlan(f"config.level is {level!r}", expected=f"one of {_MSPROBE_LEVELS}")
     return dict(value)
+
+
+def _bench(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    expected = CAPTURE_FIELDS["bench"]
+    if not isinstance(value, Mapping) or set(value) != {"capture_id", "step"}:
+        raise InvalidPlan(f"bench is {value!r:.200}", expected=expected)
+    if not isinstance(value["capture_id"], str) or not _is_count(value["step"], 0):
+        raise InvalidPlan(f"bench is {value!r:.200}", expected=expected)
+    return dict(value)
+
+
+def _check_bench(capture: Mapping[str, Any]) -> None:
+    """Check that msprobe compares with a bench only what it takes one for."""
+    if capture["bench"] is None:
+        return
+    config = capture["config"] or {}
+    if config.get("task") != "tensor":
+        raise InvalidPlan(
+            "a capture has a bench", expected="task 'tensor', and a config of its own"
+        )
+    section = config.get("tensor")
+    if isinstance(section, Mapping) and section.get("bench_path"):
+        raise InvalidPlan(
+            "a capture has both bench and config.tensor.bench_path", expected="one of them"
+        )
 
 
 def _limits(value: Any) -> dict[str, Any]:

@@ -484,6 +484,10 @@ _WAIT: Final = click.option(
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="msprobe's config.json on this machine instead; its content travels.",
     ),
+    click.option(
+        "--bench", metavar="CAPTURE_ID:STEP",
+        help="An earlier capture with checksums: of task tensor only what differs is written.",
+    ),
     click.option("--keep", metavar="NAME,...", help="Tensors of the payload to keep."),
     click.option("--parameters", metavar="GLOB,...", help="Parameters to keep the shards of."),
     click.option("--gradients", metavar="GLOB,...", help="... and the gradients of."),
@@ -538,9 +542,18 @@ def _spec(
         spec["config"] = _json_file(config)
     elif not (spec["keep"] or spec["parameters"] or spec["gradients"]):
         spec["task"] = spec["task"] or "statistics"
+    if spec["bench"]:
+        spec["bench"] = _bench(spec["bench"])
     for name in ("roles", "scope", "list", "data_mode", "keep", "parameters", "gradients"):
         spec[name] = _words(spec[name]) if spec[name] else None
     return {name: value for name, value in spec.items() if value not in (None, False)}
+
+
+def _bench(text: str) -> dict[str, Any]:
+    capture_id, _, step = text.rpartition(":")
+    if not capture_id or not step.isdecimal():
+        raise click.BadParameter(f"{text!r} is no CAPTURE_ID:STEP", param_hint="--bench")
+    return {"capture_id": capture_id, "step": int(step)}
 
 
 def _steps(text: str) -> Any:

@@ -27,6 +27,7 @@ def test_every_field_is_filled_in() -> None:
         "config": None, "config_path": None, "data_dir": None, "keep": ["old_log_probs"],
         "limits": {"bytes": None, "seconds": None}, "strict": False, "force": False,
         "timeout": 60.0, "late": "wait", "again": 0, "parameters": [], "gradients": [],
+            "bench": None,
     }  # fmt: skip
     assert validate_capture(capture, allowed_roots=()) == capture
 

@@ -19,6 +19,7 @@ import ray
 from stagescope.captures import validate_capture
 from stagescope.errors import NotReady, StagescopeError
 from stagescope_service.engine import digests
+from stagescope_service.engine.bench import with_bench
 from stagescope_service.engine.floor import RayFloor
 from stagescope_service.engine.instructions import Assemble, Put
 from stagescope_service.engine.plans import Plan
@@ -133,6 +134,7 @@ class DebugCoordinator:
             valid["data_dir"] = str(settings.data_path)
         catalogue = Catalogue(settings.catalogue_url)
         valid = await asyncio.to_thread(with_ranks, catalogue, valid)
+        valid = await asyncio.to_thread(with_bench, catalogue, valid, settings.roots)
         orders = reception.orders
         entry = orders.add(valid, by=by, mono=time.monotonic(), wall=time.time())
         await reception.order([orders.row(entry), _audit(by, "add_capture", entry.stored())])

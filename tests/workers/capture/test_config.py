@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
@@ -167,6 +168,34 @@ def test_bench_path_is_compared_with(captures: Captures) -> None:
     result = captures.begin(model, task="tensor", step=3, section=section, rank=1).finish(None)
     assert result["state"] == "failed"
     assert "has no directory step0/rank1" in result["error"]
+
+
+def test_only_tensors_that_differ_from_an_earlier_capture_are_written(captures: Captures) -> None:
+    model = small_decoder()
+    with captures.around(model, level="L0", section={"summary_mode": "md5"}):
+        forward_backward(model, token_ids())
+    path = str(Path(captures.last["path"]).parents[1])
+    place = {"stage": "actor_update", "part": "0.0.0.0", "role": "actor", "ranks": [0]}
+    bench = {"capture_id": "c", "step": 1, "dumps": [{**place, "path": path}]}
+    order: dict[str, Any] = {"task": "tensor", "level": "L0", "bench": bench}
+
+    def tensors() -> set[str]:
+        return {file.name for file in Path(captures.last["path"]).rglob("*.pt")}
+
+    with captures.around(model, step=2, **order):
+        forward_backward(model, token_ids())
+    assert captures.last["state"] == "complete", captures.last
+    assert tensors() == set()
+    with torch.no_grad():
+        model.get_parameter("blocks.1.down.weight").mul_(1.5)
+    with captures.around(model, step=3, **order):
+        forward_backward(model, token_ids())
+    forward = {name for name in tensors() if ".forward." in name}
+    assert "Module.blocks.1.down.Linear.forward.0.output.0.pt" in forward
+    assert not [name for name in forward if name.startswith("Module.blocks.0.")]
+    result = captures.begin(model, step=4, rank=1, **order).finish(None)
+    assert result["state"] == "failed"
+    assert "no dump of actor_update part 0.0.0.0 of actor rank 1" in result["error"]
 
 
 def test_level_debug_saves_values_and_gradients(captures: Captures) -> None:

@@ -21,7 +21,12 @@ from stagescope.errors import CaptureError, Conflict, InvalidPlan, StagescopeErr
 from stagescope.schema import Part
 from stagescope_workers.capture import capture_estimate, dump_paths
 from stagescope_workers.capture.capture_estimate import Estimate, ModelSize
-from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_bench, resolve_config
+from stagescope_workers.capture.msprobe_config import (
+    MsprobeConfig,
+    check_bench,
+    resolve_config,
+    with_bench,
+)
 from stagescope_workers.capture.msprobe_session import MsprobeSession, Watch, free_bytes
 
 __all__ = ["ArmedCapture", "Capturer", "save"]
@@ -203,6 +208,9 @@ class _Order:
     def arm(self, model: Any) -> _Running | None:
         """Start msprobe, or return None with the reason in the fields."""
         began = time.monotonic()
+        self.capture = with_bench(
+            self.capture, stage=self.stage, part=str(self.part), role=self.role, rank=self.rank
+        )
         config = resolve_config(self.capture, dump_path="", step=self.step)
         self.fields.update(task=config.task, level=config.level)
         if config.level in _NEEDS_MODEL and (model is None or model in ([], ())):

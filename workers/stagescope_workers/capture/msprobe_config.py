@@ -227,6 +227,32 @@ def _check_combinations(config: MsprobeConfig) -> None:
         )
 
 
+def with_bench(
+    capture: Mapping[str, Any], *, stage: str, part: str, role: str, rank: int
+) -> Mapping[str, Any]:
+    """Return a capture whose configuration names the dump that this rank compares with.
+
+    Raises:
+        InvalidPlan: it is to be compared, and the other capture has no dump of this work.
+    """
+    bench = capture.get("bench")
+    if bench is None:
+        return capture
+    wanted = {"stage": stage, "part": part, "role": role}
+    for dump in bench.get("dumps", ()):
+        if rank in dump["ranks"] and all(dump[name] == value for name, value in wanted.items()):
+            config = dict(capture["config"])
+            # It compares checksums; its own default stops after the first operator that differs.
+            settings = {"summary_mode": "md5", "bench_path": dump["path"]}
+            section = {"diff_nums": -1, **(config.get("tensor") or {}), **settings}
+            return {**capture, "config": {**config, "tensor": section}}
+    raise InvalidPlan(
+        f"capture {bench['capture_id']} has no dump of {stage} part {part} of {role} rank {rank} "
+        f"in step {bench['step']} to compare with",
+        expected="a stage, part and rank that it collected",
+    )
+
+
 def check_bench(config: MsprobeConfig, rank: int) -> None:
     """Check that the dump to compare with has this rank, where `bench_path` names one.
 

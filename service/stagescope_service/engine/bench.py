@@ -1,0 +1,73 @@
+"""With which earlier dumps an order compares.
+
+msprobe then writes only the tensors of operators that give another output for equal inputs, by
+the checksums that both dumps have (summary_mode md5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import Conflict
+from stagescope.schema import PART_FIELDS
+from stagescope_service.store.artifacts import confine
+from stagescope_service.store.catalogue import Catalogue
+
+_MOST_DUMPS: Final = 100_000
+
+
+def with_bench(
+    catalogue: Catalogue, capture: Mapping[str, Any], roots: Iterable[Path]
+) -> dict[str, Any]:
+    """Return an order with the directories of the dumps that its `bench` names.
+
+    Each rank finds its own among them: `bench["dumps"]` holds rows of stage, part, role, ranks and
+    `path`, the directory that msprobe takes as bench_path.
+
+    Raises:
+        Conflict: that capture left no dump in that step, or none with checksums.
+        Forbidden: a dump lies outside `roots`.
+    """
+    bench = capture.get("bench")
+    if bench is None:
+        return dict(capture)
+    _check_checksums(catalogue.capture(bench["capture_id"]), bench["capture_id"])
+    rows = [
+        row
+        for row in catalogue.captured(bench["capture_id"], limit=_MOST_DUMPS)
+        if row["step"] == bench["step"] and row["state"] == "complete"
+    ]
+    if not rows:
+        raise Conflict(
+            f"capture {bench['capture_id']} left no dump in step {bench['step']}",
+            expected="a capture, and a step that it collected",
+            advice="see /captures and the dumps of its steps",
+        )
+    allowed = list(roots)
+    ranks: dict[tuple[str, str, str, str], set[int]] = {}
+    for row in rows:
+        # msprobe adds step0/rank{R} itself.
+        directory = confine(Path(row["path"]).parent.parent, allowed)
+        part = ".".join(str(row[name] or 0) for name in PART_FIELDS)
+        place = (row["stage"], part, row["role"], str(directory))
+        ranks.setdefault(place, set()).add(row["rank"])
+    dumps = [
+        {"stage": stage, "part": part, "role": role, "path": path, "ranks": sorted(found)}
+        for (stage, part, role, path), found in ranks.items()
+    ]
+    return {**capture, "bench": {**bench, "dumps": dumps}}
+
+
+def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:
+    """Refuse a bench without the checksums by which msprobe compares."""
+    config = ((row or {}).get("spec") or {}).get("config")
+    if config is None:
+        return  # one of a file that only its ranks have read
+    task = config.get("task") or "statistics"
+    if (config.get(task) or {}).get("summary_mode") != "md5":
+        raise Conflict(
+            f"capture {capture_id} has no checksums by which msprobe could compare",
+            expected=f"a capture with {task}.summary_mode 'md5' in its config",
+        )
