@@ -7,8 +7,10 @@ here. It loads tensors with `weights_only`, so nothing of a file is run.
 
 from __future__ import annotations
 
+import csv
 import os
 import sys
+from pathlib import Path
 from typing import Final
 
 MISSING: Final = 3
@@ -25,7 +27,18 @@ def main(a: str, b: str, out: str) -> int:
         return MISSING
     paths = {"npu_path": f"{a}/dump.json", "bench_path": f"{b}/dump.json"}
     pt_compare({**paths, "is_print_compare_log": False}, out, xlsx=False)
+    for book in Path(out).glob("*.xlsx"):
+        _write_csv(book)
     return 0
+
+
+def _write_csv(book: Path) -> None:
+    """Write msprobe 26.0's table, which it makes as a workbook alone, as 26.2 does."""
+    from openpyxl import load_workbook  # type: ignore[import-untyped]
+
+    sheet = load_workbook(book, read_only=True).worksheets[0]
+    with book.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(sheet.iter_rows(values_only=True))
 
 
 if __name__ == "__main__":
