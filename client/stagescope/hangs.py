@@ -56,7 +56,8 @@ class Stacks(Record):
         for row in self.rows:
             lines += [render.clip(_who(row), width), *self._of(row), ""]
         for row in self.not_answered:
-            lines.append(render.printable(f"{row['role']} rank {row['rank']}: {row['reason']}"))
+            who = f"{row['role'] or ''} rank {row['rank']}".strip()
+            lines.append(render.printable(f"{who}: {row['reason']}"))
         return lines or ["no stacks were taken"]
 
     def _of(self, row: Mapping[str, Any]) -> list[str]:

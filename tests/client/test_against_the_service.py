@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from click.testing import Result
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 from tests.support.measure import payload
+from tests.support.stores import eventually
 
 import stagescope
 from stagescope import Session
@@ -193,3 +195,62 @@ def test_a_service_that_is_not_ready(found: Service) -> None:
     finally:
         found.engine.not_ready = None
     assert ask("status").exit_code == 0
+
+
+# --- hangs ------------------------------------------------------------------------------------
+
+THREADS = [
+    {"name": "trainer", "ident": 7, "is_training": True, "stack": '  File "t.py", line 1, in f'},
+    {"name": "other", "ident": 8, "is_training": False, "stack": '  File "o.py", line 2, in g'},
+]
+
+
+@pytest.fixture
+def hung(found: Service) -> tuple[Rank, Rank]:
+    """Run `hung`: in step 2 rank 1 does not begin what rank 0 began long ago."""
+    ranks = [Rank(found, run="hung", rank=rank, start=1_000.0) for rank in (0, 1)]
+    for rank in ranks:
+        rank.stage("actor_update", 1)
+        rank.stage("rollout_generate", 2)
+    ranks[0].begin("actor_update", 2)
+    return ranks[0], ranks[1]
+
+
+def test_who_is_stuck(session: Session, hung: tuple[Rank, Rank]) -> None:
+    [row] = session.step(2, run="hung").stuck()
+    assert (row["rank"], row["status"], row["stage"]) == (1, "not begun", "actor_update")
+    shown = invoke("stuck", "2", "--run", "hung")
+    assert shown.exit_code == 0
+    assert "not begun" in shown.output
+    said = json.loads(invoke("stuck", "--run", "hung", "--rank", "1", "--json").output)
+    assert [row["rank"] for row in said["rows"]] == [1]
+    assert (
+        json.loads(invoke("stuck", "--run", "hung", "--rank", "0", "--json").output)["rows"] == []
+    )
+
+
+def test_stacks_to_read(session: Session, hung: tuple[Rank, Rank], found: Service) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(session.stacks, "hung", ranks=[0, 1, 4], wait=3.0)
+        eventually(lambda: found.catalogue.stacks(request_id="request"))
+        hung[0].say("stacks", request_id="request", threads=THREADS, step=2, stage="actor_update")
+        taken = asking.result(30)
+    assert [row["rank"] for row in taken.rows] == [0]
+    assert [row["rank"] for row in taken.not_answered] == [1, 4]
+    text = "\n".join(taken.lines())
+    assert "actor rank 0 in step 2, actor_update" in text
+    assert "trainer (training)" in text
+    assert "in f" in text
+    assert "in g" not in text
+    assert "\nrank 4: nobody has heard of it" in text
+    assert "in g" in "\n".join(taken.all_threads().lines())
+    kept = session.step(2, run="hung").stacks(rank=0)
+    assert kept.rows[0]["threads"] == THREADS
+    shown = invoke("stacks", "2", "--run", "hung", "--ranks", "0", "--all-threads")
+    assert shown.exit_code == 0
+    assert "in g" in shown.output
+    assert "rank 1" not in shown.output
+    assert "no stacks were taken" in invoke("stacks", "1", "--run", "hung").output
+    late = invoke("stacks", "--run", "hung", "--ranks", "1", "--wait", "0.2")
+    assert "actor rank 1: no answer in time" in late.output
+    assert invoke("stacks", "--ranks", "worst(2)").exit_code == 2

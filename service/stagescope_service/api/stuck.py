@@ -45,7 +45,8 @@ def stuck_rows(
     found: list[Row] = []
     for role, ranks in processes.items():
         own = {place: pace for (its, place), pace in paces.items() if its == role}
-        view = _role(role, ranks, [row for row in rows if row["role"] == role], own, closed)
+        its_rows = [row for row in rows if row["role"] == role]
+        view = _role(role, ranks, its_rows, own, closed, step)
         found += [
             stuck_row(role, stuck, len(view.standings), ranks.get(stuck.rank))
             for stuck in judge(view, now, rules)
@@ -112,12 +113,14 @@ def _role(
     rows: list[Row],
     paces: Mapping[Place, Pace],
     closed: list[Row],
+    newest: int,
 ) -> Role:
     open_steps = {row["step"] for row in rows}
     at_open = {place: pace for place, pace in paces.items() if place.step in open_steps}
+    # A step that all but a few have left says as much of how long its stages take.
+    left = {place.step for place in paces} - {newest}
     earlier = [
-        {place: pace for place, pace in paces.items() if place.step == row["step"]}
-        for row in reversed(closed)
+        {place: pace for place, pace in paces.items() if place.step == step} for step in left
     ]
     histories = history(earlier, _participants(role, reversed(closed)))
     own: dict[int, list[Row]] = {}

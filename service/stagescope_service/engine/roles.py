@@ -95,7 +95,9 @@ def _role(
             for (its_role, stage), found in attempt.steps[number].ranks.items()
             if its_role == role
         }
-        return history([attempt.steps[n].paces.get(role, {}) for n in closed], ranks)
+        # One that all but a few have left says as much of how long its stages take.
+        left = [number for number in attempt.steps if number < max(attempt.open)]
+        return history([attempt.steps[n].paces.get(role, {}) for n in left], ranks)
 
     return Role(
         standings,

@@ -1,0 +1,121 @@
+"""Who is stuck, and stacks, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from tests.support.api import Rank, Service
+from tests.support.stores import eventually
+
+from stagescope.errors import InvalidInput
+from stagescope.schema import STACKS
+
+THREADS = [
+    {"name": "trainer", "ident": 7, "is_training": True, "stack": '  File "t.py", line 1, in f'},
+    {"name": "other", "ident": 8, "is_training": False, "stack": '  File "o.py", line 2, in g'},
+]
+
+
+@pytest.fixture
+def ranks(live: Service) -> tuple[Rank, Rank]:
+    """Two ranks that did step 1 in 1 s; in step 2 rank 1 is not there."""
+    made = (Rank(live, rank=0, host="a"), Rank(live, rank=1, host="b"))
+    for rank in made:
+        rank.stage("actor_update", 1)
+        rank.stage("rollout_generate", 2)
+    made[0].begin("actor_update", 2)
+    return made
+
+
+def test_who_is_stuck(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    live.now = ranks[0].clock + 20.0
+    assert live.get("/steps/2/stuck")["rows"] == []
+    live.now = ranks[0].clock + 40.0
+    answer = live.get("/steps/latest/stuck")
+    assert (answer["run"], answer["attempt"], answer["step"], answer["closed"]) == (
+        "r", 1, 2, False,
+    )  # fmt: skip
+    [row] = answer["rows"]
+    assert (row["rank"], row["role"], row["status"]) == (1, "actor", "not begun")
+    assert (row["stage"], row["step"], row["part"]) == ("actor_update", 2, "0.0.0.0")
+    assert row["seconds"] == pytest.approx(40.0)
+    assert row["limit_seconds"] == 30.0
+    assert (row["ranks"], row["ranks_begun"], row["ranks_ended"]) == (2, 1, 0)
+    assert live.get("/steps/2/stuck", rank=0)["rows"] == []
+    assert live.get("/steps/2/stuck", role="actor", stage="actor_update", rank=1)["rows"] == [row]
+    ranks[1].clock = live.now
+    ranks[1].begin("actor_update", 2)
+    assert live.get("/steps/2/stuck")["rows"] == []
+    closed = live.get("/steps/1/stuck")
+    assert closed["closed"]
+    assert closed["rows"] == []
+
+
+def ask(live: Service, answers: Callable[[], object], **body: Any) -> Any:
+    """Ask for stacks, and let `answers` speak while the call waits."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(live.operate.post, "/stacks", json=body)
+        eventually(lambda: live.catalogue.stacks(request_id="request"))
+        answers()
+        response = call.result(30)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_stacks_are_answered_and_kept(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    def say() -> None:
+        for rank in ranks:
+            rank.say(STACKS, request_id="request", threads=THREADS, step=2, stage="actor_update")
+
+    answer = ask(live, say, wait=20)
+    assert [row["rank"] for row in answer["rows"]] == [0, 1]
+    assert answer["rows"][0]["threads"] == THREADS
+    assert answer["not_answered"] == []
+    kept = live.get("/steps/2/stacks")
+    assert {row["rank"]: row["threads"] for row in kept["rows"]} == {0: THREADS, 1: THREADS}
+    assert live.get("/steps/2/stacks", rank=1)["rows"][0]["rank"] == 1
+    assert live.get("/steps/2/stacks", source="watchdog")["rows"] == []
+    assert live.get("/steps/1/stacks")["rows"] == []
+    assert len(live.get("/stacks", request_id="request")["rows"]) == 2
+    page = live.get("/stacks", limit=1)
+    assert len(page["rows"]) == 1
+    assert live.get("/stacks", limit=1, cursor=page["next"])["next"] is None
+
+
+def test_who_does_not_answer_is_named(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    def say() -> None:
+        ranks[0].say(STACKS, request_id="request", threads=THREADS)
+
+    answer = ask(live, say, wait=0.5, ranks=[0, 1, 5])
+    assert [row["rank"] for row in answer["rows"]] == [0]
+    reasons = {row["rank"]: row["reason"] for row in answer["not_answered"]}
+    assert "no answer in time" in reasons[1]
+    assert reasons[5] == "nobody has heard of it"
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ({"rank": 1}, "no field 'rank'"),
+        ({"ranks": 1}, "ranks are 1"),
+        ({"ranks": [True]}, "ranks are"),
+        ({"wait": "long"}, "wait is 'long'"),
+        ({"wait": 61}, "wait is 61"),
+        ({"attempt": 0}, "attempt is 0"),
+        ({"role": 3}, "role is 3"),
+    ],
+)
+def test_what_cannot_be_asked(
+    live: Service, ranks: tuple[Rank, Rank], body: Any, wrong: str
+) -> None:
+    response = live.operate.post("/stacks", json=body)
+    assert response.status_code == InvalidInput.status, response.text
+    assert wrong in response.json()["wrong"]
+
+
+def test_who_may_only_read_cannot_ask(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    assert live.read.post("/stacks", json={}).status_code == 403
+    assert live.operate.post("/stacks", json={"run": "no"}).status_code == 404

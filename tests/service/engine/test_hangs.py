@@ -1,0 +1,388 @@
+"""Findings of hangs, requests for stacks and silent processes: on a real catalogue, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from tests.support.stores import rows_of, url_of
+
+from stagescope.errors import InvalidInput, NotFound
+from stagescope.schema import BEGIN, END, FINISH, HELLO, STACKS, Sender
+from stagescope_service.api.stuck import stuck_rows
+from stagescope_service.engine import stack_requests
+from stagescope_service.engine.instructions import (
+    Assemble,
+    Digest,
+    Ingest,
+    ReadWatchdogs,
+    Weigh,
+)
+from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.reception import Reception
+from stagescope_service.engine.restore import restore
+from stagescope_service.engine.state import State
+from stagescope_service.engine.stuck import StuckRules
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.sql import SqlStore
+
+T = TypeVar("T")
+RULES = StuckRules(floor=10.0)
+
+
+class Floor:
+    """Carries out nothing; keeps whose watchdogs are to be read."""
+
+    def __init__(self) -> None:
+        self.watchdogs: list[ReadWatchdogs] = []
+
+    def ingest(self, order: Ingest, payload: object) -> None:
+        """Leave it."""
+
+    def assemble(self, order: Assemble) -> None:
+        """Leave it."""
+
+    def digest(self, order: Digest) -> None:
+        """Leave it."""
+
+    def weigh(self, order: Weigh) -> None:
+        """Leave it."""
+
+    def read_watchdogs(self, order: ReadWatchdogs) -> None:
+        self.watchdogs.append(order)
+
+
+class Desk:
+    """A reception whose clocks the test moves; `now` is wall and monotonic time alike."""
+
+    def __init__(self, store: SqlStore, now: float = 1000.0) -> None:
+        self.now, self.store, self.floor = now, store, Floor()
+        self._seqs: dict[str, int] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, as a coordinator after a crash."""
+        snapshot = self.store.snapshot()
+        state = State(lease_seconds=45.0)
+        restore(state, snapshot, self.now)
+        self.reception = Reception(
+            state, self.store, Plan(), self.floor, coordinator="c", poll_seconds=20.0,
+            stuck_rules=RULES, wall=lambda: self.now, mono=lambda: self.now,
+        )  # fmt: skip
+        self.reception.hangs.adopt(snapshot.findings)
+        state.stack_requests.adopt(snapshot.asked_stacks)
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(call)
+
+    def say(self, rank: int, kind: str, **fields: Any) -> None:
+        name = f"rank-{rank}"
+        seq = self._seqs[name] = self._seqs.get(name, 0) + 1
+        sender = Sender(name, "r", "a", "actor", rank, node_id="node", clock_offset=0.0)
+        event = (1, kind, seq, self.now, self.now, fields)
+        self.run(self.reception.record(sender.wire(), [event]))
+
+    def begin(self, rank: int, step: int, stage: str = "actor_update") -> None:
+        self.say(rank, BEGIN, step=step, stage=stage)
+
+    def end(self, rank: int, step: int, stage: str = "actor_update") -> None:
+        self.say(rank, END, step=step, stage=stage)
+
+    def poll(self, rank: int) -> list[dict[str, str]]:
+        sender = Sender(f"rank-{rank}", "r", "a", "actor", rank).wire()
+        answer = self.run(self.reception.poll(sender, 0, [], 0.0))
+        requests: list[dict[str, str]] = answer["requests"]
+        return requests
+
+    def pass_time(self, seconds: float, polling: tuple[int, ...] = (0, 1)) -> None:
+        """Let time pass in which these ranks poll."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 1.0
+            for rank in polling:
+                self.reception.state.renew(f"rank-{rank}", self.now, self.now)
+            self.run(self.reception.expire())
+
+    def findings(self, kind: str = "stage_stuck") -> list[dict[str, Any]]:
+        return [row for row in rows_of(self.store, "findings") if row["kind"] == kind]
+
+    def stacks(self) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(r["incarnation"], r["request_id"]): r for r in rows_of(self.store, "stacks")}
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    store = SqlStore(url_of(tmp_path))
+    store.open()
+    yield Desk(store)
+    store.close()
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Iterator[Catalogue]:
+    found = Catalogue(url_of(tmp_path))
+    yield found
+    found.close()
+
+
+def train(desk: Desk, steps: int = 4) -> int:
+    """Two ranks do steps of 2 s; return the step that comes next."""
+    for rank in (0, 1):
+        desk.say(rank, HELLO, world_size=2, watchdog=f"/w/{rank}.txt")
+    for step in range(1, steps + 1):
+        for rank in (0, 1):
+            desk.begin(rank, step)
+        desk.now += 2.0
+        for rank in (0, 1):
+            desk.end(rank, step)
+    return steps + 1
+
+
+def hang(desk: Desk) -> int:
+    """Let rank 0 begin a step that rank 1 never begins; return the step."""
+    step = train(desk)
+    desk.begin(0, step)
+    return step
+
+
+def test_a_hang_makes_one_finding_and_is_over_when_the_rank_goes_on(desk: Desk) -> None:
+    step = hang(desk)
+    desk.pass_time(8.0)
+    assert desk.findings() == []
+    desk.pass_time(60.0)
+    [found] = desk.findings()
+    assert (found["rank"], found["step"], found["stage"]) == (1, step, "actor_update")
+    assert found["message"].startswith(
+        f"rank 1 of actor has not begun actor_update in step {step}: quiet for 1"
+    )
+    assert (found["severity"], found["over_wall"]) == ("error", None)
+    assert found["evidence"]["history_steps"] == 4
+    first = found["first_wall"]
+    desk.begin(1, step)
+    desk.pass_time(5.0)
+    [found] = desk.findings()
+    assert (found["severity"], found["first_wall"]) == ("info", first)
+    assert found["over_wall"] == pytest.approx(desk.now, abs=5.0)
+
+
+def test_a_whole_role_is_one_finding(desk: Desk) -> None:
+    step = hang(desk)
+    desk.begin(1, step)
+    desk.pass_time(30.0)
+    [found] = desk.findings()
+    assert found["rank"] is None
+    assert found["message"].startswith("every rank of actor has not ended actor_update")
+    desk.end(0, step)
+    desk.pass_time(3.0)
+    over = {row["rank"]: row["over_wall"] for row in desk.findings()}
+    assert over[None] is not None
+    desk.pass_time(30.0)  # now rank 1 alone has not ended it
+    assert {row["rank"] for row in desk.findings() if row["over_wall"] is None} == {1}
+
+
+def test_a_finding_outlives_the_coordinator_and_is_over_after_it(desk: Desk) -> None:
+    step = hang(desk)
+    desk.pass_time(30.0)
+    [before] = desk.findings()
+    desk.renew()
+    desk.pass_time(10.0)
+    assert desk.findings() == [before]
+    desk.begin(1, step)
+    desk.pass_time(5.0)
+    assert desk.findings()[0]["over_wall"] is not None
+
+
+def test_a_finding_of_a_job_that_died_stuck_is_not_over(desk: Desk) -> None:
+    hang(desk)
+    desk.pass_time(30.0)
+    desk.pass_time(120.0, polling=())
+    assert desk.reception.state.registry.attempts[1].over
+    assert [row["over_wall"] for row in desk.findings()] == [None]
+
+
+def test_a_finding_of_a_job_that_took_leave_is_over(desk: Desk) -> None:
+    hang(desk)
+    desk.pass_time(30.0)
+    for rank in (0, 1):
+        desk.say(rank, FINISH)
+    desk.pass_time(5.0)
+    assert [row["severity"] for row in desk.findings()] == ["info"]
+
+
+# --- stacks -----------------------------------------------------------------------------------
+
+
+def answer(desk: Desk, rank: int, request_id: str, **fields: Any) -> None:
+    threads = [{"name": "t", "ident": 1, "is_training": True, "stack": "  in f"}]
+    desk.say(rank, STACKS, **{"request_id": request_id, "threads": threads, **fields})
+
+
+def test_a_finding_asks_for_the_stacks_of_the_stuck_rank_and_of_another_once(desk: Desk) -> None:
+    hang(desk)
+    desk.pass_time(15.0)
+    request_id = desk.findings()[0]["evidence"]["request_id"]
+    wanted = [{"what": STACKS, "request_id": request_id}]
+    assert desk.poll(0) == desk.poll(1) == wanted
+    assert desk.poll(1) == wanted  # an answer of a poll can be lost
+    answer(desk, 1, request_id, step=5, stage="actor_update")
+    assert desk.poll(1) == []
+    row = desk.stacks()["rank-1", request_id]
+    assert (row["state"], row["step"], row["stage"]) == ("answered", 5, "actor_update")
+    assert row["threads"][0]["stack"] == "  in f"
+    desk.pass_time(100.0)
+    assert len(desk.stacks()) == 2
+    assert desk.stacks()["rank-0", request_id]["state"] == "not answered"
+
+
+def ask(desk: Desk, ranks: list[int] | None = None, seconds: float = 10.0) -> dict[str, Any]:
+    return desk.run(desk.reception.ask_stacks(1, None, ranks, seconds=seconds, by="me"))
+
+
+def test_who_can_be_asked_is_asked_and_the_others_are_named(desk: Desk) -> None:
+    train(desk)
+    desk.run(
+        desk.reception.raw("begin", "d", {"run": "r", "rank": 2, "step": 5, "stage": "s"}, None)
+    )
+    reply = ask(desk)
+    assert reply["asked"] == [{"role": "actor", "rank": 0}, {"role": "actor", "rank": 1}]
+    [refused] = reply["refused"]
+    assert (refused["rank"], "raw calls" in refused["reason"]) == (2, True)
+    assert [row["action"] for row in rows_of(desk.store, "audit")] == ["ask_stacks"]
+    reply = ask(desk, [1, 9])
+    assert [row["rank"] for row in reply["asked"]] == [1]
+    assert [row["rank"] for row in reply["refused"]] == [9]
+    desk.say(0, FINISH)
+    assert "took leave" in ask(desk, [0])["refused"][0]["reason"]
+
+
+def test_no_more_are_asked_at_once_than_can_be_kept(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(desk)
+    monkeypatch.setattr(stack_requests, "MOST_ASKED", 1)
+    with pytest.raises(InvalidInput, match="2 processes"):
+        ask(desk)
+    with pytest.raises(NotFound, match="over"):
+        desk.run(desk.reception.ask_stacks(77, None, None, seconds=1.0, by="me"))
+
+
+def test_a_waiting_poll_is_answered_at_once(desk: Desk) -> None:
+    train(desk)
+
+    async def asked_meanwhile() -> Mapping[str, Any]:
+        sender = Sender("rank-1", "r", "a", "actor", 1).wire()
+        polling = asyncio.create_task(desk.reception.poll(sender, 0, [], 20.0))
+        await asyncio.sleep(0)
+        await desk.reception.ask_stacks(1, None, [1], seconds=10.0, by="me")
+        return await asyncio.wait_for(polling, 10.0)
+
+    answered = desk.run(asked_meanwhile())
+    assert [request["what"] for request in answered["requests"]] == [STACKS]
+
+
+def test_a_request_outlives_the_coordinator_until_its_deadline(desk: Desk) -> None:
+    train(desk)
+    request_id = ask(desk, [0, 1], seconds=10.0)["request_id"]
+    desk.renew()
+    assert desk.poll(1) == [{"what": STACKS, "request_id": request_id}]
+    answer(desk, 1, request_id)
+    desk.pass_time(12.0)
+    states = {name: row["state"] for (name, _), row in desk.stacks().items()}
+    assert states == {"rank-0": "not answered", "rank-1": "answered"}
+    assert desk.poll(0) == []
+    answer(desk, 0, request_id)  # late, and kept all the same
+    assert desk.stacks()["rank-0", request_id]["state"] == "answered"
+
+
+def test_stacks_of_any_form_are_kept_in_bounds(desk: Desk) -> None:
+    train(desk)
+    threads = [5, {"stack": "x" * 300_000}, {"stack": "y" * 10, "ident": "no", "name": 7}]
+    answer(desk, 0, "r1", threads=threads)
+    row = desk.stacks()["rank-0", "r1"]
+    assert [len(thread["stack"]) for thread in row["threads"]] == [256_000, 0]
+    assert row["truncated"]
+    answer(desk, 0, "r2", threads="nonsense")
+    assert desk.stacks()["rank-0", "r2"]["threads"] == []
+    sender = Sender("rank-0", "r", "a", "actor", 0).wire()
+    nameless: tuple[Any, ...] = (1, STACKS, 99, 1.0, 1.0, {"threads": []})
+    refused = desk.run(desk.reception.record(sender, [nameless]))["refused"]
+    assert "request_id" in refused[99]
+
+
+# --- watchdogs --------------------------------------------------------------------------------
+
+
+def test_the_file_of_a_silent_process_is_read_until_it_says_something(desk: Desk) -> None:
+    train(desk)
+    desk.pass_time(28.0, polling=(0,))
+    assert desk.floor.watchdogs == []
+    desk.pass_time(10.0, polling=(0,))
+    assert {order.node_id for order in desk.floor.watchdogs} == {"node"}
+    assert all(order.paths == {"rank-1": "/w/1.txt"} for order in desk.floor.watchdogs)
+    threads = [{"name": "t", "ident": 1, "is_training": True, "stack": "  a in f\n  b in hold"}]
+    written = {"request_id": "watchdog-1", "source": "watchdog", "threads": threads, "step": 4}
+    desk.run(desk.reception.watchdog("rank-1", {**written, "stage": "actor_update"}))
+    desk.floor.watchdogs.clear()
+    desk.pass_time(60.0, polling=(0,))
+    assert desk.floor.watchdogs == []
+    [found] = desk.findings("interpreter_held")
+    assert found["message"].endswith(": b in hold")
+    assert (found["rank"], found["step"], found["stage"]) == (1, 4, "actor_update")
+    row = desk.stacks()["rank-1", "watchdog-1"]
+    assert (row["source"], row["state"]) == ("watchdog", "answered")
+
+
+def test_a_file_that_says_nothing_is_not_read_for_ever(desk: Desk) -> None:
+    train(desk)
+    desk.pass_time(200.0, polling=(0,))
+    desk.floor.watchdogs.clear()
+    desk.pass_time(200.0, polling=(0,))
+    assert desk.floor.watchdogs == []
+
+
+def test_a_process_that_does_not_answer_is_looked_at_though_it_polled_lately(desk: Desk) -> None:
+    train(desk)
+    ask(desk, [1], seconds=3.0)
+    desk.pass_time(8.0)
+    assert desk.floor.watchdogs[0].paths == {"rank-1": "/w/1.txt"}
+
+
+def test_a_watchdog_s_words_without_a_step_are_kept(desk: Desk) -> None:
+    train(desk)
+    desk.run(
+        desk.reception.watchdog(
+            "rank-1", {"request_id": "watchdog-1", "source": "watchdog", "step": "x", "threads": []}
+        )
+    )
+    assert desk.stacks()["rank-1", "watchdog-1"]["step"] == 4
+    desk.run(desk.reception.watchdog("nobody", {"request_id": "w", "source": "watchdog"}))
+
+
+# --- the catalogue says the same --------------------------------------------------------------
+
+
+def test_the_catalogue_is_judged_as_the_state_is(desk: Desk, catalogue: Catalogue) -> None:
+    step = hang(desk)
+    desk.pass_time(30.0)
+    [found] = desk.findings()
+    [row] = stuck_rows(catalogue, 1, step, found["first_wall"], RULES)
+    evidence = found["evidence"]
+    assert (row["rank"], row["status"], row["step"]) == (1, evidence["status"], step)
+    for name in ("seconds", "limit_seconds", "usual_seconds", "history_steps", "ranks_begun"):
+        assert row[name] == pytest.approx(evidence[name]), name
+    assert stuck_rows(catalogue, 1, step - 1, desk.now, RULES) == []
+    desk.begin(1, step)
+    assert stuck_rows(catalogue, 1, step, desk.now, RULES) == []
+    desk.pass_time(60.0)
+    rows = stuck_rows(catalogue, 1, step, desk.now, RULES)
+    assert [(row["rank"], row["whole_role"]) for row in rows] == [(0, True), (1, True)]
+    desk.end(0, step)
+    desk.pass_time(40.0, polling=(0,))
+    [row] = stuck_rows(catalogue, 1, step, desk.now, RULES)
+    assert (row["rank"], row["status"], row["process"]) == (1, "not ended", "live")
+    desk.pass_time(60.0, polling=(0,))
+    [row] = stuck_rows(catalogue, 1, step, desk.now, RULES)
+    assert (row["rank"], row["process"]) == (1, "gone")

@@ -1,0 +1,258 @@
+"""Who is stuck: the judgement alone, by example and over generated trainings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagescope.schema import Part
+from stagescope_service.engine.stuck import (
+    GONE,
+    LIVE,
+    NOT_BEGUN,
+    NOT_ENDED,
+    UNHEARD,
+    History,
+    Pace,
+    Place,
+    Role,
+    Standing,
+    Stuck,
+    StuckRules,
+    history,
+    judge,
+)
+
+RULES = StuckRules(floor=10.0, factor=3.0)
+UPDATE = Place(5, "actor_update", Part())
+
+
+def role(
+    standings: Mapping[int, Standing],
+    begun: Mapping[int, float],
+    ended: Mapping[int, float] | None = None,
+    earlier: History = History([4.0, 5.0, 6.0], [0.5, 0.5, 0.5]),  # noqa: B008
+    place: Place = UPDATE,
+) -> Role:
+    """A role with one part of one open step, begun and ended by ranks at times."""
+    ended = ended or {}
+    pace = Pace()
+    for rank, at in begun.items():
+        pace.begun(at)
+        if rank in ended:
+            pace.took(ended[rank] - at)
+    members: dict[str, Collection[int]] = {"begun": begun.keys(), "ended": ended.keys()}
+    return Role(
+        standings,
+        {place: pace} if begun else {},
+        begun=lambda _: members["begun"],
+        ended=lambda _: members["ended"],
+        history=lambda _: earlier,
+    )
+
+
+def inside(since: float) -> Standing:
+    return Standing(LIVE, since, UPDATE, 100.0)
+
+
+def between(since: float, frontier: float = -math.inf) -> Standing:
+    return Standing(LIVE, since, None, frontier)
+
+
+def who(found: list[Stuck]) -> list[tuple[int, str, bool]]:
+    return [(each.rank, each.status, each.whole_role) for each in found]
+
+
+def test_the_rank_that_has_not_begun_is_stuck_and_those_that_wait_for_it_are_not() -> None:
+    view = role({0: inside(100.0), 1: between(90.0), 2: inside(101.0)}, {0: 100.0, 2: 101.0})
+    assert judge(view, 109.0, RULES) == []
+    [stuck] = judge(view, 900.0, RULES)
+    assert (stuck.rank, stuck.status, stuck.place) == (1, NOT_BEGUN, UPDATE)
+    assert (stuck.since, stuck.seconds) == (100.0, 800.0)
+    assert (stuck.begun, stuck.ended) == (2, 0)
+    assert stuck.limit.usual == 0.5
+    assert stuck.limit.steps == 3
+
+
+def test_the_rank_that_has_not_ended_is_stuck_where_others_have() -> None:
+    done = between(105.0, frontier=100.0)
+    view = role({0: done, 1: inside(100.0)}, {0: 100.0, 1: 100.0}, {0: 105.0})
+    assert judge(view, 115.0, RULES) == []  # 3 x the median of 5 s
+    assert who(judge(view, 115.1, RULES)) == [(1, NOT_ENDED, False)]
+
+
+def test_a_whole_role_that_stopped_is_stuck_after_longer_than_ever() -> None:
+    view = role({0: inside(100.0), 1: inside(103.0)}, {0: 100.0, 1: 103.0})
+    assert judge(view, 117.0, RULES) == []  # rank 1 is not late yet
+    found = judge(view, 118.1, RULES)
+    assert who(found) == [(0, NOT_ENDED, True), (1, NOT_ENDED, True)]
+
+
+def test_without_history_the_lag_behind_the_others_counts() -> None:
+    new = History()
+    view = role({0: inside(100.0), 1: inside(100.0)}, {0: 100.0, 1: 100.0}, earlier=new)
+    assert judge(view, 1e6, RULES) == []  # nobody knows how long a first step takes
+    slow = role({0: between(130.0, 100.0), 1: inside(100.0)}, {0: 100.0, 1: 100.0}, {0: 130.0}, new)
+    assert judge(slow, 189.0, RULES) == []  # 3 x the 30 s that rank 0 took
+    [stuck] = judge(slow, 191.0, RULES)
+    assert (stuck.rank, stuck.limit.steps, stuck.limit.usual) == (1, 0, None)
+    late = role({0: inside(100.0), 1: between(95.0)}, {0: 100.0}, earlier=new)
+    assert judge(late, 140.0, RULES) == []  # 4 x the floor
+    assert who(judge(late, 140.1, RULES)) == [(1, NOT_BEGUN, False)]
+
+
+def test_one_slow_step_of_the_past_is_not_held_against_the_next() -> None:
+    # Every eighth step writes a checkpoint inside the stage.
+    earlier = History([5.0] * 7 + [60.0], [0.1] * 8)
+    view = role({0: inside(100.0), 1: inside(100.0)}, {0: 100.0, 1: 100.0}, earlier=earlier)
+    assert judge(view, 189.0, RULES) == []
+    assert len(judge(view, 191.0, RULES)) == 2
+
+
+def test_a_rank_that_went_on_or_takes_no_part_is_not_awaited() -> None:
+    only_first = History([5.0], [0.0], {0})
+    saving = role({0: inside(100.0), 1: between(90.0)}, {0: 100.0}, earlier=only_first)
+    assert who(judge(saving, 900.0, RULES)) == [(0, NOT_ENDED, True)]
+    past = role({0: inside(100.0), 1: between(90.0, frontier=101.0)}, {0: 100.0})
+    assert [each.rank for each in judge(past, 900.0, RULES)] == [0]
+
+
+def test_a_rank_that_is_gone_or_was_never_heard_of_is_named() -> None:
+    silent = Standing(GONE, 120.0, UPDATE, 100.0)
+    view = role({0: inside(100.0), 1: silent}, {0: 100.0, 1: 100.0})
+    found = judge(view, 131.0, RULES)
+    assert [(each.rank, each.process) for each in found][-1] == (1, GONE)
+    absent = role({0: inside(100.0), 1: Standing(UNHEARD)}, {0: 100.0})
+    assert [(each.rank, each.process) for each in judge(absent, 900.0, RULES)] == [(1, UNHEARD)]
+
+
+def test_where_nobody_is_left_nobody_is_stuck() -> None:
+    silent = Standing(GONE, 120.0, UPDATE, 100.0)
+    assert judge(role({0: silent, 1: silent}, {0: 100.0, 1: 100.0}), 1e6, RULES) == []
+    assert judge(role({0: between(1.0), 1: between(1.0)}, {}), 1e6, RULES) == []
+
+
+SECONDS = st.floats(0.0, 1000.0)
+
+
+@st.composite
+def speeds(draw: st.DrawFn) -> list[dict[str, tuple[float, float]]]:
+    """Draw for each rank, by stage, the gap before it and how long it takes."""
+    stages = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True))
+    ranks = draw(st.integers(1, 4))
+    return [{stage: (draw(SECONDS), draw(SECONDS)) for stage in stages} for _ in range(ranks)]
+
+
+def _times(
+    speed: Mapping[str, tuple[float, float]], begin: float, step: int
+) -> list[tuple[float, float, Place]]:
+    found = []
+    for stage, (gap, took) in speed.items():
+        found.append((begin + gap, begin + gap + took, Place(step, stage, Part())))
+        begin += gap + took
+    return found
+
+
+@given(speeds(), st.integers(1, 8), st.floats(0.0, 1.0), st.sampled_from([0.0, 1.0, 30.0]))
+def test_nobody_is_stuck_who_is_as_slow_as_ever(
+    ranks: list[dict[str, tuple[float, float]]], steps: int, moment: float, floor: float
+) -> None:
+    known = _history(ranks, steps)
+    now = moment * max(_times(speed, 0.0, steps)[-1][1] for speed in ranks)
+    view = _at(ranks, steps, now, known)
+    assert judge(view, now, StuckRules(floor=floor)) == []
+
+
+@given(speeds(), st.integers(1, 8), st.data())
+def test_a_rank_that_stops_is_found_in_the_end_and_it_alone(
+    ranks: list[dict[str, tuple[float, float]]], steps: int, data: st.DataObject
+) -> None:
+    """One rank stops inside a stage that the others go through, or before it."""
+    if len(ranks) == 1:
+        return
+    last = [*ranks[0]][-1]
+    stops = data.draw(st.integers(0, len(ranks) - 1))
+    known = _history(ranks, steps)
+    halted = data.draw(st.sampled_from(["before", "inside"]))
+    gap, took = ranks[stops][last]
+    slow = {**ranks[stops], last: (math.inf, took) if halted == "before" else (gap, math.inf)}
+    now = 1e7
+    halting = [slow if rank == stops else each for rank, each in enumerate(ranks)]
+    view = _at(halting, steps, now, known)
+    [stuck] = judge(view, now, StuckRules())
+    assert (stuck.rank, stuck.place.stage) == (stops, last)
+    assert stuck.status == (NOT_BEGUN if halted == "before" else NOT_ENDED)
+    assert not stuck.whole_role
+
+
+def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping[str, History]:
+    earlier: list[dict[Place, Pace]] = []
+    for step in range(steps):
+        paces: dict[Place, Pace] = {}
+        for speed in ranks:
+            for begun, ended, place in _times(speed, 0.0, step):
+                paces.setdefault(place, Pace()).begun(begun)
+                paces[place].took(ended - begun)
+        earlier.append(paces)
+    return history(earlier, {stage: range(len(ranks)) for stage in ranks[0]})
+
+
+def _at(
+    ranks: list[dict[str, tuple[float, float]]],
+    step: int,
+    now: float,
+    known: Mapping[str, History],
+) -> Role:
+    """The role as the events up to `now` of a step that began at 0 tell it."""
+    paces: dict[Place, Pace] = {}
+    begun: dict[Place, set[int]] = {}
+    ended: dict[Place, set[int]] = {}
+    stood: dict[int, tuple[float, Place | None, Place | None]] = {}
+    for rank, speed in enumerate(ranks):
+        said, where, reached = 0.0, None, None
+        for begin, end, place in _times(speed, 0.0, step):
+            if begin <= now:
+                paces.setdefault(place, Pace()).begun(begin)
+                begun.setdefault(place, set()).add(rank)
+                said, where, reached = begin, place, place
+            if end <= now:
+                paces[place].took(end - begin)
+                ended.setdefault(place, set()).add(rank)
+                said, where = end, None
+        stood[rank] = (said, where, reached)
+    standings = {
+        rank: Standing(LIVE, said, where, -math.inf if reached is None else paces[reached].first)
+        for rank, (said, where, reached) in stood.items()
+    }
+    return Role(
+        standings,
+        paces,
+        begun=lambda place: begun.get(place, set()),
+        ended=lambda place: ended.get(place, set()),
+        history=lambda stage: known.get(stage, History()),
+    )
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1), st.randoms(use_true_random=False))
+def test_a_pace_is_the_same_in_any_order(times: list[tuple[float, float]], random: Random) -> None:
+    one, other = Pace(), Pace()
+    for begun, took in times:
+        one.begun(begun)
+        one.took(took)
+    shuffled = sorted(times, key=lambda _: random.random())
+    for begun, took in [*shuffled, *times]:
+        other.took(took)
+        other.begun(begun)
+    assert one == other
+
+
+def test_a_limit_never_falls_below_the_floor() -> None:
+    assert StuckRules(floor=30.0).after([0.1], None).seconds == 30.0
+    assert StuckRules(floor=30.0).after([], None).seconds == 120.0
+    assert StuckRules(floor=1.0, factor=2.0).after([4.0, 5.0, 6.0], 99.0).seconds == 10.0
+    assert StuckRules(floor=1.0).after([1.0, 1.0, 100.0], None).seconds == pytest.approx(150.0)
