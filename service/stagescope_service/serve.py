@@ -17,13 +17,14 @@ from typing import Any, Final
 import ray
 from ray import exceptions
 
-from stagescope.errors import Conflict, NotReady, Unreachable
+from stagescope.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api_actor import ApiServer
 from stagescope_service.engine.coordinator import NAME, NAMESPACE, DebugCoordinator
 from stagescope_service.engine.ingestor import ingestor_name
 from stagescope_service.settings import Settings
+from stagescope_service.triggers.rules import read_yaml
 
 API_NAME: Final = "ApiServer"
 CONCURRENCY: Final = 20_000
@@ -61,12 +62,14 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
             itself ends with it, and is joined only by its address.
 
     Raises:
+        InvalidInput: the file of triggers cannot be read, or a rule in it.
         Unreachable: no cluster at `address`.
         Conflict: the port is taken, or this home's service runs in another cluster.
         NotReady: the service did not begin to answer in time.
     """
     tokens = Tokens.load(settings) if settings.auth else None
     check_bind(settings, tokens)
+    _check_triggers(settings)
     before = clusters.of_home(settings)
     with service_file.kept_on_failure(settings), clusters.chosen(settings, address) as cluster:
         running = _actor(API_NAME) is not None
@@ -118,6 +121,20 @@ def stop_service(settings: Settings, *, address: str | None = None) -> bool:
         found = embedded.stop(pid, settings.home) or found
     service_file.path_of(settings).unlink(missing_ok=True)
     return found
+
+
+def _check_triggers(settings: Settings) -> None:
+    """Refuse a file of rules now, where somebody reads it, rather than in the coordinator."""
+    if settings.triggers is None:
+        return
+    try:
+        read_yaml(settings.triggers.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            f"the triggers in {settings.triggers} cannot be read: {error}",
+            expected="a YAML file of rules",
+            advice="see STAGESCOPE_TRIGGERS",
+        ) from error
 
 
 def is_same(home: Path, other: Path) -> bool:

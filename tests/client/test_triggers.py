@@ -108,11 +108,10 @@ def test_rules_are_set_and_shown_without_secrets(session: Session, found: Servic
     with pytest.raises(InvalidPlan, match="one of logprob_abs_diff/mean"):
         session.set_triggers({"rules": [{**rule, "metric": "logprob_abs_dif/mean"}]})
     assert found.tokens is not None
-    with (
-        stagescope.attach(found.server.url, token=found.tokens.read) as reader,
-        pytest.raises(Forbidden, match="read token"),
-    ):
-        reader.set_triggers(RULES)
+    with stagescope.attach(found.server.url, token=found.tokens.read) as reader:
+        assert reader.test_triggers(document=RULES)["rule"] == ("mean",)  # a question
+        with pytest.raises(Forbidden, match="may not PUT"):
+            reader.set_triggers(RULES)
 
 
 def test_the_command_line(found: Service, tmp_path: Path) -> None:

@@ -35,6 +35,20 @@ def test_serve_says_which_version_may_not_work(
     ]
 
 
+@pytest.mark.parametrize("text", [None, "rules: [{name: x}]", "\xff"])
+def test_rules_that_cannot_be_read_are_refused_at_start(
+    text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "rules.yaml"
+    if text is not None:
+        file.write_text(text, encoding="latin-1")
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
+    monkeypatch.setenv("STAGESCOPE_TRIGGERS", str(file))
+    result = invoke("serve", "--port", "0")
+    assert result.exit_code == 2, result.output
+    assert ("rules[0].metric" if text and "x" in text else "rules.yaml") in result.stderr
+
+
 def test_a_port_that_is_none() -> None:
     result = invoke("serve", "--port", "70000")
     assert result.exit_code == 2

@@ -229,8 +229,8 @@ def hook() -> Iterator[Hook]:
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, *_: Any) -> None:
-            pass
+        def log_message(self, format: str, *args: Any) -> None:
+            del format, args  # nothing of it on the tests' stderr
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -66,6 +66,7 @@ class Hands(Protocol):
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
         """Pin the payloads of a step on every node that has some."""
+        ...
 
 
 class Acting:

@@ -38,8 +38,9 @@ class Template:
             InvalidPlan: with the field that is wrong.
         """
         given = fields.mapping({} if value is True else value, field, _CAPTURE_FIELDS, "")
-        if given.pop("steps", "next") != "next":
-            raise fields.wrong(f"{field}.steps", value["steps"], "'next': the next common step")
+        steps = given.pop("steps", "next")
+        if steps != "next":
+            raise fields.wrong(f"{field}.steps", steps, "'next': the next common step")
         ranks = given.pop("ranks", "worst(1)")
         is_list = isinstance(ranks, list) and ranks and all(_is_rank(rank) for rank in ranks)
         if ranks != "all" and not is_list and not _WORST.fullmatch(str(ranks)):

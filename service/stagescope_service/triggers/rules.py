@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import yaml
+from yaml.composer import ComposerError
 
 from stagescope.errors import InvalidPlan
 from stagescope_service.triggers import fields, names
@@ -187,7 +188,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not taken")
+            raise ComposerError(None, None, "aliases are not taken")
         return super().compose_node(parent, index)
 
 

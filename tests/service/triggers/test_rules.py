@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stagescope.errors import InvalidPlan
 from stagescope_service.triggers.budget import Budget, Spent
@@ -182,3 +185,36 @@ def test_a_budget_says_why_there_is_no_more() -> None:
         (Spent(under_way=("c1",)), "capture c1"),
     ):
         assert why in str(budget.refusal(spent))
+
+
+COSTS = st.tuples(st.integers(0, 400), st.floats(0, 5), st.floats(0.1, 50))
+
+
+@given(
+    st.builds(
+        Budget,
+        st.integers(1, 5),
+        st.none() | st.integers(1, 1000),
+        st.none() | st.floats(0.01, 1),
+    ),
+    st.lists(COSTS, max_size=20),
+)
+def test_no_budget_is_spent_twice(budget: Budget, asked: list[tuple[int, float, float]]) -> None:
+    spent = Spent()
+    for size, seconds, between in asked:
+        spent = dataclasses.replace(spent, run_seconds=spent.run_seconds + between + seconds)
+        if budget.refusal(spent) is not None:
+            continue
+        left = budget.bytes_left(spent)
+        size = size if left is None else min(size, left)
+        spent = dataclasses.replace(
+            spent,
+            captures=spent.captures + 1,
+            bytes=spent.bytes + size,
+            seconds=spent.seconds + seconds,
+            under_way=("c",),
+        )
+        assert budget.refusal(spent) is not None
+        spent = dataclasses.replace(spent, under_way=())
+    assert spent.captures <= budget.captures
+    assert budget.bytes is None or spent.bytes <= budget.bytes

@@ -1,0 +1,92 @@
+"""Which values a rule sees in a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.batches import batch_of, random_streams
+
+from stagescope.schema import Part
+from stagescope_service.statistics import PartRecord, Whole, assemble, publish, summarise
+from stagescope_service.statistics.mismatch import publish_cell
+from stagescope_service.triggers.facts import Facts, Needs
+from stagescope_service.triggers.rules import Rules
+from stagescope_service.triggers.series import Publisher, Series
+
+MEAN = "training/rollout_probs_diff_mean"
+
+
+def whole_of(ages: list[int] | None, *, noise: float = 0.3) -> Whole:
+    """A step of one rank: the i-th row of tokens was sampled `ages[i]` versions ago."""
+    p, q, mask = random_streams(np.random.default_rng(3), 4, 20, noise, share=1.0)
+    mask[:] = 1
+    mask[:, 9] = 0
+    extra: dict[str, Any] = {}
+    if ages is not None:
+        extra = {"versions": np.repeat(10 - np.array(ages), 20).reshape(4, 20)}
+        p[np.array(ages) > 0] -= 5.0  # drift, which is no mismatch
+    version = None if ages is None else 10
+    batch = batch_of(p, q, mask, samples=list("abcd"), policy_version=version, **extra)
+    stage, part = "actor_compute_log_prob", Part(0, 0, 0, 0)
+    record = PartRecord("i:1", summarise(batch), stage, "actor", 0, part, None, {}, "i")
+    return assemble([record])
+
+
+def values(whole: Whole, **rule: Any) -> dict[Series, float]:
+    """What a rule sees."""
+    made = Rules.parse({"rules": [{"name": "r", "metric": MEAN, "when": {">": 1}, **rule}]})
+    facts = Facts("r", 1, 1, 5, {None: whole, whole.stage: whole}, {}, [], {})
+    found = Publisher(facts).values(made.rules[0])
+    return dict(zip(found.series, found.values.tolist(), strict=True))
+
+
+def test_by_whole_round_rank_and_stage() -> None:
+    whole = whole_of(None)
+    assert values(whole) == {Series(MEAN): publish(whole.summary)[MEAN]}
+    assert set(values(whole, by="rank")) == {Series(MEAN, role="actor", rank=0)}
+    assert set(values(whole, by="stage")) == {Series(MEAN, whole.stage)}
+    rounds = values(whole, by="round")
+    assert rounds == {
+        Series(MEAN, round=number): publish_cell(cell)[MEAN]
+        for number, cell in whole.summary.rounds.items()
+    }
+    assert len(rounds) == 2
+    assert values(whole, stage="another") == {}
+    assert len(values(whole, metric="nonfinite/*", when={">": 0})) == 6
+
+
+def test_drift_is_not_looked_at_where_versions_are_told() -> None:
+    mixed = whole_of([0, 0, 1, 3])
+    fresh = mixed.summary.staleness.get(0)
+    assert fresh is not None
+    (everything,) = values(mixed).values()
+    (at_0,) = values(mixed, staleness=0).values()
+    assert at_0 == publish_cell(fresh)[MEAN]
+    assert at_0 < everything
+    # What only whole steps have cannot be told of some of the tokens.
+    assert values(mixed, metric="per_round/max_diff_value", staleness=0) == {}
+    assert values(whole_of([2, 2, 1, 1]), staleness=0) == {}
+
+
+@pytest.mark.parametrize("ages", [None, [0, 0, 0, 0]])
+def test_a_synchronous_step_is_looked_at_whole(ages: list[int] | None) -> None:
+    whole = whole_of(ages)
+    for metric in (MEAN, "per_round/max_diff_value"):
+        (value,) = values(whole, metric=metric, staleness=0).values()
+        assert value == publish(whole.summary)[metric]
+        assert math.isfinite(value)
+
+
+def test_what_no_rule_asks_for_is_not_read() -> None:
+    def needs(**rule: Any) -> Needs:
+        made = {"name": "r", "metric": MEAN, "when": {">": 1}, **rule}
+        return Needs.of(Rules.parse({"rules": [made]}).rules)
+
+    assert needs() == Needs()
+    assert needs(by="stage") == Needs(stages=None)
+    assert needs(stage="actor_update") == Needs(stages=frozenset({"actor_update"}))
+    assert needs(when={"noise_ratio": 3}) == Needs(noise=True)
+    assert needs(metric="stage_seconds", stage="actor_update") == Needs(seconds=True)
