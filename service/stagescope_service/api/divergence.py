@@ -18,8 +18,9 @@ from stagescope_service.api.operator_tables import (
     whole_number,
 )
 from stagescope_service.api.requests import Answer, read_json
+from stagescope_service.compare import apart
 from stagescope_service.compare.differences import Thresholds
-from stagescope_service.compare.divergence import MOST_VERDICTS, first_divergent
+from stagescope_service.compare.divergence import MOST_VERDICTS
 
 router = APIRouter(tags=["operators"])
 
@@ -57,10 +58,11 @@ def _divergence(desk: Desk, said: Mapping[str, Any]) -> Row:
     devices = [_device(desk, side) for side in (a, b)]
     other_device = None not in devices and devices[0] != devices[1]
     thresholds = _thresholds(said, OTHER_DEVICE if other_device else Thresholds().factor)
-    found = first_divergent(
+    found = apart.divergence(
         desk.operator_files.path(a.row),
         desk.operator_files.path(b.row),
         thresholds,
+        rows=a.row["rows"] + b.row["rows"],
         skip_sharded=_flag(said, "skip_sharded"),
         limit=whole_number(said, "limit", MOST_VERDICTS, least=1, most=1000),
     )
@@ -69,7 +71,7 @@ def _divergence(desk: Desk, said: Mapping[str, Any]) -> Row:
         "b": {**b.heading(), "device": devices[1]},
         "factor": None if thresholds.exact else thresholds.factor,
         "exact": thresholds.exact,
-        **found.fields(),
+        **found,
     }
 
 

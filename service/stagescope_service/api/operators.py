@@ -19,7 +19,7 @@ from stagescope_service.api.operator_tables import (
 )
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.target import Target
-from stagescope_service.compare.non_finite import NonFinite, first_non_finite
+from stagescope_service.compare import apart
 from stagescope_service.dumps.operator_query import OperatorFilter, read_operators, read_stack
 
 router = APIRouter(tags=["operators"])
@@ -183,12 +183,12 @@ def _non_finite(
         for row in tables:
             shown = _first_row(row, found)
             rows.append(shown)
-            if earliest is None and found is not None and found.earliest == row["rank"]:
-                earliest = {**shown, "together": found.together}
+            if earliest is None and found is not None and found["earliest"] == row["rank"]:
+                earliest = {**shown, "together": found["together"]}
     return rows, earliest
 
 
-def _over_ranks(desk: Desk, tables: list[Row]) -> NonFinite | None:
+def _over_ranks(desk: Desk, tables: list[Row]) -> Row | None:
     """Return the answer over the ranks that can be read; None where all is finite everywhere."""
     found = [row for row in tables if row["first_non_finite"] is not None]
     if not found:
@@ -199,10 +199,11 @@ def _over_ranks(desk: Desk, tables: list[Row]) -> NonFinite | None:
             paths[row["rank"]] = desk.operator_files.path(row)
         except StagescopeError:  # noqa: PERF203 - it is listed with its state
             continue
-    return first_non_finite(paths)
+    rows = sum(row["rows"] for row in tables if row["rank"] in paths)
+    return apart.non_finite(paths, rows=rows)
 
 
-def _first_row(row: Row, found: NonFinite | None) -> Row:
+def _first_row(row: Row, found: Row | None) -> Row:
     of_table = table_row(row)
     first = row["first_non_finite"] or {}
     rank = row["rank"]
@@ -211,8 +212,8 @@ def _first_row(row: Row, found: NonFinite | None) -> Row:
         **place_row(row),
         **{name: first.get(name) for name in _FIRST},
         "certain": row["certain"] if first else None,
-        "earliest": found is not None and found.earliest == rank,
-        "order_differs": found is not None and rank in found.order_differs,
+        "earliest": found is not None and found["earliest"] == rank,
+        "order_differs": found is not None and rank in found["order_differs"],
         "culprits": summary.get("culprits"),
         "masks": summary.get("masks"),
         **{name: of_table[name] for name in ("state", "reason", "truncated", "done")},
