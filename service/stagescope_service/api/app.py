@@ -42,7 +42,7 @@ DESCRIPTION: Final = """\
 Which round, which token, which rank, which operator went wrong.
 
 **Tokens.** `Authorization: Bearer <token>`. The read token answers GET; the operate token also
-POST and DELETE, `/events` and `/poll` included. `/healthz` and `/readyz` need none.
+POST, PUT and DELETE, `/events` and `/poll` included. `/healthz` and `/readyz` need none.
 
 **Numbers.** A number that is not finite is the string `"nan"`, `"inf"` or `"-inf"`: JSON has no
 such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds of the service's

@@ -273,6 +273,20 @@ def test_rules_that_are_given_later_hold_for_later_steps(bench: Bench) -> None:
     assert bench.fired() == [(1, 2, "mean")]
 
 
+def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule(when={">": 0.5, "median_ratio": 2})), by="me")
+        for step in range(1, 6):
+            await bench.step(step, 0.01)
+        broken = {"attempt_id": 1, "step": 3, "whole": b"of another version"}
+        await bench.floor.reception.write([Put("steps", broken)])
+        await bench.restarted().open()
+        await bench.step(6, 1.0)
+
+    run(work)
+    assert bench.fired() == [(1, 6, "mean")]
+
+
 # --- pins -------------------------------------------------------------------------------------
 def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
     store = SqlStore(url_of(tmp_path))
