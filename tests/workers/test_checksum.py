@@ -20,7 +20,7 @@ DTYPES = [
     torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     torch.complex64, torch.complex128,
 ]  # fmt: skip
-shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 def definition(data: bytes) -> int:
@@ -126,9 +126,10 @@ def test_any_changed_bit_is_seen(tensor: torch.Tensor, data: st.DataObject) -> N
 def test_two_elements_that_trade_places_are_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
     flat = whole_of(tensor)
     assume(flat.numel() > 1)
-    places = data.draw(st.permutations(range(flat.numel())))[:2]
+    one, other = data.draw(st.permutations(range(flat.numel())))[:2]
     traded = flat.clone()
-    traded[places] = flat[places[::-1]]
+    traded[one : one + 1].copy_(flat[other : other + 1])
+    traded[other : other + 1].copy_(flat[one : one + 1])
     assert (checksum(traded) == checksum(flat)) == (bytes_of(traded) == bytes_of(flat))
 
 
