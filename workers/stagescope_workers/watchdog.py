@@ -33,7 +33,7 @@ from stagescope_workers.stacks import thread_names
 
 DEFAULT_SECONDS: Final = 30.0
 _PAUSE: Final = 1.0
-"""Seconds between two settings; its file says the threads and the stage of the last one."""
+"""Seconds between two looks; its file says the threads and the stage of the last one."""
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -52,7 +52,10 @@ class Watchdog:
         self._lock = threading.Lock()
         self._file: IO[str] | None = None
         self._path: Path | None = None
-        self._fed = 0.0
+        self._looked = self._set = -math.inf
+        self._armed = 0.0
+        self._written = 0
+        self._said: tuple[object, ...] = ()
         self._users = 0
         self._failed = False
 
@@ -79,18 +82,18 @@ class Watchdog:
                 self._guarded(self._make)
 
     def feed(self, standing: Standing) -> dict[str, Any] | None:
-        """Set it anew, where that is due.
+        """Say that the background thread runs: note where training stands, set it anew if due.
 
         Returns:
             The fields of a STACKS event where it had gone off since: the process stood still, and
             goes on.
         """
-        if self._file is None or time.monotonic() - self._fed < self.pause:
+        if self._file is None or time.monotonic() - self._looked < self.pause:
             return None
         found: list[dict[str, Any] | None] = []
         with self._lock:
             if self._file is not None:
-                self._guarded(lambda: found.append(self._set_anew(standing)))
+                self._guarded(lambda: found.append(self._look(standing)))
         return found[0] if found else None
 
     def close(self) -> None:
@@ -119,36 +122,52 @@ class Watchdog:
         self._file = open(path, "x", opener=_private)  # noqa: SIM115 - faulthandler keeps it
         self._path = path
 
-    def _set_anew(self, standing: Standing) -> dict[str, Any] | None:
+    def _look(self, standing: Standing) -> dict[str, Any] | None:
         file, path = self._file, self._path
         assert file is not None
         assert path is not None
-        if self._fed:
+        now = time.monotonic()
+        went_off = os.fstat(file.fileno()).st_size > self._written
+        due = went_off or now - self._set >= self.seconds / 3
+        if due and self._armed:
             # First: while the file is read and written anew, nothing may go off into it.
             faulthandler.cancel_dump_traceback_later()
-        went_off = read_watchdog(path)
+        found = read_watchdog(path) if went_off else None
         training, work = standing()
+        said = (thread_names(), training, work)
+        if due or said != self._said:
+            self._armed = time.time() if due else self._armed
+            self._said = said
+            self._write(file, said)
+        if due:
+            # It starts a thread of C, which is why it is not done more often.
+            faulthandler.dump_traceback_later(self.seconds, repeat=False, file=file)
+            self._set = now
+        self._looked = now
+        return found
+
+    def _write(
+        self, file: IO[str], said: tuple[Mapping[int, str], Sequence[int], Mapping[str, Any]]
+    ) -> None:
+        threads, training, work = said
         file.seek(0)
         file.truncate()
         file.write(
-            watchdog_header(armed=time.time(), threads=thread_names(), training=training, work=work)
+            watchdog_header(armed=self._armed, threads=threads, training=training, work=work)
         )
-        file.flush()
-        faulthandler.dump_traceback_later(self.seconds, repeat=False, file=file)
-        self._fed = time.monotonic()
-        return went_off
+        file.flush()  # what it writes comes behind it
+        self._written = file.tell()
 
     def _remove(self) -> None:
         file, path = self._file, self._path
         assert file is not None
         assert path is not None
-        if self._fed:
+        if self._armed:
             faulthandler.cancel_dump_traceback_later()
         self._file = self._path = None
         file.close()
         if read_watchdog(path) is None:
             path.unlink(missing_ok=True)
-        self._fed = 0.0
 
 
 def _private(path: str, flags: int) -> int:

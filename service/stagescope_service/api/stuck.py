@@ -87,7 +87,8 @@ def _place(row: Mapping[str, Any]) -> Place:
 def _paces(rows: Iterable[Row]) -> dict[tuple[str, Place], Pace]:
     found: dict[tuple[str, Place], Pace] = {}
     for row in rows:
-        pace = found.setdefault((row["role"], _place(row)), Pace())
+        place = _place(row)
+        pace = found.setdefault((row["role"], place), Pace(place))
         if row["first"] is not None:
             pace.begun(row["first"])
             pace.begun(row["last"])

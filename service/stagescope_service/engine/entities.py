@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 from stagescope.schema import Work
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.stuck import Pace, Place
+from stagescope_service.engine.stuck import Pace
 
 RECENT_STEPS: Final = 8
 """Closed steps of an attempt that stay in memory, for events that arrive late."""
@@ -117,9 +117,10 @@ class Process:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     lease_until: float = 0.0
     last_wall: float = 0.0
-    #: When it began or ended a part last, by the service's clock, and what it began last.
+    #: When it began or ended a part last, by the service's clock.
     said: float = 0.0
-    reached: tuple[float, Place] | None = None
+    #: What it began last: when, the work's key, how its role went through it.
+    reached: tuple[float, str, Pace] | None = None
     clock: tuple[float | None, float | None] = (None, None)
     #: Highest step begun; None until it begins one, and until then it holds no step open.
     max_step: int | None = None
@@ -185,8 +186,8 @@ class Step:
     holders: dict[tuple[str, int, str], list[str]] = dataclasses.field(default_factory=dict)
     #: (role, stage) -> rank -> its spans.
     ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
-    #: role -> part -> how its ranks went through it.
-    paces: dict[str, dict[Place, Pace]] = dataclasses.field(default_factory=dict)
+    #: role -> work key -> how its ranks went through it.
+    paces: dict[str, dict[str, Pace]] = dataclasses.field(default_factory=dict)
     #: Who took part in the closed step before, kept when that one leaves memory.
     before: Participants | None = None
     #: The last verdict: (role, stage) -> expected ranks, and who of them is missing.

@@ -80,7 +80,7 @@ class HangWatch:
         out += self._silence.look(now)
         stuck: set[_Key] = set()
         for attempt in self._state.registry.attempts.values():
-            if attempt.open and not attempt.over:
+            if attempt.open and not attempt.over and self._is_quiet(attempt, wall):
                 out += self._judge(attempt, wall, stuck)
         return out + self._end(stuck, wall)
 
@@ -97,6 +97,14 @@ class HangWatch:
         except InvalidEvent:  # whoever wrote the file
             work = Work(process.max_step, None, None)
         return self._state.watchdog(process, fields, work, wall)
+
+    def _is_quiet(self, attempt: Attempt, wall: float) -> bool:
+        """Whether somebody has said nothing for long: a look at a busy attempt costs little."""
+        quiet = wall - self._rules.floor
+        return any(
+            process.said < quiet and not (process.finished or process.replaced)
+            for process in attempt.processes.values()
+        )
 
     def _judge(self, attempt: Attempt, wall: float, stuck: set[_Key]) -> list[Instruction]:
         out: list[Instruction] = []

@@ -20,13 +20,16 @@ def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
 
 def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
     """Note that a process began a part; `at` is of the service's clock, seconds."""
-    place = _place(step, span)
-    if place is None:
+    pace = _pace(step, span)
+    if pace is None:
         return
-    step.paces.setdefault(span.role, {}).setdefault(place, Pace()).begun(at)
+    pace.begun(at)
     span.begun = at
     process.said = max(process.said, at)
-    process.reached = max(process.reached or (at, place), (at, place))
+    key = span.work.key
+    reached = process.reached
+    if reached is None or at > reached[0] or (at == reached[0] and key > reached[1]):
+        process.reached = (at, key, pace)
 
 
 def note_end(
@@ -43,22 +46,28 @@ def note_end(
         mono: its monotonic time, seconds; durations are taken from it where they can.
     """
     begin_mono = number(fields.get("begin_mono"))
-    seconds = None
     if begin_mono is not None:
         seconds = max(mono - begin_mono, 0.0)
-        note_begin(step, process, span, at - seconds)
+        if span.begun is None:
+            note_begin(step, process, span, at - seconds)
     elif span.begun is not None:
         seconds = max(at - span.begun, 0.0)
-    place = _place(step, span)
-    if place is None:
-        return
+    else:
+        seconds = None
     process.said = max(process.said, at)
-    if seconds is not None:
-        step.paces.setdefault(span.role, {}).setdefault(place, Pace()).took(seconds)
+    pace = _pace(step, span)
+    if pace is not None and seconds is not None:
+        pace.took(seconds)
 
 
-def _place(step: Step, span: Span) -> Place | None:
+def _pace(step: Step, span: Span) -> Pace | None:
+    paces = step.paces.get(span.role)
+    if paces is None:
+        paces = step.paces[span.role] = {}
     work = span.work
-    if step.ghost or work.step is None or work.stage is None:
-        return None
-    return Place(work.step, work.stage, work.part)
+    pace = paces.get(work.key)
+    if pace is None:
+        if step.ghost or work.step is None or work.stage is None:
+            return None
+        pace = paces[work.key] = Pace(Place(work.step, work.stage, work.part))
+    return pace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 from stagescope_service.engine.entities import FAILED, OK, Attempt, Process, Span
@@ -44,8 +45,13 @@ def roles(attempt: Attempt) -> Iterator[tuple[str, Role]]:
 def _open_paces(attempt: Attempt, role: str) -> dict[Place, Pace]:
     found: dict[Place, Pace] = {}
     for number in attempt.open:
-        found.update(attempt.steps[number].paces.get(role, {}))
+        found.update(_paces_of(attempt, number, role))
     return found
+
+
+def _paces_of(attempt: Attempt, number: int, role: str) -> dict[Place, Pace]:
+    paces = attempt.steps[number].paces.get(role, {})
+    return {pace.place: pace for pace in paces.values()}
 
 
 def _standing(paces: Mapping[Place, Pace], process: Process) -> Standing:
@@ -53,10 +59,8 @@ def _standing(paces: Mapping[Place, Pace], process: Process) -> Standing:
     spans = process.unfinished if gone else process.open_spans
     inside = _innermost(paces, process, [*spans.values()])
     said = max(process.said, process.left_wall or 0.0) if gone else process.said
-    reached = None if process.reached is None else paces.get(process.reached[1])
-    if reached is None:
-        return Standing(GONE if gone else LIVE, said or None, inside)
-    return Standing(GONE if gone else LIVE, said or None, inside, reached.first)
+    frontier = -math.inf if process.reached is None else process.reached[2].first
+    return Standing(GONE if gone else LIVE, said or None, inside, frontier)
 
 
 def _innermost(paces: Mapping[Place, Pace], process: Process, spans: list[Span]) -> Place | None:
@@ -97,7 +101,7 @@ def _role(
         }
         # One that all but a few have left says as much of how long its stages take.
         left = [number for number in attempt.steps if number < max(attempt.open)]
-        return history([attempt.steps[n].paces.get(role, {}) for n in left], ranks)
+        return history([_paces_of(attempt, number, role) for number in left], ranks)
 
     return Role(
         standings,

@@ -40,6 +40,7 @@ class Place(NamedTuple):
 class Pace:
     """How the ranks of a role went through a place; merged by minimum and maximum, in any order."""
 
+    place: Place
     first: float = math.inf
     """When the first rank began it."""
     last: float = -math.inf

@@ -41,7 +41,7 @@ def role(
 ) -> Role:
     """A role with one part of one open step, begun and ended by ranks at times."""
     ended = ended or {}
-    pace = Pace()
+    pace = Pace(place)
     for rank, at in begun.items():
         pace.begun(at)
         if rank in ended:
@@ -196,7 +196,7 @@ def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping
         paces: dict[Place, Pace] = {}
         for speed in ranks:
             for begun, ended, place in _times(speed, 0.0, step):
-                paces.setdefault(place, Pace()).begun(begun)
+                paces.setdefault(place, Pace(place)).begun(begun)
                 paces[place].took(ended - begun)
         earlier.append(paces)
     return history(earlier, {stage: range(len(ranks)) for stage in ranks[0]})
@@ -217,7 +217,7 @@ def _at(
         said, where, reached = 0.0, None, None
         for begin, end, place in _times(speed, 0.0, step):
             if begin <= now:
-                paces.setdefault(place, Pace()).begun(begin)
+                paces.setdefault(place, Pace(place)).begun(begin)
                 begun.setdefault(place, set()).add(rank)
                 said, where, reached = begin, place, place
             if end <= now:
@@ -240,7 +240,7 @@ def _at(
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1), st.randoms(use_true_random=False))
 def test_a_pace_is_the_same_in_any_order(times: list[tuple[float, float]], random: Random) -> None:
-    one, other = Pace(), Pace()
+    one, other = Pace(UPDATE), Pace(UPDATE)
     for begun, took in times:
         one.begun(begun)
         one.took(took)
