@@ -79,11 +79,13 @@ def _read_step(_: click.Context, __: click.Parameter, value: str) -> StepWord:
         return "latest"
     if value == "measured":
         return "measured"
+    if value == "captured":
+        return "captured"
     try:
         return int(value)
     except ValueError:
         raise click.BadParameter(
-            f"{value!r} is neither a number nor 'latest' or 'measured'"
+            f"{value!r} is neither a number nor 'latest', 'measured' or 'captured'"
         ) from None
 
 
@@ -93,13 +95,14 @@ def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, A
 
 def _step_argument(default: str) -> Callable[[Any], Any]:
     return click.argument(
-        "step", callback=_read_step, default=default, metavar="[STEP|latest|measured]"
+        "step", callback=_read_step, default=default, metavar="[STEP|latest|measured|captured]"
     )
 
 
 _STEP: Final = _step_argument("latest")
 # Numbers come with a step's end: without a word, the newest step that has them answers.
 _MEASURED: Final = _step_argument("measured")
+_CAPTURED: Final = _step_argument("captured")
 _RUN: Final = click.option("--run", help="Name of the run (default: the one that is live).")
 _ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 _STAGE: Final = click.option("--stage", help="Only this stage.")
@@ -294,7 +297,7 @@ def dumps(session: Session, step: StepWord, **options: Any) -> Table:
 
 
 @_question(
-    _STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE,
+    _CAPTURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE,
     click.option("--name", metavar="GLOB", help="Only such names: '*lm_head*', or a part of one."),
     click.option("--kind", help="Module, Functional, Torch, Tensor, ..."),
     click.option("--direction", help="forward, backward, parameters_grad, debug."),
@@ -308,13 +311,13 @@ def operators(session: Session, step: StepWord, **options: Any) -> Table:
     return _noun(session, step, options).operators(**options)
 
 
-@_question(_STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _PART, _CAPTURE, _LIMIT)
+@_question(_CAPTURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _PART, _CAPTURE, _LIMIT)
 def non_finite(session: Session, step: StepWord, **options: Any) -> Table:
     """The first operator with a NaN or an infinity, on each rank and over all."""
     return _noun(session, step, options).non_finite(**options)
 
 
-@_question(click.argument("stack_id"), _STEP, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE)
+@_question(click.argument("stack_id"), _CAPTURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE)
 def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Record:
     """The Python frames from which an operator was called (its `stack_id`)."""
     return _noun(session, step, options).stack(stack_id, **options)
@@ -520,8 +523,12 @@ def progress(session: Session, capture_id: str, wait: bool) -> Record:
 
 
 def _await(session: Session, capture_id: str) -> Progress:
+    seen: set[str] = set()
+
     def tell(found: Progress) -> None:
-        click.echo(f"{found.heading}: {found.lines()[0]}", err=True)
+        new = [line for line in (found.heading, *found.lines()) if line not in seen]
+        seen.update(new)
+        click.echo("\n".join(new), err=True)
 
     return session.wait_for(capture_id, told=tell)
 

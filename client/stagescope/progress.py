@@ -11,10 +11,35 @@ from stagescope.frames import Table
 ENDED: Final = frozenset({"complete", "partial", "given up", "too late", "refused", "withdrawn"})
 """States after which nothing more is collected."""
 
+_ORDER: Final = ("run", "stages", "ranks", "steps")
 _RANKS: Final = ("role", "rank", "acknowledged", "there", "joined_later", "host", "pid")
 _STEPS: Final = ("attempt", "step", "state", "collected", "waiting", "gaps")
 _DUMPS: Final = ("attempt", "step", "stage", "role", "rank", "part", "state", "bytes", "seconds")
 _NAMED: Final = 8
+
+
+class Ordered(Record):
+    """What `POST /captures` answers: the order with its id, as far as it is agreed on."""
+
+    __slots__ = ()
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        super().__init__(said, title=f"capture {said.get('capture_id')}")
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return what was ordered, where it starts, and what the asker should know."""
+        agreement = self.get("agreement") or {}
+        lines = [f"{name}: {_said(self[name])}" for name in _ORDER if self.get(name) is not None]
+        lines.append(f"state: {agreement.get('phase', 'asked')}")
+        if agreement.get("reason"):
+            lines.append(f"reason: {agreement['reason']}")
+        if agreement.get("start") is not None:
+            lines.append(f"starts at step {agreement['start']}")
+        if agreement.get("without"):
+            lines.append(f"without {_names(agreement['without'])}")
+        lines += map(_estimate, (agreement.get("estimates") or ())[:_NAMED])
+        lines += [f"note: {note}" for note in self.get("notes") or ()]
+        return [*lines, f"see: stagescope progress {self.get('capture_id')} --wait"]
 
 
 class Progress(Record):
@@ -64,6 +89,12 @@ class Progress(Record):
     def _table(self, name: str, order: Sequence[str]) -> Table:
         title = f"{name} of capture {self['capture_id']}"
         return Table.from_rows(self[name], order=order, title=title, about={})
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {each}" for name, each in value.items() if each is not None)
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _asked(ranks: Sequence[Mapping[str, Any]]) -> str:

@@ -32,14 +32,14 @@ from stagescope.errors import (
 from stagescope.frames import Table
 from stagescope.hangs import Stacks
 from stagescope.operators import Divergence
-from stagescope.progress import Progress
+from stagescope.progress import Ordered, Progress
 from stagescope.step import LIMIT, Step
 from stagescope.tensors import ORDER, Tensors
 from stagescope.transport import Transport
 from stagescope.triggers import FIRING_ORDER, Triggers, dry_run
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 
-StepWord = int | Literal["latest", "measured"]
+StepWord = int | Literal["latest", "measured", "captured"]
 """How a step is named."""
 _PAGE: Final = 500
 _RECENT: Final = 100
@@ -219,7 +219,8 @@ class Session:
         """Return one step; it stays at the run and attempt that answer now.
 
         `"latest"` is the step that began last, which may hold no numbers yet; `"measured"` is the
-        newest closed one that does (the latest where there is none).
+        newest closed one that does (the latest where there is none); `"captured"` is the newest
+        one of which a capture left operators.
 
         Raises:
             NotFound: no such step.
@@ -230,6 +231,9 @@ class Session:
                 if row.get("measured") and in_force:
                     return Step(self, row["step"], run=row["run"], attempt=row["attempt"])
             step = "latest"
+        if step == "captured":
+            said = self.get("/steps/latest/operators", run=run, attempt=attempt, limit=1)
+            return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
         said = self.get(f"/steps/{_step_word(step)}/stages", run=run, attempt=attempt, limit=1)
         return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
 
@@ -375,7 +379,7 @@ class Session:
         path = f"/steps/{_step_word(step)}/pin" + (f"?{query}" if query else "")
         return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
 
-    def capture(self, **spec: Any) -> Record:
+    def capture(self, **spec: Any) -> Ordered:
         """Order a capture: `stagescope.captures` has its CAPTURE_FIELDS and SHORTHANDS.
 
         Without `steps` it is of the next. Every asked rank acknowledges first, and then the step
@@ -394,7 +398,7 @@ class Session:
         steps = spec.setdefault("steps", "next")
         if isinstance(steps, int) and not isinstance(steps, bool):
             spec["steps"] = [steps]
-        return Record(self._transport.change("POST", "/captures", spec) or {}, title="capture")
+        return Ordered(self._transport.change("POST", "/captures", spec) or {})
 
     def progress(self, capture_id: str) -> Progress:
         """Return how far a capture has come.
@@ -522,4 +526,4 @@ def _segment(text: str) -> str:
 def _step_word(step: Any) -> str:
     if step == "latest" or (isinstance(step, int) and not isinstance(step, bool)):
         return str(step)
-    raise InvalidInput(f"step is {step!r}", expected="an int, 'latest' or 'measured'")
+    raise InvalidInput(f"step is {step!r}", expected="an int, 'latest', 'measured' or 'captured'")

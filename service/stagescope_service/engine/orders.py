@@ -207,6 +207,9 @@ class Orders:
             return []
         place = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
         if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreeing.ASKED:
+            members = {(each.role, each.rank) for each in self.crew(entry.order).members}
+            if (place["role"], place["rank"]) not in members:
+                return []  # a process that would not take part
             about = {"node_id": dump.get("node_id"), "error": dump.get("error")}
             said = {**place, **about, **(dump.get("estimate") or {})}
             others = [each for each in entry.agreement.estimates if not _same_place(each, said)]
