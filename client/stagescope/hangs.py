@@ -9,8 +9,8 @@ from stagescope import render
 from stagescope.answers import Record
 
 STUCK_ORDER: Final = (
-    "rank", "status", "stage", "step", "seconds", "limit_seconds", "usual_seconds", "ranks_begun",
-    "ranks_ended", "ranks", "role", "host", "pid",
+    "rank", "status", "stage", "step", "seconds", "usual_seconds", "ranks_begun", "ranks",
+    "ranks_ended", "role", "host", "pid", "limit_seconds",
 )  # fmt: skip
 
 
