@@ -317,7 +317,9 @@ def non_finite(session: Session, step: StepWord, **options: Any) -> Table:
     return _noun(session, step, options).non_finite(**options)
 
 
-@_question(click.argument("stack_id"), _CAPTURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE)
+@_question(
+    click.argument("stack_id"), _CAPTURED, _RUN, _ATTEMPT, _STAGE, _ROLE, _RANK, _PART, _CAPTURE
+)
 def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Record:
     """The Python frames from which an operator was called (its `stack_id`)."""
     return _noun(session, step, options).stack(stack_id, **options)

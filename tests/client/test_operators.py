@@ -77,6 +77,19 @@ def test_operators_as_a_table(asking: Session) -> None:
     assert len(asking.step(5).operators(non_finite=True, rank=0)) == 0
 
 
+def test_the_newest_step_with_operators_answers_where_none_is_named(
+    live: Service, asking: Session
+) -> None:
+    Rank(live, world_size=1).begin("actor_update", 99)
+    assert asking.step("latest").step == 99
+    captured = asking.step("captured")
+    assert captured.step < 99
+    assert len(captured.operators()) > 0
+    assert ask(live, "non-finite").exit_code == 0
+    with pytest.raises(NotFound, match="has no operators; expected one of 5, 6"):
+        asking.step(99).operators()
+
+
 def test_the_stack_of_an_operator(asking: Session) -> None:
     row = asking.step(5).operators(rank=0, name="Functional.linear.0.forward")[0]
     stack = asking.step(5).stack(row["stack_id"], rank=0)

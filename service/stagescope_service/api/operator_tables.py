@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from fastapi import Depends
 
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.schema import PART_FIELDS
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.desk import Desk
+from stagescope_service.api.desk import (
+    AtDesk,
+    AttemptKey,
+    AttemptNumber,
+    Desk,
+    Run,
+    StepWord,
+    step_target,
+)
 from stagescope_service.api.target import Target
 from stagescope_service.engine.digests import TABLE_WRITTEN
 
@@ -37,6 +47,25 @@ _SHOWN: Final = (
 )  # fmt: skip
 
 
+def operator_target(
+    desk: AtDesk,
+    step: StepWord,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    attempt_key: AttemptKey = None,
+) -> Target:
+    """Return the step that a path names; `latest` is the newest one that has operators."""
+    if step == "latest":
+        newest = desk.finder.step(run, attempt, None, key=attempt_key)
+        for found in desk.catalogue.operator_steps(newest.attempt_id, limit=1):
+            return desk.finder.step(newest.run, newest.number, found)
+        return newest
+    return step_target(desk, step, run, attempt, attempt_key)
+
+
+OperatorTarget = Annotated[Target, Depends(operator_target)]
+
+
 def tables_of(desk: Desk, target: Target, **filters: Any) -> list[Row]:
     """Return a step's operator tables, the stage that was dumped first first.
 
@@ -53,8 +82,10 @@ def tables_of(desk: Desk, target: Target, **filters: Any) -> list[Row]:
         place = (row["stage"], row["capture_id"], row["part"], row["role"], row["rank"])
         newest[place] = row  # they come in the order in which they were announced
     if not newest:
+        others = desk.catalogue.operator_steps(target.attempt_id)
         raise NotFound(
             f"step {step} of run {target.run} has no operators",
+            expected=f"one of {', '.join(map(str, sorted(others)))}" if others else "",
             advice="order a capture with `stagescope capture`; `stagescope dumps` says what came",
         )
     return shape.chosen(_in_order(newest.values()), f"step {step}", **filters)

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request
 
 from stagescope.errors import InvalidInput, NotFound, StagescopeError
-from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Row, Stage, StepTarget
+from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Row, Stage
 from stagescope_service.api.operator_tables import (
+    OperatorTarget,
     group_of,
     is_digested,
     place_row,
@@ -40,7 +41,7 @@ CaptureId = Annotated[str | None, Query(max_length=200, description="Only dumps 
 @router.get("/steps/{step}/operators")
 def operators(
     desk: AtDesk,
-    target: StepTarget,
+    target: OperatorTarget,
     page: PageOf,
     stage: Stage = None,
     role: Role = None,
@@ -71,8 +72,8 @@ def operators(
 
     `tables` says what there is: a table a dump, with its `state` (`announced`: it is being read),
     whether it is `truncated` and where, and what its DONE.json says (`done` null: it has none, the
-    rank did not come to its end). `source` is the first frame of the stack outside torch. Numbers
-    are float64: an int64 beyond 2^53 is rounded.
+    rank did not come to its end). Step `latest` is the newest that has operators. `source` is the
+    first frame of the stack outside torch. Numbers are float64: an int64 beyond 2^53 is rounded.
     """
     chosen = {"stage": stage, "role": role, "rank": rank, "part": part, "capture_id": capture_id}
     tables = tables_of(desk, target, **chosen)
@@ -92,7 +93,7 @@ def operators(
 @router.get("/steps/{step}/operators/stack")
 def stack(
     desk: AtDesk,
-    target: StepTarget,
+    target: OperatorTarget,
     stack_id: Annotated[str, Query(max_length=100, description="A row's `stack_id`.")],
     stage: Stage = None,
     role: Role = None,
@@ -114,7 +115,7 @@ def stack(
 async def non_finite(
     request: Request,
     desk: AtDesk,
-    target: StepTarget,
+    target: OperatorTarget,
     page: PageOf,
     stage: Stage = None,
     role: Role = None,

@@ -447,6 +447,14 @@ class Catalogue:
             offset,
         )
 
+    def operator_steps(self, attempt_id: int, *, limit: int = 8) -> list[int]:
+        """Return the newest steps of an attempt that have operators, newest first."""
+        table = TABLES["operators"]
+        of_attempt = (table.c.attempt_id == attempt_id) & table.c.step.is_not(None)
+        query = sa.select(table.c.step).where(of_attempt).distinct()
+        found = self._rows(query.order_by(table.c.step.desc()).limit(limit))
+        return [row["step"] for row in found]
+
     def artifacts(
         self,
         attempt_id: Filter = None,
