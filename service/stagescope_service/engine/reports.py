@@ -128,7 +128,9 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
     """
     fields = event.fields
     capture_id = text(fields.get("capture_id"), 200) or "local"
-    said = {name: take(fields[name]) for name, take in _DUMP_COLUMNS.items() if name in fields}
+    said: dict[str, Any] = {
+        name: take(fields[name]) for name, take in _DUMP_COLUMNS.items() if name in fields
+    }
     known = process.dumps.setdefault((work.key, capture_id), {})
     if len(process.dumps) > DUMPS_REMEMBERED:
         del process.dumps[next(iter(process.dumps))]
