@@ -63,8 +63,8 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield row["reason"]
     if row["verdict"] == "differs":
         form = f"{row['dtype']}[{', '.join(map(str, row['shape']))}]"
-        yield f"{form}, {row['trainer']} sent, {row['rollout']} received"
-        yield f"by rollout rank {', '.join(map(str, row['ranks']))}"
+        yield f"{form}, on rollout rank {', '.join(map(str, row['ranks']))}"
+        yield f"{row['trainer']} sent, {row['rollout']} received"
     if row["odd_ranks"]:
         yield f"unlike its replicas: {render.format_value(row['odd_ranks'])}"
 
