@@ -11,8 +11,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from stagescope_service.engine.rows import digest
 from stagescope_service.engine.trigger_actions import Act, Acting, finding_of, finding_place
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
+from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.replay import Fired, Reader
 from stagescope_service.triggers.rules import Rules, defaults, read_yaml
 from stagescope_service.triggers.watch import REACH, At, Changes, Watch
@@ -153,16 +154,13 @@ class Triggers:
         rows: list[Put | Delete] = []
         followed = self._followed.get(run)
         if followed is None:
-            followed = _Followed(self._catalogue, run, rules, self._since)
+            followed = self._followed[run] = _Followed(self._catalogue, run, rules, self._since)
             acts += followed.owed
-            for changes in followed.load():
-                self._change(followed, changes, acts, rows)
-            self._followed[run] = followed
             while len(self._followed) > RUNS_FOLLOWED:
                 self._followed.popitem(last=False)
-        else:
-            self._followed.move_to_end(run)
-            self._change(followed, followed.take(attempt_id, step), acts, rows)
+        self._followed.move_to_end(run)
+        for changes in followed.take(attempt_id, step):
+            self._change(followed, changes, acts, rows)
         return acts, rows
 
     def _change(
@@ -266,24 +264,40 @@ class _Followed:
         fired = [(row["rule"], At(numbers[row["attempt_id"]], row["step"])) for row in standing]
         self._watch = Watch(rules.rules, fired=fired)
 
-    def load(self) -> list[Changes]:
-        """Read the run's newest steps; return what they change."""
+        self._ahead = self._load()
+
+    def _load(self) -> deque[At]:
+        """Read the run's newest steps; return those that are to be taken in, in order.
+
+        None is taken in before its turn: what is stored of a step may still lack a payload.
+        """
         places = self._reader.steps(HISTORY + REACH)
         for attempt_id, step in places[:-REACH]:
             facts = self._reader.facts(attempt_id, step)
             if facts is not None:
                 at = At(facts.attempt, step)
                 self._watch.remember(at, self._reader.values(facts))
-        return [self.take(*place) for place in places[-REACH:]]
+        numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
+        newest = places[-REACH:]
+        return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in newest))
 
-    def take(self, attempt_id: int, step: int) -> Changes:
-        """Take in a step that was formed; return what it changes."""
+    def take(self, attempt_id: int, step: int) -> Iterator[Changes]:
+        """Take in a step whose turn it is, and what is stored before it; yield what changes."""
         facts = self._reader.facts(attempt_id, step)
         if facts is None:
-            return Changes([], [])
+            return
         self.ids[facts.attempt] = attempt_id
         at = At(facts.attempt, step)
-        fires = self._since.admits(attempt_id, step)
+        while self._ahead and self._ahead[0] <= at:
+            earlier = self._ahead.popleft()
+            before = self._reader.facts(self.ids[earlier.attempt], earlier.step)
+            if before is not None and earlier != at:
+                yield self._taken(before)
+        yield self._taken(facts)
+
+    def _taken(self, facts: Facts) -> Changes:
+        fires = self._since.admits(facts.attempt_id, facts.step)
+        at = At(facts.attempt, facts.step)
         return self._watch.take(at, self._reader.values(facts), fires=fires)
 
     def explain(self, firing: Any) -> Fired | None:

@@ -273,6 +273,22 @@ def test_rules_that_are_given_later_hold_for_later_steps(bench: Bench) -> None:
     assert bench.fired() == [(1, 2, "mean")]
 
 
+def test_no_step_is_looked_at_before_its_turn(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule(cooldown=9)), by="me")
+        for step, noise in ((1, 0.01), (2, 0.01), (3, 1.0), (4, 0.01), (5, 1.0), (6, 1.0)):
+            await bench.step(step, noise, hold=True)
+        await bench.triggers.formed(1, 2)  # of the later ones a payload may still be on its way
+        assert bench.fired() == []
+        await bench.triggers.formed(1, 4)
+        assert bench.fired() == [(1, 3, "mean")]
+        await bench.restarted().open()
+        await bench.triggers.formed(1, 6)
+
+    run(work)
+    assert [row["step"] for row in bench.catalogue.firings(run="r")] == [3]
+
+
 def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> None:
     async def work() -> None:
         await bench.triggers.put(rules_of(rule(when={">": 0.5, "median_ratio": 2})), by="me")
