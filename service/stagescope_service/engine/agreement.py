@@ -29,6 +29,8 @@ LEAST_ROUND_TRIP: Final = 0.25
 LONGEST_ROUND_TRIP: Final = 5.0
 """Seconds: a rank that took longer was stopped or away, and says nothing about the way to it."""
 
+_ESTIMATES_STORED: Final = 64
+
 Row = dict[str, Any]
 
 
@@ -245,6 +247,12 @@ def look(
         return dataclasses.replace(agreed, steps=[start], again_left=asked.again_left - 1)
     reason = f"its steps had begun; the first that all ranks could know of in time is {start}"
     return dataclasses.replace(agreed, phase=TOO_LATE, reason=reason)
+
+
+def largest(estimates: Iterable[Row]) -> list[Row]:
+    """Return the estimates to store: of very many ranks those that take most, ordered by rank."""
+    most = sorted(estimates, key=lambda each: -(each.get("bytes") or 0))[:_ESTIMATES_STORED]
+    return sorted(most, key=lambda each: (each["role"], each["rank"], str(each["stage"])))
 
 
 def refusal(order: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:

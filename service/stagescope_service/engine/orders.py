@@ -41,6 +41,8 @@ class Orders:
         self._asked_mono: dict[str, float] = {}
         self._acknowledged: dict[str, dict[str, float]] = {}
         """Capture -> incarnation -> seconds that it took to acknowledge."""
+        self._estimates: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+        """Capture -> (role, rank, stage) -> what it reckons; stored once it is agreed on."""
         self._interrupted = {
             entry.capture_id for entry in plan.entries.values()
             if entry.agreement.phase == agreeing.ASKED
@@ -149,14 +151,16 @@ class Orders:
         for member in crew.members:
             if member.incarnation is not None and (member.revision or 0) >= asked.revision:
                 taken.setdefault(member.incarnation, elapsed)
+        estimates = self._estimates_of(entry, crew)
         trips = [each for each in taken.values() if each <= agreeing.LONGEST_ROUND_TRIP]
-        reason = agreeing.refusal(order, asked.estimates)
+        reason = agreeing.refusal(order, estimates)
+        told = dataclasses.replace(asked, estimates=agreeing.largest(estimates))
         if reason is not None:
-            return dataclasses.replace(asked, phase=agreeing.REFUSED, reason=reason)
-        if self._unreckoned(entry, crew) and elapsed < agreeing.LONGEST_ROUND_TRIP:
+            return dataclasses.replace(told, phase=agreeing.REFUSED, reason=reason)
+        if self._unreckoned(asked, crew, estimates) and elapsed < agreeing.LONGEST_ROUND_TRIP:
             return None
         return agreeing.look(
-            asked,
+            told,
             order,
             crew,
             elapsed=elapsed,
@@ -188,6 +192,7 @@ class Orders:
         """Ask again: under a new revision, so that old acknowledgements do not count."""
         self._asked_mono[entry.capture_id] = mono
         self._acknowledged.pop(entry.capture_id, None)
+        self._estimates.pop(entry.capture_id, None)
         return dataclasses.replace(
             entry.agreement,
             phase=agreeing.ASKED,
@@ -207,14 +212,11 @@ class Orders:
             return []
         place = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
         if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreeing.ASKED:
-            members = {(each.role, each.rank) for each in self.crew(entry.order).members}
-            if (place["role"], place["rank"]) not in members:
-                return []  # a process that would not take part
             about = {"node_id": dump.get("node_id"), "error": dump.get("error")}
-            said = {**place, **about, **(dump.get("estimate") or {})}
-            others = [each for each in entry.agreement.estimates if not _same_place(each, said)]
-            changed = dataclasses.replace(entry.agreement, estimates=[*others, said])
-            self.plan.entries[entry.capture_id] = Entry(entry.order, changed)
+            said = self._estimates.setdefault(entry.capture_id, {})
+            said[place["role"], place["rank"], place["stage"]] = {
+                **place, **about, **(dump.get("estimate") or {}),
+            }  # fmt: skip
             return []
         if dump.get("state") not in _GAPS or entry.agreement.phase != agreeing.AGREED:
             return []
@@ -313,18 +315,27 @@ class Orders:
             )
         return None
 
-    def _unreckoned(self, entry: Entry, crew: Crew) -> bool:
+    def _estimates_of(self, entry: Entry, crew: Crew) -> list[dict[str, Any]]:
+        """Return what the asked ranks reckon; who would not take part is asked by no one."""
+        members = {(each.role, each.rank) for each in crew.members}
+        said = self._estimates.get(entry.capture_id, {})
+        return [each for (role, rank, _), each in said.items() if (role, rank) in members]
+
+    def _unreckoned(
+        self, asked: Agreement, crew: Crew, estimates: Iterable[Mapping[str, Any]]
+    ) -> bool:
         """Whether a rank that acknowledged has not yet said what it reckons."""
-        said = {(each["role"], each["rank"]) for each in entry.agreement.estimates}
+        said = {(each["role"], each["rank"]) for each in estimates}
         return any(
             (each.role, each.rank) not in said
             for each in crew.members
-            if (each.revision or 0) >= entry.agreement.revision
+            if (each.revision or 0) >= asked.revision
         )
 
     def _forget(self, capture_id: str) -> None:
         self._asked_mono.pop(capture_id, None)
         self._acknowledged.pop(capture_id, None)
+        self._estimates.pop(capture_id, None)
         self._interrupted.discard(capture_id)
 
     # --- findings --------------------------------------------------------------------------
@@ -384,10 +395,6 @@ def _does(attempt: Attempt, role: str, stages: Any) -> bool:
         for step in attempt.steps.values()
         for name, stage in step.ranks
     )
-
-
-def _same_place(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(name) == other.get(name) for name in ("role", "rank", "stage"))
 
 
 def _names(ranks: Iterable[Mapping[str, Any]]) -> str:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from stagescope.errors import InvalidEvent, NotFound, NotReady, StagescopeError
 from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
@@ -43,6 +43,8 @@ from stagescope_service.engine.stuck import StuckRules
 from stagescope_service.store.base import Store
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 0.02
 
 
 class Floor(Protocol):
@@ -92,6 +94,7 @@ class Reception:
         self.mono = mono
         self.events_taken = 0
         self._listened = mono()
+        self._looking: asyncio.Task[None] | None = None
         self._payloads: dict[PayloadKey, object] = {}
         # Settled in memory and not yet on disk: whoever heard of it would let the payload go.
         self._uncommitted: Counter[PayloadKey] = Counter()
@@ -168,8 +171,8 @@ class Reception:
         sender = Sender.parse(sender_wire)
         heard = self._heard(sender, revision)
         await self._carry_out(heard)
-        if heard:
-            await self.look()
+        if heard and self.plan.entries:
+            self._look_soon()
         seqs = [seq for seq in unreceipted if isinstance(seq, int)]
         deadline = self.mono() + max(0.0, min(wait, self.poll_seconds))
         while True:
@@ -381,6 +384,18 @@ class Reception:
             await self._carry_out(self.state.expire(now, wall))
             await self._carry_out(self.hangs.look(now, wall))
             await self.look()
+
+    def _look_soon(self) -> None:
+        # Of a thousand ranks that acknowledge at once, each would have all of them looked through.
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look_later())
+
+    async def _look_later(self) -> None:
+        await asyncio.sleep(_LOOK_SECONDS)
+        try:
+            await self.look()
+        except Exception:
+            logger.exception("orders could not be looked after")
 
     async def look(self) -> None:
         """See whether an order can be agreed on, or has ended."""

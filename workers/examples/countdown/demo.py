@@ -31,6 +31,7 @@ from examples.countdown.demo_report import (
     show_dumps,
     show_lost,
     show_metrics,
+    show_operators,
     show_place,
     show_rounds,
     show_stages,
@@ -254,6 +255,14 @@ def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
     heading(f"msprobe's dumps of step {CAPTURED_STEP}")
     with checks.check("the dumps' place, whole on every rank"):
         show_dumps(session, RUN, CAPTURED_STEP, RANKS)
+    heading(f"operators of step {CAPTURED_STEP}, rank 0")
+    with checks.check("the operators of the captured step"):
+        wait_for(
+            "the operators",
+            lambda: len(session.step(CAPTURED_STEP, run=RUN, attempt=1).operators(limit=1)),
+            seconds=30,
+        )
+        show_operators(session, RUN, CAPTURED_STEP)
     heading("ask it yourself")
     with checks.check("the URL and the token's place, and no answer without a token"):
         show_place(info["url"], Path(info["token_file"]), LAST_STEP)

@@ -126,6 +126,7 @@ def show_dumps(session: Session, run: str, step: int, ranks: int) -> None:
     table = session.step(step, run=run, attempt=1).dumps()
     require(len(table) >= ranks, f"{len(table)} dumps, expected {ranks}")
     for row in table:
+        require(row["path"], f"rank {row['rank']}: {row['state']} {row['error']}")
         path = Path(row["path"])
         print(f"rank {row['rank']}  {row['stage']}  {row['state']}  {row['bytes']} bytes\n  {path}")
         require(row["state"] == "complete", f"rank {row['rank']}: {row['state']} {row['error']}")
@@ -135,6 +136,15 @@ def show_dumps(session: Session, run: str, step: int, ranks: int) -> None:
         print(f"  {records} records in {dumps[0].relative_to(path)}")
         require(records > 10, f"only {records} records")
     require(set(table["rank"]) == set(range(ranks)), f"ranks {sorted(set(table['rank']))}")
+
+
+def show_operators(session: Session, run: str, step: int, rank: int = 0) -> None:
+    """Print the first operators that the capture recorded; none may be without numbers."""
+    table = session.step(step, run=run, attempt=1).operators(rank=rank, limit=500)
+    print("\n".join(table.lines()[:12]))
+    require(len(table) > 100, f"only {len(table)} rows of operators")
+    bad = session.step(step, run=run, attempt=1).non_finite()
+    require(bad.about["earliest"] is None, f"not finite: {bad.about['earliest']}")
 
 
 def show_lost(session: Session, run: str, step: int) -> None:
