@@ -162,7 +162,7 @@ def test_bad_names_of_runs(run: object) -> None:
 
 
 def test_the_vocabulary_has_no_repeats() -> None:
-    assert len(KINDS) == 10
+    assert len(KINDS) == 11
     assert len(set(STAGES)) == 8
     assert set(WHOLE_STAGES) <= set(STAGES)
     assert len(set(LAYOUT_COLUMNS)) == len(LAYOUT_COLUMNS)

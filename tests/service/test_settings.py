@@ -59,3 +59,18 @@ def test_every_setting_is_described() -> None:
 def test_are_not_changed_once_read(tmp_path: Path) -> None:
     with pytest.raises(ValidationError):
         Settings(home=tmp_path).port = 1
+
+
+def test_rules_for_the_names_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGESCOPE_WEIGHT_NAMES", r"^model\. -> ; _proj$ -> _projection")
+    settings = Settings()
+    assert settings.weight_names == ((r"^model\.", ""), ("_proj$", "_projection"))
+    # As it travels to the coordinator.
+    assert Settings(**settings.model_dump(mode="json")).weight_names == settings.weight_names
+
+
+@pytest.mark.parametrize("rule", ["( -> x", r"a -> \7", " -> x"])
+def test_rules_that_cannot_be_applied(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setenv("STAGESCOPE_WEIGHT_NAMES", rule)
+    with pytest.raises(ValidationError):
+        Settings()
