@@ -64,7 +64,7 @@ def cut_off(attempt: Attempt, process: Process, wall: float, why: str) -> list[I
     for work, row in process.armed.values():
         reason = f"dump {TRUNCATED}: {why} inside the capture"
         key = {name: row[name] for name in _KEY}
-        out.append(Put("dumps", {**key, "state": TRUNCATED, "error": reason}))
+        out.append(Put("dumps", {**key, "state": TRUNCATED}))
         columns = {"identity": row["capture_id"], "count": 1, "wall": wall}
         out.append(loss_row(attempt, process, work, "dump", reason, **columns))
         if row.get("path") is not None:
