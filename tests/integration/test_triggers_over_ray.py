@@ -62,7 +62,7 @@ def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
 ) -> None:
     run = "allowed-run"
     ranks = Poisoned(run)
-    trained = ranks.train(120, AT, 0.1)
+    trained = ranks.train(1, 120, AT, 0.1)
     with service.session() as session:
         (fired,) = eventually(lambda: list(session.firings(run)))
         assert (fired["step"], fired["rank"], fired["stage"], fired["round"]) == (AT, 1, STAGE, 0)
@@ -100,8 +100,7 @@ def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
 def test_where_it_is_not_the_token_is_named_and_its_payload_pinned(service: Service) -> None:
     run = "forbidden-run"
     ranks = Poisoned(run)
-    # Long enough for the ring to turn over several times.
-    trained = ranks.train(200, AT, 0.02)
+    answer(ranks.train(1, 2 * AT, AT, 0.02), 120)
     with service.session() as session:
         (finding,) = eventually(lambda: found(session, run, "trigger_poison"))
         token = finding["evidence"]["token"]
@@ -113,7 +112,9 @@ def test_where_it_is_not_the_token_is_named_and_its_payload_pinned(service: Serv
         eventually(lambda: len(session.triggers(run).about["pinned"]) == 2)
         service.kill_and_await("ingestor", lambda: service.pid("ingestor"))
         service.kill_and_await("coordinator")
-        answer(trained, 120)
+        # Long enough for the ring to turn over several times.
+        answer(ranks.train(2 * AT + 1, 200, AT, 0.02), 120)
+        eventually(lambda: session.step(190, run=run).metrics())
         kept = [*service.settings.data_path.glob("ring/*/*.safetensors")]
         attempt = {path.name.split("~")[0] for path in kept}
         steps = {int(path.name.split("~")[1]) for path in kept if path.name[0] == max(attempt)}

@@ -39,7 +39,7 @@ def _rank_class() -> Any:
 
             return os.getpid()
 
-        def train(self, steps: int, poisoned_at: int, seconds: float) -> int:
+        def train(self, first: int, last: int, poisoned_at: int, seconds: float) -> int:
             """Do steps of some length; from one on, rank 1's middle layer holds a NaN."""
             import time
 
@@ -49,7 +49,7 @@ def _rank_class() -> Any:
             ids = torch.randint(0, 16, (rows, tokens), generator=generator)
             mask = torch.ones(rows, tokens, dtype=torch.int64)
             mask[:, 4] = 0
-            for step in range(1, steps + 1):
+            for step in range(first, last + 1):
                 torch.distributed.barrier()
                 if step == poisoned_at and self.rank == 1:
                     with torch.no_grad():
@@ -66,7 +66,7 @@ def _rank_class() -> Any:
                         sample_ids=[f"sample-{self.rank}-{row}" for row in range(rows)],
                     )
                 time.sleep(seconds)
-            return steps
+            return last
 
         def close(self) -> bool:
             """Take leave."""
@@ -85,9 +85,9 @@ class Poisoned:
         self.ranks = [made.remote(run, rank, size, str(store)) for rank in range(size)]
         self.pids = [int(answer(rank.pid.remote(), 2 * SECONDS)) for rank in self.ranks]
 
-    def train(self, steps: int, poisoned_at: int, seconds: float) -> list[Any]:
-        """Begin; return the refs of the ends."""
-        return [rank.train.remote(steps, poisoned_at, seconds) for rank in self.ranks]
+    def train(self, first: int, last: int, poisoned_at: int, seconds: float) -> list[Any]:
+        """Begin these steps; return the refs of the ends."""
+        return [rank.train.remote(first, last, poisoned_at, seconds) for rank in self.ranks]
 
     def leave(self) -> None:
         """Take leave and end the processes."""
