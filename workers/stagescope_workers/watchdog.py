@@ -9,8 +9,9 @@ and nobody can switch it on in a process that hangs already. Two things speak ag
 `init(watchdog=0)` and `STAGESCOPE_WATCHDOG=0` are there. A process has one such timer: whoever uses
 `faulthandler.dump_traceback_later` in the training loses it to us, and that it is in use cannot be
 known. And CPython reads stacks without the lock, which is sound while the process stands still, but
-not where it goes on at that very moment (after a SIGSTOP of more than `seconds`).
-`faulthandler.enable` is not touched.
+not where it goes on at that very moment (after a SIGSTOP, or the pause of a whole machine, of more
+than `seconds`): a crash is then possible. So the default is long: who stands still for five minutes
+hardly goes on by itself. `faulthandler.enable` is not touched.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import IO, Any, Final
 from stagescope.stacks import read_watchdog, watchdog_directory, watchdog_header
 from stagescope_workers.stacks import thread_names
 
-DEFAULT_SECONDS: Final = 30.0
+DEFAULT_SECONDS: Final = 300.0
 _PAUSE: Final = 1.0
 """Seconds between two looks; its file says the threads and the stage of the last one."""
 
