@@ -42,6 +42,8 @@ from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weight
 StepWord = int | Literal["latest", "measured", "captured"]
 """How a step is named."""
 _PAGE: Final = 500
+_ASK_AGAIN: Final = 0.5
+"""Seconds between two questions about something that the service is computing."""
 _RECENT: Final = 100
 """Steps in which the newest measured one is looked for."""
 
@@ -497,11 +499,12 @@ class Session:
         body = {"a": dict(a), "b": dict(b), "limit": limit}
         while True:
             try:
-                answer = self._transport.ask("/operators/tensors", body)
+                answer = self._transport.ask("/operators/tensors", body, patient=False)
                 break
             except NotReady:
                 if time.monotonic() >= deadline:
                     raise
+                time.sleep(_ASK_AGAIN)
         about = {name: value for name, value in answer.items() if name != "rows"}
         found = Table.from_rows(answer["rows"], order=ORDER, title="tensors", about=about)
         return Tensors.of(found)

@@ -88,13 +88,15 @@ class Transport:
         """
         return self._call("GET", path, params=params, retry=_any_gap if patient else _never)
 
-    def ask(self, path: str, body: Any) -> Any:
+    def ask(self, path: str, body: Any, *, patient: bool = True) -> Any:
         """Ask a question that is too long for a query; return the JSON of the answer.
+
+        Without `patient` it is asked once: whoever may have to wait long asks again itself.
 
         Raises:
             StagescopeError: as `get`.
         """
-        return self._call("POST", path, body=body, retry=_any_gap)
+        return self._call("POST", path, body=body, retry=_any_gap if patient else _never)
 
     def change(self, method: str, path: str, body: Any = None) -> Any:
         """Ask for a change with the operator's token; return the JSON of the answer, or None.

@@ -99,8 +99,8 @@ def _non_finite(job: Job, found: RankNonFinite, first: Mapping[str, Any]) -> Put
     where = f", called at {first['source']}" if first["source"] else ""
     return finding(
         "non_finite_operator",
-        f"{first['name']}{module} gave {first['non_finite']} in {first['section']} {first['index']}, the "
-        f"first of rank {job['rank']} in {job['stage']}{where}; "
+        f"{first['name']}{module} gave {first['non_finite']} in {first['section']} "
+        f"{first['index']}, the first of rank {job['rank']} in {job['stage']}{where}; "
         + (f"not finite before it: {inputs}" if inputs else "its inputs were finite"),
         **about(job),
         severity="error",
