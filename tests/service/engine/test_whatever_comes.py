@@ -35,7 +35,8 @@ FIELDS = [
     "device_time", "begin_seq", "begin_wall", "begin_mono", "status", "error_type",
     "error_message", "scalars", "payload", "payload_dropped", "device_seconds", "what", "count",
     "bytes", "reason", "message", "capture_id", "path", "state", "files", "seconds", "error",
-    "task", "level", "overrides", "estimate", "unheard_of",
+    "task", "level", "overrides", "estimate", "unheard_of", "side", "kind", "tensors",
+    "device",
 ]  # fmt: skip
 plausible = {
     "step": st.integers(0, 3) | anything,
@@ -46,6 +47,22 @@ plausible = {
     "payload_dropped": st.dictionaries(st.sampled_from(["reason", "bytes"]), anything),
     "begin_seq": st.integers(0, 9) | anything,
     "count": st.integers(-3, 9) | anything,
+    "policy_version": st.integers(0, 3) | anything,
+    "side": st.sampled_from(["trainer", "rollout"]) | anything,
+    "kind": st.sampled_from(["exchanged", "held"]) | anything,
+    "tensors": st.lists(
+        st.tuples(
+            st.sampled_from("ab") | anything,
+            st.integers(0, 9) | anything,
+            st.just("int8") | anything,
+            st.lists(st.integers(0, 3), max_size=2) | anything,
+            st.none() | anything,
+        )
+        | anything,
+        max_size=2,
+    )
+    | anything,
+    "device": st.dictionaries(st.sampled_from(["device_index", "device_serial"]), anything),
     "state": st.sampled_from(["armed", "complete", "failed"]) | anything,
 }
 fields = st.fixed_dictionaries(
@@ -82,6 +99,8 @@ def fits(column: Any, value: Any) -> bool:
     if isinstance(kind, StrictJson):
         json.dumps(value).encode()
         return True
+    if kind.python_type is bytes:
+        return isinstance(value, bytes)
     if kind.python_type is int:
         return type(value) is int and -(1 << 63) <= value < 1 << 63
     if kind.python_type is float:
