@@ -222,10 +222,11 @@ class RayFloor:
         reasons: list[str] = []
         for node in sorted({row["node_id"] for row in kept}):
             try:
-                answer = await self._ingestors.on(node).pin.remote(attempt_id, step)
+                said = await self._ingestors.on(node).pin.remote(attempt_id, step)
+                pinned = Pinned(*said) if said else Pinned(0, 0, f"node {node} has no usable ring")
             except exceptions.RayError as error:
-                answer = (0, 0, f"the ingestor of node {node} cannot be reached: {describe(error)}")
-            pinned = Pinned(*(answer or (0, 0, f"the ring of node {node} cannot be used")))
+                reason = f"the ingestor of node {node} cannot be reached: {describe(error)}"
+                pinned = Pinned(0, 0, reason)
             payloads, size = payloads + pinned.payloads, size + pinned.bytes
             reasons += [pinned.reason] if pinned.reason else []
         gone = 0 if reasons else len(kept) - payloads
