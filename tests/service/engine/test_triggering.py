@@ -15,10 +15,12 @@ from tests.support.stores import url_of
 from tests.support.triggering import Bench, hook, rule, rules_of
 
 from stagescope.errors import Conflict
+from stagescope_service.engine import agreement
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.ring import RingEntry
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.triggers import spending
 from stagescope_service.triggers.replay import replay
 from stagescope_service.triggers.rules import defaults
 
@@ -389,6 +391,11 @@ def test_budgets(bench: Bench) -> None:
     reasons = [row["message"] for row in bench.findings("capture_refused")]
     assert "capture-1, which a trigger ordered, is still under way" in reasons[0]
     assert "1100 of 1000 bytes" in reasons[1]
+
+
+def test_captures_that_never_started_cost_nothing() -> None:
+    ended = {agreement.REFUSED, agreement.GIVEN_UP, agreement.TOO_LATE}
+    assert set(spending._NEVER_STARTED) == ended
 
 
 def test_a_share_of_the_step_time(bench: Bench) -> None:
