@@ -60,9 +60,7 @@ class CoordinatorCommands:
         """Return the plan in force."""
         return await self._call("plan")
 
-    async def add_capture(
-        self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0
-    ) -> Reply:
+    async def add_capture(self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0) -> Reply:
         """Order a capture."""
         return await self._call("add_capture", spec=dict(spec), by=by, wait=wait)
 

@@ -27,7 +27,7 @@ def test_every_field_is_filled_in() -> None:
         "config": None, "config_path": None, "data_dir": None, "keep": ["old_log_probs"],
         "limits": {"bytes": None, "seconds": None}, "strict": False, "force": False,
         "timeout": 60.0, "late": "wait", "again": 0, "parameters": [], "gradients": [],
-            "bench": None,
+        "bench": None,
     }  # fmt: skip
     assert validate_capture(capture, allowed_roots=()) == capture
 
@@ -42,7 +42,8 @@ def test_every_field_is_filled_in() -> None:
         ({"stages": []}, "stages"), ({"stages": "actor_update"}, "stages"),
         ({"stages": [""]}, "stages"), ({"stages": None}, "stages"), ({"stages": [1]}, "stages"),
         ({"roles": "actor"}, "roles"), ({"ranks": []}, "ranks"), ({"ranks": [-1]}, "ranks"),
-        ({"ranks": "worst"}, "ranks"), ({"keep": "x"}, "keep"), ({"keep": [], "config": None}, "keep"),
+        ({"ranks": "worst"}, "ranks"), ({"keep": "x"}, "keep"),
+        ({"keep": [], "config": None}, "keep"),
         ({"config": []}, "config"), ({"config": {"task": "x"}}, "config.task"),
         ({"config": {"level": "L9"}}, "config.level"),
         ({"config": {"dump_path": "relative"}}, "config.dump_path"),

@@ -293,9 +293,7 @@ class Catalogue:
         """Return the versions of weights that were recorded at a step, the highest first."""
         return [row["version"] for row in self._rows(weights.versions_of_step(attempt_id, step))]
 
-    def weight_verdicts(
-        self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0
-    ) -> list[Row]:
+    def weight_verdicts(self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
         """Return what became of each version of an attempt, the newest first."""
         where = _where("weight_verdicts", {"attempt_id": attempt_id})
         return self._page("weight_verdicts", where, "-version", limit, offset)

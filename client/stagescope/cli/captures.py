@@ -1,0 +1,147 @@
+"""Orders on a live run: the plan, a capture, how far it has come, its withdrawal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from stagescope.answers import Record
+from stagescope.captures import LATE, read_ranks, read_steps
+from stagescope.cli.questions import (
+    json_file,
+    question,
+    words,
+)
+from stagescope.frames import Table
+from stagescope.progress import Progress
+from stagescope.session import Session
+
+
+@question()
+def plan(session: Session) -> Table:
+    """The captures in force."""
+    return session.plan()
+
+
+_WAIT: Final = click.option(
+    "--wait", is_flag=True, help="Show how far it comes until the dumps lie there."
+)
+
+
+@question(
+    click.option("--run", help="Name of the run (default: the one that is live)."),
+    click.option(
+        "--steps", default="next", show_default=True, metavar="next|N,N-N|all|next:K|every:N[,K]",
+        help="Which steps: the next K, numbers, or every Nth (K times) from when all ranks know.",
+    ),
+    click.option("--stages", required=True, metavar="NAME,...|all", help="Which stages."),
+    click.option(
+        "--ranks", default="all", show_default=True, metavar="0,4-7|worst(K)|all",
+        help="Which ranks; worst(K): those with the highest mismatch.",
+    ),
+    click.option("--roles", metavar="NAME,...", help="Which roles (default: every role)."),
+    click.option("--task", help="msprobe's task [default: statistics]."),
+    click.option("--level", help="msprobe's level [default: L1]."),
+    click.option("--scope", metavar="FIRST,LAST", help="msprobe's scope."),
+    click.option("--list", "names", metavar="NAME,...", help="msprobe's list."),
+    click.option("--data-mode", metavar="WORD,...", help="msprobe's data_mode."),
+    click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="msprobe's config.json on this machine instead; its content travels.",
+    ),
+    click.option(
+        "--bench", metavar="CAPTURE_ID:STEP",
+        help="An earlier capture with checksums: of task tensor only what differs is written.",
+    ),
+    click.option("--keep", metavar="NAME,...", help="Tensors of the payload to keep."),
+    click.option("--parameters", metavar="GLOB,...", help="Parameters to keep the shards of."),
+    click.option("--gradients", metavar="GLOB,...", help="... and the gradients of."),
+    click.option(
+        "--late", type=click.Choice(LATE), help="Ranks that do not acknowledge [default: wait]."
+    ),
+    click.option(
+        "--late-after", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+        help="When they are late [default: 60].",
+    ),
+    click.option("--again", type=click.IntRange(min=0), help="Repeat a step that a rank missed."),
+    click.option("--force", is_flag=True, help="Also where it is estimated to cost too much."),
+    _WAIT,
+)  # fmt: skip
+def capture(session: Session, wait: bool, **options: Any) -> Record:
+    """Order a capture on a live run (needs the operate token).
+
+    Every rank that it asks acknowledges it first; then the step is fixed on which all start.
+    """
+    ordered = session.capture(**_spec(**options))
+    if not wait:
+        return ordered
+    return _await(session, ordered["capture_id"])
+
+
+@question(click.argument("capture_id"), _WAIT)
+def progress(session: Session, capture_id: str, wait: bool) -> Record:
+    """How far a capture has come: who acknowledged, collected, missed or failed."""
+    return _await(session, capture_id) if wait else session.progress(capture_id)
+
+
+def _await(session: Session, capture_id: str) -> Progress:
+    seen: set[str] = set()
+
+    def tell(found: Progress) -> None:
+        new = [line for line in (found.heading, *found.lines()) if line not in seen]
+        seen.update(new)
+        click.echo("\n".join(new), err=True)
+
+    return session.wait_for(capture_id, told=tell)
+
+
+def _spec(
+    *, steps: str, stages: str, config: Path | None, late_after: float | None, **given: Any
+) -> dict[str, Any]:
+    """Return the order that the options of `capture` say."""
+    spec: dict[str, Any] = {
+        "steps": _steps(steps),
+        "ranks": read_ranks(given.pop("ranks")),
+        "stages": stages if stages == "all" else words(stages),
+        "timeout": late_after,
+        "list": given.pop("names"),
+        **given,
+    }
+    if config:
+        spec["config"] = json_file(config)
+    elif not (spec["keep"] or spec["parameters"] or spec["gradients"]):
+        spec["task"] = spec["task"] or "statistics"
+    if spec["bench"]:
+        spec["bench"] = _bench(spec["bench"])
+    for name in ("roles", "scope", "list", "data_mode", "keep", "parameters", "gradients"):
+        spec[name] = words(spec[name]) if spec[name] else None
+    return {name: value for name, value in spec.items() if value not in (None, False)}
+
+
+def _bench(text: str) -> dict[str, Any]:
+    capture_id, _, step = text.rpartition(":")
+    if not capture_id or not step.isdecimal():
+        raise click.BadParameter(f"{text!r} is no CAPTURE_ID:STEP", param_hint="--bench")
+    return {"capture_id": capture_id, "step": int(step)}
+
+
+def _steps(text: str) -> Any:
+    """Read `5,8-10`, `all`, `next`, `next:3`, `every:10` or `every:10,3`."""
+    word, colon, rest = text.partition(":")
+    numbers = rest.split(",")
+    if not colon or word not in ("next", "every"):
+        return read_steps(text)
+    if not all(number.isdecimal() for number in numbers) or len(numbers) > 1 + (word == "every"):
+        raise click.BadParameter(f"{text!r} is no 'next:K' or 'every:N[,K]'", param_hint="--steps")
+    if word == "next":
+        return {"next": int(numbers[0])}
+    return {"every": int(numbers[0]), "count": int(numbers[1]) if numbers[1:] else None}
+
+
+@question(click.argument("capture_id"))
+def remove_capture(session: Session, capture_id: str) -> Record:
+    """Take a capture out of the plan; what it collected stays."""
+    return session.remove_capture(capture_id)

@@ -1,0 +1,136 @@
+"""Questions about runs and steps: numbers, rounds, ranks, stages, losses, findings."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import click
+
+from stagescope.answers import Metrics, Record
+from stagescope.cli.questions import (
+    ATTEMPT,
+    LIMIT,
+    MEASURED,
+    RANK,
+    ROLE,
+    ROUND,
+    RUN,
+    STAGE,
+    STEP,
+    noun,
+    question,
+)
+from stagescope.errors import NotFound
+from stagescope.frames import Table
+from stagescope.session import Session, StepWord
+
+
+@question()
+def status(session: Session) -> Record:
+    """Whether the service is ready; exit code 3 if not."""
+    found = session.status()
+    if not found.get("ready", True):
+        click.get_current_context().meta["stagescope.exit_code"] = 3
+    return found
+
+
+@question(LIMIT)
+def runs(session: Session, limit: int) -> Table:
+    """The runs that have reported."""
+    return session.runs(limit=limit)
+
+
+@question(RUN, LIMIT)
+def attempts(session: Session, run: str | None, limit: int) -> Table:
+    """A run's attempts; with --json their fingerprints."""
+    return session.attempts(run, limit=limit)
+
+
+@question(RUN, ATTEMPT, LIMIT)
+def steps(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
+    """The steps, and how complete each is."""
+    return session.steps(run, attempt, limit=limit)
+
+
+@question(
+    MEASURED,
+    RUN,
+    ATTEMPT,
+    STAGE,
+    ROLE,
+    RANK,
+    ROUND,
+    click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
+)
+def metrics(session: Session, step: StepWord, only: str | None, **place: Any) -> Metrics:
+    """A step's metrics, rollout against training."""
+    filters = {name: place.pop(name) for name in ("stage", "role", "rank", "round")}
+    found = session.step(step, **place).metrics(**filters)
+    if only is None:
+        return found
+    kept = {name: value for name, value in found.items() if fnmatch.fnmatchcase(name, only)}
+    if not kept:
+        raise NotFound(
+            f"no metric of this step matches {only!r}", expected=f"one of {', '.join(found)}"
+        )
+    return Metrics(kept, found.about)
+
+
+@question(
+    MEASURED,
+    RUN,
+    ATTEMPT,
+    STAGE,
+    ROLE,
+    RANK,
+    click.option(
+        "--by", type=click.Choice(["round", "turn", "staleness"]), help="Rows [default: round]."
+    ),
+    LIMIT,
+)
+def rounds(session: Session, step: StepWord, **options: Any) -> Table:
+    """A step's mismatch round by round."""
+    return noun(session, step, options).rounds(**options)
+
+
+@question(MEASURED, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
+def ranks(session: Session, step: StepWord, **options: Any) -> Table:
+    """A step's mismatch rank by rank."""
+    return noun(session, step, options).ranks(**options)
+
+
+@question(
+    MEASURED, RUN, ATTEMPT, STAGE, ROLE, RANK, ROUND,
+    click.option(
+        "--kind", type=click.Choice(["worst", "nonfinite"]), help="Only these [default: both]."
+    ),
+    LIMIT,
+)  # fmt: skip
+def tokens(session: Session, step: StepWord, **options: Any) -> Table:
+    """A step's worst tokens, the worst first, then those that are not finite."""
+    return noun(session, step, options).tokens(**options)
+
+
+@question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
+def stages(session: Session, step: StepWord, **options: Any) -> Table:
+    """Who was in which stage of a step, and who has not arrived."""
+    return noun(session, step, options).stages(**options)
+
+
+@question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
+def scalars(session: Session, step: StepWord, **options: Any) -> Table:
+    """The scalars that ranks handed over in a step."""
+    return noun(session, step, options).scalars(**options)
+
+
+@question(RUN, ATTEMPT, LIMIT)
+def losses(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
+    """What was announced and never arrived, with the reasons."""
+    return session.losses(run, attempt, limit=limit)
+
+
+@question(RUN, ATTEMPT, LIMIT)
+def findings(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
+    """What the service noticed to be wrong."""
+    return session.findings(run, attempt, limit=limit)
