@@ -18,6 +18,7 @@ from stagescope.errors import InvalidEvent, Unreachable
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer
+from stagescope_service.engine.ingestion.operators import digest_dump
 from stagescope_service.engine.instructions import (
     Assemble,
     Digest,
@@ -27,12 +28,11 @@ from stagescope_service.engine.instructions import (
     Settled,
     Weigh,
 )
-from stagescope_service.engine.operators import digest_dump
-from stagescope_service.engine.orders import Orders
-from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.orders.desk import Orders
+from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.stack_requests import choose
 from stagescope_service.engine.state import State
-from stagescope_service.engine.weighing import judge
+from stagescope_service.engine.weights.weighing import judge
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.base import Delete

@@ -10,7 +10,9 @@ from typing import Any
 from tests.support.parallel import Said
 
 from stagescope.errors import StagescopeError
-from stagescope_service.engine.forming import Former
+from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.engine.ingestion.joining import RolloutRows
+from stagescope_service.engine.ingestion.retake import Retake, Source
 from stagescope_service.engine.instructions import (
     Assemble,
     Delete,
@@ -21,12 +23,10 @@ from stagescope_service.engine.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.engine.intake import Intake
-from stagescope_service.engine.joining import RolloutRows
-from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.reception import Reception
-from stagescope_service.engine.retake import Retake, Source
 from stagescope_service.engine.state import State
+from stagescope_service.engine.wholes.forming import Former
 from stagescope_service.store.artifacts import ring_directory
 from stagescope_service.store.base import Store
 from stagescope_service.store.catalogue import Catalogue

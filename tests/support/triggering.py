@@ -17,9 +17,9 @@ from tests.support.parallel import Said
 
 from stagescope.errors import StagescopeError
 from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, Event, Sender
-from stagescope_service.engine.trigger_actions import Acting, PinAnswer
-from stagescope_service.engine.triggering import Triggers
-from stagescope_service.engine.webhooks import Webhooks
+from stagescope_service.engine.triggering.actions import Acting, PinAnswer
+from stagescope_service.engine.triggering.live import Triggers
+from stagescope_service.engine.triggering.webhooks import Webhooks
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore

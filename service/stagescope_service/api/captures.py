@@ -14,7 +14,7 @@ from stagescope_service.api.desk import AtDesk, Desk
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.progress import progress
 from stagescope_service.api.requests import Answer, PageOf, read_json
-from stagescope_service.engine.plans import validate_capture
+from stagescope_service.engine.orders.plans import validate_capture
 
 router = APIRouter(tags=["captures"])
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 from stagescope.captures import matches_rank
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.engine import agreement as agreeing
-from stagescope_service.engine.agreement import Agreement
+from stagescope_service.engine.orders import agreement as agreeing
+from stagescope_service.engine.orders.agreement import Agreement
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]

@@ -12,8 +12,14 @@ from stagescope.errors import NotFound
 from stagescope_service.api.desk import AtDesk, AttemptTarget, Desk, Row, Run, StepTarget
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target
-from stagescope_service.engine.weighing import Weighed, renaming, weigh
-from stagescope_service.engine.weights import DIFFERS, MISSING, VERDICTS, Comparison, Tensor
+from stagescope_service.engine.weights.comparison import (
+    DIFFERS,
+    MISSING,
+    VERDICTS,
+    Comparison,
+    Tensor,
+)
+from stagescope_service.engine.weights.weighing import Weighed, renaming, weigh
 
 router = APIRouter(tags=["weights"])
 

@@ -19,15 +19,15 @@ import ray
 from stagescope.captures import validate_capture
 from stagescope.errors import NotReady, StagescopeError
 from stagescope_service.engine import digests
-from stagescope_service.engine.bench import with_bench
 from stagescope_service.engine.floor import RayFloor
 from stagescope_service.engine.instructions import Assemble, Put
-from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.orders.bench import with_bench
+from stagescope_service.engine.orders.plans import Plan
+from stagescope_service.engine.orders.worst import with_ranks
 from stagescope_service.engine.reception import Reception, describe
 from stagescope_service.engine.restore import restore
 from stagescope_service.engine.state import State
 from stagescope_service.engine.stuck import StuckRules
-from stagescope_service.engine.worst import with_ranks
 from stagescope_service.settings import Settings
 from stagescope_service.store.base import Snapshot
 from stagescope_service.store.catalogue import Catalogue

@@ -11,7 +11,6 @@ from ray import exceptions
 
 from stagescope.errors import StagescopeError, StoreError
 from stagescope_service.engine.digests import refusal
-from stagescope_service.engine.forming import Former
 from stagescope_service.engine.ingestor import Ingestors
 from stagescope_service.engine.instructions import (
     Assemble,
@@ -25,11 +24,12 @@ from stagescope_service.engine.instructions import (
     Weigh,
 )
 from stagescope_service.engine.reception import Reception, describe
-from stagescope_service.engine.trigger_actions import Acting, Order, PinAnswer
-from stagescope_service.engine.triggering import Triggers
-from stagescope_service.engine.turns import Turns
-from stagescope_service.engine.webhooks import Webhooks
-from stagescope_service.engine.weigher import Weigher
+from stagescope_service.engine.triggering.actions import Acting, Order, PinAnswer
+from stagescope_service.engine.triggering.live import Triggers
+from stagescope_service.engine.triggering.turns import Turns
+from stagescope_service.engine.triggering.webhooks import Webhooks
+from stagescope_service.engine.weights.weigher import Weigher
+from stagescope_service.engine.wholes.forming import Former
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.pins import Pinned

@@ -21,12 +21,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stagescope.errors import StagescopeError, StoreError
 from stagescope_service.engine.digests import refusal
+from stagescope_service.engine.hangs.silence import read_watchdogs
+from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.engine.ingestion.joining import RolloutRows
+from stagescope_service.engine.ingestion.retake import Retake, Source
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.intake import Intake
-from stagescope_service.engine.joining import RolloutRows
 from stagescope_service.engine.reception import describe
-from stagescope_service.engine.retake import Retake, Source
-from stagescope_service.engine.silence import read_watchdogs
 from stagescope_service.statistics import warm
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.ring import Ring
@@ -189,7 +189,7 @@ class Ingestor:
 
     def _digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         # Here, since the coordinator reads this file too and has no use for Parquet.
-        from stagescope_service.engine.operators import digest_dump
+        from stagescope_service.engine.ingestion.operators import digest_dump
 
         try:
             rows = digest_dump(job, self._roots, self._node_id)

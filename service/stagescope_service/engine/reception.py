@@ -17,9 +17,8 @@ from typing import Any, Final, Protocol
 
 from stagescope.errors import InvalidEvent, NotFound, NotReady, StagescopeError
 from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
-from stagescope_service.engine.agreement import ASKED
 from stagescope_service.engine.findings import finding
-from stagescope_service.engine.hangs import HangWatch
+from stagescope_service.engine.hangs.watch import HangWatch
 from stagescope_service.engine.instructions import (
     Ask,
     Assemble,
@@ -33,8 +32,9 @@ from stagescope_service.engine.instructions import (
     Settled,
     Weigh,
 )
-from stagescope_service.engine.orders import Orders
-from stagescope_service.engine.plans import Entry, Plan
+from stagescope_service.engine.orders.agreement import ASKED
+from stagescope_service.engine.orders.desk import Orders
+from stagescope_service.engine.orders.plans import Entry, Plan
 from stagescope_service.engine.registry import UNKEYED
 from stagescope_service.engine.spans import RAW_SEQ
 from stagescope_service.engine.stack_requests import choose

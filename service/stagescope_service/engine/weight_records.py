@@ -18,7 +18,7 @@ from stagescope.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
 from stagescope_service.engine.entities import Process
 from stagescope_service.engine.instructions import Put
 from stagescope_service.engine.rows import integer, text
-from stagescope_service.engine.weights import COPY, TP_COPY, Record, Shard, Tensor
+from stagescope_service.engine.weights.comparison import COPY, TP_COPY, Record, Shard, Tensor
 
 MOST_TENSORS: Final = 1_000_000
 _MANIFESTS_REMEMBERED: Final = 10_000

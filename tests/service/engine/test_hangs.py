@@ -21,7 +21,7 @@ from stagescope_service.engine.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.restore import restore
 from stagescope_service.engine.state import State

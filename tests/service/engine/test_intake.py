@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from tests.support.measure import payload
 
+from stagescope_service.engine.ingestion.intake import Intake, Outcome
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.intake import Intake, Outcome
 from stagescope_service.store.ring import Ring
 
 JOB = {

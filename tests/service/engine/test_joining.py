@@ -14,8 +14,14 @@ from tests.support.batches import bfloat16, from_bfloat16
 from tests.support.parallel import Sample, Span, make_samples, payload_of, zigzag
 
 from stagescope.errors import InvalidTensor
-from stagescope_service.engine import joining
-from stagescope_service.engine.joining import Joined, RolloutRows, join, rollout_rows, stream_of
+from stagescope_service.engine.ingestion import joining
+from stagescope_service.engine.ingestion.joining import (
+    Joined,
+    RolloutRows,
+    join,
+    rollout_rows,
+    stream_of,
+)
 from stagescope_service.statistics import TokenBatch, WireTensor
 
 TRAINED = ("old_log_probs", "response_mask", "responses", "positions")

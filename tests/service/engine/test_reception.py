@@ -22,7 +22,7 @@ from stagescope_service.engine.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.engine.plans import Plan
+from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.state import State
 from stagescope_service.store.sql import SqlStore

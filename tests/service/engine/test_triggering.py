@@ -15,7 +15,7 @@ from tests.support.stores import url_of
 from tests.support.triggering import Bench, hook, rule, rules_of
 
 from stagescope.errors import Conflict
-from stagescope_service.engine import agreement
+from stagescope_service.engine.orders import agreement
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.ring import RingEntry

@@ -19,8 +19,8 @@ from tests.support.trainings import Delivery, Rank
 from stagescope.errors import InvalidEvent
 from stagescope_service.engine.instructions import Delete, Put, Weigh
 from stagescope_service.engine.state import State
-from stagescope_service.engine.weigher import Weigher
-from stagescope_service.engine.weighing import judge
+from stagescope_service.engine.weights.weigher import Weigher
+from stagescope_service.engine.weights.weighing import judge
 from stagescope_service.store.base import Row
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.engine.weighing import renaming
-from stagescope_service.engine.weights import (
+from stagescope_service.engine.weights.comparison import (
     AGREES,
     COPY,
     DIFFERS,
@@ -27,6 +26,7 @@ from stagescope_service.engine.weights import (
     newest,
     odd_replicas,
 )
+from stagescope_service.engine.weights.weighing import renaming
 
 Weights = Mapping[str, int | None]
 

@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.schema import STREAM_TENSORS
-from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.intake import Intake, statistics_settings, summary_rows
-from stagescope_service.engine.joining import (
+from stagescope_service.engine.ingestion.intake import Intake, statistics_settings, summary_rows
+from stagescope_service.engine.ingestion.joining import (
     Joined,
     RolloutRows,
     join,
@@ -24,6 +23,7 @@ from stagescope_service.engine.joining import (
     skip_rows,
     stream_of,
 )
+from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.parts import part_key

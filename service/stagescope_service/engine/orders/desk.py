@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from stagescope.captures import needs_ranks
 from stagescope.errors import Conflict
-from stagescope_service.engine import agreement as agreeing
-from stagescope_service.engine.agreement import Agreement, Crew
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Put
-from stagescope_service.engine.plans import Entry, Plan
+from stagescope_service.engine.orders import agreement as agreeing
+from stagescope_service.engine.orders.agreement import Agreement, Crew
+from stagescope_service.engine.orders.plans import Entry, Plan
 from stagescope_service.engine.state import State
 
 _ESTIMATED: Final = "estimated"

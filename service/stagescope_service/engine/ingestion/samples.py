@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_service.engine.values import Payload
+from stagescope_service.engine.ingestion.values import Payload
 from stagescope_service.statistics import WireTensor
 from stagescope_service.store.base import Put
 from stagescope_service.store.rollouts import TRAINER_STAGES

@@ -12,7 +12,7 @@ from stagescope.errors import Conflict, NotReady, StagescopeError
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Put
 from stagescope_service.engine.rows import digest
-from stagescope_service.engine.webhooks import Webhooks
+from stagescope_service.engine.triggering.webhooks import Webhooks
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.spending import ORDERED_BY, spent

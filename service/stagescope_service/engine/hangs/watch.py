@@ -15,10 +15,10 @@ from stagescope.errors import InvalidEvent
 from stagescope.schema import Work
 from stagescope_service.engine.entities import Attempt
 from stagescope_service.engine.findings import finding
+from stagescope_service.engine.hangs.roles import roles
+from stagescope_service.engine.hangs.silence import Silence
 from stagescope_service.engine.instructions import Instruction, Put
-from stagescope_service.engine.roles import roles
 from stagescope_service.engine.rows import digest
-from stagescope_service.engine.silence import Silence
 from stagescope_service.engine.state import State
 from stagescope_service.engine.steps import FINISHED
 from stagescope_service.engine.stuck import GONE, Role, Stuck, StuckRules, judge

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stagescope.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.errors import Conflict, NotFound
-from stagescope_service.engine.agreement import ASKED, Agreement
+from stagescope_service.engine.orders.agreement import ASKED, Agreement
 
 __all__ = ["Entry", "Plan", "matches", "validate_capture"]
 

@@ -12,9 +12,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from stagescope_service.engine import joins, wholes
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Assemble, Delete, PayloadKey, Put
+from stagescope_service.engine.wholes import assembly as wholes
+from stagescope_service.engine.wholes import joins
 from stagescope_service.statistics import Restate
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.rollouts import TRAINER_STAGES

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from stagescope_service.engine.instructions import Delete, Put, Weigh
-from stagescope_service.engine.weighing import judge
+from stagescope_service.engine.weights.weighing import judge
 from stagescope_service.store.catalogue import Catalogue
 
 logger = logging.getLogger(__name__)

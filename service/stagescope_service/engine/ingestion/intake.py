@@ -20,9 +20,9 @@ from stagescope.schema import (
     Part,
 )
 from stagescope_service.engine.findings import finding
+from stagescope_service.engine.ingestion.samples import sample_rows
+from stagescope_service.engine.ingestion.values import Payload, read_value
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.samples import sample_rows
-from stagescope_service.engine.values import Payload, read_value
 from stagescope_service.statistics import Settings, TokenBatch, available_pairs, summarise
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite

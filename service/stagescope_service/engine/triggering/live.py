@@ -19,7 +19,7 @@ from typing import Any, Final
 from stagescope.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
 from stagescope_service.engine.instructions import Delete, Put
 from stagescope_service.engine.rows import digest
-from stagescope_service.engine.trigger_actions import Act, Acting, finding_of, finding_place
+from stagescope_service.engine.triggering.actions import Act, Acting, finding_of, finding_place
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts

@@ -12,7 +12,7 @@ from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete, Put, Weigh
 from stagescope_service.engine.rows import digest
 from stagescope_service.engine.weight_records import manifest_of, record_of
-from stagescope_service.engine.weights import (
+from stagescope_service.engine.weights.comparison import (
     AGREES,
     DIFFERS,
     MISSING,

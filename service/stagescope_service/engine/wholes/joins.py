@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stagescope.schema import STREAM_TENSORS
+from stagescope_service.engine.ingestion.retake import Source
 from stagescope_service.engine.instructions import PayloadKey, Put
-from stagescope_service.engine.retake import Source
-from stagescope_service.engine.wholes import Forming
+from stagescope_service.engine.wholes.assembly import Forming
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.rollouts import TRAINER_STAGES, side_by_side
 

@@ -1,0 +1,1 @@
+"""Who is stuck, and with which stacks."""

@@ -1,0 +1,1 @@
+"""What an ingestor does with payloads and dumps; no Ray in here."""

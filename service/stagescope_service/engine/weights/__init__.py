@@ -1,0 +1,1 @@
+"""Recorded weights held against each other."""

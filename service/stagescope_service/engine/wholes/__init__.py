@@ -1,0 +1,1 @@
+"""Forming a step's whole from what was read."""
