@@ -7,7 +7,7 @@ import os
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from tests.support.stores import eventually, rows_of, url_of
@@ -25,6 +25,7 @@ from stagescope_service.engine.instructions import (
 from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.state import State
+from stagescope_service.store.base import Store
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
@@ -177,7 +178,7 @@ class HeldStore:
 
 def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
     store = HeldStore(desk.store)
-    desk.reception.store = store
+    desk.reception.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)

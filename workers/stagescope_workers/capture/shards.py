@@ -134,7 +134,7 @@ def _offset(tensor: Any) -> list[int] | None:
 
 
 def _named(model: object) -> Iterator[tuple[str, Any]]:
-    parts = model if isinstance(model, list | tuple) else [model]
+    parts: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
     for number, part in enumerate(parts):
         if not hasattr(part, "named_parameters"):
             raise InvalidPlan(
