@@ -30,6 +30,18 @@ class _Asked:
     handed: bool = False
 
 
+def request_of(fields: Mapping[str, Any]) -> str:
+    """Return which request the fields of a STACKS event answer.
+
+    Raises:
+        InvalidEvent: they bear no request_id.
+    """
+    request_id = text(fields.get("request_id"), 200)
+    if not request_id:
+        raise InvalidEvent("stacks without a request_id", expected="the request's")
+    return request_id
+
+
 class StackRequests:
     """What was asked of which process and is not answered; used by the state machine alone."""
 
@@ -94,9 +106,7 @@ class StackRequests:
         Raises:
             InvalidEvent: they bear no request_id.
         """
-        request_id = text(fields.get("request_id"), 200)
-        if not request_id:
-            raise InvalidEvent("stacks without a request_id", expected="the request's")
+        request_id = request_of(fields)
         self._let_go(process.incarnation, request_id)
         source = WATCHDOG if fields.get("source") == WATCHDOG else PROBE
         threads, truncated = _checked(fields.get("threads"))

@@ -17,6 +17,7 @@ from stagescope.schema import (
     DUMP,
     END,
     END_STEP,
+    STACKS,
     WEIGHTS,
     Event,
     Sender,
@@ -55,7 +56,7 @@ from stagescope_service.engine.rows import (
     process_row,
     span_row,
 )
-from stagescope_service.engine.stack_requests import StackRequests
+from stagescope_service.engine.stack_requests import StackRequests, request_of
 
 FINDINGS_REMEMBERED: Final = 10_000
 
@@ -151,6 +152,8 @@ class State:
             raise InvalidEvent(f"{event.kind} event {event.seq} has no stage", expected="a name")
         if event.kind == END_STEP and work.step is None:
             raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
+        if event.kind == STACKS:
+            request_of(event.fields)
         return work
 
     def watchdog(
