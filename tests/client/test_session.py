@@ -123,7 +123,7 @@ def test_plan_and_captures(session: Session) -> None:
 
 def test_a_capture_that_cannot_be(session: Session) -> None:
     with pytest.raises(InvalidPlan, match="say which") as caught:
-        session.capture(stages="all", steps=None)
+        session.capture(stages="all", steps=[])
     assert caught.value.expected == "a list"
 
 

@@ -185,7 +185,7 @@ class Answering:
         }
 
     def _add(self, spec: dict[str, Any]) -> Response:
-        if "steps" not in spec:
+        if not spec.get("steps"):
             return _problem(422, "invalid_plan", "steps is None", "a list", "say which")
         capture = {"capture_id": f"c{len(self.captures)}", **spec}
         self.captures[capture["capture_id"]] = capture
