@@ -140,7 +140,7 @@ class TestPoll:
         )
         thread.join(20)
         assert time.monotonic() - began < 15
-        assert got[0]["revision"] == 1
+        assert got[0]["revision"] == 2  # asked and agreed on at once: nobody is there to ask
         (told,) = got[0]["plan"]["captures"]
         assert (told["capture_id"], told["phase"]) == (made.json()["capture_id"], "agreed")
 
@@ -188,7 +188,7 @@ class TestCaptures:
         assert again.status_code == 409
         gone = live.operate.delete(f"/captures/{capture['capture_id']}")
         assert gone.status_code == 200
-        assert live.get("/plan") == {"revision": 2, "captures": []}
+        assert live.get("/plan") == {"revision": 3, "captures": []}
         assert live.get("/captures")["rows"][0]["state"] == "withdrawn"
         assert live.get(f"/captures/{capture['capture_id']}")["state"] == "withdrawn"
         unknown = live.operate.delete(f"/captures/{capture['capture_id']}")
