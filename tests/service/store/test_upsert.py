@@ -47,6 +47,13 @@ _DELETE = st.builds(
     st.sampled_from([{"incarnation": "a"}, {"incarnation": "b", "work_key": "1"}, {"step": 1}]),
 )
 _WRITES = st.lists(st.one_of(_PUT, _PUT, _RUN, _DELETE), max_size=30)
+# Deletes by what never changes of a row, as the engine's are: by a column that a later write sets,
+# a repeated delete would find other rows than the first time.
+_REPEATABLE = _WRITES.map(lambda writes: [each for each in writes if "step" not in _where(each)])
+
+
+def _where(write: Write) -> Any:
+    return write.where if isinstance(write, Delete) else {}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +90,7 @@ def test_any_grouping_leaves_the_same(engine: sa.Engine, writes: list[Write], si
 
 
 @_FEW
-@given(_WRITES, st.data())
+@given(_REPEATABLE, st.data())
 def test_resubmission_leaves_the_same(
     engine: sa.Engine, writes: list[Write], data: st.DataObject
 ) -> None:

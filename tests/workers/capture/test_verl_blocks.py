@@ -250,7 +250,7 @@ def test_a_yaml_file_with_captures(tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     first, second = captures_from_yaml(str(file))
     assert first["capture_id"] == "captures-0"
-    assert first["steps"] == {"every": 10, "start": 0, "count": None}
+    assert first["steps"] == {"every": 10, "start": None, "count": None}
     assert first["source"] == "yaml"
     assert first["force"] is False
     assert second["config_path"] == str(tmp_path / "config.json")
