@@ -55,6 +55,11 @@ class Progress(Record):
         """Whether nothing more is collected."""
         return self["state"] in ENDED
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody whom it asks is there: it waits for the run's next attempt."""
+        return not self.ended and not any(each["there"] for each in self["ranks"])
+
     def ranks(self) -> Table:
         """Return whom the capture asks, and who has acknowledged it."""
         return self._table("ranks", _RANKS)
@@ -70,7 +75,9 @@ class Progress(Record):
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the state in words, each on a line of its own."""
         agreement = self["agreement"]
-        lines = [_asked(self["ranks"])]
+        lines = [_asked(self["ranks"], "it" if self["state"] == "asked" else "the agreed step")]
+        if self.is_abandoned:
+            lines.append("no rank that it asks is there: it waits for them")
         if self["reason"]:
             lines.append(f"reason: {self['reason']}")
         if agreement["start"] is not None:
@@ -97,9 +104,9 @@ def _said(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _asked(ranks: Sequence[Mapping[str, Any]]) -> str:
+def _asked(ranks: Sequence[Mapping[str, Any]], what: str) -> str:
     late = [each for each in ranks if not each["acknowledged"]]
-    told = f"{len(ranks) - len(late)} of {len(ranks)} ranks have acknowledged it"
+    told = f"{len(ranks) - len(late)} of {len(ranks)} ranks have acknowledged {what}"
     return told if not late else f"{told}; not {_names(late)}"
 
 

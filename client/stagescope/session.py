@@ -59,7 +59,7 @@ _STEPS_ORDER: Final = (
     "superseded_by",
     "missing",
 )
-_FINDING_ORDER: Final = ("severity", "kind", "message", "step", "stage", "role", "rank", "count")
+_FINDING_ORDER: Final = ("kind", "step", "stage", "rank", "message", "severity", "role", "count")
 _BETWEEN_QUESTIONS: Final = 0.5
 _PLAN_ORDER: Final = (
     "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
@@ -419,6 +419,8 @@ class Session:
     ) -> Progress:
         """Wait until a capture has collected all it will; return how far it has come.
 
+        It returns as well where no rank that the capture asks is there (any more).
+
         Args:
             capture_id: the capture.
             timeout: seconds after which to return all the same; None: as long as it takes.
@@ -434,7 +436,8 @@ class Session:
             if (now := found.lines()) != said:
                 said = now
                 told(found)
-            if found.ended or (deadline is not None and time.monotonic() >= deadline):
+            over = found.ended or found.is_abandoned
+            if over or (deadline is not None and time.monotonic() >= deadline):
                 return found
             time.sleep(_BETWEEN_QUESTIONS)
 

@@ -95,7 +95,11 @@ def _await(session: Session, capture_id: str) -> Progress:
         seen.update(new)
         click.echo("\n".join(new), err=True)
 
-    return session.wait_for(capture_id, told=tell)
+    found = session.wait_for(capture_id, told=tell)
+    if found["state"] != "complete":
+        # A script must be able to tell.
+        click.get_current_context().meta["stagescope.exit_code"] = 1
+    return found
 
 
 def _spec(

@@ -29,7 +29,7 @@ def progress(catalogue: Catalogue, row: Row) -> Row:
     attempt = catalogue.find_attempt(row["run"]) if row["run"] is not None else None
     dumps = catalogue.captured(row["capture_id"], limit=ALL_ROWS)
     ranks = _ranks(catalogue, spec, agreed, attempt)
-    steps = _steps(catalogue, agreed, attempt, dumps)
+    steps = _steps(catalogue, agreed, attempt, dumps, spec["stages"])
     numbers = {each["attempt_id"]: each["number"] for each in catalogue.attempts(row["run"])}
     listed = [
         {"attempt": numbers.get(each["attempt_id"]), "step": each["step"], **shape.dump_row(each)}
@@ -90,7 +90,11 @@ def _ranks(catalogue: Catalogue, spec: Row, agreed: Agreement, attempt: Row | No
 
 
 def _steps(
-    catalogue: Catalogue, agreed: Agreement, attempt: Row | None, dumps: Iterable[Row]
+    catalogue: Catalogue,
+    agreed: Agreement,
+    attempt: Row | None,
+    dumps: Iterable[Row],
+    stages: Any,
 ) -> list[Row]:
     """Return what each step came to: who collected, who did not, who is waited for."""
     by_place: dict[tuple[int, int], dict[tuple[str, int], set[str]]] = {}
@@ -105,12 +109,24 @@ def _steps(
     found = []
     for (attempt_id, number), states in sorted(by_place.items()):
         closed = _is_closed(catalogue, attempt_id, number)
-        mine = {rank: _came_to(states.get(rank, ()), closed) for rank in {*members, *states}}
+        asked = {*members, *states}
+        if closed and members - states.keys():
+            # Asked before anyone knew which roles do these stages: some have nothing to collect.
+            doing = _doing(catalogue, attempt_id, number, stages)
+            asked = {each for each in asked if each[0] in doing or each in states}
+        mine = {rank: _came_to(states.get(rank, ()), closed) for rank in asked}
         # Who was left out on purpose is named, and not waited for.
         mine |= {rank: "not asked" for rank in without if rank not in states}
         found.append({"step": number, "attempt_id": attempt_id, **_tally(mine)})
     numbers = {} if attempt is None else {attempt["attempt_id"]: attempt["number"]}
     return shape.numbered(found, {**{each["attempt_id"]: 0 for each in found}, **numbers})
+
+
+def _doing(catalogue: Catalogue, attempt_id: int, number: int, stages: Any) -> set[str]:
+    """Return the roles that did one of the ordered stages in a step."""
+    wanted = None if stages == "all" else list(stages)
+    rows = catalogue.stages(attempt_id, number, stage=wanted, limit=ALL_ROWS)
+    return {row["role"] for row in rows if stages != "all" or row["stage"] != "rollout_generate"}
 
 
 def _listed(steps: Any) -> list[int]:

@@ -40,7 +40,12 @@ def stuck_rows(
     closed = [row for row in listed if row["closed_wall"] is not None][:STEPS_REMEMBERED]
     numbers = [*open_steps, *(row["step"] for row in closed)]
     paces = _paces(catalogue.paces(attempt_id, numbers))
-    rows = catalogue.stages(attempt_id, open_steps, limit=ALL_ROWS)
+    # A stage that began between the two questions is one that the first did not hear of yet.
+    rows = [
+        row
+        for row in catalogue.stages(attempt_id, open_steps, limit=ALL_ROWS)
+        if row["begin_wall"] is None or (row["role"], _place(row)) in paces
+    ]
     processes = _newest(catalogue.processes(attempt_id))
     found: list[Row] = []
     for role, ranks in processes.items():

@@ -58,7 +58,7 @@ class Trainer:
         self._step = 0
         if troubles.nan is not None and troubles.nan.rank == collective.rank:
             self._nan_from = troubles.nan.step
-            self.policy.get_submodule(troubles.nan.module).register_forward_hook(self._spoil)
+            self._spoil(self.policy.get_submodule(troubles.nan.module))
         # After the models, which are the same on every rank: mini-batches differ by rank.
         torch.manual_seed(settings.seed * 1000 + collective.rank)
 
@@ -282,12 +282,21 @@ class Trainer:
             optimizer.step()
         return float(norm)
 
-    def _spoil(self, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-        """Put NaN into the first row of a module's output (a forward hook)."""
-        if self._nan_from is None or self._step < self._nan_from:
-            return output
-        rows = torch.arange(len(output)).reshape(-1, *[1] * (output.dim() - 1))
-        return output.masked_fill(rows == 0, float("nan"))
+    def _spoil(self, module: nn.Module) -> None:
+        """Put NaN into the first row of what a module computes, from the planted step on.
+
+        Inside its forward, and not by a hook: a capture's own hooks would run before that.
+        """
+        compute = module.forward
+
+        def forward(*inputs: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = compute(*inputs)
+            if self._nan_from is None or self._step < self._nan_from:
+                return output
+            rows = torch.arange(len(output)).reshape(-1, *[1] * (output.dim() - 1))
+            return output.masked_fill(rows == 0, float("nan"))
+
+        module.forward = forward
 
     def _maybe_pause(self, step: int, stage: str) -> None:
         if self._pause is not None and (step, stage) == (self._pause.step, self._pause.stage):

@@ -177,7 +177,7 @@ def _finding(
     place, limit = stuck.place, stuck.limit
     who = f"every rank of {role}" if stuck.whole_role else f"rank {stuck.rank} of {role}"
     if stuck.process == GONE:
-        who += ", whose process is gone,"
+        who += ", whose process fell silent,"
     what = f"{who} has {stuck.status} {place.stage} in step {place.step}"
     others = f"{stuck.begun} of {ranks} ranks began it, {stuck.ended} ended it"
     usual = (

@@ -285,7 +285,12 @@ class Orders:
         if done and new:
             there = ", ".join(sorted(done))
             notes.append(f"no rank has done {', '.join(new)} lately; stages of the run: {there}")
-        late = self.crew(order).late(entry.agreement.revision)
+        crew = self.crew(order)
+        if needs_ranks(order) and not attempt.over and not crew.members:
+            ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
+            named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
+            notes.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
+        late = crew.late(entry.agreement.revision)
         if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
             notes.append(f"waiting for {_names([each.name for each in late])}")
         return notes
