@@ -124,7 +124,8 @@ def test_a_request_survives_the_coordinator(
         assert [row["rank"] for row in taken.rows] == [0]
         [silent] = taken.not_answered
         assert (silent["rank"], "no answer in time" in silent["reason"]) == (1, True)
-        ref = service.coordinator.ask_stacks.remote(
+        coordinator = service.coordinator  # by a name: in older Rays a method does not keep it
+        ref = coordinator.ask_stacks.remote(
             attempt_id=attempt_id(service, run), role=None, ranks=[1], seconds=60.0, by="test"
         )
         asked = answer(ref)
