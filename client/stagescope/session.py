@@ -59,7 +59,7 @@ _STEPS_ORDER: Final = (
     "superseded_by",
     "missing",
 )
-_FINDING_ORDER: Final = ("kind", "step", "stage", "rank", "message", "severity", "role", "count")
+_FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
 _BETWEEN_QUESTIONS: Final = 0.5
 _PLAN_ORDER: Final = (
     "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
