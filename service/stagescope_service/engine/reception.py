@@ -131,9 +131,15 @@ class Reception:
                 refused[_seq_of(wire)] = str(error)
                 out += self._refusal(sender, error)
         self.events_taken += len(events) - len(refused)
-        for put in [order for order in out if isinstance(order, Put) and order.table == "dumps"]:
-            out += self.orders.reported(put.row, self.mono(), self.wall())
+        dumps = [order for order in out if isinstance(order, Put) and order.table == "dumps"]
+        ordered = [
+            put
+            for dump in dumps
+            for put in self.orders.reported(dump.row, self.mono(), self.wall())
+        ]
         await self._carry_out(out)
+        # What a rank missed may be asked again: then every rank is to hear of it.
+        await self.order(ordered)
         settled = [order for order in out if isinstance(order, Settled)]
         receipts = {
             order.key.seq: order.state for order in settled if order.key not in self._uncommitted

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from tests.support.stores import eventually, rows_of, url_of
 
+from stagescope.captures import validate_capture
 from stagescope.errors import InvalidEvent, NotReady
 from stagescope.schema import Sender
 from stagescope_service.engine.instructions import (
@@ -198,3 +199,33 @@ def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
         assert late["receipts"] == {2: "ingested"}
 
     desk.run(settle_slowly())
+
+
+def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
+    sender = Sender("i", "r", "a", "actor", 0).wire()
+    place = {"step": 1, "stage": "actor_update"}
+
+    async def miss() -> None:
+        reception = desk.reception
+        await reception.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
+        spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
+        valid = validate_capture({**spec, "again": 1}, allowed_roots=())
+        entry = reception.orders.add(valid, by="me", mono=0.0, wall=0.0)
+        await reception.order([reception.orders.row(entry)])
+        await reception.poll(sender, reception.plan.revision, [], 0.0)  # it acknowledges
+        capture = {"capture_id": entry.capture_id}
+        told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
+        await reception.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
+        await reception.look()
+        (agreed,) = reception.plan.for_run("r")
+        assert (agreed["phase"], agreed["agreement"]) == ("agreed", 1)
+        known = reception.plan.revision
+        missed = {"step": agreed["steps"][0], "stage": "actor_update", **capture}
+        await reception.record(sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})])
+        news = await reception.poll(sender, known, [], 0.0)
+        (asked,) = news["plan"]["captures"]
+        assert (asked["phase"], asked["agreement"], asked["steps"]) == ("asked", 2, [])
+        (finding,) = rows_of(desk.store, "findings")
+        assert (finding["kind"], finding["step"]) == ("capture_partial", missed["step"])
+
+    desk.run(miss())
