@@ -66,7 +66,8 @@ def test_both_ranks_capture_the_same_step_of_a_running_training(service: Service
         assert all(each["bytes"] > 0 for each in agreed["estimates"])
         assert {each["collective_timeout"] for each in agreed["estimates"]} == {1800.0}
         assert [row["acknowledged"] for row in found.ranks()] == [True, True]
-        assert ranks.where() > start + 1
+        # The training goes on. A dump is complete while its step is still running.
+        eventually(lambda: ranks.where() > start + 1)
         eventually(lambda: len(session.plan()) == 0)
 
 
