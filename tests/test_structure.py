@@ -32,7 +32,7 @@ ONLY_IN: Final = {
               "workers/stagescope_workers/capture/msprobe_",
               "workers/stagescope_workers/integrations/"),
     "msprobe": ("workers/stagescope_workers/capture/msprobe_",
-                "service/stagescope_service/compare/msprobe_"),
+                "service/stagescope_service/compare/operators/msprobe_"),
     "sqlalchemy": ("service/stagescope_service/store/",),
     "alembic": ("service/stagescope_service/store/",),
     "fastapi": ("service/stagescope_service/api/",),

@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagescope_service.compare.divergence import first_divergent
-from stagescope_service.compare.non_finite import first_non_finite
-from stagescope_service.dumps.operator_query import OperatorFilter, read_operators
-from stagescope_service.dumps.operator_table import write_operator_table
+from stagescope_service.compare.operators.divergence import first_divergent
+from stagescope_service.compare.operators.non_finite import first_non_finite
+from stagescope_service.dumps.msprobe.operator_query import OperatorFilter, read_operators
+from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 
 
 class Cost(NamedTuple):

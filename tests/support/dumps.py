@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from stagescope.schema import Part
-from stagescope_service.dumps.operator_table import OperatorSummary, write_operator_table
+from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_workers.capture.msprobe_capture import Capturer
 
 

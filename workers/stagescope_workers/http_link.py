@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from stagescope.errors import NotFound, NotReady, StagescopeError, Unauthorized, Unreachable
+from stagescope.framing import MEDIA_TYPE, pack_batch
 from stagescope_workers.calls import in_thread
-from stagescope_workers.framing import MEDIA_TYPE, pack_batch
 
 if TYPE_CHECKING:
     import httpx

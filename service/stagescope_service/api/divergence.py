@@ -18,9 +18,9 @@ from stagescope_service.api.operator_tables import (
     whole_number,
 )
 from stagescope_service.api.requests import Answer, read_json
-from stagescope_service.compare import apart
-from stagescope_service.compare.differences import Thresholds
-from stagescope_service.compare.divergence import MOST_VERDICTS
+from stagescope_service.compare.operators import apart
+from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.divergence import MOST_VERDICTS
 
 router = APIRouter(tags=["operators"])
 

@@ -20,8 +20,12 @@ from stagescope_service.api.operator_tables import (
 )
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.target import Target
-from stagescope_service.compare import apart
-from stagescope_service.dumps.operator_query import OperatorFilter, read_operators, read_stack
+from stagescope_service.compare.operators import apart
+from stagescope_service.dumps.msprobe.operator_query import (
+    OperatorFilter,
+    read_operators,
+    read_stack,
+)
 
 router = APIRouter(tags=["operators"])
 

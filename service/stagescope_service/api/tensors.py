@@ -23,7 +23,7 @@ from stagescope_service.api.operator_tables import (
     whole_number,
 )
 from stagescope_service.api.requests import Answer, read_json
-from stagescope_service.compare.tensors import compare_tensors
+from stagescope_service.compare.operators.tensors import compare_tensors
 from stagescope_service.store.artifacts import confine
 
 router = APIRouter(tags=["operators"])

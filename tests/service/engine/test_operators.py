@@ -11,7 +11,7 @@ import torch
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
-from stagescope_service.dumps.operator_query import read_operators
+from stagescope_service.dumps.msprobe.operator_query import read_operators
 from stagescope_service.engine.ingestion.operators import TABLE, digest_dump
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.base import Put

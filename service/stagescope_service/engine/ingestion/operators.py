@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import NotFound, StagescopeError
-from stagescope_service.compare.non_finite import RankNonFinite, non_finite_of_rank
-from stagescope_service.dumps.operator_table import OperatorSummary, write_operator_table
+from stagescope_service.compare.operators.non_finite import RankNonFinite, non_finite_of_rank
+from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_service.engine.digests import (
     TABLE_WRITTEN,
     UNREACHABLE,

@@ -11,9 +11,9 @@ from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
 from stagescope.errors import InvalidInput, NotFound
-from stagescope_service.compare import tensors
-from stagescope_service.compare.tensors import COLUMNS, compare_tensors, read_table
-from stagescope_service.dumps.operator_table import write_operator_table
+from stagescope_service.compare.operators import tensors
+from stagescope_service.compare.operators.tensors import COLUMNS, compare_tensors, read_table
+from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 
 Dump = tuple[Path, Path]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.dumps import Masked, table
 
 from stagescope.errors import InvalidInput, NotFound, StoreError
-from stagescope_service.dumps.operator_query import (
+from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
     iterate_rows,
     load_columns,
@@ -23,7 +23,7 @@ from stagescope_service.dumps.operator_query import (
     read_stack,
     read_summary,
 )
-from stagescope_service.dumps.operator_table import SCHEMA
+from stagescope_service.dumps.msprobe.operator_table import SCHEMA
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from tests.support.dumps import table
 from tests.support.small_decoder import small_decoder
 
 from stagescope.errors import NotFound, NotReady, StagescopeError
-from stagescope_service.compare import apart
-from stagescope_service.compare.differences import Thresholds
+from stagescope_service.compare.operators import apart
+from stagescope_service.compare.operators.differences import Thresholds
 
 LARGE = apart.SMALL_ROWS + 1
 

@@ -34,7 +34,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope_service.dumps.operator_query import OperatorFilter, iterate_rows, load_columns
+from stagescope_service.dumps.msprobe.operator_query import (
+    OperatorFilter,
+    iterate_rows,
+    load_columns,
+)
 
 MOST_MASKS: Final = 20
 

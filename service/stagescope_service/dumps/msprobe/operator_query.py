@@ -18,7 +18,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from stagescope.errors import InvalidInput, NotFound, StoreError
-from stagescope_service.dumps.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
+from stagescope_service.dumps.msprobe.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
 
 MOST_ROWS: Final = 10_000
 """Rows of one page."""

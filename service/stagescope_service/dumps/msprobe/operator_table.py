@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stagescope.errors import NotFound
-from stagescope_service.dumps.dump_file import DumpFile
-from stagescope_service.dumps.json_window import open_file
-from stagescope_service.dumps.names import parse_name
-from stagescope_service.dumps.operators import Leaf, clean_text, leaves
-from stagescope_service.dumps.sidecars import Stacks, read_parents, read_stacks
+from stagescope_service.dumps.msprobe.dump_file import DumpFile
+from stagescope_service.dumps.msprobe.json_window import open_file
+from stagescope_service.dumps.msprobe.names import parse_name
+from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves
+from stagescope_service.dumps.msprobe.sidecars import Stacks, read_parents, read_stacks
 from stagescope_service.store.tensorfile import disk_errors, sync_directory
 
 SCHEMA_VERSION: Final = 1

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.compare.sequences import Codes, common_ends, match
+from stagescope_service.compare.operators.sequences import Codes, common_ends, match
 
 sequences = st.lists(st.integers(0, 3), max_size=14)
 

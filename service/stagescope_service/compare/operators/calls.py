@@ -23,8 +23,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope_service.compare.sequences import MOST_STEPS, Codes, Pairs, common_ends, match
-from stagescope_service.dumps.operator_query import CodedText, load_columns
+from stagescope_service.compare.operators.sequences import (
+    MOST_STEPS,
+    Codes,
+    Pairs,
+    common_ends,
+    match,
+)
+from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns
 
 _WRAPPERS: Final = re.compile(
     r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\."

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, Final
 
 from stagescope.errors import TooLarge
-from stagescope_service.dumps.json_window import CHUNK_BYTES, MOST_VALUE, Cut, JsonWindow
+from stagescope_service.dumps.msprobe.json_window import CHUNK_BYTES, MOST_VALUE, Cut, JsonWindow
 
 HEADER: Final = ("task", "level", "framework", "dump_data_dir")
 MOST_NAME: Final = 4096

@@ -28,8 +28,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope_service.compare.calls import Operators, PairedCalls, shared_codes
-from stagescope_service.compare.sequences import Codes
+from stagescope_service.compare.operators.calls import Operators, PairedCalls, shared_codes
+from stagescope_service.compare.operators.sequences import Codes
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"

@@ -1,8 +1,8 @@
 """msprobe's own comparison of two dumps of full tensors, as a process of its own.
 
-`python -m stagescope_service.compare.msprobe_compare A B OUT`: directories of two ranks' dumps, and
-an empty one for msprobe's table. msprobe forks, prints, and patches what it imports; it stays in
-here. It loads tensors with `weights_only`, so nothing of a file is run.
+`python -m stagescope_service.compare.operators.msprobe_compare A B OUT`: directories of two ranks'
+dumps, and an empty one for msprobe's table. msprobe forks, prints, and patches what it imports; it
+stays in here. It loads tensors with `weights_only`, so nothing of a file is run.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from tests.support.dumps import Masked, capture, table, tabled
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
 from stagescope.errors import InvalidInput, NotFound, StoreError
-from stagescope_service.dumps.names import forward_name, parse_name
-from stagescope_service.dumps.operator_query import read_stack, read_summary
-from stagescope_service.dumps.operator_table import write_operator_table
-from stagescope_service.dumps.operators import Leaf, leaves, non_finite_kind
-from stagescope_service.dumps.sidecars import source_of
+from stagescope_service.dumps.msprobe.names import forward_name, parse_name
+from stagescope_service.dumps.msprobe.operator_query import read_stack, read_summary
+from stagescope_service.dumps.msprobe.operator_table import write_operator_table
+from stagescope_service.dumps.msprobe.operators import Leaf, leaves, non_finite_kind
+from stagescope_service.dumps.msprobe.sidecars import source_of
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope_service.compare.calls import Operators, pair_calls
-from stagescope_service.compare.differences import (
+from stagescope_service.compare.operators.calls import Operators, pair_calls
+from stagescope_service.compare.operators.differences import (
     VERDICTS,
     Differences,
     Thresholds,

@@ -13,7 +13,7 @@ from tests.support.dumps import Masked, table, tabled
 from tests.support.small_decoder import small_decoder
 from torch import nn
 
-from stagescope_service.compare.non_finite import first_non_finite, non_finite_of_rank
+from stagescope_service.compare.operators.non_finite import first_non_finite, non_finite_of_rank
 
 
 def planted(value: float, layer: str = "blocks.1.down") -> nn.Module:

@@ -4,8 +4,8 @@ Pairing a hundred thousand calls holds Python's lock for up to a second at a tim
 could answer nobody else. Starting a process takes about one second, so small tables (`SMALL_ROWS`)
 are compared where the question came in.
 
-As a process, `python -m stagescope_service.compare.apart` reads a question from its input and
-writes the answer: JSON with Python's words for NaN and infinities.
+As a process, `python -m stagescope_service.compare.operators.apart` reads a question from its input
+and writes the answer: JSON with Python's words for NaN and infinities.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from stagescope import errors
 from stagescope.errors import NotReady, StagescopeError
-from stagescope_service.compare.differences import Thresholds
-from stagescope_service.compare.divergence import first_divergent
-from stagescope_service.compare.non_finite import first_non_finite
+from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.divergence import first_divergent
+from stagescope_service.compare.operators.non_finite import first_non_finite
 
 SMALL_ROWS: Final = 20_000
 MOST_SECONDS: Final = 300.0
@@ -107,7 +107,7 @@ def _answer(name: str, question: Mapping[str, Any], rows: int) -> Fields:
 def _ask(question: bytes) -> Fields:
     """Have a process of its own answer; it is ended with this call, whatever happens."""
     with subprocess.Popen(
-        [sys.executable, "-m", "stagescope_service.compare.apart"],
+        [sys.executable, "-m", "stagescope_service.compare.operators.apart"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from stagescope.nonfinite import spell
-from stagescope_workers.payload import Array
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import InvalidInput, MissingExtra, NotFound, TooLarge
-from stagescope_service.compare.msprobe_compare import MISSING
-from stagescope_service.dumps.operator_query import iterate_rows
+from stagescope_service.compare.operators.msprobe_compare import MISSING
+from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 from stagescope_service.store.tensorfile import disk_errors
 
 MOST_SECONDS: Final = 900.0
@@ -92,7 +92,7 @@ def check_dump(directory: Path, table: Path) -> None:
 
 def _run(a: Path, b: Path, out: Path) -> str:
     """Run msprobe's comparison; return the end of what it said was wrong."""
-    command = [sys.executable, "-m", "stagescope_service.compare.msprobe_compare"]
+    command = [sys.executable, "-m", "stagescope_service.compare.operators.msprobe_compare"]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -13,8 +13,8 @@ import torch
 from tests.support.dumps import ExtraCall, Masked, table, tabled
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 
-from stagescope_service.compare.differences import EPS, Thresholds
-from stagescope_service.compare.divergence import Divergence, first_divergent
+from stagescope_service.compare.operators.differences import EPS, Thresholds
+from stagescope_service.compare.operators.divergence import Divergence, first_divergent
 
 LEVELS = ("L0", "L1", "mix")
 

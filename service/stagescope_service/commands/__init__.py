@@ -1,0 +1,1 @@
+"""The service's own commands, which join `stagescope` by the entry-point group."""

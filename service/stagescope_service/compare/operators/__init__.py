@@ -1,0 +1,1 @@
+"""What msprobe collected of operators, held against each other."""

@@ -1,0 +1,1 @@
+"""What msprobe wrote, read as operator tables in Parquet."""
