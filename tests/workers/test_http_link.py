@@ -14,10 +14,11 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 
-from stagescope import framing, lifecycle
+from stagescope import framing
 from stagescope.errors import Unauthorized, Unreachable
 from stagescope.schema import DTYPE_BYTES
 from stagescope_service.api import framing as api_framing
+from stagescope_workers import lifecycle
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.draft import Draft
 from stagescope_workers.http_link import HttpLink
