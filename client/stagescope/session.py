@@ -21,6 +21,7 @@ from urllib.parse import quote, urlencode
 
 from stagescope import discovery, nonfinite
 from stagescope.answers import Record
+from stagescope.changes import CHANGE_ORDER, Changes
 from stagescope.errors import (
     CatalogueUnavailable,
     InvalidInput,
@@ -288,6 +289,18 @@ class Session:
         return self.table(
             "/devices", {"run": run}, title="devices", order=DEVICE_ORDER, limit=limit
         )
+
+    def diff(self, a: str, b: str) -> Changes:
+        """Return what changed between two attempts or runs, `run[@attempt]` each.
+
+        Their fingerprints (git, configuration, packages, drivers, environment) and where each
+        rank ran, what decides numbers first. Without an attempt: the run's newest.
+
+        Raises:
+            NotFound: no such run or attempt.
+        """
+        params = {"a": a, "b": b}
+        return Changes.of(self.table("/diff", params, title="diff", order=CHANGE_ORDER))
 
     def losses(
         self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT

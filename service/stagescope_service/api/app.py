@@ -15,6 +15,7 @@ from fastapi.security import HTTPBearer
 
 from stagescope_service.api import (
     captures,
+    diff,
     divergence,
     hangs,
     health,
@@ -111,7 +112,7 @@ def make_app(
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
     stations = (health, runs, steps, operators, divergence, tensors, captures, triggers, weights)
-    for router in (station.router for station in (*stations, hangs, live)):
+    for router in (station.router for station in (*stations, hangs, diff, live)):
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

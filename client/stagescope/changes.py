@@ -1,0 +1,79 @@
+"""What changed between two attempts: an answer that reads as lines, a thing a line."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from stagescope import render
+from stagescope.frames import Table
+from stagescope.targets import Target
+
+CHANGE_ORDER: Final = ("weight", "area", "name", "a", "b")
+_HEADS: Final[Mapping[str, str]] = {
+    "numbers": "may change numbers",
+    "place": "another place",
+    "start": "differs at every start",
+}
+
+
+class Changes(Table):
+    """Everything that is not the same in two attempts, what decides numbers first.
+
+    Usage:
+        >>> changes = session.diff("qwen3-8b@1", "qwen3-8b@2")
+        >>> changes.where(weight="numbers")["name"]
+        >>> changes.about["counts"]
+    """
+
+    __slots__ = ()
+
+    @property
+    def heading(self) -> str:
+        """Which two attempts, and how many things differ."""
+        a, b = (Target(side["run"], side["attempt"]) for side in self._sides())
+        return render.printable(f"{a} (a) against {b} (b): {len(self)} things differ")
+
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        """Return a block of lines for each weight, a thing's two values below each other."""
+        lines = [
+            f"side {name} has no fingerprint: only what is known of its ranks is compared"
+            for name in self.about.get("unknown") or []
+        ]
+        shown = [self[at] for at in range(len(self) if rows is None else min(rows, len(self)))]
+        head = None
+        for row in shown:
+            if row["weight"] != head:
+                head = row["weight"]
+                lines.append(f"{_HEADS.get(head, head)}:")
+            lines += _described(row, width)
+        if not len(self):
+            lines.append("nothing that is known differs")
+        left = len(self) - len(shown)
+        return [*lines, f"... {left} more things"] if left else lines
+
+    def _sides(self) -> Iterator[Mapping[str, Any]]:
+        yield from (self.about["a"], self.about["b"])
+
+
+def _described(row: Mapping[str, Any], width: int) -> Iterator[str]:
+    label = f"  {row['area']} {row['name']}: "
+    values = [_value(row[side]) for side in ("a", "b")]
+    line = render.printable(f"{label}{values[0]} -> {values[1]}")
+    if len(line) <= width:
+        yield line
+        return
+    yield render.printable(label).rstrip()
+    for side, value in zip("ab", values, strict=True):
+        yield from textwrap.wrap(
+            render.printable(value), width, initial_indent=f"    {side} ", subsequent_indent=" " * 6
+        )
+
+
+def _value(value: Any) -> str:
+    """Spell a value so that two that differ never read the same."""
+    if value is None:
+        return render.MISSING
+    return value if isinstance(value, str) else json.dumps(value)

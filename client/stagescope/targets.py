@@ -1,0 +1,42 @@
+"""How two runs, attempts or steps are named where they are compared: `run[@attempt][:step]`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidInput
+from stagescope.schema import check_run_name
+
+_TARGET: Final = re.compile(r"(?P<run>[^@:]+)(?:@(?P<attempt>\d{1,9}))?(?::(?P<step>\d{1,18}))?")
+
+
+class Target(NamedTuple):
+    """A run, an attempt of it (None: its newest that answers) and a step (None: as asked)."""
+
+    run: str
+    attempt: int | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        attempt = "" if self.attempt is None else f"@{self.attempt}"
+        return f"{self.run}{attempt}{'' if self.step is None else f':{self.step}'}"
+
+
+def read_target(text: Any) -> Target:
+    """Read `qwen3-8b`, `qwen3-8b@2`, `qwen3-8b:5` or `qwen3-8b@2:5`.
+
+    Raises:
+        InvalidInput: anything else, or no name of a run.
+    """
+    found = _TARGET.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise InvalidInput(
+            f"{text!r:.200} names no run", expected="RUN[@ATTEMPT][:STEP], such as qwen3-8b@2:5"
+        )
+    attempt, step = found["attempt"], found["step"]
+    return Target(
+        check_run_name(found["run"]),
+        None if attempt is None else int(attempt),
+        None if step is None else int(step),
+    )

@@ -1,0 +1,106 @@
+"""What changed between two attempts: their fingerprints and the places of their ranks.
+
+Asked before any tensor is compared: another package or option explains more than a number can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+AREAS: Final = ("git", "config", "packages", "drivers", "python", "environment", "layout", "place")
+"""In the order in which they are told: what decides numbers first."""
+
+Weight = Literal["numbers", "place", "start"]
+"""What a difference may mean: other numbers, another machine, or only another start."""
+
+_PLACE: Final = ("node", "host", "device_index", "device_serial")
+_LAYOUT: Final = (
+    "world_size", "device_kind", "dp_rank", "dp_size", "tp_rank", "tp_size", "pp_rank", "pp_size",
+    "vpp_rank", "vpp_size", "cp_rank", "cp_size", "sp_rank", "sp_size", "ep_rank", "ep_size",
+    "etp_rank", "etp_size", "engine", "engine_version", "framework", "framework_version",
+)  # fmt: skip
+# Ray and launchers give these anew at every start; a training reads no number from them.
+_OF_A_START: Final = re.compile(
+    r"RAY_(JOB|SESSION|RAYLET|NODE|WORKER|CLIENT|LAUNCHER|ADDRESS|GCS)|MASTER_(ADDR|PORT)|"
+    r"TORCHELASTIC_|SLURM_(JOB|STEP|TASK|LAUNCH|SRUN)|XDG_|STAGESCOPE_(ATTEMPT|URL|HOME|RUN)"
+)
+
+
+class Difference(NamedTuple):
+    """One thing that is not the same on both sides; None where a side does not have it."""
+
+    area: str
+    name: str
+    a: Any
+    b: Any
+    weight: Weight
+
+
+class Attempt(NamedTuple):
+    """One side: what its processes said at their start.
+
+    Attributes:
+        fingerprint: of the attempt, as a process gathered it; None where none did.
+        processes: role, rank, world_size and the layout columns of each process.
+    """
+
+    fingerprint: Mapping[str, Any] | None
+    processes: Sequence[Mapping[str, Any]]
+
+
+def fingerprint_differences(a: Attempt, b: Attempt) -> list[Difference]:
+    """Return everything that differs, what decides numbers first."""
+    found = [*_told(a.fingerprint or {}, b.fingerprint or {}), *_ranks(a.processes, b.processes)]
+    order = {"numbers": 0, "place": 1, "start": 2}
+    found.sort(key=lambda each: (order[each.weight], AREAS.index(each.area)))
+    return found
+
+
+def _told(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    for area in ("git", "config", "packages", "drivers", "environment"):
+        for name, of_a, of_b in _apart(a.get(area), b.get(area)):
+            is_start = area == "environment" and _OF_A_START.match(name)
+            yield Difference(area, name, of_a, of_b, "start" if is_start else "numbers")
+    for name, of_a, of_b in _apart(_interpreter(a), _interpreter(b)):
+        yield Difference("python", name, of_a, of_b, "start" if name == "argv" else "numbers")
+
+
+def _interpreter(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("python", "platform", "argv")
+    return {name: fingerprint[name] for name in names if fingerprint.get(name) is not None}
+
+
+def _ranks(a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]]) -> Iterator[Difference]:
+    for columns, area, weight in (
+        (_LAYOUT, "layout", "numbers"),
+        (_PLACE, "place", "place"),
+    ):
+        for name, of_a, of_b in _apart(_columns(a, columns), _columns(b, columns)):
+            yield Difference(area, name, of_a, of_b, weight)  # type: ignore[arg-type]
+
+
+def _columns(processes: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return `role/rank` -> what is known of it; the newest process of a rank answers."""
+    found: dict[str, Any] = {}
+    for row in processes:
+        said = {name: row[name] for name in names if row.get(name) is not None}
+        found[f"{row['role']}/{row['rank']}"] = said
+    return found
+
+
+def _apart(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted name and both values of everything that differs."""
+    of_a, of_b = dict(_leaves("", a)), dict(_leaves("", b))
+    for name in sorted({*of_a, *of_b}):
+        if of_a.get(name) != of_b.get(name):
+            yield name, of_a.get(name), of_b.get(name)
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(f"{prefix}.{name}" if prefix else str(name), each)
+    elif value is not None:
+        yield prefix, value

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any
+
+from stagescope_service.compare.fingerprints import Attempt, Difference, fingerprint_differences
+
+FINGERPRINT: dict[str, Any] = {
+    "git": {"commit": "abc", "dirty": False},
+    "config": {"algorithm": {"lr": 1e-6, "clip": 0.2}},
+    "packages": {"torch": "2.13.0"},
+    "drivers": {"cann": "8.1"},
+    "environment": {"HCCL_BUFFSIZE": "120", "RAY_JOB_ID": "01000000"},
+    "python": "3.11.2",
+    "argv": ["train.py"],
+}
+
+
+def process(rank: int, **layout: Any) -> dict[str, Any]:
+    return {"role": "actor", "rank": rank, "world_size": 2, "host": "n1", **layout}
+
+
+def differences(b: Attempt, a: Attempt | None = None) -> list[Difference]:
+    return fingerprint_differences(a or Attempt(FINGERPRINT, [process(0), process(1)]), b)
+
+
+def test_two_that_are_the_same_differ_in_nothing() -> None:
+    assert differences(Attempt(dict(FINGERPRINT), [process(1), process(0)])) == []
+
+
+def test_what_decides_numbers_comes_first_and_a_start_last() -> None:
+    other = {
+        **FINGERPRINT,
+        "git": {"commit": "abc", "dirty": True},
+        "config": {"algorithm": {"lr": 2e-6, "clip": 0.2}},
+        "packages": {"torch": "2.13.0", "verl": "0.9.1"},
+        "environment": {"RAY_JOB_ID": "02000000"},
+        "argv": ["train.py", "--resume"],
+    }
+    found = differences(Attempt(other, [process(0), process(1, host="n2")]))
+    assert [tuple(each) for each in found] == [
+        ("git", "dirty", False, True, "numbers"),
+        ("config", "algorithm.lr", 1e-6, 2e-6, "numbers"),
+        ("packages", "verl", None, "0.9.1", "numbers"),
+        ("environment", "HCCL_BUFFSIZE", "120", None, "numbers"),
+        ("place", "actor/1.host", "n1", "n2", "place"),
+        ("python", "argv", ["train.py"], ["train.py", "--resume"], "start"),
+        ("environment", "RAY_JOB_ID", "01000000", "02000000", "start"),
+    ]
+
+
+def test_a_rank_that_only_one_side_has_is_told_by_its_columns() -> None:
+    found = differences(Attempt(FINGERPRINT, [process(0)]))
+    assert [(each.area, each.name, each.a, each.b) for each in found] == [
+        ("layout", "actor/1.world_size", 2, None),
+        ("place", "actor/1.host", "n1", None),
+    ]
+
+
+def test_the_newest_process_of_a_rank_answers() -> None:
+    again = [process(0, host="gone"), process(0), process(1)]
+    assert differences(Attempt(FINGERPRINT, again)) == []
+
+
+def test_a_side_without_a_fingerprint_lacks_everything() -> None:
+    found = differences(Attempt(None, [process(0), process(1)]))
+    assert {each.b for each in found} == {None}
+    assert ("packages", "torch") in {(each.area, each.name) for each in found}
