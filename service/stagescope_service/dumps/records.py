@@ -10,6 +10,12 @@ included), `prompts`, `responses`, `loss_mask` (as wide as `tokens`), `response_
 `rewards`, `values`, `advantages`, `returns`, `prob_ratio`, `elementwise_loss`, `effective_valid`,
 `loss`, `pg_loss`, `entropy_loss`; what has no such name keeps its own. Whether a dtype or a layout
 was another is in `Record.about`.
+
+A sample_uid is `{group_id}_{index}`, where the index is that of the trajectory in its group
+(NexRL's `run_id`). Several sections of one file are several entries, told apart by `Entry.key`.
+
+What a reader could not put into tensors, numbers or texts it names in `Record.about["left_out"]`:
+{name: why}; nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -86,7 +92,8 @@ class Record:
         samples: sample_uid of each row, or None.
         groups: group_id of each row, or None.
         row_texts: other texts of each row by name (`run_id`, `task_id`, `uid`, ...).
-        mask: which of `tensors` says what tokens of the row tensors count, or None.
+        mask: which of `tensors` says what tokens of the row tensors count, or None. Token ids and
+            masks themselves count wherever a row has tokens.
         about: what was said beside them, plain JSON values.
     """
 
@@ -118,7 +125,10 @@ class Problem:
 
 
 class Dump(Protocol):
-    """A directory, or the kept files of a run's step, as one of the readers knows it."""
+    """A directory, or the kept files of a run's step, as one of the readers knows it.
+
+    It is picklable and holds no open files, so that other processes may read its entries.
+    """
 
     @property
     def name(self) -> str:

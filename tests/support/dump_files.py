@@ -1,0 +1,488 @@
+"""Directories of dumps, written with torch.save in the layouts of the projects that write them.
+
+Every writer takes the same `Batch`, so that what one format says can be held against another.
+`edit(kind, name, data)` may change what a file is about to hold: `kind` is its directory (or the
+format), `name` the file's name without its suffix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+Edit = Callable[[str, str, dict[str, Any]], None]
+
+GROUP = 4
+"""Trajectories of one prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The trajectories of one step, their responses padded on the right with 0.
+
+    Attributes:
+        prompts: int64 [rows][prompt tokens].
+        responses, response_mask: int64 [rows, tokens]; two rounds with an answer of the
+            environment between them.
+        lengths: int64 [rows], of the responses.
+        rollout_log_probs, old_log_probs, log_probs, entropy, advantages: float32 [rows, tokens].
+        rewards: float64 [rows].
+        groups, runs: group_id and run_id of each row.
+    """
+
+    prompts: list[list[int]]
+    responses: Array
+    response_mask: Array
+    lengths: Array
+    rollout_log_probs: Array
+    old_log_probs: Array
+    log_probs: Array
+    entropy: Array
+    advantages: Array
+    rewards: Array
+    groups: list[str]
+    runs: list[int]
+
+    @property
+    def rows(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def samples(self) -> list[str]:
+        return [f"{group}_{run}" for group, run in zip(self.groups, self.runs, strict=True)]
+
+    def tokens(self, row: int) -> list[int]:
+        """Prompt and response of a row, without padding."""
+        response: list[int] = self.responses[row, : self.lengths[row]].tolist()
+        return self.prompts[row] + response
+
+    def loss_mask(self, row: int) -> list[int]:
+        """As wide as `tokens`."""
+        mask: list[int] = self.response_mask[row, : self.lengths[row]].tolist()
+        return [0] * len(self.prompts[row]) + mask
+
+    def of_row(self, name: str, row: int) -> list[Any]:
+        """A tensor's values of a row's response, without padding."""
+        values: list[Any] = getattr(self, name)[row, : self.lengths[row]].tolist()
+        return values
+
+    def padded(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
+        """A tensor of some rows, padded, as torch has it."""
+        return torch.from_numpy(getattr(self, name)[rows].copy())
+
+    def input_ids(self, rows: slice = slice(None)) -> torch.Tensor:
+        """Prompts padded on the left, responses on the right."""
+        width = max(map(len, self.prompts))
+        prompts = [[0] * (width - len(prompt)) + prompt for prompt in self.prompts]
+        whole = np.concatenate([np.array(prompts, np.int64), self.responses], axis=1)
+        return torch.from_numpy(whole[rows].copy())
+
+
+def make_batch(rows: int, tokens: int, *, seed: int = 0, step: int = 0) -> Batch:
+    """Make a step's batch; the same arguments make the same."""
+    rng = np.random.default_rng([seed, step + 1])
+    prompt_lengths = rng.integers(2, 6, rows)
+    prompts = [rng.integers(5, 1000, length).tolist() for length in prompt_lengths]
+    lengths = rng.integers(max(tokens // 2, 1), tokens + 1, rows)
+    at = np.arange(tokens)[None, :]
+    there = at < lengths[:, None]
+    between = (at >= lengths[:, None] // 3) & (at < lengths[:, None] // 2)
+    mask = there & ~between
+    old = np.where(there, -rng.exponential(1.0, (rows, tokens)), 0.0)
+    noise = np.where(there, rng.normal(0.0, 0.01, (2, rows, tokens)), 0.0)
+    rewards = rng.integers(0, 2, rows).astype(np.float64)
+
+    def single(values: Array) -> Array:
+        return np.asarray(values, np.float32)
+
+    return Batch(
+        prompts=prompts,
+        responses=np.where(there, rng.integers(5, 1000, (rows, tokens)), 0),
+        response_mask=mask.astype(np.int64),
+        lengths=lengths,
+        rollout_log_probs=single(np.where(mask, old + noise[0], 0.0)),
+        old_log_probs=single(old),
+        log_probs=single(old + noise[1]),
+        entropy=single(np.where(there, rng.exponential(0.5, (rows, tokens)), 0.0)),
+        advantages=single(np.where(mask, (rewards - rewards.mean())[:, None], 0.0)),
+        rewards=rewards,
+        groups=[f"g{row // GROUP}" for row in range(rows)],
+        runs=[row % GROUP for row in range(rows)],
+    )
+
+
+def nexrl_directory(
+    path: Path,
+    *,
+    steps: Iterable[int] = (0,),
+    ranks: int = 2,
+    micros: int = 2,
+    rows: int = 4,
+    tokens: int = 16,
+    seed: int = 0,
+    mode: str = "self_hosted",
+    suffix: str = "pt",
+    edit: Edit | None = None,
+) -> Path:
+    """Write what NexRL's dumper writes: `{path}/{type}/step_{N:06d}[_rank{r}[_micro{m}]].pt`.
+
+    Args:
+        path: the directory; it is made, with every subdirectory, as NexRL makes them.
+        steps: of the training.
+        ranks, micros: each file of forward_data and loss holds one microbatch of one rank.
+        rows: of one microbatch; a step has ranks * micros * rows trajectories.
+        tokens: the width of the responses.
+        seed: the same seed writes the same values.
+        mode: 'self_hosted', 'remote_api' or 'weaver': which files there are.
+        suffix: 'pt' or 'jsonl'.
+        edit: may change what is written.
+    """
+    write = _Writer(path, suffix, edit)
+    for step in steps:
+        batch = make_batch(ranks * micros * rows, tokens, seed=seed, step=step)
+        if mode == "remote_api":
+            _write_remote(write, step, batch)
+            continue
+        if mode == "self_hosted":
+            write("trajectory", step, _trajectories(step, batch))
+            write("old_log_probs", step, _old_log_probs(step, batch))
+        for rank in range(ranks):
+            write("gradient", step, _parameter(step, rank, "gradient"), rank)
+            write("param", step, _parameter(step, rank, "param"), rank)
+            for micro in range(micros):
+                begin = (rank * micros + micro) * rows
+                chosen = slice(begin, begin + rows)
+                place = {"step": step, "rank": rank, "micro_idx": micro}
+                _write_micro(write, place, batch, chosen, mode)
+    return path
+
+
+class _Writer:
+    def __init__(self, path: Path, suffix: str, edit: Edit | None) -> None:
+        self.path, self.suffix, self.edit = path, suffix, edit
+        for kind in (
+            "trajectory", "old_log_probs", "forward_data", "loss", "param", "gradient",
+            "prepared_trajectories", "datums", "training_metrics",
+        ):  # fmt: skip
+            (path / kind).mkdir(parents=True, exist_ok=True)
+
+    def __call__(
+        self,
+        kind: str,
+        step: int,
+        data: dict[str, Any],
+        rank: int | None = None,
+        micro: int | None = None,
+    ) -> None:
+        name = f"step_{step:06d}"
+        name += "" if rank is None else f"_rank{rank}"
+        name += "" if micro is None else f"_micro{micro}"
+        if self.edit is not None:
+            self.edit(kind, name, data)
+        file = self.path / kind / f"{name}.{self.suffix}"
+        file.parent.mkdir(exist_ok=True)
+        if self.suffix == "pt":
+            torch.save(data, file)
+        else:
+            file.write_text(json.dumps(_plain(data)) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _trajectories(step: int, batch: Batch) -> dict[str, Any]:
+    trajectories = [
+        {
+            "tokens": batch.tokens(row),
+            "loss_mask": batch.loss_mask(row),
+            "reward": float(batch.rewards[row]),
+            "is_val": False,
+            "extra_fields": {
+                "group_id": batch.groups[row],
+                "run_id": batch.runs[row],
+                "task_id": row // GROUP,
+                "score": float(batch.rewards[row]),
+                "temperature": 1.0,
+            },
+        }
+        for row in range(batch.rows)
+    ]
+    return {"step": step, "num_trajectories": batch.rows, "trajectories": trajectories}
+
+
+def _old_log_probs(step: int, batch: Batch) -> dict[str, Any]:
+    values = batch.padded("old_log_probs")
+    ids = batch.input_ids()
+    info = {"batch_size": batch.rows, "input_ids_shape": list(ids.shape)}
+    return {"step": step, "old_log_probs": values, "shape": [*values.shape], "batch_info": info}
+
+
+def _parameter(step: int, rank: int, kind: str) -> dict[str, Any]:
+    rng = np.random.default_rng([step + 1, rank])
+    values = torch.from_numpy(rng.normal(size=(8, 8))).to(torch.bfloat16)
+    known = values.float()
+    return {
+        "step": step,
+        "rank": rank,
+        "param_name": "model.layers.0.self_attn.q_proj.weight",
+        kind: values,
+        "shape": [8, 8],
+        "dtype": str(values.dtype),
+        "norm": float(known.norm()),
+        "mean": float(known.mean()),
+        "std": float(known.std()),
+    }
+
+
+def _write_micro(
+    write: _Writer, place: dict[str, Any], batch: Batch, rows: slice, mode: str
+) -> None:
+    step, rank, micro = place.values()
+    forward = {
+        **place,
+        "log_probs": batch.padded("log_probs", rows),
+        "entropy": batch.padded("entropy", rows),
+        "response_mask": batch.padded("response_mask", rows),
+        "log_probs_shape": [*batch.padded("log_probs", rows).shape],
+        "entropy_shape": [*batch.padded("entropy", rows).shape],
+        "input_ids": batch.input_ids(rows),
+    }
+    write("forward_data", step, forward, rank, micro)
+    inside = batch.padded("response_mask", rows)
+    ratio = torch.exp(batch.padded("log_probs", rows) - batch.padded("old_log_probs", rows))
+    elementwise = -ratio * batch.padded("advantages", rows) * inside
+    count = max(int(inside.sum()), 1)
+    policy = float(elementwise.sum()) / count
+    entropy = float((batch.padded("entropy", rows) * inside).sum()) / count
+    losses = {"loss": policy - 0.01 * entropy, "pg_loss": policy, "entropy_loss": entropy}
+    extra = {"epoch": 0, "batch_idx": micro}
+    write("loss", step, {**place, **losses, "extra_info": extra}, rank, micro)
+    if mode != "weaver":
+        return
+    debug = {
+        **place,
+        "log_probs": batch.padded("log_probs", rows),
+        "old_log_probs": batch.padded("old_log_probs", rows),
+        "advantages": batch.padded("advantages", rows),
+        "prob_ratio": ratio,
+        "elementwise_loss": elementwise,
+        "effective_valid": inside,
+        "loss": torch.tensor(losses["loss"]),
+    }
+    write("is_loss_debug", step, debug, rank, micro)
+    ids = batch.input_ids(rows)
+    inputs = {**place, "input_ids": ids, "attention_mask": (ids != 0).long()}
+    write("batch_inputs", step, inputs, rank, micro)
+
+
+def _write_remote(write: _Writer, step: int, batch: Batch) -> None:
+    prepared = _trajectories(step, batch)
+    prepared["advantages"] = [batch.of_row("advantages", row) for row in range(batch.rows)]
+    write("prepared_trajectories", step, prepared)
+    datums = []
+    for row in range(batch.rows):
+        tokens, mask = batch.tokens(row), batch.loss_mask(row)
+        before = [0.0] * (len(batch.prompts[row]) - 1)
+        inputs = {
+            "target_tokens": tokens[1:],
+            "logprobs": before + batch.of_row("rollout_log_probs", row),
+            "advantages": before + batch.of_row("advantages", row),
+            "loss_mask": [float(value) for value in mask[1:]],
+        }
+        datums.append({"input_tokens": tokens[:-1], "loss_fn_inputs": inputs})
+    write("datums", step, {"step": step, "num_datums": len(datums), "datums": datums})
+    metrics = {"loss:sum": 0.25, "grad_norm": 1.5, "tokens": 128, "status": "ok"}
+    write("training_metrics", step, {"step": step, "metrics": metrics})
+
+
+def slime_rollout_file(path: Path, batch: Batch, *, rollout_id: int = 0, **changes: Any) -> Path:
+    """Write slime's `--save-debug-rollout-data`; `changes` replace fields of every sample."""
+    samples = [
+        {
+            "group_index": row // GROUP,
+            "index": row,
+            "rollout_id": None,
+            "prompt": f"question {row}",
+            "tokens": batch.tokens(row),
+            "multimodal_inputs": None,
+            "response": f"answer {row}",
+            "response_length": int(batch.lengths[row]),
+            "label": "1",
+            "reward": float(batch.rewards[row]),
+            "loss_mask": batch.of_row("response_mask", row),
+            "weight_versions": ["3"],
+            "rollout_log_probs": batch.of_row("rollout_log_probs", row),
+            "remove_sample": False,
+            "teacher_log_probs": None,
+            "status": "completed",
+            "metadata": {"source": "made"},
+            "spec_info": {"spec_accept_token_num": 0},
+            **changes,
+        }
+        for row in range(batch.rows)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"rollout_id": rollout_id, "samples": samples}, path)
+    return path
+
+
+def slime_train_file(path: Path, batch: Batch, *, rollout_id: int = 0, ranks: int = 2) -> Path:
+    """Write slime's `--save-debug-train-data`, format version 2."""
+
+    def tensor(name: str, row: int) -> torch.Tensor:
+        return torch.tensor(batch.of_row(name, row))
+
+    samples = [
+        {
+            "data_parallel_rank": row % ranks,
+            "sample_index": row,
+            "rollout_position": row,
+            "tokens": torch.tensor(batch.tokens(row)),
+            "loss_masks": tensor("response_mask", row),
+            "total_lengths": len(batch.tokens(row)),
+            "response_lengths": int(batch.lengths[row]),
+            "rewards": float(batch.rewards[row]),
+            "rollout_log_probs": tensor("rollout_log_probs", row),
+            "log_probs": tensor("old_log_probs", row),
+            "advantages": tensor("advantages", row),
+            "returns": tensor("advantages", row),
+        }
+        for row in range(batch.rows)
+    ]
+    shards = [
+        {
+            "rank": rank,
+            "data_parallel_rank": rank,
+            "sample_indices": list(range(rank, batch.rows, ranks)),
+            "partition": list(range(rank, batch.rows, ranks)),
+            "micro_batch_indices": [[0]],
+        }
+        for rank in range(ranks)
+    ]
+    whole = {"format_version": 2, "rollout_id": rollout_id, "rank": 0, "samples": samples}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**whole, "dp_shards": shards, "raw_reward": batch.rewards.tolist()}, path)
+    return path
+
+
+def areal_batch(batch: Batch, *, version: int = 3) -> dict[str, torch.Tensor]:
+    """AReaL's batch of padded sequences; index t of every tensor is token t (not shifted)."""
+    width = max(len(batch.tokens(row)) for row in range(batch.rows))
+
+    def pad(values: list[Any], fill: Any) -> list[Any]:
+        return values + [fill] * (width - len(values))
+
+    made: dict[str, list[Any]] = {
+        name: [] for name in ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
+    }
+    for row in range(batch.rows):
+        tokens, mask = batch.tokens(row), batch.loss_mask(row)
+        prompt = len(batch.prompts[row])
+        log_probs = [0.0] * prompt + batch.of_row("rollout_log_probs", row)
+        made["input_ids"].append(pad(tokens, 0))
+        made["loss_mask"].append(pad(mask, 0))
+        made["logprobs"].append(pad(log_probs, 0.0))
+        made["versions"].append(pad([version if on else -1 for on in mask], -1))
+        made["attention_mask"].append(pad([True] * len(tokens), False))
+    kinds = {"logprobs": torch.float32, "attention_mask": torch.bool}
+    found = {n: torch.tensor(v, dtype=kinds.get(n, torch.int32)) for n, v in made.items()}
+    return {**found, "rewards": torch.tensor(batch.rewards, dtype=torch.float32)}
+
+
+def areal_file(path: Path, batch: Batch, *, form: str = "dict", version: int = 3) -> Path:
+    """Write AReaL's `batch_data.pt`.
+
+    Args:
+        path: the file.
+        batch: what it holds.
+        form: 'dict' of padded tensors, 'list' of a dict a trajectory ([1, tokens]), or
+            'tensordict'.
+        version: the policy version of every model token.
+    """
+    padded = areal_batch(batch, version=version)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if form == "dict":
+        torch.save(padded, path)
+    elif form == "tensordict":
+        from tensordict import TensorDict
+
+        torch.save(TensorDict(dict(padded), batch_size=[batch.rows]), path)
+    else:
+        lengths = padded["attention_mask"].sum(1).tolist()
+        rows = [
+            {
+                name: values[row : row + 1, :length].clone() if values.dim() > 1
+                else values[row : row + 1].clone()
+                for name, values in padded.items()
+            }
+            for row, length in enumerate(lengths)
+        ]  # fmt: skip
+        torch.save(rows, path)
+    return path
+
+
+def verl_directory(path: Path, batch: Batch, *, steps: Iterable[int] = (1,)) -> Path:
+    """Write verl's `trainer.rollout_data_dir`: `{step}.jsonl`, a line a trajectory."""
+    path.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        lines = [
+            {
+                "input": f"question {row // GROUP}",
+                "output": f"answer {row}",
+                "gts": "42",
+                "score": float(batch.rewards[row]),
+                "step": step,
+                "acc": bool(batch.rewards[row]),
+            }
+            for row in range(batch.rows)
+        ]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (path / f"{step}.jsonl").write_text(text)
+    return path
+
+
+class Runs:
+    """Pickles as a call of `os.system`: what a hostile file holds."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import os
+
+        return os.system, (self.command,)
+
+
+def hostile_torch_file(path: Path, marker: Path) -> Path:
+    """Write a .pt file that makes `marker` when it is unpickled."""
+    torch.save({"step": 0, "log_probs": torch.zeros(2), "more": Runs(f"touch {marker}")}, path)
+    return path
+
+
+def zip_bomb(path: Path, size: int = 64 << 20) -> Path:
+    """Write a .pt file of a few kilobytes whose one storage inflates to `size` bytes."""
+    plain = path.with_suffix(".plain")
+    torch.save({"step": 0, "log_probs": torch.zeros(4)}, plain)
+    with (
+        zipfile.ZipFile(plain) as source,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for member in source.namelist():
+            data = source.read(member)
+            target.writestr(member, b"\0" * size if "/data/" in member else data)
+    plain.unlink()
+    return path
