@@ -23,15 +23,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from stagescope.nonfinite import spell
+from stagescope.tensorfile import CODES
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
-
-_STORED: Final[Mapping[str, str]] = {
-    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 
 
 def pack_batch(
@@ -72,7 +68,7 @@ def _safetensors(arrays: Mapping[str, tuple[str, Array]]) -> list[bytes]:
         tag, array = arrays[name]
         data = array.tobytes()
         header[name] = {
-            "dtype": _STORED[tag],
+            "dtype": CODES[tag][0],
             "shape": list(array.shape),
             "data_offsets": [at, at + len(data)],
         }

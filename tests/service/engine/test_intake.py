@@ -9,6 +9,7 @@ from tests.support.measure import payload
 
 from stagescope_service.engine.ingestion.intake import Intake, Outcome
 from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
 
 JOB = {
@@ -41,3 +42,11 @@ def test_pieces_of_a_sample_that_are_placed_share_its_id(tmp_path: Path) -> None
     placed = ("int64", offsets.shape, offsets, None)
     outcome = take(tmp_path, ["one", "one", "two", "two"], token_offset=placed)
     assert (outcome.state, outcome.reason) == ("ingested", None)
+
+
+def test_a_file_of_the_ring_says_itself_whose_it_is(tmp_path: Path) -> None:
+    take(tmp_path, ["one", "two", "three", "four"])
+    (path,) = (tmp_path / "ring").glob("*.safetensors")
+    job = read_tensors(path).metadata["job"]
+    assert {name: job[name] for name in JOB} == JOB
+    assert (job["incarnation"], job["seq"]) == ("incarnation", 1)

@@ -123,6 +123,7 @@ class Intake:
                 "strings": payload.strings,
                 "meta": {"policy_version": job.get("policy_version"), **payload.meta},
                 "settings": dict(job.get("settings") or {}),
+                "job": _plain_job(key, job, "settings"),  # a file says itself whose it is
             }
             entry = self.ring.keep(_ring_key(key, job), recent, about)
             if entry is not None:
@@ -160,7 +161,7 @@ class Intake:
             path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
             tensors = {name: payload.tensors[name] for name in keep}
             strings = {n: ids for n, ids in payload.strings.items() if n in PAYLOAD_STRINGS}
-            about = {"strings": strings, "meta": payload.meta, "job": _plain_job(job)}
+            about = {"strings": strings, "meta": payload.meta, "job": _plain_job(key, job)}
             try:
                 written = write_tensors(path, tensors, about)
                 yield self._artifact(key, job, "kept", path, written.bytes, written.checksum)
@@ -273,8 +274,9 @@ def _place(job: Mapping[str, Any]) -> Row:
     return {**{name: job.get(name) for name in names}, "wall": time.time()}
 
 
-def _plain_job(job: Mapping[str, Any]) -> Row:
-    return {name: value for name, value in job.items() if name != "keep"}
+def _plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
+    said = {name: value for name, value in job.items() if name not in ("keep", *but)}
+    return {**said, "incarnation": key.incarnation, "seq": key.seq}
 
 
 def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
