@@ -38,8 +38,10 @@ def reduction(function: Function) -> Function:
     return cast(Function, numba.njit(error_model="numpy", fastmath=flags)(function))
 
 
-def entry(*signatures: Any) -> Callable[[Function], Function]:
+def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Function]:
     """As `exact`, for these signatures alone; compiled, or loaded from disk, at the first call.
+
+    With `nogil` other threads run meanwhile.
 
     One compiled form serves writable arrays and those of Ray's object store alike, and importing
     this package compiles nothing.
@@ -48,7 +50,7 @@ def entry(*signatures: Any) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         @functools.cache
         def compiled() -> Callable[..., Any]:
-            made: Any = numba.njit(cache=True, error_model="numpy")(function)
+            made: Any = numba.njit(cache=True, error_model="numpy", nogil=nogil)(function)
             # numba has no public way to say what else a cached function was made from.
             index = made._cache._cache_file
             index._source_stamp = (index._source_stamp, _sources_digest())
@@ -70,6 +72,6 @@ def entry(*signatures: Any) -> Callable[[Function], Function]:
 def _sources_digest() -> str:
     here = pathlib.Path(__file__).parent
     hashed = hashlib.blake2b(digest_size=16)
-    for name in ("jit", "cell", "segments", "blocks", "counts", "kernel"):
+    for name in ("jit", "cell", "segments", "blocks", "counts", "kernel", "pairwise_kernel"):
         hashed.update((here / f"{name}.py").read_bytes())
     return hashed.hexdigest()

@@ -1,0 +1,288 @@
+"""How far two arrays of values differ: one pass, a summary that merges with others.
+
+Everything is taken in float64 from the values as they are: bfloat16 and float16 are widened, of
+integers the difference is exact. A NaN at the same place on both sides is equal, and so is an
+infinity of the same sign; both are counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import InvalidTensor
+from stagescope_service.statistics.pairwise_kernel import (
+    KINDS,
+    ROW,
+    WIDTH,
+    PairField,
+    accumulate_pairs,
+    empty,
+    merge_into,
+)
+
+Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
+Number = float | int
+
+ROW_COLUMNS: Final = ROW
+_AT: Final = PairField
+_NONE: Final = np.empty(0, np.uint8)
+_PLACES: Final = ("largest", "unequal", "over")
+
+
+class Spot(NamedTuple):
+    """One pair of values and where it is.
+
+    Attributes:
+        origin: which call it came from, as the caller numbered them.
+        at: flat coordinate inside that call's arrays.
+        x, y: the values; of integers, exactly.
+    """
+
+    origin: int
+    at: int
+    x: Number
+    y: Number
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pairwise:
+    """What `compare_values` found; summaries of disjoint values merge into that of their union.
+
+    d = x - y. Every mean, moment and sum is of the pairs that are finite on both sides, NaN where
+    there are none.
+
+    Attributes:
+        cell: float64, see `PairField`.
+        largest: the largest |d|; the first of several. None without a finite pair.
+        unequal: the first pair that is not equal, by origin and coordinate.
+        over: the first pair that is over the tolerance.
+    """
+
+    cell: Float64
+    largest: Spot | None = None
+    unequal: Spot | None = None
+    over: Spot | None = None
+
+    @classmethod
+    def nothing(cls) -> Pairwise:
+        """Return the summary of no values."""
+        cell = np.empty(WIDTH)
+        empty(cell)
+        return cls(cell)
+
+    def merge(self, other: Pairwise) -> Pairwise:
+        """Return the summary of both; the order does not matter, but for rounding."""
+        cell, added = self.cell.copy(), other.cell.copy()
+        merge_into(cell, added)
+        return Pairwise(
+            cell,
+            largest=_larger(self, other),
+            unequal=_earlier(self.unequal, other.unequal),
+            over=_earlier(self.over, other.over),
+        )
+
+    def count(self, field: PairField) -> int:
+        """Return one of the counts."""
+        return int(self.cell[field])
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of values, the non-finite ones too."""
+        return self.count(_AT.PAIRS)
+
+    @property
+    def finite(self) -> int:
+        """Pairs that are finite on both sides."""
+        return self.count(_AT.FINITE)
+
+    @property
+    def unequal_count(self) -> int:
+        """Pairs that are not the same value."""
+        return self.count(_AT.UNEQUAL)
+
+    @property
+    def over_count(self) -> int:
+        """Pairs over the tolerance; non-finite ones that disagree are."""
+        return self.count(_AT.OVER)
+
+    @property
+    def agreeing_non_finite(self) -> int:
+        """Pairs that are the same NaN or infinity."""
+        return sum(map(self.count, (_AT.BOTH_NAN, _AT.BOTH_POSINF, _AT.BOTH_NEGINF)))
+
+    @property
+    def disagreeing_non_finite(self) -> int:
+        """Pairs of which a side is NaN or infinite and the other is not the same."""
+        return self.pairs - self.finite - self.agreeing_non_finite
+
+    @property
+    def max_abs(self) -> float:
+        """The largest |d|."""
+        return float(self.cell[_AT.D_ABS_MAX]) if self.finite else math.nan
+
+    @property
+    def mean_abs(self) -> float:
+        """The mean of |d|."""
+        return self._mean(_AT.D_ABS_SUM)
+
+    @property
+    def mean_difference(self) -> float:
+        """The mean of d: a bias shows here, rounding cancels."""
+        return self._mean(_AT.D_SUM)
+
+    @property
+    def relative(self) -> float:
+        """1 - 2 sum(xy) / sum(x^2 + y^2), which is sum(d^2) / sum(x^2 + y^2): 0 where all are 0.
+
+        Taken in the second form, in which equal values give exactly 0.
+        """
+        both = self._squares(_AT.X_SUM, _AT.X_M2) + self._squares(_AT.Y_SUM, _AT.Y_M2)
+        if not self.finite:
+            return math.nan
+        return float(self.cell[_AT.D_SQUARES] / both) if both > 0.0 else 0.0
+
+    @property
+    def cosine(self) -> float:
+        """sum(xy) / sqrt(sum(x^2) sum(y^2)); NaN where a side is all zeros."""
+        xx, yy = self._squares(_AT.X_SUM, _AT.X_M2), self._squares(_AT.Y_SUM, _AT.Y_M2)
+        if not (xx > 0.0 and yy > 0.0):
+            return math.nan
+        if not self.cell[_AT.D_SQUARES]:
+            return 1.0
+        x, y, c = (float(self.cell[f]) for f in (_AT.X_SUM, _AT.Y_SUM, _AT.XY_C))
+        return (c + x * (y / self.finite)) / (math.sqrt(xx) * math.sqrt(yy))
+
+    @property
+    def correlation(self) -> float:
+        """Pearson's, of x and y; NaN where a side is constant."""
+        xx, yy = float(self.cell[_AT.X_M2]), float(self.cell[_AT.Y_M2])
+        if not (xx > 0.0 and yy > 0.0):
+            return math.nan
+        return float(self.cell[_AT.XY_C]) / (math.sqrt(xx) * math.sqrt(yy))
+
+    def side(self, which: str) -> dict[str, float]:
+        """Return min, max, mean and std (with n) of side 'x' or 'y', of the finite pairs."""
+        low, high, total, second = (
+            (_AT.X_MIN, _AT.X_MAX, _AT.X_SUM, _AT.X_M2)
+            if which == "x"
+            else (_AT.Y_MIN, _AT.Y_MAX, _AT.Y_SUM, _AT.Y_M2)
+        )
+        if not self.finite:
+            return dict.fromkeys(("min", "max", "mean", "std"), math.nan)
+        minimum, maximum = float(self.cell[low]), float(self.cell[high])
+        spread = math.ldexp(math.sqrt(float(self.cell[second]) / self.finite), self._exponent)
+        constant = minimum == maximum
+        return {
+            "min": minimum,
+            "max": maximum,
+            "mean": minimum if constant else self._mean(total),
+            "std": 0.0 if constant else spread,
+        }
+
+    def non_finite(self, which: str) -> dict[str, int]:
+        """Return how many NaN, +inf and -inf side 'x' or 'y' has."""
+        first = _AT.X_NAN if which == "x" else _AT.Y_NAN
+        return {name: int(self.cell[first + at]) for at, name in enumerate(("nan", "inf", "-inf"))}
+
+    @property
+    def _exponent(self) -> int:
+        return int(max(self.cell[_AT.EXPONENT], -5000.0))
+
+    def _mean(self, field: PairField) -> float:
+        if not self.finite:
+            return math.nan
+        return math.ldexp(float(self.cell[field]) / self.finite, self._exponent)
+
+    def _squares(self, total: PairField, second: PairField) -> float:
+        """Return sum(v^2) / 2^2e from the mean and the second moment around it."""
+        if not self.finite:
+            return 0.0
+        value = float(self.cell[total])
+        return float(self.cell[second]) + value * (value / self.finite)
+
+
+def compare_values(
+    x: Array,
+    y: Array,
+    *,
+    dtypes: tuple[str, str],
+    mask: Array | None = None,
+    offsets: npt.NDArray[np.int64] | None = None,
+    tolerance: tuple[float, float] = (0.0, 0.0),
+    origin: int = 0,
+) -> tuple[Pairwise, Float64]:
+    """Compare two arrays value by value.
+
+    Args:
+        x, y: of the same number of values, in memory order; bfloat16 as uint16.
+        dtypes: their dtype tags. Where one is an integer and the other is not, integers over
+            2^53 are rounded.
+        mask: as many truth values: only where they hold do values count.
+        offsets: int64 [rows + 1]: the rows of the second result; all is one row without them.
+        tolerance: (atol, rtol): a pair is over it where |d| > atol + rtol * max(|x|, |y|).
+        origin: put in the spots that are found.
+
+    Returns:
+        The summary, and float64 [rows, len(ROW_COLUMNS)].
+
+    Raises:
+        InvalidTensor: other than these dtypes, or not as many values.
+    """
+    x, y = np.ascontiguousarray(x).reshape(-1), np.ascontiguousarray(y).reshape(-1)
+    if unknown := next((tag for tag in dtypes if tag not in KINDS), None):
+        raise InvalidTensor(f"values of dtype {unknown} cannot be compared", expected=str(KINDS))
+    if len(x) != len(y) or (mask is not None and mask.size != len(x)):
+        raise InvalidTensor(f"{len(x)} values against {len(y)}", expected="as many on both sides")
+    chosen = _NONE if mask is None else np.ascontiguousarray(mask, bool).reshape(-1).view(np.uint8)
+    if offsets is None:
+        offsets = np.array([0, len(x)], np.int64)
+    rows = np.zeros((max(len(offsets) - 1, 0), len(ROW)))
+    cell = np.empty(WIDTH)
+    accumulate_pairs(
+        x.view(np.uint8), KINDS.index(dtypes[0]), y.view(np.uint8), KINDS.index(dtypes[1]),
+        chosen, offsets, np.array(tolerance, np.float64), rows, cell,
+    )  # fmt: skip
+    places = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])
+    spots = {
+        name: Spot(
+            origin, int(at), value_of(x, dtypes[0], int(at)), value_of(y, dtypes[1], int(at))
+        )
+        for name, at in zip(_PLACES, places, strict=True)
+        if at >= 0.0
+    }
+    return Pairwise(cell, **spots), rows
+
+
+def value_of(values: Array, dtype: str, at: int) -> Number:
+    """Return one value of a flat array as a Python number."""
+    value = values[at]
+    if dtype == "bfloat16":
+        return float(np.array(int(value) << 16, np.uint32).view(np.float32))
+    if dtype in ("float64", "float32", "float16"):
+        return float(value)
+    return int(value)
+
+
+def warm() -> None:
+    """Compile the kernel, or load it from disk, before threads ask for it at once."""
+    compare_values(np.zeros(1), np.zeros(1), dtypes=("float64", "float64"))
+
+
+def _larger(a: Pairwise, b: Pairwise) -> Spot | None:
+    if a.largest is None or b.largest is None:
+        return a.largest or b.largest
+    if a.max_abs != b.max_abs:
+        return a.largest if a.max_abs > b.max_abs else b.largest
+    return min(a.largest, b.largest, key=lambda spot: spot[:2])
+
+
+def _earlier(a: Spot | None, b: Spot | None) -> Spot | None:
+    if a is None or b is None:
+        return a or b
+    return min(a, b, key=lambda spot: spot[:2])
