@@ -17,6 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.support.batches import wire
+
+from stagescope.schema import Part
+from stagescope_service.store.artifacts import kept_path, step_directory, write_tensors
 
 Array = npt.NDArray[Any]
 Edit = Callable[[str, str, dict[str, Any]], None]
@@ -486,3 +490,54 @@ def zip_bomb(path: Path, size: int = 64 << 20) -> Path:
             target.writestr(member, b"\0" * size if "/data/" in member else data)
     plain.unlink()
     return path
+
+
+def own_directory(
+    path: Path,
+    *,
+    run: str = "run",
+    key: str = "first",
+    steps: Iterable[int] = (0,),
+    ranks: int = 2,
+    micros: int = 2,
+    rows: int = 4,
+    tokens: int = 16,
+    seed: int = 0,
+    edit: Edit | None = None,
+) -> Path:
+    """Write what the service keeps of payloads; return the attempt's directory.
+
+    One file for each rank and microbatch of `actor_update`, with the streams, the loss and its
+    intermediates, a gradient and the samples' ids.
+    """
+    for step in steps:
+        batch = make_batch(ranks * micros * rows, tokens, seed=seed, step=step)
+        for rank in range(ranks):
+            for micro in range(micros):
+                begin = (rank * micros + micro) * rows
+                data = _own_payload(batch, slice(begin, begin + rows), rank)
+                part = Part(microbatch=micro)
+                directory = step_directory(path, run, key, step, "actor_update", part)
+                file = kept_path(directory, "actor", rank, f"incarnation{rank}", micro + 1)
+                if edit is not None:
+                    edit("own", file.stem, data)
+                job = {"run": run, "attempt_key": key, "step": step, "stage": "actor_update",
+                       "role": "actor", "rank": rank, **dataclasses.asdict(part)}  # fmt: skip
+                about = {"strings": data["strings"], "meta": data["meta"], "job": job}
+                write_tensors(file, {n: wire(v) for n, v in data["tensors"].items()}, about)
+    return path / run / key
+
+
+def _own_payload(batch: Batch, rows: slice, rank: int) -> dict[str, Any]:
+    names = ("responses", "response_mask", "rollout_log_probs", "old_log_probs", "log_probs",
+             "entropy", "advantages")  # fmt: skip
+    tensors: dict[str, Array] = {name: getattr(batch, name)[rows] for name in names}
+    tensors["rewards"] = batch.rewards[rows]
+    tensors["prob_ratio"] = np.exp(tensors["log_probs"] - tensors["old_log_probs"])
+    tensors["gradient/lm_head.weight"] = np.full((4, 4), rank + 1.0, np.float32)
+    tensors["gradient.1/lm_head.weight"] = np.full((4, 4), rank + 2.0, np.float32)
+    return {
+        "tensors": tensors,
+        "strings": {"sample_ids": batch.samples[rows], "group_ids": batch.groups[rows]},
+        "meta": {"loss": 0.5, "pg_loss": float("nan"), "temperature": 1.0},
+    }

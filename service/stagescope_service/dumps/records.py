@@ -113,7 +113,8 @@ class Problem:
 
     Attributes:
         path: the file.
-        kind: 'missing' | 'damaged' | 'refused' | 'unknown'.
+        kind: 'missing' | 'damaged' | 'refused' (not safe to load) | 'unknown' (no file of this
+            format) | 'superseded' (another file of the same place is read).
         message: what is wrong and what to do.
         entry: which entry, where it was one.
     """

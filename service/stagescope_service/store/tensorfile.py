@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,11 +31,14 @@ from stagescope.tensorfile import (
 
 __all__ = [
     "MOST_BYTES",
+    "Description",
     "TensorFile",
     "WireTensor",
     "Written",
     "check_file",
+    "describe_file",
     "disk_errors",
+    "map_tensors",
     "read_tensors",
     "size_of",
     "sync_directory",
@@ -41,6 +46,13 @@ __all__ = [
 ]
 
 MOST_BYTES: Final = 16 << 30
+
+
+class Description(NamedTuple):
+    """What a file's header says: (dtype tag, shape) of each tensor, row offsets too."""
+
+    shapes: dict[str, tuple[str, tuple[int, ...]]]
+    metadata: dict[str, Any]
 
 
 class Written(NamedTuple):
@@ -118,22 +130,44 @@ def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
         InvalidTensor: not a safetensors file, truncated, or of a dtype unknown here.
         StoreError: the disk refused.
     """
-    with disk_errors(path):
-        try:
-            file = path.open("rb")
-        except FileNotFoundError as error:
-            raise NotFound(f"there is no file {path}") from error
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
-                raise InvalidTensor(f"{path} has {size} bytes", expected=f"at most {most_bytes}")
-            header, start = read_header(file, path, size)
-            entries = check_entries(header, path, size - start)
-            data = np.empty(size - start, np.uint8)
-            if file.readinto(data.data) != size - start:
-                raise InvalidTensor(f"{path} was truncated while it was read")
+    with _opened(path, most_bytes) as (file, size):
+        header, start = read_header(file, path, size)
+        entries = check_entries(header, path, size - start)
+        data = np.empty(size - start, np.uint8)
+        if file.readinto(data.data) != size - start:
+            raise InvalidTensor(f"{path} was truncated while it was read")
     data.flags.writeable = False
     return assemble(data, entries, read_metadata(header, path))
+
+
+def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
+    """Read a file as `read_tensors` does, its tensors as views of the mapped file.
+
+    What is not looked at is not read. The file must not be shortened while the views live: ours
+    never are, since they are written once and renamed.
+
+    Raises:
+        NotFound, InvalidTensor, StoreError: as `read_tensors`.
+    """
+    with _opened(path, most_bytes) as (file, size):
+        header, start = read_header(file, path, size)
+        entries = check_entries(header, path, size - start)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    data = np.frombuffer(mapped, np.uint8, offset=start) if size > start else np.empty(0, np.uint8)
+    return assemble(data, entries, read_metadata(header, path))
+
+
+def describe_file(path: Path) -> Description:
+    """Return what a file holds after a look at its header alone.
+
+    Raises:
+        NotFound, InvalidTensor, StoreError: as `read_tensors`.
+    """
+    with _opened(path, MOST_BYTES) as (file, size):
+        header, start = read_header(file, path, size)
+        entries = check_entries(header, path, size - start)
+    empty = assemble(np.empty(0, np.uint8), [], read_metadata(header, path))
+    return Description({each.name: (each.tag, each.shape) for each in entries}, empty.metadata)
 
 
 def check_file(path: Path) -> int:
@@ -147,6 +181,20 @@ def check_file(path: Path) -> int:
         header, start = read_header(file, path, size)
         check_entries(header, path, size - start)
     return size
+
+
+@contextlib.contextmanager
+def _opened(path: Path, most_bytes: int) -> Iterator[tuple[BufferedReader, int]]:
+    with disk_errors(path):
+        try:
+            file = path.open("rb")
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no file {path}") from error
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise InvalidTensor(f"{path} has {size} bytes", expected=f"at most {most_bytes}")
+            yield file, size
 
 
 @contextlib.contextmanager

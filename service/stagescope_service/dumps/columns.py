@@ -1,0 +1,296 @@
+"""From values by name, or from a list of dicts, to the tensors, numbers and texts of a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope_service.dumps.torch_file import FileTensor, Unreadable
+from stagescope_service.store.tensorfile import WireTensor
+
+_NUMBERS: Final = frozenset({int, float, bool})
+_DEPTH: Final = 16
+_MOST_TEXT: Final = 100_000
+
+
+@dataclasses.dataclass
+class Columns:
+    """What became of values, by name.
+
+    Attributes:
+        tensors: see `records.Record`.
+        numbers: single numbers.
+        texts: a text for each row.
+        about: plain values that are none of these.
+        left_out: name -> why it is nowhere else.
+        upcast: name -> the dtype in the file, where it was widened.
+    """
+
+    tensors: dict[str, WireTensor] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    texts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    upcast: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def remarks(self) -> dict[str, Any]:
+        """Return what a record says about the values beside them."""
+        said = {"left_out": self.left_out, "upcast": self.upcast}
+        return {**self.about, **{name: value for name, value in said.items() if value}}
+
+    def add(self, name: str, value: Any) -> None:
+        """Take one value in: a tensor, a number, a list of numbers or of rows, or what it is."""
+        if isinstance(value, FileTensor):
+            self._add_tensor(name, value)
+        elif isinstance(value, Unreadable):
+            self.left_out[name] = value.reason
+        elif isinstance(value, bool | int | float):
+            self.numbers[name] = value
+        elif isinstance(value, list) and (tensor := _from_list(value)) is not None:
+            self.tensors[name] = tensor
+        elif value is not None:
+            self.add_about(name, value)
+
+    def join(self, other: Columns) -> None:
+        """Take over what another has."""
+        self.tensors |= other.tensors
+        self.numbers |= other.numbers
+        self.texts |= other.texts
+        self.about |= other.about
+        self.left_out |= other.left_out
+        self.upcast |= other.upcast
+
+    def _add_tensor(self, name: str, value: FileTensor) -> None:
+        tag, shape, values, offsets = value.wire
+        if value.was is not None:
+            self.upcast[name] = value.was
+        if shape == () and offsets is None:
+            self.numbers[name] = number_of(tag, values)
+        else:
+            self.tensors[name] = value.wire
+
+    def add_about(self, name: str, value: Any) -> None:
+        """Keep a plain value beside the others; what is not plain is named as left out."""
+        found = json_text(value)
+        if found is None:
+            self.left_out[name] = f"a {type(value).__name__} that holds more than plain values"
+        else:
+            self.about[name] = value
+
+
+def number_of(tag: str, values: np.ndarray[Any, Any]) -> float | int:
+    """Return the one value of a tensor of one value, bfloat16 too."""
+    if tag == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    found: float | int = values.reshape(-1)[0].item()
+    return found
+
+
+def json_text(value: Any) -> str | None:
+    """Return a plain value as JSON text; None if it is not plain, or very long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return text if len(text) <= _MOST_TEXT else None
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one, with `/` between the names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and prefix.count("/") < _DEPTH:
+            found |= flatten(value, f"{prefix}{name}/")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def collect_rows(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    names: Mapping[str, str] | None = None,
+    skip: Collection[str] = (),
+) -> Columns:
+    """Make a column of each name that any row has.
+
+    Numbers become a tensor [rows] (NaN where a row has none); lists and one-dimensional tensors
+    become ragged rows (empty where a row has none), tensors of [1, n] too; texts and plain dicts
+    become texts. How many rows lack a value is in `about["missing"]`.
+
+    Args:
+        rows: dicts of plain values and `FileTensor`.
+        names: name in the file -> name in the record.
+        skip: names that the caller reads himself.
+    """
+    found = Columns()
+    missing: Counter[str] = Counter()
+    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+        if name in skip:
+            continue
+        values = [row.get(name) for row in rows]
+        lacking = sum(value is None for value in values)
+        if lacking == len(values):
+            continue
+        target = (names or {}).get(name, name)
+        if lacking:
+            missing[target] = lacking
+        _add_column(found, target, values)
+    if missing:
+        found.about["missing"] = dict(missing)
+    return found
+
+
+def name_samples(
+    rows: Sequence[Mapping[str, Any]],
+    found: Columns,
+    *,
+    group: str = "group_id",
+    index: str = "run_id",
+) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """Return group_id and sample_uid (`{group}_{index}`) of each row; None where a row lacks one.
+
+    Ids that name several rows pair nothing: there are none then, and `found.about` says why.
+    """
+    if not rows or any(row.get(group) is None for row in rows):
+        return None, None
+    groups = tuple(str(row[group]) for row in rows)
+    if any(row.get(index) is None for row in rows):
+        return groups, None
+    return groups, unique_samples([f"{row[group]}_{row[index]}" for row in rows], found)
+
+
+def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | None:
+    """Return names of rows if no two have the same; else None, and `found.about` says which."""
+    counts = Counter(names)
+    if len(counts) == len(names):
+        return tuple(names)
+    name, count = counts.most_common(1)[0]
+    found.about["samples"] = f"{count} rows are named {name}: rows are not paired by their names"
+    return None
+
+
+def _add_column(found: Columns, name: str, values: list[Any]) -> None:
+    kinds = set(map(type, values)) - {type(None)}
+    try:
+        if kinds <= _NUMBERS:
+            found.tensors[name] = _scalars(values, kinds)
+        elif kinds == {str}:
+            found.texts[name] = tuple("" if value is None else value for value in values)
+        elif kinds == {list} and (tensor := _ragged_lists(values)) is not None:
+            found.tensors[name] = tensor
+        elif FileTensor in kinds and kinds <= {FileTensor, list}:
+            found.tensors[name] = _ragged_tensors(values, found.upcast, name)
+        else:
+            _add_texts(found, name, values)
+    except (ValueError, OverflowError) as error:
+        found.left_out[name] = str(error)
+
+
+def _add_texts(found: Columns, name: str, values: list[Any]) -> None:
+    texts = [
+        "" if value is None else value if isinstance(value, str) else json_text(value)
+        for value in values
+    ]
+    if None in texts:
+        kinds = sorted({type(value).__name__ for value in values})
+        found.left_out[name] = f"rows of {', '.join(kinds)}"
+    else:
+        found.texts[name] = tuple(str(text) for text in texts)
+
+
+def _scalars(values: list[Any], kinds: set[type]) -> WireTensor:
+    whole = None not in values
+    dtype = "bool" if kinds == {bool} else "int64"
+    dtype = dtype if whole and float not in kinds else "float64"
+    array = np.array([np.nan if v is None else v for v in values], dtype)
+    return str(array.dtype), array.shape, array, None
+
+
+def _ragged_lists(rows: list[Any]) -> WireTensor | None:
+    """Return lists of numbers as ragged rows; None where they are no numbers."""
+    rows = [row if row is not None else [] for row in rows]
+    kinds = set().union(*(set(map(type, row)) for row in rows))
+    if not kinds <= _NUMBERS:
+        return None
+    return ragged(list(itertools.chain.from_iterable(rows)), map(len, rows), kinds)
+
+
+def ragged(flat: list[Any], lengths: Iterable[int], kinds: set[type]) -> WireTensor:
+    """Return numbers as ragged rows.
+
+    Raises:
+        OverflowError: an int of more than 64 bits.
+    """
+    dtype = "bool" if kinds == {bool} else "float64" if float in kinds or not kinds else "int64"
+    array = np.array(flat, dtype)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    return str(array.dtype), array.shape, array, offsets
+
+
+def _ragged_tensors(rows: list[Any], upcast: dict[str, str], name: str) -> WireTensor:
+    wires = [_row(row) for row in rows if row is not None]
+    tags = {wire[0] for wire in wires if wire[2].size} or {wires[0][0]}
+    if len(tags) > 1 or any(wire[3] is not None for wire in wires):
+        raise ValueError(f"rows of several dtypes: {', '.join(sorted(tags))}")
+    was = {row.was for row in rows if isinstance(row, FileTensor) and row.was}
+    if was:
+        upcast[name] = ", ".join(sorted(was))
+    tag, shapes = tags.pop(), {wire[1] for wire in wires}
+    arrays = [wire[2] for wire in wires]
+    if shapes == {()} and len(wires) == len(rows):
+        return tag, (len(rows),), np.stack(arrays), None
+    if {len(shape) for shape in shapes} == {1}:
+        lengths = [0 if row is None else _row(row)[2].size for row in rows]
+        flat = np.concatenate([array for array in arrays if array.size] or arrays[:1])
+        return tag, flat.shape, flat, np.cumsum([0, *lengths], dtype=np.int64)
+    if len(shapes) > 1 or len(wires) < len(rows):
+        raise ValueError(f"rows of shapes {sorted(shapes)[:4]}")
+    return tag, (len(rows), *shapes.pop()), np.stack(arrays), None
+
+
+def _row(value: FileTensor | list[Any]) -> WireTensor:
+    if isinstance(value, list):  # short lists of a converted file
+        found = _from_list(value)
+        if found is None:
+            raise ValueError("rows of tensors and of lists")
+        return found
+    tag, shape, values, offsets = value.wire
+    if len(shape) > 1 and shape[0] == 1:
+        return tag, shape[1:], values[0], offsets
+    return value.wire
+
+
+def _from_list(values: list[Any]) -> WireTensor | None:
+    """Return a list of numbers, or of equally or differently long lists of them, as a tensor."""
+    kinds = set(map(type, values))
+    try:
+        if kinds <= _NUMBERS:
+            tag, shape, flat, _ = ragged(values, (), kinds)
+            return tag, shape, flat, None
+        if not kinds <= {list, FileTensor}:
+            return None
+        if FileTensor in kinds:
+            return _ragged_tensors(values, {}, "")
+        found = _ragged_lists(values)
+        if found is not None and len(set(map(len, values))) == 1:
+            tag, _, flat, _ = found
+            shape = (len(values), len(values[0]))
+            return tag, shape, flat.reshape(shape), None
+        return found or _regular(values)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _regular(values: list[Any]) -> WireTensor | None:
+    """Return lists of lists of lists of one shape as a tensor."""
+    array = np.array(values)  # raises ValueError where they are ragged
+    if array.dtype.name not in ("float64", "int64", "bool") or array.ndim > _DEPTH:
+        return None
+    return array.dtype.name, array.shape, array, None

@@ -1,0 +1,203 @@
+"""The content of one file as plain values, whatever wrote it: .pt, .jsonl, or a converted .json.
+
+Tensors are `FileTensor`; everything else is dicts, lists, numbers, texts and None. A converted
+file is a JSON tree beside a safetensors file of the same name, which holds its tensors and its
+long lists of numbers; only the suffix leads from one to the other, so it never names a path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.torch_file import FileTensor, Unreadable, read_torch_file
+from stagescope_service.store.columns import dump_json
+from stagescope_service.store.tensorfile import (
+    WireTensor,
+    disk_errors,
+    read_tensors,
+    write_tensors,
+)
+
+SUFFIXES: Final = (".pt", ".jsonl", ".json")
+MOST_TEXT_BYTES: Final = 1 << 30
+_CONVERTED: Final = "stagescope_converted"
+_DEPTH: Final = 64
+_LISTS: Final = {int: "ints", float: "floats"}
+_SHORT: Final = 8
+"""Shorter lists of numbers stay in the tree."""
+
+
+def read_content(path: Path) -> Any:
+    """Read a file by its suffix.
+
+    Returns:
+        What was saved; of a .jsonl file the list of its lines.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidTensor: damaged, too large, or of another suffix.
+        Forbidden: see `read_torch_file`.
+        StoreError: the disk refused.
+    """
+    if path.suffix == ".pt":
+        return read_torch_file(path)
+    if path.suffix == ".jsonl":
+        lines = _text(path).splitlines()
+        return [parse_json(line, path) for line in lines if line.strip()]
+    tree = parse_json(_text(path), path)
+    if path.suffix != ".json" or not isinstance(tree, dict) or tree.get(_CONVERTED) != 1:
+        raise InvalidTensor(
+            f"{path} is no file of a dump",
+            expected=f"a file of {', '.join(SUFFIXES)}; .json as stagescope convert writes it",
+        )
+    return _Decoded(path, read_tensors(path.with_suffix(".safetensors")).tensors)(tree["content"])
+
+
+def write_content(path: Path, content: Any) -> None:
+    """Write `content` as `{path}` (.json) and the safetensors file beside it.
+
+    Raises:
+        InvalidTensor: a value that has no plain form.
+        StoreError: the disk refused.
+    """
+    encoded = _Encoded()
+    tree = encoded(content)
+    write_tensors(path.with_suffix(".safetensors"), encoded.tensors())
+    text = dump_json({_CONVERTED: 1, "content": tree})
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def parse_json(text: str, path: Path) -> Any:
+    """Read a JSON text of a file.
+
+    Raises:
+        InvalidTensor: no JSON, or nested too deeply.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise InvalidTensor(f"{path} holds JSON that is nested too deeply") from error
+    except ValueError as error:
+        raise InvalidTensor(
+            f"{path} holds a line that is no JSON: {error}",
+            advice="it is damaged, or was cut off while it was written",
+        ) from error
+    return found
+
+
+def _text(path: Path) -> str:
+    with disk_errors(path):
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MOST_TEXT_BYTES:
+                    raise InvalidTensor(
+                        f"{path} has {size} bytes", expected=f"at most {MOST_TEXT_BYTES} of JSON"
+                    )
+                data = file.read()
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no file {path}") from error
+        except IsADirectoryError as error:
+            raise InvalidTensor(f"{path} is a directory", expected="a file") from error
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidTensor(f"{path} is no text in UTF-8: {error}") from error
+
+
+class _Encoded:
+    """A tree of JSON values; tensors and long lists are references into one file."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, WireTensor] = {}
+        self._rows: dict[str, list[np.ndarray[Any, Any]]] = {"ints": [], "floats": []}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, FileTensor):
+            name = str(len(self._tensors))
+            self._tensors[name] = value.wire
+            return {"$tensor": name, **({"was": value.was} if value.was else {})}
+        if isinstance(value, Unreadable):
+            return {"$unreadable": value.reason}
+        if isinstance(value, dict):
+            items = {name: self(item) for name, item in value.items()}
+            return {"$dict": items} if any(name.startswith("$") for name in items) else items
+        if isinstance(value, list):
+            return self._list(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"$float": str(value)}
+        if isinstance(value, bytes):
+            return {"$unreadable": f"{len(value)} bytes"}
+        return value
+
+    def _list(self, values: list[Any]) -> Any:
+        kinds = set(map(type, values))
+        name = _LISTS.get(next(iter(kinds))) if len(kinds) == 1 else None
+        if name is None or len(values) < _SHORT:
+            return [self(item) for item in values]
+        try:
+            row = np.array(values, np.int64 if name == "ints" else np.float64)
+        except OverflowError:
+            return values
+        self._rows[name].append(row)
+        return {f"${name}": len(self._rows[name]) - 1}
+
+    def tensors(self) -> dict[str, WireTensor]:
+        """Return what the tree refers to."""
+        found = dict(self._tensors)
+        for name, rows in self._rows.items():
+            if rows:
+                flat = np.concatenate(rows)
+                offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+                found[name] = (str(flat.dtype), flat.shape, flat, offsets)
+        return found
+
+
+class _Decoded:
+    """Reads back what `_Encoded` made; long lists stay arrays."""
+
+    def __init__(self, path: Path, tensors: dict[str, WireTensor]) -> None:
+        self._path = path
+        self._tensors = tensors
+
+    def __call__(self, value: Any, depth: int = 0) -> Any:
+        if depth > _DEPTH:
+            raise InvalidTensor(f"{self._path} is nested deeper than {_DEPTH}")
+        if isinstance(value, list):
+            return [self(item, depth + 1) for item in value]
+        if not isinstance(value, dict):
+            return value
+        try:
+            return self._reference(value, depth)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InvalidTensor(
+                f"{self._path} refers to {value!r:.100}, which is not beside it"
+            ) from error
+
+    def _reference(self, value: dict[str, Any], depth: int) -> Any:
+        match value:
+            case {"$tensor": name}:
+                return FileTensor(self._tensors[name], value.get("was"))
+            case {"$unreadable": reason}:
+                return Unreadable(str(reason))
+            case {"$float": text}:
+                return float(text)
+            case {"$ints": number} | {"$floats": number}:
+                tag, _, values, offsets = self._tensors["ints" if "$ints" in value else "floats"]
+                row = values[offsets[number] : offsets[number + 1]] if offsets is not None else None
+                if row is None or number < 0:
+                    raise IndexError(number)
+                return FileTensor((tag, row.shape, row, None))
+            case {"$dict": items}:
+                return {name: self(item, depth + 1) for name, item in items.items()}
+        return {name: self(item, depth + 1) for name, item in value.items()}

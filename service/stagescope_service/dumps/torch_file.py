@@ -1,0 +1,447 @@
+"""Reading what `torch.save` wrote, without running anything of it.
+
+The one file here that imports torch. A file is loaded with `torch.load(weights_only=True)`, and
+beside torch's own tensors only the names in `_STAND_INS` are known: numpy's scalars, dtypes and
+arrays, and TensorDict. Each stands for a class of this file that takes the pickled state apart
+itself, so that neither numpy's nor tensordict's own unpickling sees a stranger's bytes, and files
+of any version of them open, whether they are installed or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import pickletools
+import stat
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
+from stagescope.schema import DTYPE_BYTES
+from stagescope_service.store.tensorfile import MOST_BYTES, WireTensor, disk_errors
+
+MOST_PICKLE_BYTES: Final = 512 << 20
+MOST_MEMBERS: Final = 200_000
+MOST_COPIED_BYTES: Final = 4 << 30
+"""Bytes that a file's tensors may take beyond what lies in the file: those that are no plain
+stretch of it (expanded, transposed) are copied."""
+_DEPTH: Final = 64
+_LEGACY_PICKLES: Final = 4
+"""Before torch 1.6: a magic number, a version, what the machine was, and what was saved."""
+_SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
+_WIDER: Final = {"uint16": "int32", "uint32": "int64"}
+
+_globals_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor of a file.
+
+    Attributes:
+        wire: (dtype tag, shape, read-only numpy buffer of that shape, offsets or None).
+        was: the dtype's name in the file, where no tag says it and it was widened without loss.
+    """
+
+    wire: WireTensor
+    was: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """A value of a file that has no plain form; the rest of the file stands."""
+
+    reason: str
+
+
+def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+    """Read a file that `torch.save` wrote.
+
+    Args:
+        path: the file; its storages are mapped where it is a zip file (torch 1.6 and later).
+        most_bytes: a larger file is refused.
+
+    Returns:
+        What was saved, of dicts with texts as keys, lists, numbers, texts, bytes and None, with
+        `FileTensor` for tensors and numpy arrays (views of the mapped file) and `Unreadable` for
+        what has no such form.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidTensor: truncated, damaged, compressed, or larger than it may be.
+        Forbidden: it holds more than tensors and plain values; the message names what.
+        MissingExtra: torch is not installed.
+        StoreError: the disk refused.
+    """
+    size = _size_of_file(path, most_bytes)
+    is_zip = _check_zip(path, size)
+    return _Plain(path, size)(_load(path, mapped=is_zip))
+
+
+def _size_of_file(path: Path, most_bytes: int) -> int:
+    with disk_errors(path):
+        try:
+            found = path.stat()
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no file {path}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidTensor(f"{path} is no file", expected="a file that torch.save wrote")
+    if found.st_size > most_bytes:
+        raise InvalidTensor(f"{path} has {found.st_size} bytes", expected=f"at most {most_bytes}")
+    return found.st_size
+
+
+def _check_zip(path: Path, size: int) -> bool:
+    """Say whether it is a zip file, and hold its claims against its size."""
+    with disk_errors(path), path.open("rb") as file:
+        begins = file.read(4)
+        if begins != b"PK\x03\x04":
+            return False
+        try:
+            members = zipfile.ZipFile(file).infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+            raise InvalidTensor(
+                f"{path} ({size} bytes) is no whole zip file: {error}",
+                expected="a file that torch.save wrote",
+                advice="it was cut off, or is still being written: look at its disk and copy it "
+                "again",
+            ) from error
+    pickles = [each.file_size for each in members if each.filename.endswith("data.pkl")]
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+        raise InvalidTensor(
+            f"{path} holds compressed members", expected="stored ones, as torch.save writes them"
+        )
+    if sum(each.file_size for each in members) > size:
+        raise InvalidTensor(
+            f"{path} has {size} bytes and claims "
+            f"{sum(each.file_size for each in members)} bytes of members",
+            expected="no more than it has",
+        )
+    if len(members) > MOST_MEMBERS or max(pickles, default=0) > MOST_PICKLE_BYTES:
+        raise InvalidTensor(
+            f"{path} holds {len(members)} members and a pickle of {max(pickles, default=0)} bytes",
+            expected=f"at most {MOST_MEMBERS} and {MOST_PICKLE_BYTES}",
+        )
+    return True
+
+
+def _load(path: Path, *, mapped: bool) -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtra(
+            f"{path} was written by torch.save, and torch is not installed here",
+            advice="pip install torch",
+        ) from error
+    try:
+        with _only_stand_ins(torch.serialization):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # damaged pickles raise nearly everything
+        raise _refusal(path, error) from error
+
+
+@contextlib.contextmanager
+def _only_stand_ins(serialization: Any) -> Iterator[None]:
+    """Let torch know our names and its own alone while a file is loaded.
+
+    torch's list is one a process: what the process had allowed is put back.
+    """
+    with _globals_lock:
+        before = serialization.get_safe_globals()
+        ours = [each for each in before if _of_torch(each)]
+        serialization.clear_safe_globals()
+        try:
+            serialization.add_safe_globals([*ours, *_STAND_INS.values()])
+            yield
+        finally:
+            serialization.clear_safe_globals()
+            serialization.add_safe_globals(before)
+
+
+def _of_torch(allowed: Any) -> bool:
+    target = allowed[0] if isinstance(allowed, tuple) else allowed
+    return str(getattr(target, "__module__", "")).startswith("torch.")
+
+
+def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
+    needed = _unknown_globals(path) if isinstance(error, pickle.UnpicklingError) else []
+    if needed:
+        return Forbidden(
+            f"{path} needs {', '.join(needed)} to be loaded, which may run code",
+            expected="tensors, numpy arrays, TensorDicts, numbers and texts alone",
+            advice="if you trust who wrote it: stagescope convert makes a safe copy",
+        )
+    # torch's own text advises to load it with weights_only=False.
+    said = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    said = "" if "weights_only" in said else f": {said[:300].strip()}"
+    return InvalidTensor(
+        f"{path} cannot be loaded: {type(error).__name__}{said}",
+        expected="a whole file that torch.save wrote",
+        advice="it is damaged, or of another format",
+    )
+
+
+def _unknown_globals(path: Path) -> list[str]:
+    """Return what a file names beyond what may be loaded, without loading anything."""
+    found: dict[str, None] = {}
+    texts: list[str] = []
+    try:
+        for opcode, argument, _ in _opcodes(path):
+            if opcode.name in ("GLOBAL", "INST"):
+                found[str(argument).replace(" ", ".")] = None
+            elif opcode.name == "STACK_GLOBAL":
+                found[".".join(texts[-2:])] = None
+            elif opcode.name == "PROTO" and argument is not None and int(argument) > 2:
+                found[f"pickle protocol {argument}"] = None
+            elif isinstance(argument, str):
+                texts = [*texts[-1:], argument]
+    except Exception:  # a damaged pickle: what was named before stands
+        pass
+    return [name for name in found if name not in _STAND_INS and not _is_known(name)][:10]
+
+
+def _is_known(name: str) -> bool:
+    try:
+        from torch._weights_only_unpickler import _get_allowed_globals
+    except ImportError:
+        return name.startswith(("torch.", "collections.", "_codecs."))
+    return name in _get_allowed_globals()
+
+
+def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, Any | None, int | None]]:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as members:
+            name = next(each for each in members.namelist() if each.endswith("data.pkl"))
+            yield from pickletools.genops(members.read(name))
+        return
+    with path.open("rb") as file:
+        for _ in range(_LEGACY_PICKLES):
+            yield from pickletools.genops(file)
+
+
+class _Plain:
+    """Turns what torch loaded into plain values; bounded by the size of the file."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._size = size
+        # No element takes less than a byte of a pickle, unless it is told many times over.
+        self._nodes = size
+        self._copied = MOST_COPIED_BYTES
+
+    def __call__(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if depth > _DEPTH:
+            raise InvalidTensor(f"{self._path} is nested deeper than {_DEPTH}")
+        if isinstance(value, _TensorDict):
+            return self(value.content(), depth + 1)
+        if isinstance(value, _Array):
+            return self._array(value)
+        if isinstance(value, dict):
+            self._count(len(value))
+            return {_key(name): self(item, depth + 1) for name, item in value.items()}
+        if isinstance(value, list | tuple | set):
+            self._count(len(value))
+            if set(map(type, value)) <= _SCALARS:  # long lists of token ids are not walked
+                return value if kind is list else list(value)
+            return [self(item, depth + 1) for item in value]
+        if hasattr(value, "detach"):
+            return self._tensor(value)
+        return Unreadable(f"a {kind.__module__}.{kind.__qualname__}")
+
+    def _count(self, elements: int) -> None:
+        self._nodes -= elements
+        if self._nodes < 0:
+            raise InvalidTensor(
+                f"{self._path} holds more values than bytes", expected="a file without tricks"
+            )
+
+    def _array(self, value: _Array) -> Any:
+        try:
+            found = value.content()
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            return Unreadable(f"a numpy array: {error}")
+        return found if isinstance(found, list) else self._numpy(found, str(found.dtype))
+
+    def _tensor(self, tensor: Any) -> FileTensor | Unreadable:
+        tensor, offsets = tensor.detach(), None
+        if tensor.is_nested and str(tensor.layout) == "torch.jagged":
+            offsets = tensor.offsets().numpy().astype(np.int64, copy=False)
+            tensor = tensor.values()
+        name = str(tensor.dtype).removeprefix("torch.")
+        plain = str(tensor.layout) == "torch.strided" and tensor.device.type == "cpu"
+        if tensor.is_nested or tensor.is_quantized or not plain or name.startswith("complex"):
+            return Unreadable(f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}")
+        if not tensor.is_contiguous():
+            self._copied -= tensor.numel() * tensor.element_size()
+            if self._copied < 0:
+                raise InvalidTensor(
+                    f"{self._path} holds tensors of far more values than it has bytes",
+                    expected=f"at most {MOST_COPIED_BYTES} bytes of expanded or strided tensors",
+                )
+            tensor = tensor.contiguous()
+        if name.startswith("float8"):
+            return self._numpy(tensor.float().numpy(), "float32", offsets, was=name)
+        if name == "bfloat16":
+            import torch
+
+            return self._numpy(tensor.view(torch.int16).numpy().view(np.uint16), name, offsets)
+        return self._numpy(tensor.numpy(), name, offsets)
+
+    def _numpy(
+        self,
+        values: np.ndarray[Any, Any],
+        name: str,
+        offsets: np.ndarray[Any, Any] | None = None,
+        *,
+        was: str | None = None,
+    ) -> FileTensor | Unreadable:
+        if name in _WIDER:
+            values, was, name = values.astype(_WIDER[name]), name, _WIDER[name]
+        if name not in DTYPE_BYTES:
+            return Unreadable(f"an array of {name}")
+        values = values.view()
+        values.flags.writeable = False
+        return FileTensor((name, values.shape, values, offsets), was)
+
+
+def _key(name: Any) -> str:
+    if isinstance(name, str | int | float | bool | None):
+        return str(name)
+    raise InvalidTensor(f"a dict has a {type(name).__name__} as key", expected="texts")
+
+
+# --- what stands for classes of others while a file is loaded -------------------------------
+
+
+class _Dtype:
+    """`numpy.dtype('f4')` and the byte order that its state tells; objects are 'O'."""
+
+    def __init__(self, code: str = "", *_: object) -> None:
+        self.code = str(code).lstrip("<>=|")
+        self.order = "<"
+
+    def __setstate__(self, state: Any) -> None:
+        order = state[1] if isinstance(state, tuple) and len(state) > 1 else "<"
+        self.order = order if order in ("<", ">") else "<"
+
+    def known(self) -> np.dtype[Any]:
+        """Return numpy's dtype.
+
+        Raises:
+            ValueError: objects, dates, records.
+        """
+        is_number = self.code[:1] in ("f", "i", "u", "b") and len(self.code) == 2
+        is_text = self.code[:1] == "U" and self.code[1:].isdigit() and len(self.code) < 8
+        if not (is_number or is_text):
+            raise ValueError(f"dtype {self.code!r}")
+        return np.dtype(self.order + self.code)
+
+
+class _Array:
+    """`numpy.ndarray`, from the state that its pickle holds."""
+
+    def __init__(self, *_: object) -> None:
+        self._state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self._state = state
+
+    def content(self) -> np.ndarray[Any, Any] | list[Any]:
+        """Return the array, or the list of an array of texts.
+
+        Raises:
+            ValueError, TypeError, IndexError: not the state of an array.
+        """
+        _, shape, dtype, is_fortran, data = self._state
+        if isinstance(data, list):  # an array of objects: what they are was told one by one
+            if not set(map(type, data)) <= _SCALARS:
+                raise ValueError("an array of objects")
+            return data
+        values = np.frombuffer(_bytes(data), dtype.known())
+        if values.dtype.kind == "U":
+            return list(map(str, values.tolist()))
+        found = values.reshape(shape, order="F" if is_fortran else "C")
+        return np.ascontiguousarray(found, found.dtype.newbyteorder("="))
+
+
+class _TensorDict:
+    """`tensordict.TensorDict`, from its pickled state."""
+
+    def __init__(self, *_: object) -> None:
+        self._state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self._state = state
+
+    def content(self) -> Any:
+        """Return what it holds, by name."""
+        return self._state.get("_tensordict", {}) if isinstance(self._state, dict) else {}
+
+
+def _bytes(data: Any) -> bytes:
+    return data.encode("latin1") if isinstance(data, str) else bytes(data)
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    return np.frombuffer(_bytes(data), dtype.known(), 1)[0].item()
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"bytes in {encoding}")
+    return text.encode(encoding)
+
+
+def _no_bytes(*given: object) -> bytes:
+    """`bytes()`, as protocol 2 says the data of an empty array."""
+    if given:
+        raise pickle.UnpicklingError("bytes of something")
+    return b""
+
+
+def _make_td(_: object, state: Any) -> Any:
+    found = _TensorDict()
+    found.__setstate__(state)
+    return found
+
+
+def _named(full_name: str, target: Callable[..., Any]) -> Any:
+    """Return a stand-in that torch finds by the name; older torch asks the object itself."""
+    module, _, name = full_name.rpartition(".")
+    where = {"__module__": module, "__qualname__": name}
+    if isinstance(target, type):
+        return type(name, (target,), where)
+
+    def stand_in(*args: Any) -> Any:
+        return target(*args)
+
+    stand_in.__module__, stand_in.__name__, stand_in.__qualname__ = module, name, name
+    return stand_in
+
+
+def _stand_ins() -> dict[str, Any]:
+    array = _named("numpy.ndarray", _Array)
+    targets: dict[str, Callable[..., Any]] = {
+        "numpy.dtype": _Dtype,
+        "_codecs.encode": _encode,
+        "builtins.bytes": _no_bytes,
+        "__builtin__.bytes": _no_bytes,
+        "tensordict._td.TensorDict": _TensorDict,
+        "tensordict._reductions._make_td": _make_td,
+    }
+    for core in ("numpy.core", "numpy._core"):  # numpy 1 and 2
+        targets[f"{core}.multiarray._reconstruct"] = lambda *_: array()
+        targets[f"{core}.multiarray.scalar"] = _scalar
+    return {"numpy.ndarray": array} | {name: _named(name, each) for name, each in targets.items()}
+
+
+_STAND_INS: Final = _stand_ins()

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.batches import from_bfloat16
+from tests.support.dump_files import GROUP, make_batch, nexrl_directory
+
+from stagescope.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope.schema import Part
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.nexrl import MICRO_TYPES, place_of
+from stagescope_service.dumps.records import Dump, Entry, Place, Record
+
+PARAMETER = "model.layers.0.self_attn.q_proj.weight"
+
+
+def one(dump: Dump, key: str, rank: int | None = None, micro: int = 0) -> Record:
+    place = (rank, Part(microbatch=micro))
+    found = [e for e in dump.entries if e.key == key and (e.place.rank, e.place.part) == place]
+    assert len(found) == 1
+    return dump.read(found[0])
+
+
+@pytest.mark.parametrize("suffix", ["pt", "jsonl"])
+def test_a_self_hosted_directory(tmp_path: Path, suffix: str) -> None:
+    nexrl_directory(tmp_path, steps=(0, 3), suffix=suffix, tokens=32)
+    dump = open_dump(tmp_path, step=3)
+    assert (dump.kind, dump.problems) == ("nexrl", [])
+    assert {entry.place.step for entry in dump.entries} == {3}
+    counts = {key: sum(e.key == key for e in dump.entries) for key in {e.key for e in dump.entries}}
+    assert counts == {"trajectory": 1, "old_log_probs": 1, "forward_data": 4, "loss": 4,
+                      "gradient": 2, "param": 2}  # fmt: skip
+    batch = make_batch(16, 32, step=3)
+
+    record = one(dump, "trajectory")
+    assert record.samples == tuple(batch.samples)
+    assert record.groups == tuple(batch.groups)
+    assert record.row_texts["run_id"] == tuple(map(str, batch.runs))
+    assert record.row_texts["task_id"] == tuple(str(row // GROUP) for row in range(16))
+    tag, _, tokens, offsets = record.tensors["tokens"]
+    assert tag == "int64"
+    assert offsets is not None
+    rows = [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    assert rows == [batch.tokens(row) for row in range(16)]
+    assert record.mask == "loss_mask"
+    np.testing.assert_array_equal(record.tensors["rewards"][2], batch.rewards)
+
+    record = one(dump, "forward_data", 1, 1)
+    assert record.mask == "response_mask"
+    chosen = slice(12, 16)
+    np.testing.assert_array_equal(record.tensors["log_probs"][2], batch.log_probs[chosen])
+    np.testing.assert_array_equal(record.tensors["entropy"][2], batch.entropy[chosen])
+    np.testing.assert_array_equal(record.tensors["response_mask"][2], batch.response_mask[chosen])
+    assert record.tensors["log_probs"][0] == ("float32" if suffix == "pt" else "float64")
+
+    record = one(dump, "old_log_probs")
+    assert list(record.tensors) == ["old_log_probs"]
+    np.testing.assert_array_equal(record.tensors["old_log_probs"][2], batch.old_log_probs)
+    assert record.about["batch_info"]["batch_size"] == 16
+
+
+def test_numbers_and_parameters(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "loss":
+            data["pg_loss"] = float("nan")
+            data["metrics"] = {"actor/clip": 0.25, "more": {"kl": torch.tensor(0.5)}}
+
+    dump = open_dump(nexrl_directory(tmp_path, edit=edit))
+    loss = one(dump, "loss", 0, 1)
+    assert not loss.tensors
+    assert np.isnan(loss.numbers["pg_loss"])
+    assert loss.numbers["metrics/actor/clip"] == 0.25
+    assert loss.numbers["metrics/more/kl"] == 0.5
+    assert loss.about["extra_info"] == {"epoch": 0, "batch_idx": 1}
+    gradient = one(dump, "gradient", 1)
+    tag, shape, bits, _ = gradient.tensors[PARAMETER]
+    assert (tag, shape, bits.dtype) == ("bfloat16", (8, 8), np.uint16)
+    assert np.linalg.norm(from_bfloat16(bits)) == pytest.approx(gradient.about["norm"], rel=1e-6)
+
+
+def test_a_remote_directory(tmp_path: Path) -> None:
+    dump = open_dump(nexrl_directory(tmp_path, mode="remote_api"))
+    batch = make_batch(16, 16)
+    prepared = one(dump, "prepared_trajectories")
+    assert prepared.samples == tuple(batch.samples)
+    offsets = prepared.tensors["advantages"][3]
+    assert offsets is not None
+    np.testing.assert_array_equal(np.diff(offsets), batch.lengths)
+    datums = one(dump, "datums")
+    assert datums.mask == "loss_fn_inputs/loss_mask"
+    first = datums.tensors["loss_fn_inputs/target_tokens"]
+    assert first[2][: len(batch.tokens(0)) - 1].tolist() == batch.tokens(0)[1:]
+    metrics = one(dump, "training_metrics")
+    assert metrics.numbers == {"loss:sum": 0.25, "grad_norm": 1.5, "tokens": 128}
+    assert metrics.about["status"] == "ok"
+
+
+def test_a_weaver_directory(tmp_path: Path) -> None:
+    dump = open_dump(nexrl_directory(tmp_path, mode="weaver"))
+    record = one(dump, "is_loss_debug", 1, 0)
+    assert record.mask == "effective_valid"
+    assert {"prob_ratio", "elementwise_loss", "advantages", "old_log_probs"} < {*record.tensors}
+    assert isinstance(record.numbers["loss"], float)
+    assert one(dump, "batch_inputs", 0, 0).tensors["input_ids"][1][0] == 4
+
+
+def test_empty_lists_of_advantages_are_no_advantages(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "prepared_trajectories":
+            data["advantages"] = [[] for _ in data["trajectories"]]
+
+    dump = open_dump(nexrl_directory(tmp_path, mode="remote_api", edit=edit))
+    assert "advantages" not in one(dump, "prepared_trajectories").tensors
+
+
+def test_entries_are_in_the_order_of_the_data(tmp_path: Path) -> None:
+    dump = open_dump(nexrl_directory(tmp_path, steps=(1, 0), mode="self_hosted"))
+    order = [(e.place.step, e.section, e.place.rank, e.place.part) for e in dump.entries]
+    assert [step for step, *_ in order] == [0] * 14 + [1] * 14
+    assert [section for _, section, *_ in order[:14]] == [
+        "trajectories", "old_log_probs", *["forward_data"] * 4, *["loss"] * 4,
+        *["gradients"] * 2, *["parameters"] * 2,
+    ]  # fmt: skip
+
+
+def test_a_directory_above_it(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path / "a/debug_dump")
+    assert open_dump(tmp_path).name == str(tmp_path / "a/debug_dump")
+    nexrl_directory(tmp_path / "b/debug_dump")
+    with pytest.raises(InvalidInput, match="2 dumps"):
+        open_dump(tmp_path)
+
+
+def test_it_travels(tmp_path: Path) -> None:
+    dump = pickle.loads(pickle.dumps(open_dump(nexrl_directory(tmp_path))))
+    assert one(dump, "forward_data", 0, 0).tensors["entropy"][1] == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("loss/step_-00001_rank10_micro3.pt", Place(-1, rank=10, part=Part(microbatch=3))),
+        ("param/step_1234567_rank0.jsonl", Place(1234567, rank=0)),
+        ("trajectory/step_000000.pt", Place(0)),
+        ("loss/step_0_rank0_micro0.pt", None),
+        ("other/step_000000.pt", None),
+        ("loss/step_000000_rank0_micro0.pt.tmp", None),
+        ("step_000000.pt", None),
+    ],
+)
+def test_names(name: str, place: Place | None) -> None:
+    found = place_of(name)
+    assert (None if found is None else found[1]) == place
+
+
+def test_steps_before_the_first(tmp_path: Path) -> None:
+    dump = open_dump(nexrl_directory(tmp_path, steps=(-1,)))
+    assert {entry.place.step for entry in dump.entries} == {-1}
+
+
+def test_files_that_are_missing_are_problems(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path, mode="weaver", ranks=3)
+    (tmp_path / "forward_data/step_000000_rank1_micro1.pt").unlink()
+    (tmp_path / "loss/step_000000_rank0_micro0.pt").unlink()
+    for micro in (0, 1):
+        (tmp_path / f"is_loss_debug/step_000000_rank2_micro{micro}.pt").unlink()
+    (tmp_path / "gradient/step_000000_rank1.pt").unlink()
+    problems = open_dump(tmp_path).problems
+    assert {problem.kind for problem in problems} == {"missing"}
+    assert sorted(str(problem.path.relative_to(tmp_path)) for problem in problems) == [
+        "forward_data/step_000000_rank1_micro1.pt",
+        "gradient/step_000000_rank1.pt",
+        "is_loss_debug/step_000000_rank2_micro0.pt",
+        "is_loss_debug/step_000000_rank2_micro1.pt",
+        "loss/step_000000_rank0_micro0.pt",
+    ]
+    assert all(problem.entry is not None for problem in problems)
+
+
+def test_a_rank_that_has_fewer_microbatches_in_every_type_is_whole(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path, mode="weaver", ranks=2, micros=3)
+    for kind in MICRO_TYPES:
+        (tmp_path / kind / "step_000000_rank0_micro2.pt").unlink()
+    assert open_dump(tmp_path).problems == []
+
+
+def test_a_rank_without_any_file_is_missing(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path, ranks=3)
+    for file in tmp_path.glob("*/*rank1*"):
+        file.unlink()
+    kinds = [problem.path.parent.name for problem in open_dump(tmp_path).problems]
+    assert sorted(kinds) == ["forward_data"] * 2 + ["gradient"] + ["loss"] * 2 + ["param"]
+
+
+def test_files_that_are_no_ones_are_problems(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "loss/step_000000_rank0_micro0.jsonl").write_text("{}")
+    (tmp_path / "loss/.hidden").write_text("x")
+    kinds = {problem.path.name: problem.kind for problem in open_dump(tmp_path).problems}
+    assert kinds == {"notes.txt": "unknown", "step_000000_rank0_micro0.jsonl": "superseded"}
+
+
+def test_nothing_known_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(NotFound, match="forward_data/step_000000_rank0_micro0"):
+        open_dump(tmp_path)
+    with pytest.raises(NotFound, match="there is no"):
+        open_dump(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "", "{}\n{}", '"text"', "[" * 100_000])
+def test_json_that_is_none_of_nexrl(tmp_path: Path, text: str) -> None:
+    nexrl_directory(tmp_path, suffix="jsonl")
+    (tmp_path / "loss/step_000000_rank0_micro0.jsonl").write_text(text)
+    with pytest.raises(InvalidTensor):
+        one(open_dump(tmp_path), "loss", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trajectories": 5},
+        {"trajectories": [1, 2]},
+        {"trajectories": [{"tokens": [1 << 80], "loss_mask": [0]}]},
+        {"trajectories": [{"tokens": ["a"], "loss_mask": [{}]}]},
+        {"trajectories": [{"tokens": [[1]], "extra_fields": 3}, {"tokens": [1]}]},
+        {"trajectories": []},
+    ],
+)
+def test_trajectories_of_other_forms(tmp_path: Path, change: dict[str, Any]) -> None:
+    nexrl_directory(tmp_path, edit=lambda kind, name, data: data.update(change))
+    dump = open_dump(tmp_path)
+    try:
+        record = one(dump, "trajectory")
+    except InvalidTensor:
+        assert not isinstance(change["trajectories"], list) or 1 in change["trajectories"]
+    else:
+        rows = change["trajectories"]
+        told = {*record.tensors, *record.row_texts, *record.about.get("left_out", {})}
+        assert ("tokens" in told) == bool(rows)
+
+
+def test_ids_that_repeat_pair_nothing(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        for row in data.get("trajectories", []):
+            row["extra_fields"]["run_id"] = 0
+
+    record = one(open_dump(nexrl_directory(tmp_path, edit=edit)), "trajectory")
+    assert record.samples is None
+    assert record.groups is not None
+    assert "4 rows are named g0_0" in record.about["samples"]
+
+
+def test_trajectories_in_several_lines(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path, suffix="jsonl")
+    file = tmp_path / "trajectory/step_000000.jsonl"
+    data = json.loads(file.read_text())
+    halves = [{**data, "trajectories": data["trajectories"][at::2]} for at in (0, 1)]
+    file.write_text("".join(json.dumps(half) + "\n" for half in halves))
+    record = one(open_dump(tmp_path), "trajectory")
+    assert sorted(record.samples or ()) == sorted(make_batch(16, 16).samples)
+
+
+def test_a_missing_file_is_said_when_it_is_read(tmp_path: Path) -> None:
+    dump = open_dump(nexrl_directory(tmp_path))
+    entry: Entry = dump.entries[0]
+    entry.path.unlink()
+    with pytest.raises(NotFound, match="trajectory"):
+        dump.read(entry)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.batches import wire
+from tests.support.dump_files import make_batch, nexrl_directory, own_directory
+
+from stagescope.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope.schema import Part
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.own import open_files
+from stagescope_service.dumps.records import Dump, Place, Record
+from stagescope_service.store.artifacts import write_tensors
+
+
+def one(dump: Dump, section: str, rank: int = 0, micro: int = 0) -> Record:
+    place = (section, rank, Part(microbatch=micro))
+    found = [e for e in dump.entries if (e.section, e.place.rank, e.place.part) == place]
+    assert len(found) == 1
+    return dump.read(found[0])
+
+
+def test_a_payload_is_split_into_sections(tmp_path: Path) -> None:
+    attempt = own_directory(tmp_path, steps=(2, 1))
+    dump = open_dump(attempt, step=1)
+    assert (dump.kind, dump.problems) == ("own", [])
+    assert dump.about["attempts"] == ["run@first"]
+    first = [entry.section for entry in dump.entries if entry.place.rank == 0]
+    assert sorted(set(first)) == ["forward_data", "gradients", "is_loss", "loss", "trajectories"]
+    assert dump.entries[0].place == Place(1, "actor_update", "actor", 0, Part())
+    batch = make_batch(16, 16, step=1)
+
+    record = one(dump, "trajectories", 1, 1)
+    assert {*record.tensors} == {"responses", "response_mask", "rollout_log_probs", "rewards"}
+    assert record.mask == "response_mask"
+    assert record.samples == tuple(batch.samples[12:])
+    assert record.groups == tuple(batch.groups[12:])
+    np.testing.assert_array_equal(record.tensors["responses"][2], batch.responses[12:])
+
+    record = one(dump, "is_loss")
+    assert {*record.tensors} == {
+        "log_probs", "old_log_probs", "advantages", "prob_ratio", "response_mask",
+    }  # fmt: skip
+    assert record.mask == "response_mask"
+    record = one(dump, "forward_data")
+    assert {*record.tensors} == {"entropy", "response_mask"}
+    loss = one(dump, "loss")
+    assert loss.numbers["loss"] == 0.5
+    assert "pg_loss" not in loss.about
+    assert loss.about["temperature"] == 1.0
+
+
+def test_nan_losses_stay(tmp_path: Path) -> None:
+    loss = one(open_dump(own_directory(tmp_path)), "loss")
+    assert np.isnan(loss.numbers["pg_loss"])
+
+
+def test_gradients_of_the_second_update_have_their_number(tmp_path: Path) -> None:
+    record = one(open_dump(own_directory(tmp_path)), "gradients", 1)
+    assert {name: w[2][0, 0] for name, w in record.tensors.items()} == {
+        "lm_head.weight": 2.0, "lm_head.weight#1": 3.0,
+    }  # fmt: skip
+    assert record.mask is None
+
+
+@pytest.mark.parametrize("below", ["", "run", "run/first", "run/first/step_0",
+                                   "run/first/step_0/actor_update"])  # fmt: skip
+def test_any_folder_above_the_files(tmp_path: Path, below: str) -> None:
+    own_directory(tmp_path)
+    dump = open_dump(tmp_path / below)
+    places = {(entry.place.step, entry.place.stage, entry.place.rank) for entry in dump.entries}
+    assert places == {(0, "actor_update", 0), (0, "actor_update", 1)}
+
+
+def test_files_that_the_catalogue_lists(tmp_path: Path) -> None:
+    path = tmp_path / "anywhere.safetensors"
+    write_tensors(path, {"old_log_probs": wire(np.zeros((2, 3), np.float32))}, {"strings": {}})
+    dump = open_files("run@1:7", [(path, Place(7, "actor_update", "actor", 3))])
+    dump = pickle.loads(pickle.dumps(dump))
+    assert dump.name == "run@1:7"
+    record = dump.read(dump.entries[0])
+    assert record.entry.place == Place(7, "actor_update", "actor", 3)
+    assert list(record.tensors) == ["old_log_probs"]
+    assert record.mask is None
+
+
+def test_packed_payloads_have_row_offsets(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors: dict[str, Any] = {
+        "old_log_probs": wire(np.arange(5, dtype=np.float32)),
+        "response_mask": wire(np.ones(5, np.int64)),
+        "rewards": wire(np.ones(2)),
+        "cu_seqlens": wire(np.array([0, 2, 5], np.int32)),
+        "rollout_log_probs": wire(np.arange(5, dtype=np.float32), [0, 2, 5]),
+    }
+    write_tensors(path, tensors, {})
+    dump = open_files("a", [(path, Place(0))])
+    records = {entry.section: dump.read(entry) for entry in dump.entries}
+    assert {*records} == {"trajectories", "old_log_probs"}
+    for record in records.values():
+        assert record.mask == "response_mask"
+        for name, (_, _, _, offsets) in record.tensors.items():
+            assert (offsets is None) == (name == "rewards")
+            assert offsets is None or offsets.tolist() == [0, 2, 5]
+
+
+def test_the_later_of_two_files_of_one_place_is_read(tmp_path: Path) -> None:
+    for number, name in enumerate(("old", "new")):
+        path = tmp_path / f"{name}.safetensors"
+        write_tensors(path, {"loss": wire(np.array(float(number)))}, {})
+        os.utime(path, (number, number))
+    place = Place(0, "actor_update", "actor", 0)
+    files = [(tmp_path / f"{name}.safetensors", place) for name in ("new", "old")]
+    dump = open_files("x", files)
+    assert [dump.read(entry).numbers for entry in dump.entries] == [{"loss": 1.0}]
+    assert [(p.kind, p.path.stem) for p in dump.problems] == [("superseded", "old")]
+
+
+def test_missing_damaged_and_unknown_files_are_problems(tmp_path: Path) -> None:
+    attempt = own_directory(tmp_path)
+    files = sorted((attempt / "step_0/actor_update").rglob("*rank1*.safetensors"))
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    files[1].unlink()
+    (attempt / "notes.txt").write_text("x")
+    dump = open_dump(attempt)
+    kinds = {problem.kind for problem in dump.problems}
+    assert kinds == {"missing", "damaged", "unknown"} or kinds == {"damaged", "unknown"}
+    assert {entry.place.rank for entry in dump.entries} == {0}
+    assert "bytes of tensors" in next(p for p in dump.problems if p.kind == "damaged").message
+
+
+def test_a_microbatch_that_others_have_is_missing(tmp_path: Path) -> None:
+    attempt = own_directory(tmp_path, ranks=3)
+    gone = sorted(attempt.rglob("*rank2*.safetensors"))[0]
+    gone.unlink()
+    problems = open_dump(attempt).problems
+    assert {problem.kind for problem in problems} == {"missing"}
+    assert all(p.entry is not None and p.entry.place.rank == 2 for p in problems)
+    assert len(problems) == 5  # sections
+
+
+def test_dumps_of_operators_beside_them_are_none_of_it(tmp_path: Path) -> None:
+    attempt = own_directory(tmp_path)
+    rank = attempt / "step_0/actor_update/step0/rank0"
+    (rank / "dump_tensor_data").mkdir(parents=True)
+    for name in ("dump.json", "stack.json", "dump_tensor_data/Functional.x.pt"):
+        (rank / name).write_text("{}")
+    assert open_dump(attempt).problems == []
+
+
+def test_two_attempts_are_not_one_dump(tmp_path: Path) -> None:
+    own_directory(tmp_path, key="first")
+    own_directory(tmp_path, key="second")
+    with pytest.raises(InvalidInput, match="2 attempts: run@first, run@second"):
+        open_dump(tmp_path)
+    assert open_dump(tmp_path / "run/second").about["attempts"] == ["run@second"]
+
+
+def test_two_formats_are_not_one_dump(tmp_path: Path) -> None:
+    own_directory(tmp_path)
+    nexrl_directory(tmp_path / "debug")
+    with pytest.raises(InvalidInput, match="own, nexrl"):
+        open_dump(tmp_path)
+    assert open_dump(tmp_path, kind="own").entries
+    with pytest.raises(InvalidInput, match="kind 'else'"):
+        open_dump(tmp_path, kind="else")
+
+
+def test_a_file_that_goes_or_breaks_is_said_when_it_is_read(tmp_path: Path) -> None:
+    dump = open_dump(own_directory(tmp_path))
+    dump.entries[0].path.write_bytes(b"\xff" * 16)
+    with pytest.raises(InvalidTensor, match="claims a header"):
+        dump.read(dump.entries[0])
+    dump.entries[0].path.unlink()
+    with pytest.raises(NotFound):
+        dump.read(dump.entries[0])

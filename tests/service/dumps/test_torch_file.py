@@ -1,0 +1,302 @@
+"""What torch.save writes, and what pretends to be written by it."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.batches import from_bfloat16
+from tests.support.dump_files import Runs, areal_file, hostile_torch_file, make_batch, zip_bomb
+
+from stagescope.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
+from stagescope_service.dumps.torch_file import FileTensor, Unreadable, read_torch_file
+
+
+def saved(path: Path, value: Any, **options: Any) -> Path:
+    torch.save(value, path / "a.pt", **options)
+    return path / "a.pt"
+
+
+def array_of(value: Any) -> np.ndarray[Any, Any]:
+    assert isinstance(value, FileTensor)
+    return value.wire[2]
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_plain_values_come_back(tmp_path: Path, is_zip: bool) -> None:
+    value = {
+        "number": 1, "real": float("inf"), "text": "ü", "nothing": None, "yes": True,
+        "list": [1, [2.5, "a"], {"deep": ()}], 3: "three", "big": 1 << 80,
+    }  # fmt: skip
+    path = saved(tmp_path, value, _use_new_zipfile_serialization=is_zip)
+    expected = {**value, "3": "three", "list": [1, [2.5, "a"], {"deep": []}]}
+    del expected[3]
+    assert read_torch_file(path) == expected
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16,
+     torch.int8, torch.uint8, torch.bool],
+    ids=str,
+)  # fmt: skip
+def test_tensors_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    found = read_torch_file(
+        saved(tmp_path, {"t": tensor, "view": tensor[:, 1:], "one": tensor[0, 1]})
+    )
+    tag, shape, values, offsets = found["t"].wire
+    assert (tag, shape, offsets) == (str(dtype).removeprefix("torch."), (2, 3), None)
+    np.testing.assert_array_equal(values, tensor.numpy())
+    np.testing.assert_array_equal(array_of(found["view"]), tensor[:, 1:].numpy())
+    assert found["one"].wire[1] == ()
+    assert not values.flags.writeable
+
+
+def test_other_dtypes_are_widened_or_named(tmp_path: Path) -> None:
+    value = {
+        "bf16": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "f8": torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn),
+        "u32": torch.tensor([2**32 - 1], dtype=torch.uint32),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "sparse": torch.eye(2).to_sparse(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    found = read_torch_file(saved(tmp_path, value))
+    assert found["bf16"].wire[0] == "bfloat16"
+    np.testing.assert_array_equal(from_bfloat16(array_of(found["bf16"])), [1.5, np.nan])
+    assert (found["f8"].wire[0], found["f8"].was) == ("float32", "float8_e4m3fn")
+    assert array_of(found["f8"]).tolist() == [0.5, 2.0]
+    assert (found["u32"].was, array_of(found["u32"]).tolist()) == ("uint32", [2**32 - 1])
+    assert isinstance(found["complex"], Unreadable)
+    assert isinstance(found["sparse"], Unreadable)
+    assert array_of(found["parameter"]).tolist() == [1.0, 1.0]
+
+
+def test_numpy(tmp_path: Path) -> None:
+    value = {
+        "array": np.arange(6.0).reshape(2, 3).T,
+        "big_endian": np.arange(3, dtype=">i4"),
+        "scalar": np.float32(0.1),
+        "whole": np.int64(7),
+        "yes": np.bool_(True),
+        "ids": np.array(["a", "bc"], dtype=object),
+        "texts": np.array(["a", "bc"]),
+        "objects": np.array([{}, None], dtype=object),
+        "dates": np.array(["2026-01-01"], dtype="datetime64[D]"),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    found = read_torch_file(saved(tmp_path, value))
+    np.testing.assert_array_equal(array_of(found["array"]), value["array"])
+    assert array_of(found["big_endian"]).tolist() == [0, 1, 2]
+    assert found["scalar"] == float(np.float32(0.1))
+    assert (found["whole"], found["yes"]) == (7, True)
+    assert found["ids"] == found["texts"] == ["a", "bc"]
+    assert isinstance(found["objects"], Unreadable)
+    assert isinstance(found["dates"], Unreadable)
+    assert found["empty"].wire[1] == (0, 3)
+
+
+def test_numpy_of_another_version(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"array": np.arange(3), "scalar": np.float64(2.5)})
+    core = "numpy._core.multiarray" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else ""
+    other = tmp_path / "other.pt"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+        for member in source.namelist():
+            data = source.read(member)
+            target.writestr(member, data.replace(core.encode(), b"numpy.core.multiarray"))
+    found = read_torch_file(other)
+    assert array_of(found["array"]).tolist() == [0, 1, 2]
+    assert found["scalar"] == 2.5
+
+
+def test_nested_tensors_are_ragged_rows(tmp_path: Path) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+    tag, shape, values, offsets = read_torch_file(saved(tmp_path, {"t": rows}))["t"].wire
+    assert (tag, shape, values.tolist()) == ("float32", (5,), [1, 1, 0, 0, 0])
+    assert offsets is not None
+    assert offsets.tolist() == [0, 2, 5]
+
+
+def test_a_tensordict_opens_without_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = areal_file(tmp_path / "a.pt", make_batch(2, 8), form="tensordict")
+    _no_import_of("tensordict", monkeypatch)
+    found = read_torch_file(path)
+    assert found["logprobs"].wire[0] == "float32"
+
+
+def _no_import_of(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == library:
+            raise ImportError(f"no {name}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def test_without_torch_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, {})
+    _no_import_of("torch", monkeypatch)
+    with pytest.raises(MissingExtra, match="pip install torch"):
+        read_torch_file(path)
+
+
+def test_what_the_process_allows_is_left_as_it_was(tmp_path: Path) -> None:
+    torch.serialization.add_safe_globals([Runs])
+    before = torch.serialization.get_safe_globals()
+    try:
+        hostile_torch_file(tmp_path / "a.pt", tmp_path / "made")
+        with pytest.raises(Forbidden):
+            read_torch_file(tmp_path / "a.pt")
+        assert set(torch.serialization.get_safe_globals()) == set(before)
+        torch.save(Runs("true"), tmp_path / "b.pt")
+        with pytest.raises(Forbidden):
+            read_torch_file(tmp_path / "b.pt")
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([each for each in before if each is not Runs])
+
+
+def test_several_threads_read_at_once(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": np.arange(4), "t": torch.ones(3)})
+    found: list[Any] = []
+
+    def read() -> None:
+        found.extend(array_of(read_torch_file(path)["a"]).tolist() for _ in range(20))
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[0, 1, 2, 3]] * 80
+
+
+# --- hostile and damaged files --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pickled_call_is_refused_by_its_name_and_never_made(tmp_path: Path, is_zip: bool) -> None:
+    marker = tmp_path / "made"
+    value = {"t": torch.zeros(2), "more": Runs(f"touch {marker}")}
+    path = saved(tmp_path, value, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(Forbidden, match=rf"needs {os.name}\.system.*stagescope convert"):
+        read_torch_file(path)
+    assert not marker.exists()
+
+
+def test_a_class_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"path": tmp_path})
+    with pytest.raises(Forbidden, match=r"pathlib\.PosixPath"):
+        read_torch_file(path)
+
+
+def test_a_newer_pickle_protocol_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"path": tmp_path}, pickle_protocol=4)
+    with pytest.warns(UserWarning, match="protocol 4"), pytest.raises(Forbidden, match="pathlib"):
+        read_torch_file(path)
+
+
+def test_a_plain_pickle_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(pickle.dumps(Runs(f"touch {tmp_path / 'made'}"), protocol=2))
+    with pytest.raises(Forbidden, match="system"):
+        read_torch_file(path)
+    path.write_bytes(pickle.dumps({"a": 1}, protocol=2))
+    with pytest.raises(InvalidTensor):
+        read_torch_file(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_zip_bomb_is_refused_before_it_inflates(tmp_path: Path) -> None:
+    path = zip_bomb(tmp_path / "a.pt")
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(InvalidTensor, match="compressed"):
+        read_torch_file(path)
+
+
+def test_members_that_claim_more_than_the_file_has(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"t": torch.zeros(64)})
+    data = bytearray(path.read_bytes())
+    at = data.rfind(b"PK\x01\x02")
+    data[at + 20 : at + 28] = (0xF0000000).to_bytes(4, "little") * 2  # sizes in the directory
+    path.write_bytes(bytes(data))
+    with pytest.raises(InvalidTensor, match="claims 40265"):
+        read_torch_file(path)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    data = saved(tmp_path, {"t": torch.arange(64), "n": np.arange(3)}).read_bytes()
+    path = tmp_path / "b.pt"
+    for length in [*range(0, 64, 7), *range(64, len(data), 97), len(data) - 1]:
+        path.write_bytes(data[:length])
+        with pytest.raises((InvalidTensor, Forbidden)) as caught:
+            read_torch_file(path)
+        assert "weights_only=False" not in str(caught.value)
+
+
+def test_changed_bytes_raise_nothing_else(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    data = saved(tmp_path, {"t": torch.arange(64), "n": np.arange(3), "s": np.float32(2)})
+    whole = data.read_bytes()
+    path = tmp_path / "b.pt"
+    refused = 0
+    for _ in range(300):
+        changed = bytearray(whole)
+        for at in rng.integers(0, len(whole), 3):
+            changed[at] = rng.integers(0, 256)
+        path.write_bytes(bytes(changed))
+        try:
+            read_torch_file(path)
+        except (InvalidTensor, Forbidden):
+            refused += 1
+    assert refused > 50
+
+
+def test_shared_lists_do_not_explode(tmp_path: Path) -> None:
+    value: list[Any] = [1]
+    for _ in range(40):
+        value = [value] * 10
+    with pytest.raises(InvalidTensor, match="more values than bytes"):
+        read_torch_file(saved(tmp_path, {"a": value}))
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    value: list[Any] = []
+    for _ in range(100):
+        value = [value]
+    with pytest.raises(InvalidTensor, match="nested deeper"):
+        read_torch_file(saved(tmp_path, {"a": value}))
+
+
+def test_a_tensor_that_repeats_one_value_is_bounded(tmp_path: Path) -> None:
+    small = torch.zeros(1).expand(64, 8)
+    assert array_of(read_torch_file(saved(tmp_path, {"t": small}))["t"]).shape == (64, 8)
+    huge = torch.zeros(1).expand(1 << 20, 1 << 20)
+    with pytest.raises(InvalidTensor, match="far more values"):
+        read_torch_file(saved(tmp_path, {"t": huge}))
+
+
+def test_no_file_and_no_plain_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        read_torch_file(tmp_path / "a.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(InvalidTensor, match="no file"):
+        read_torch_file(tmp_path / "pipe.pt")
+    path = saved(tmp_path, {"t": torch.zeros(8)})
+    with pytest.raises(InvalidTensor, match="at most 100"):
+        read_torch_file(path, most_bytes=100)
