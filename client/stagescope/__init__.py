@@ -21,6 +21,7 @@ from stagescope.errors import (
     CaptureError,
     CatalogueUnavailable,
     Conflict,
+    EngineError,
     Forbidden,
     InvalidEvent,
     InvalidInput,
@@ -40,7 +41,7 @@ from stagescope.errors import (
 if TYPE_CHECKING:
     from stagescope.answers import Metrics, Record
     from stagescope.frames import Table
-    from stagescope.session import Session, attach
+    from stagescope.session import Session, attach, engine
     from stagescope.step import Step
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "CaptureError",
     "CatalogueUnavailable",
     "Conflict",
+    "EngineError",
     "Forbidden",
     "InvalidEvent",
     "InvalidInput",
@@ -69,6 +71,7 @@ __all__ = [
     "Unauthorized",
     "Unreachable",
     "attach",
+    "engine",
 ]
 
 _LAZY = {
@@ -78,6 +81,7 @@ _LAZY = {
     "Step": "stagescope.step",
     "Table": "stagescope.frames",
     "attach": "stagescope.session",
+    "engine": "stagescope.session",
 }
 
 

@@ -16,6 +16,7 @@
         * `CatalogueUnavailable` - it cannot be opened or written now (503)
     * `CaptureError` - msprobe could not be started, or broke off (500)
     * `PayloadLost` - a payload's owner, node or process died before it was read (410)
+    * `EngineError` - an inference engine cannot be reached, refuses, or cannot be read (502)
     * `MissingExtra` - a library of an extra is not installed (also an `ImportError`)
 
 Each message says what was wrong, what was expected and what to do::
@@ -34,6 +35,7 @@ __all__ = [
     "CaptureError",
     "CatalogueUnavailable",
     "Conflict",
+    "EngineError",
     "Forbidden",
     "InvalidEvent",
     "InvalidInput",
@@ -180,6 +182,13 @@ class PayloadLost(StagescopeError):
 
     status = 410
     code = "payload_lost"
+
+
+class EngineError(StagescopeError):
+    """Raised when an inference engine cannot be reached, refuses, or answers something unread."""
+
+    status = 502
+    code = "engine"
 
 
 class MissingExtra(StagescopeError, ImportError):

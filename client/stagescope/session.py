@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote, urlencode
 
 from stagescope import discovery, nonfinite
 from stagescope.answers import Record
 from stagescope.changes import CHANGE_ORDER, Changes
+from stagescope.engines.http import engine_url
 from stagescope.errors import (
     CatalogueUnavailable,
     InvalidInput,
@@ -39,6 +41,9 @@ from stagescope.tensors import ORDER, Tensors
 from stagescope.transport import Transport
 from stagescope.triggers import FIRING_ORDER, Triggers, dry_run
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
+
+if TYPE_CHECKING:
+    from stagescope.engines import HttpEngine
 
 StepWord = int | Literal["latest", "measured", "captured"]
 """How a step is named."""
@@ -65,7 +70,19 @@ _BETWEEN_QUESTIONS: Final = 0.5
 _PLAN_ORDER: Final = (
     "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
 )  # fmt: skip
+_ENGINE_ORDER: Final = ("name", "state", "age_seconds", "kind", "url", "model", "used_by")
 _LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")
+
+
+def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 120.0) -> HttpEngine:
+    """Return an engine that was registered with the service of `attach()`, by its name.
+
+    Raises:
+        Unreachable: no service is known, or nothing answers there.
+        NotFound, EngineError: as `Session.engine`.
+    """
+    with attach() as session:
+        return session.engine(name, key_file=key_file, timeout=timeout)
 
 
 def attach(url: str | None = None, *, token: str | None = None, timeout: float = 10.0) -> Session:
@@ -524,6 +541,52 @@ class Session:
         about = {name: value for name, value in answer.items() if name != "rows"}
         found = Table.from_rows(answer["rows"], order=ORDER, title="tensors", about=about)
         return Tensors.of(found)
+
+    def engines(self, *, check: bool = False, limit: int = LIMIT) -> Table:
+        """Return the registered long-lived engines, and how each answered last.
+
+        With `check` the service asks each engine's health path first, two seconds at most.
+        """
+        params = {"check": "true" if check else None}
+        return self.table("/engines", params, title="engines", order=_ENGINE_ORDER, limit=limit)
+
+    def engine(
+        self, name: str, *, key_file: str | Path | None = None, timeout: float = 120.0
+    ) -> HttpEngine:
+        """Return a registered engine by its name, ready to be asked; see `stagescope.engines`.
+
+        Args:
+            name: as it was registered.
+            key_file, timeout: as `stagescope.engines.connect`.
+
+        Raises:
+            NotFound: no engine is called so.
+            EngineError: it does not answer, or is no inference engine any more.
+        """
+        from stagescope.engines import connect
+
+        row = self.get(f"/engines/{_segment(name)}")
+        return connect(str(row["url"]), key_file=key_file, timeout=timeout)
+
+    def add_engine(self, url: str, **said: Any) -> Record:
+        """Register an engine with the service; needs the operate token.
+
+        Args:
+            url: `http://HOST:PORT`, or HOST:PORT.
+            said: `stagescope.engines.registry` has its ENGINE_FIELDS; None is left out.
+        """
+        body = {name: value for name, value in said.items() if value is not None}
+        answer = self._transport.change("POST", "/engines", {**body, "url": engine_url(url)})
+        return Record(answer or {}, title="registered engine")
+
+    def remove_engine(self, name: str) -> Record:
+        """Take an engine out of the registry; the engine itself is left alone.
+
+        Raises:
+            NotFound: no engine is called so.
+        """
+        answer = self._transport.change("DELETE", f"/engines/{_segment(name)}")
+        return Record(answer or {"name": name}, title="engine, no longer registered")
 
     def _newest_run(self) -> str:
         runs = self.runs(limit=1)

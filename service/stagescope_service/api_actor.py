@@ -76,6 +76,14 @@ class CoordinatorCommands:
         """Let the payloads of a step leave the rings."""
         return await self._call("unpin", attempt_id=attempt_id, step=step, by=by)
 
+    async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> Reply:
+        """Register an engine."""
+        return await self._call("add_engine", engine=dict(engine), by=by)
+
+    async def remove_engine(self, *, name: str, by: str) -> Reply:
+        """Take an engine out of the registry."""
+        return await self._call("remove_engine", name=name, by=by)
+
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a piece of a file from the ingestor of its node."""
         try:

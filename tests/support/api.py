@@ -177,6 +177,17 @@ class LocalEngine:
         self.store.submit([Put("steps", {**place, "pinned": False})]).result(30)
         return {**place, "unpinned": True}
 
+    async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> dict[str, Any]:
+        row = {**engine, "by": by, "wall": time.time()}
+        self.audit.append((by, "add_engine"))
+        self.store.submit([Put("engines", row)]).result(30)
+        return row
+
+    async def remove_engine(self, *, name: str, by: str) -> dict[str, Any]:
+        self.audit.append((by, "remove_engine"))
+        self.store.submit([Delete("engines", {"name": name})]).result(30)
+        return {"name": name}
+
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         if node_id not in self.nodes:
             raise Unreachable(f"node {node_id} is gone")

@@ -6,12 +6,22 @@ The service's own commands (`serve`, `stop`) join by an entry point: see `stages
 from __future__ import annotations
 
 # Each adds its commands to `main`.
-from stagescope.cli import captures, comparisons, hangs, operators, reading, triggers, weights
+from stagescope.cli import (
+    captures,
+    comparisons,
+    engines,
+    hangs,
+    operators,
+    reading,
+    triggers,
+    weights,
+)
 from stagescope.cli.questions import main
 
 __all__ = [
     "captures",
     "comparisons",
+    "engines",
     "hangs",
     "main",
     "operators",

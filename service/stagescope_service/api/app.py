@@ -17,6 +17,7 @@ from stagescope_service.api import (
     captures,
     diff,
     divergence,
+    engines,
     hangs,
     health,
     live,
@@ -32,6 +33,7 @@ from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
 from stagescope_service.api.commands import Commands
 from stagescope_service.api.comparisons import Comparisons
 from stagescope_service.api.desk import Desk
+from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.measures import Measures
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.requests import Answer, check_query
@@ -108,10 +110,22 @@ def make_app(
         operator_files=OperatorFiles(commands, settings.data_path / "copies"),
         comparisons=Comparisons(),
         long_comparisons=Comparisons(1),
+        engine_health=EngineHealth(clock),
     )
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
-    stations = (health, runs, steps, operators, divergence, tensors, captures, triggers, weights)
+    stations = (
+        health,
+        runs,
+        steps,
+        operators,
+        divergence,
+        tensors,
+        captures,
+        triggers,
+        weights,
+        engines,
+    )
     for router in (station.router for station in (*stations, hangs, diff, live)):
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

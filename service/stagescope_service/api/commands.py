@@ -52,6 +52,14 @@ class Commands(Protocol):
         """Let the payloads of a step leave the rings: `{"attempt_id", "step", "unpinned"}`."""
         ...
 
+    async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> Reply:
+        """Register a long-lived engine, or register it anew, and return it."""
+        ...
+
+    async def remove_engine(self, *, name: str, by: str) -> Reply:
+        """Take an engine out of the registry: `{"name"}`."""
+        ...
+
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a piece of a file on a node; called in a thread, see `operator_files.Nodes`."""
         ...

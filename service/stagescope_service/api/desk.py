@@ -10,6 +10,7 @@ from fastapi import Depends, Path, Query, Request
 
 from stagescope_service.api.commands import Commands
 from stagescope_service.api.comparisons import Comparisons
+from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.measures import Measures
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.requests import step_number
@@ -31,6 +32,7 @@ class Desk:
     operator_files: OperatorFiles
     comparisons: Comparisons
     long_comparisons: Comparisons
+    engine_health: EngineHealth
 
 
 async def desk_of(request: Request) -> Desk:

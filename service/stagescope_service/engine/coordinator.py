@@ -29,7 +29,7 @@ from stagescope_service.engine.restore import restore
 from stagescope_service.engine.state import State
 from stagescope_service.engine.stuck import StuckRules
 from stagescope_service.settings import Settings
-from stagescope_service.store.base import Snapshot
+from stagescope_service.store.base import Delete, Snapshot
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.triggers.rules import Rules
@@ -170,6 +170,22 @@ class DebugCoordinator:
         rows = [Put("steps", {**place, "pinned": False})] if done else []
         await reception.write([*rows, _audit(by, "unpin", place)])
         return {**place, "unpinned": done}
+
+    async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> Reply:
+        """Register a long-lived engine, or register it anew; nothing here ever asks it."""
+        reception = self._ready()
+        reception.check_ready()
+        row = {**engine, "by": by, "wall": time.time()}
+        await reception.write([Put("engines", row), _audit(by, "add_engine", row)])
+        return row
+
+    async def remove_engine(self, *, name: str, by: str) -> Reply:
+        """Take an engine out of the registry."""
+        reception = self._ready()
+        reception.check_ready()
+        gone = {"name": name}
+        await reception.write([Delete("engines", gone), _audit(by, "remove_engine", gone)])
+        return gone
 
     async def _ordered(self, spec: Mapping[str, Any], by: str) -> Reply:
         """Order what a trigger asks for, as anyone would."""

@@ -473,6 +473,10 @@ class Catalogue:
             where.append(column.is_not(None) if deleted else column.is_(None))
         return self._page("artifacts", where, "step stage rank artifact_id", limit, offset)
 
+    def engines(self) -> list[Row]:
+        """Return the engines that were registered, by name."""
+        return self._page("engines", [], "name")
+
     def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
         """Return who ordered what, the last first."""
         return self._page("audit", [], "-audit_id", limit, offset)

@@ -440,6 +440,14 @@ odd_replicas = _table(
     Index(None, "device"),
 )
 
+engines = _table(
+    "engines",
+    _key("name", Text),
+    *_columns(Text, "url kind model version run by note"),
+    Column("wall", Real),
+    Column("settings", StrictJson()),
+)
+
 audit = _table(
     "audit",
     Column("audit_id", Int, primary_key=True, autoincrement=True),

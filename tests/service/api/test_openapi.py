@@ -19,7 +19,9 @@ ROUTES = {
     "/steps/{step}/operators", "/steps/{step}/operators/stack",
     "/steps/{step}/operators/non-finite", "/operators/divergence",
     "/triggers", "/triggers/defaults", "/triggers/firings", "/triggers/test", "/steps/{step}/pin",
-    "/operators/tensors", "/weights", "/weights/{version}", "/steps/{step}/weights", "/devices", "/diff",
+    "/operators/tensors", "/weights", "/weights/{version}", "/steps/{step}/weights", "/devices",
+    "/diff",
+    "/engines", "/engines/{name}",
 }  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""Long-lived inference engines: which there are, add one, remove one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stagescope.answers import Record
+from stagescope.cli.questions import LIMIT, question
+from stagescope.engines import connect
+from stagescope.engines.registry import (
+    addresses_in_environment,
+    addresses_in_log,
+    registration,
+)
+from stagescope.errors import EngineError
+from stagescope.frames import Table
+from stagescope.session import Session
+
+
+@question(
+    click.argument("action", type=click.Choice(["list", "add", "remove"]), default="list"),
+    click.argument("target", required=False, metavar="[URL|NAME]"),
+    click.option(
+        "--from-log",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="add: every server that a launcher's log names (AREAL_LLM_SERVER_ADDRS=...).",
+    ),
+    click.option("--name", help="add: what to call it [default: host and port]."),
+    click.option("--run", help="add: which run uses it."),
+    click.option("--note", help="add: what people should know of it."),
+    click.option(
+        "--key-file", type=click.Path(path_type=Path), help="File that holds the engine's key."
+    ),
+    click.option("--check", is_flag=True, help="list: ask each engine's health now."),
+    LIMIT,
+)
+def engines(
+    session: Session,
+    action: str,
+    target: str | None,
+    from_log: Path | None,
+    name: str | None,
+    run: str | None,
+    note: str | None,
+    key_file: Path | None,
+    check: bool,
+    limit: int,
+) -> Table | Record:
+    """The registered inference engines; `add` and `remove` need the operate token.
+
+    \b
+    stagescope engines --check                   which there are, and whether they answer
+    stagescope engines add http://HOST:PORT      or HOST:PORT; it is asked what it is
+    stagescope engines add --from-log FILE       as AReaL's launcher printed them
+    stagescope engines add                       those of AREAL_LLM_SERVER_ADDRS
+    stagescope engines remove NAME
+    """
+    if action == "list":
+        if target is not None:
+            raise click.UsageError(f"`list` takes no name: {target!r}")
+        return session.engines(check=check, limit=limit)
+    if action == "remove":
+        if target is None:
+            raise click.UsageError("`remove` needs a NAME")
+        return session.remove_engine(target)
+    urls = _urls(target, from_log)
+    if name is not None and len(urls) > 1:
+        raise click.UsageError(f"one --name for {len(urls)} engines: leave it out")
+    said = {"name": name, "run": run, "note": note}
+    rows = [dict(_add(session, url, key_file, said)) for url in urls]
+    return Record(rows[0], title="registered engine") if len(rows) == 1 else _table(rows)
+
+
+def _urls(target: str | None, from_log: Path | None) -> list[str]:
+    if target is not None and from_log is not None:
+        raise click.UsageError("give a URL or --from-log, not both")
+    if target is not None:
+        return [target]
+    return addresses_in_environment() if from_log is None else addresses_in_log(from_log)
+
+
+def _add(session: Session, url: str, key_file: Path | None, said: dict[str, Any]) -> Record:
+    try:
+        # From here and not from the service: the key stays on this machine.
+        engine = connect(url, key_file=key_file, timeout=10.0)
+    except EngineError as error:
+        click.echo(f"registered all the same: {error}", err=True)
+        return session.add_engine(url, **said)
+    engine.close()
+    found = {name: value for name, value in registration(engine.info).items() if name != "url"}
+    return session.add_engine(url, **{**found, **said})
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    order = ("name", "kind", "url", "model", "run")
+    return Table.from_rows(rows, order=order, title="registered engines")

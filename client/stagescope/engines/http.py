@@ -1,0 +1,181 @@
+"""HTTP to an engine: bounded answers, one deadline a call, a key that is never shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import httpx
+
+from stagescope.discovery import check_url, is_loopback, read_token
+from stagescope.errors import EngineError, InvalidInput
+
+KEY_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY"
+KEY_FILE_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY_FILE"
+MOST_BYTES: Final = 64 << 20
+"""Bytes of one answer."""
+PARALLEL: Final = 8
+"""Requests to one engine at one time: it batches them itself."""
+_SHOWN: Final = 300
+_HOST: Final = re.compile(r"[A-Za-z0-9._:-]+\Z")
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
+
+def engine_key(key_file: str | Path | None = None) -> str | None:
+    """Return the bearer key of an engine: from a file, else from the environment.
+
+    Raises:
+        Unauthorized: the file cannot be read, or does not hold one word.
+    """
+    path = key_file or os.environ.get(KEY_FILE_VARIABLE)
+    if path:
+        return read_token(path)
+    return os.environ.get(KEY_VARIABLE) or None
+
+
+def engine_url(text: str) -> str:
+    """Return the base URL that `text` names: `http://HOST:PORT`, or HOST:PORT; no `/v1` at its end.
+
+    Raises:
+        InvalidInput: not an http or https URL, or one with a query, a fragment or a password.
+    """
+    url = check_url(text if "://" in text else f"http://{text}")
+    parsed = httpx.URL(url)
+    if parsed.fragment or not _HOST.match(parsed.host):
+        raise InvalidInput(f"{text!r:.200} is no engine's URL", expected="http://HOST:PORT")
+    return url.removesuffix("/v1")
+
+
+class EngineHttp:
+    """One engine's HTTP connections; usable from several threads.
+
+    Redirects are not followed: the key goes to the engine's own URL only.
+    """
+
+    def __init__(self, url: str, *, key: str | None = None, timeout: float = 120.0) -> None:
+        self.url = engine_url(url)
+        self.timeout = timeout
+        self._key = key
+        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach our own loopback.
+        near = is_loopback(self.url)
+        plain = self.url.startswith("http:")
+        self._client = httpx.Client(
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            trust_env=not near,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True,
+            follow_redirects=False,
+            timeout=timeout,
+        )
+
+    def __repr__(self) -> str:
+        return f"<EngineHttp {self.url}>"
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def get(self, path: str, *, timeout: float | None = None) -> Any:
+        """Return the JSON that `path` answers; None where it answers 404 or 405.
+
+        Raises:
+            EngineError: nothing answers, or something else than JSON.
+        """
+        status, content = self._send("GET", path, None, timeout)
+        if status in (404, 405):
+            return None
+        return self._json(status, content, path)
+
+    def status(self, path: str, *, timeout: float) -> int:
+        """Return the status that `path` answers with.
+
+        Raises:
+            EngineError: nothing answers.
+        """
+        return self._send("GET", path, None, timeout)[0]
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the JSON that `path` answers to `body`.
+
+        Raises:
+            EngineError: nothing answers in time, or it refuses, or what it answers is no JSON.
+        """
+        status, content = self._send("POST", path, body, None)
+        return self._json(status, content, path)
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+    ) -> tuple[int, bytes]:
+        seconds = timeout or self.timeout
+        deadline = time.monotonic() + seconds
+        content = bytearray()
+        late = EngineError(
+            f"the engine at {self.url} did not answer {path} within {seconds:g} s",
+            advice="give a longer timeout, or fewer tokens",
+        )
+        try:
+            with self._client.stream(
+                method, self.url + path, json=body, timeout=seconds
+            ) as response:
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) > MOST_BYTES:
+                        raise EngineError(
+                            f"{self.url}{path} answers more than {MOST_BYTES >> 20} MiB",
+                            advice="ask for fewer tokens at once",
+                        )
+                    # httpx's own limit is of one read: an answer that drips would take for ever.
+                    if time.monotonic() > deadline:
+                        raise late
+                return response.status_code, bytes(content)
+        except httpx.TimeoutException as error:
+            raise late from error
+        except httpx.HTTPError as error:
+            # The text names hosts and errno only: no header, hence no key, is in it.
+            reason = str(error) or type(error).__name__
+            raise EngineError(
+                f"the engine at {self.url} cannot be reached: {reason}",
+                advice="is it running, and is this its address?",
+            ) from error
+
+    def _json(self, status: int, content: bytes, path: str) -> Any:
+        if status in (401, 403):
+            raise EngineError(
+                f"the engine at {self.url} answered {status} to {path}",
+                expected="its key",
+                advice=f"give it in a file ({KEY_FILE_VARIABLE}, --key-file) or as {KEY_VARIABLE}",
+            )
+        if not 200 <= status < 300:
+            raise EngineError(f"the engine at {self.url} answered {status} to {path}: "
+                              f"{self.shown(content)}")  # fmt: skip
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise EngineError(
+                f"what {self.url}{path} answers is no JSON: {self.shown(content)}",
+                advice="is this the address of an inference engine?",
+            ) from error
+
+    def shown(self, content: bytes) -> str:
+        """Return the beginning of an answer for a message; a key that it repeats is left out."""
+        text = content[: 4 * _SHOWN].decode("utf-8", "replace")
+        if self._key:
+            text = text.replace(self._key, "***")
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:_SHOWN]
+
+    def each(
+        self, ask: Callable[[_Item], _Answer], items: Sequence[_Item], parallel: int = PARALLEL
+    ) -> list[_Answer]:
+        """Return the answers to `items` in their order, several asked at one time."""
+        if len(items) < 2:
+            return [ask(item) for item in items]
+        with ThreadPoolExecutor(min(parallel, len(items)), "engine") as pool:
+            return list(pool.map(ask, items))

@@ -1,0 +1,118 @@
+"""llama.cpp's own `/completion`: its OpenAI route does not say all token ids.
+
+`tokens` are the ids that were generated, `completion_probabilities` those with their log-probs:
+raw, whatever the temperature. Tokens whose bytes are no whole character are listed together with
+the next, so both lists are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from stagescope.engines.base import EngineInfo, Generation, Prompt, Sampling, check_prompt
+from stagescope.engines.http import EngineHttp
+from stagescope.engines.openai import OpenAIEngine
+from stagescope.errors import EngineError
+
+_REASONS: Final[Mapping[str, str]] = {"limit": "length", "eos": "stop", "word": "stop"}
+
+
+class LlamaCppEngine:
+    """A server of llama.cpp."""
+
+    def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
+        self._http = http
+        self._info = info
+
+    def __repr__(self) -> str:
+        return f"<LlamaCppEngine at {self._http.url}>"
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of it."""
+        return self._info
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        """Continue each prompt; see `Engine.generate`."""
+        params = _params(sampling or Sampling())
+        bodies = [{**params, "prompt": check_prompt(prompt)} for prompt in prompts]
+        return self._http.each(self._generate, bodies)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """Raise: see `Engine.score`.
+
+        Raises:
+            EngineError: always; the server has no log-probs of given tokens.
+        """
+        raise EngineError(
+            f"llama.cpp at {self._http.url} gives no log-probs of given tokens",
+            expected="an engine with prompt_logprobs or echo",
+            advice="let this engine generate, and another one (--against) score",
+        )
+
+    def chat(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        """Answer each conversation through the server's OpenAI route; see `OpenAIEngine.chat`."""
+        return OpenAIEngine(self._http, self._info).chat(conversations, sampling)
+
+    def _generate(self, body: Mapping[str, Any]) -> Generation:
+        answer = self._http.post("/completion", body)
+        if not isinstance(answer, Mapping) or not isinstance(answer.get("tokens"), list):
+            raise EngineError(
+                f"{self._http.url}/completion answers without tokens",
+                expected="llama.cpp's answer to return_tokens",
+            )
+        ids = tuple(token for token in answer["tokens"] if type(token) is int)
+        listed = answer.get("completion_probabilities")
+        entries = [entry for entry in listed or () if isinstance(entry, Mapping)]
+        problem = ""
+        if not entries:
+            problem = "the server gave no log-probs"
+        elif tuple(entry.get("id") for entry in entries) != ids:
+            problem = (
+                f"log-probs of {len(entries)} of {len(ids)} tokens: those whose bytes are no whole "
+                "character have none"
+            )
+        count, reason = answer.get("tokens_evaluated"), str(answer.get("stop_type"))
+        return Generation(
+            text=str(answer.get("content") or ""),
+            tokens=tuple(str(entry.get("token")) for entry in entries),
+            token_ids=ids,
+            log_probs=tuple(_number(entry.get("logprob")) for entry in entries),
+            prompt_tokens=count if type(count) is int else None,
+            finish_reason=_REASONS.get(reason, reason),
+            problem=problem,
+        )
+
+
+def _params(drawn: Sampling) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "n_predict": drawn.max_tokens,
+        "temperature": drawn.temperature,
+        # By default it cuts (top_k 40, top_p 0.95, min_p 0.05).
+        "top_k": drawn.top_k,
+        "top_p": drawn.top_p,
+        "min_p": 0.0,
+        "n_probs": 1,
+        "return_tokens": True,
+        "stream": False,
+    }
+    if drawn.seed is not None:
+        params["seed"] = drawn.seed
+    if drawn.stop:
+        params["stop"] = list(drawn.stop)
+    return params
+
+
+def _number(value: Any) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known else math.nan

@@ -1,0 +1,148 @@
+"""SGLang's own `/generate`: token ids in, token ids with their log-probs out.
+
+Each entry of `meta_info.output_token_logprobs` and `input_token_logprobs` is (log-prob, token id,
+text or null); the first input token has null. Log-probs of output tokens are after temperature
+unless the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`; those of input tokens are raw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stagescope.engines.base import (
+    EngineInfo,
+    Generation,
+    Prompt,
+    Sampling,
+    check_ids,
+    check_prompt,
+)
+from stagescope.engines.http import EngineHttp
+from stagescope.engines.openai import OpenAIEngine
+from stagescope.errors import EngineError
+
+
+class SGLangEngine:
+    """An SGLang server."""
+
+    def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
+        self._http = http
+        self._info = info
+
+    def __repr__(self) -> str:
+        return f"<SGLangEngine at {self._http.url}>"
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of it."""
+        return self._info
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        """Continue each prompt; see `Engine.generate`."""
+        params = _params(sampling or Sampling())
+        bodies = [
+            {**_input(check_prompt(prompt)), "sampling_params": params, "return_logprob": True}
+            for prompt in prompts
+        ]
+        return self._http.each(self._generate, bodies)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """Return the log-prob of each given token; see `Engine.score`."""
+        return self._http.each(lambda row: self._score(check_ids(row)), rows)
+
+    def chat(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        """Answer each conversation through the server's OpenAI routes; see `OpenAIEngine.chat`."""
+        return OpenAIEngine(self._http, self._info).chat(conversations, sampling)
+
+    def _generate(self, body: Mapping[str, Any]) -> Generation:
+        answer, meta = self._ask(body)
+        entries = _entries(meta.get("output_token_logprobs"))
+        if entries is None:
+            raise self._misread("output_token_logprobs")
+        ids = tuple(token for _, token in entries)
+        said = meta.get("completion_tokens")
+        problem = ""
+        if isinstance(said, int) and said != len(entries):
+            problem = f"{len(entries)} log-probs for {said} tokens"
+        count, reason = meta.get("prompt_tokens"), meta.get("finish_reason")
+        if isinstance(reason, Mapping):
+            reason = reason.get("type")
+        version = meta.get("weight_version")
+        return Generation(
+            text=str(answer.get("text") or ""),
+            token_ids=ids,
+            log_probs=tuple(value for value, _ in entries),
+            prompt_tokens=count if isinstance(count, int) else None,
+            finish_reason=None if reason is None else str(reason),
+            weight_version=None if version is None else str(version),
+            problem=problem if entries else "the server gave no log-probs",
+        )
+
+    def _score(self, row: list[int]) -> tuple[float, ...]:
+        _, meta = self._ask(
+            {
+                "input_ids": row,
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+        )
+        entries = _entries(meta.get("input_token_logprobs"))
+        if entries is None or [token for _, token in entries] != row:
+            raise self._misread(f"input_token_logprobs of the {len(row)} given tokens")
+        return (math.nan, *(value for value, _ in entries[1:]))
+
+    def _ask(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        answer = self._http.post("/generate", body)
+        meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+        if not isinstance(meta, Mapping):
+            raise self._misread("meta_info")
+        return answer, meta
+
+    def _misread(self, what: str) -> EngineError:
+        return EngineError(
+            f"{self._http.url}/generate answers without {what}",
+            expected="SGLang's answer to return_logprob",
+        )
+
+
+def _input(prompt: Prompt) -> dict[str, Any]:
+    return {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+
+
+def _params(drawn: Sampling) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": drawn.max_tokens,
+        "temperature": drawn.temperature,
+        "top_p": drawn.top_p,
+        "top_k": drawn.top_k or -1,
+    }
+    if drawn.seed is not None:
+        params["sampling_seed"] = drawn.seed
+    if drawn.stop:
+        params["stop"] = list(drawn.stop)
+    return params
+
+
+def _entries(given: Any) -> list[tuple[float, int]] | None:
+    """Return (log-prob, token id) of each entry; None where it is something else."""
+    if not isinstance(given, list):
+        return None
+    found = []
+    for entry in given:
+        if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int:
+            return None
+        value = entry[0]
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        found.append((float(value) if known else math.nan, entry[1]))
+    return found

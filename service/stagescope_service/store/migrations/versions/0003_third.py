@@ -1,0 +1,34 @@
+"""Long-lived engines."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+Real: sa.types.TypeEngine[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
+Text = sa.Text()
+
+
+def upgrade() -> None:
+    _engines()
+
+
+def _engines() -> None:
+    op.create_table(
+        "engines",
+        sa.Column("name", Text, autoincrement=False, nullable=False),
+        sa.Column("url", Text),
+        sa.Column("kind", Text),
+        sa.Column("model", Text),
+        sa.Column("version", Text),
+        sa.Column("run", Text),
+        sa.Column("by", Text),
+        sa.Column("note", Text),
+        sa.Column("wall", Real),
+        sa.Column("settings", Text),
+        sa.PrimaryKeyConstraint("name", name="pk_engines"),
+        sqlite_strict=True,
+    )

@@ -1,0 +1,202 @@
+"""vLLM's, SGLang's and OpenAI's shapes, as their public sources have them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.support.answering import serving
+from tests.support.engine_servers import EngineServer, is_close, scores
+
+from stagescope.engines import HttpEngine, Sampling, connect
+from stagescope.errors import EngineError, InvalidInput
+
+PROMPT = [0, 5, 9, 3]
+KINDS = ("vllm", "openai", "sglang", "old sglang")
+
+
+@contextlib.contextmanager
+def engine_of(kind: str, **options: Any) -> Iterator[tuple[HttpEngine, EngineServer]]:
+    server = EngineServer(kind, **options)
+    with serving(server.app) as url, contextlib.closing(connect(url, timeout=10.0)) as engine:
+        server.asked.clear()
+        yield engine, server
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_generated_scores_the_same(kind: str) -> None:
+    with engine_of(kind) as (engine, _):
+        [made] = engine.generate([PROMPT], Sampling(max_tokens=6))
+        assert made.problem == ""
+        assert made.prompt_tokens == 4
+        assert made.finish_reason == "length"
+        sampled = list(made.token_ids) if made.token_ids else [ord(c) - 48 for c in made.text]
+        row = [*PROMPT, *sampled]
+        assert is_close(made.log_probs, scores(row)[3:])
+        [given] = engine.score([row])
+        assert math.isnan(given[0])
+        assert is_close(given[1:], scores(row))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_come_in_the_order_of_the_prompts(kind: str) -> None:
+    with engine_of(kind) as (engine, _):
+        prompts = [[0, *range(1, length)] for length in range(2, 22)]
+        made = engine.generate(prompts, Sampling(max_tokens=2))
+        assert [each.prompt_tokens for each in made] == [len(prompt) for prompt in prompts]
+        assert [len(row) for row in engine.score(prompts)] == [len(prompt) for prompt in prompts]
+
+
+def test_what_vllm_is_asked() -> None:
+    with engine_of("vllm") as (engine, server):
+        assert engine.info.kind == "vllm"
+        assert (engine.info.model, engine.info.version) == ("m", "0.33.0")
+        assert (engine.info.max_length, engine.info.processed) == (128, False)
+        drawn = Sampling(max_tokens=3, temperature=0.7, top_p=0.9, top_k=5, seed=11, stop=("\n",))
+        [made] = engine.generate(["ab"], drawn)
+        assert made.token_ids is not None
+        assert len(made.token_ids) == 3
+        path, body = server.asked[-1]
+        assert path == "/v1/completions"
+        assert body == {
+            "model": "m", "prompt": "ab", "max_tokens": 3, "temperature": 0.7, "top_p": 0.9,
+            "top_k": 5, "seed": 11, "stop": ["\n"], "stream": False, "logprobs": 1,
+            "return_token_ids": True,
+        }  # fmt: skip
+        engine.score([PROMPT])
+        assert server.asked[-1][1]["prompt_logprobs"] == 0
+
+
+def test_what_sglang_is_asked() -> None:
+    with engine_of("sglang") as (engine, server):
+        info = engine.info
+        assert (info.kind, info.model_path, info.version) == ("sglang", "/models/m", "0.5.23")
+        assert (info.multimodal, info.processed, info.weight_version) == (False, True, "3")
+        # Only what matters here is taken over: not its key.
+        assert dict(info.settings) == {"dtype": "auto", "tp_size": 2}
+        [made] = engine.generate([PROMPT], Sampling(max_tokens=3, temperature=0.7, seed=11))
+        assert made.weight_version == "3"
+        path, body = server.asked[-1]
+        assert path == "/generate"
+        assert body == {
+            "input_ids": PROMPT,
+            "sampling_params": {
+                "max_new_tokens": 3, "temperature": 0.7, "top_p": 1.0, "top_k": -1,
+                "sampling_seed": 11,
+            },
+            "return_logprob": True,
+        }  # fmt: skip
+        engine.score([PROMPT])
+        assert server.asked[-1][1]["logprob_start_len"] == 0
+        assert server.asked[-1][1]["sampling_params"]["max_new_tokens"] == 0
+
+
+def test_a_text_is_tokenised_by_the_server() -> None:
+    with engine_of("sglang") as (engine, server):
+        [made] = engine.generate(["abc"], Sampling(max_tokens=1))
+        assert server.asked[-1][1]["text"] == "abc"
+        assert made.prompt_tokens == 4  # with its BOS: whoever compares must see that
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_images_go_as_data_urls(kind: str) -> None:
+    with engine_of(kind) as (engine, server):
+        parts = [
+            {"type": "text", "text": "how many?"},
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        ]
+        [made] = engine.chat([[{"role": "user", "content": parts}]], Sampling(max_tokens=8))
+        assert made.text == "1 images"
+        assert len(made.log_probs) == len(made.tokens) == 8
+        assert server.asked[-1][0] == "/v1/chat/completions"
+        assert server.asked[-1][1]["logprobs"] is True
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    base = {"text": "x", "finish_reason": "length"}
+    return {"choices": [base | fields], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
+
+
+def test_minus_infinity_is_read_and_an_id_in_a_token_s_name() -> None:
+    with engine_of("vllm") as (engine, server):
+        tokens = {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-9999.0, -0.5]}
+        server.broken = choice(logprobs=tokens)
+        [made] = engine.generate([PROMPT])
+        assert made.log_probs == (-math.inf, -0.5)
+        assert made.token_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (choice(), "no log-probs"),
+        (choice(logprobs={"tokens": ["a"], "token_logprobs": [-1.0]}), "1 log-probs for 2 tokens"),
+        (
+            choice(logprobs={"tokens": ["a", "b"], "token_logprobs": [-1.0, -1.0]}, token_ids=[1]),
+            "2 log-probs for 1 tokens",
+        ),
+    ],
+)
+def test_log_probs_that_do_not_fit_are_said(broken: Any, problem: str) -> None:
+    with engine_of("vllm") as (engine, server):
+        server.broken = broken
+        assert problem in engine.generate([PROMPT])[0].problem
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai", "sglang"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [], {}, {"choices": []}, {"choices": [7]}, {"meta_info": {}},
+        choice(logprobs={"tokens": ["a"], "token_logprobs": [-1.0]}),
+        choice(prompt_logprobs=[None, {"999": {"logprob": -1.0}}, None, None]),
+        choice(prompt_logprobs=[None] * 3),
+        {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.0, 5, None]]}},
+        {"meta_info": {"input_token_logprobs": [[None, 1, None]] * 4}},
+    ],
+)  # fmt: skip
+def test_scores_of_other_tokens_are_refused(kind: str, broken: Any) -> None:
+    with engine_of(kind) as (engine, server):
+        server.broken = broken
+        with pytest.raises(EngineError, match="answers"):
+            engine.score([PROMPT])
+
+
+def test_nobody_there_and_something_else_there() -> None:
+    with pytest.raises(EngineError, match="cannot be reached"):
+        connect("http://127.0.0.1:9", timeout=5.0)
+    server = EngineServer("none")
+    server._routes = lambda path, body: None  # type: ignore[method-assign]
+    with serving(server.app) as url, pytest.raises(EngineError, match="no inference engine"):
+        connect(url, timeout=5.0)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://h:1", "http://user:pass@h:1", "http://h:1?key=7", "http://h:1#x", "", "http://"]
+)
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(InvalidInput):
+        connect(url)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], [True], [1 << 31], [0] * ((1 << 17) + 1)])
+def test_a_prompt_that_is_none(prompt: Any) -> None:
+    with engine_of("vllm") as (engine, server):
+        with pytest.raises(InvalidInput):
+            engine.generate([prompt])
+        assert not server.asked
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        {"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0},
+        {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 1 << 20},
+    ],
+)  # fmt: skip
+def test_sampling_that_cannot_be(drawn: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        Sampling(**drawn)
