@@ -129,11 +129,34 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "rewards": "[rows] or as wide as the mask",
     "advantages": "as wide as the mask",
     "cu_seqlens": "[rows + 1] makes every other tensor of the payload packed [tokens]",
+    "tokens": "token ids of whole trajectories, prompt included",
+    "prompts": "token ids of the prompts",
+    "loss_mask": "as wide as `tokens`: 1 = model token",
+    "entropy": "of the distribution at each token, as wide as the mask",
+    "values": "the critic's, as wide as the mask",
+    "returns": "as wide as the mask",
+    "prob_ratio": "exp(log_probs - old_log_probs) as the importance-sampling loss has it",
+    "elementwise_loss": "that loss at each token, before it is summed or averaged",
+    "effective_valid": "1 = this token counts in that loss",
+    "input_ids": "what the model was given, [rows, tokens] or packed",
+    "attention_mask": "as `input_ids`",
+    "position_ids": "as `input_ids`",
 }
+"""Names that are known; any other tensor may be recorded, too, and kept by its name."""
+RECENT_TENSORS: Final = frozenset(
+    {
+        *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
+        "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards",
+        "advantages", "cu_seqlens",
+    }
+)  # fmt: skip
+"""What statistics read, and the ring holds of the last steps without any order."""
 PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
     "sample_ids": "sample_uid of each row: unique in a step",
     "group_ids": "group_id of each row",
+    "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id)",
 }
+"""Lists of one id a row; other lists of texts (answers, prompts) may be recorded, too."""
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,

@@ -138,6 +138,11 @@ def make_header(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER_BYTES:
+        raise InvalidTensor(
+            f"names, texts and metadata of a file take {len(text)} bytes",
+            expected=f"at most {MOST_HEADER_BYTES}",
+        )
     return struct.pack("<Q", len(text)) + text
 
 

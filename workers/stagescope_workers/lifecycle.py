@@ -41,6 +41,7 @@ def init(
     resumed_from_step: int | None = None,
     settings: Mapping[str, Any] | None = None,
     plan: str | Path | Mapping[str, Any] | None = None,
+    keep: Mapping[str, Any] | None = None,
     captures: bool | str = True,
     data_root: str | None = None,
     strict: bool = False,
@@ -71,6 +72,8 @@ def init(
         resumed_from_step: of the checkpoint that this start continues.
         settings: of the run, kept with its fingerprint: `rollout_is`, `rollout_is_threshold`.
         plan: captures in force from now on, without any service: see `plan.read_plan`.
+        keep: what the service keeps of this process's stages, such as `{"every_n_steps": 10,
+            "what": ["trajectories", "is_loss", "loss"]}`: `stagescope.keeping.KEEP_FIELDS`.
         captures: False where the operators of this process's stages run in processes that report
             them too, and are captured there; a text where they run out of reach: captures are
             then reported as skipped, with the text as the reason.
@@ -87,7 +90,7 @@ def init(
         namespace: of the coordinator, in Ray.
 
     Raises:
-        InvalidInput: only when strict.
+        InvalidInput, InvalidPlan: only when strict.
     """
     global _newest
     given = {**locals()}

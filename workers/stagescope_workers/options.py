@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import InvalidInput
+from stagescope.keeping import validate_keep
 from stagescope.schema import check_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.link import NAMESPACE
@@ -33,6 +34,7 @@ class ProbeOptions:
     resumed_from_step: int | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     plan: str | Path | Mapping[str, Any] | None = None
+    keep: Mapping[str, Any] | None = None
     captures: bool | str = True
     data_root: str | None = None
     strict: bool = False
@@ -51,6 +53,7 @@ def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
 
     Raises:
         InvalidInput: a name or number that cannot be right.
+        InvalidPlan: what is to be kept cannot be carried out.
     """
     options = {**given, "run": check_run_name(given["run"])}
     stand_ins = {
@@ -77,6 +80,9 @@ def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
     options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
     for name in ("layout", "settings"):
         options[name] = dict(options.get(name) or {})
+    if options.get("keep") is not None:
+        # With the settings it reaches the service, which keeps.
+        options["keep"] = options["settings"]["keep"] = validate_keep(options["keep"])
     return ProbeOptions(**options)
 
 

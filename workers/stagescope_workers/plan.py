@@ -10,8 +10,10 @@ from typing import Any, Final
 
 from stagescope.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.errors import InvalidPlan
+from stagescope.keeping import shard_capture, wanted_by, words_of
 
 _HISTORY: Final = 1000  # steps remembered to tell a late capture
+_WANTED: Final = 64  # stages whose words are remembered
 _OWN_FIELDS: Final = ("capture_id", "source", "by", "created", "force")
 
 Missed = Callable[[Mapping[str, Any], int, str], None]
@@ -31,6 +33,7 @@ class PlanWatch:
         role: str,
         rank: int,
         local: Iterable[Mapping[str, Any]] = (),
+        keep: Mapping[str, Any] | None = None,
         is_carried_out: bool = True,
         on_missed: Missed = lambda capture, step, stage: None,
         on_asked: Asked = lambda capture: None,
@@ -38,7 +41,11 @@ class PlanWatch:
         self.run = run
         self.role = role
         self.rank = rank
-        self._local = tuple(local) if is_carried_out else ()
+        self._keep = keep
+        shards = None if keep is None else shard_capture(keep)
+        ours = (*local, *(() if shards is None else (shards,)))
+        self._local = ours if is_carried_out else ()
+        self._wanted: dict[tuple[int | None, str], frozenset[str]] = {}
         self._is_carried_out = is_carried_out
         self._captures: tuple[Mapping[str, Any], ...] = self._local
         self._on_missed = on_missed
@@ -78,6 +85,32 @@ class PlanWatch:
             if needs_ranks(capture) and self._matches(capture, step, stage)
         ]
 
+    def wanted(self, step: int | None, stage: str) -> frozenset[str]:
+        """Return the words by which something of a stage is kept: sections, names of tensors.
+
+        What the configuration and the captures in force say; the service decides with the same
+        words, and with what it knows by then.
+        """
+        key = (step, stage)
+        found = self._wanted.get(key)
+        if found is None:
+            found = self._wanted_now(step, stage)
+            with self._lock:
+                if len(self._wanted) >= _WANTED:
+                    self._wanted.clear()
+                self._wanted[key] = found
+        return found
+
+    def _wanted_now(self, step: int | None, stage: str) -> frozenset[str]:
+        place: dict[str, Any] = {
+            "stage": stage, "role": self.role, "rank": self.rank, "step": step
+        }  # fmt: skip
+        words = set(() if self._keep is None else wanted_by(self._keep, **place))
+        for capture in self._captures:
+            if capture.get("run") in (None, self.run) and matches(capture, **place):
+                words.update(words_of(capture))
+        return frozenset(words)
+
     def apply(self, plan: Mapping[str, Any]) -> None:
         """Put the service's plan in force; what came too late for a step is reported."""
         captures = [dict(item) for item in plan.get("captures", ())]
@@ -97,6 +130,7 @@ class PlanWatch:
                 else:
                     missed += [(capture, *late) for late in self._too_late(capture)]
             self._captures = (*self._local, *captures)
+            self._wanted.clear()
             self._revision = int(plan["revision"])
             self.data_dir = plan.get("data_dir") or self.data_dir
         for capture, step, stage in missed:

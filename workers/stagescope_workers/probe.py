@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from stagescope.errors import InvalidInput, StagescopeError
+from stagescope.keeping import is_wanted
 from stagescope.schema import (
     DUMP,
     END_STEP,
@@ -193,6 +194,20 @@ class Probe:
         with self.guard("log", None):
             work = Work(index("step", step), index("policy_version", policy_version), None)
             log_scalars(self, work, scalars)
+
+    def wants(self, name: str, *, stage: str, step: int | None = None) -> bool:
+        """Say, cheaply, whether a tensor of this name is kept where this stage hands it over.
+
+        `Stage.wants` asks the same inside a stage.
+
+        Args:
+            name: of a tensor or a scalar, or a section (`stagescope.keeping.SECTIONS`).
+            stage: the stage that would record it.
+            step: its step.
+        """
+        if self.is_inert:
+            return False
+        return is_wanted(self.plan.wanted(step, stage), stage, name)
 
     def record_weights(
         self,
@@ -461,6 +476,7 @@ class Probe:
             role=self.role,
             rank=self.rank,
             local=local,
+            keep=self._options.keep,
             is_carried_out=self._options.captures is not False,
             on_missed=self._report_missed,
             on_asked=self._report_estimate,

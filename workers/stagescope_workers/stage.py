@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,9 @@ import numpy as np
 
 from stagescope.captures import orders_msprobe
 from stagescope.errors import InvalidInput, StagescopeError
+from stagescope.keeping import is_wanted, kept_sections
 from stagescope.schema import BEGIN, DUMP, END, LOG, Work
+from stagescope_workers.datums import datum_columns
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
 from stagescope_workers.draft import Draft
 from stagescope_workers.outbox import Awaited
@@ -105,6 +107,32 @@ class Stage:
             for error in self._draft.add({**(values or {}), **named}):
                 self._probe.refuse("record", error, self.work)
 
+    def record_datums(self, datums: Sequence[Mapping[str, object]]) -> None:
+        """Hand over what is sent to a remote trainer: a list of dicts of lists, a row each.
+
+        Each key becomes the packed tensor `datums/KEY` (of texts a list of them), keys of nested
+        dicts are joined by dots. Numbers that the trainer returns belong into `log`.
+
+        Raises:
+            InvalidInput: only when the probe is strict.
+        """
+        if self.work is None or self._ended or self._probe.is_inert:
+            return
+        with self._probe.guard("record_datums", self.work):
+            for error in self._draft.add(datum_columns(datums)):
+                self._probe.refuse("record_datums", error, self.work)
+
+    def wants(self, name: str) -> bool:
+        """Say, cheaply, whether a tensor of this name is kept of this stage.
+
+        For what is only worth a copy when it is: `if stage.wants("prob_ratio"): ...`. A section's
+        name may be asked for, too (`"is_loss"`).
+        """
+        work = self.work
+        if work is None or work.stage is None or self._probe.is_inert:
+            return False
+        return is_wanted(self._probe.plan.wanted(work.step, work.stage), work.stage, name)
+
     def log(self, **scalars: object) -> None:
         """Hand over named numbers: Python or numpy numbers, or tensors of one element.
 
@@ -145,6 +173,7 @@ class Stage:
 
     def _send_end(self, work: Work, error: BaseException | None) -> None:
         wall, mono = self._begun or (0.0, 0.0)
+        draft = self._draft if self._draft or self._keeps_scalars(work) else None
         fields = work.fields() | {
             "begin_seq": self._begin_seq,
             "begin_wall": wall,
@@ -153,7 +182,7 @@ class Stage:
             "error_type": None if error is None else type(error).__name__,
             "error_message": None if error is None else _message(error),
             "scalars": dict(self._scalars),
-            "payload": self._draft.description() if self._draft else None,
+            "payload": None if draft is None else draft.description(),
             "device_seconds": None,
         }
         timer = self._timer
@@ -163,11 +192,18 @@ class Stage:
             if timer is not None:
                 fields["device_seconds"] = timer.seconds()
 
-        draft = self._draft if self._draft else None
         awaits: list[Awaited] = [*self._draft.copies(), *_copies(self._scalars)]
         if timer is not None:
             awaits.append(timer)
         self._probe.outbox.put(END, fields, draft=draft, awaits=awaits, finalise=finalise)
+
+    def _keeps_scalars(self, work: Work) -> bool:
+        """Say whether numbers are kept of a stage that handed over nothing else.
+
+        The service keeps what comes as a payload: then an empty one goes with them.
+        """
+        words = self._probe.plan.wanted(work.step, work.stage or "") if self._scalars else ()
+        return bool(words and kept_sections(words, work.stage, (), self._scalars))
 
     # --- captures -------------------------------------------------------------------------
 
@@ -186,7 +222,7 @@ class Stage:
             self._shards = (Shards(self._model, **names), ordered)
         except StagescopeError as error:
             for each in ordered:
-                if not orders_msprobe(each):
+                if _reports_shards(each):
                     self._send_dump(_of_shards(each, "failed", str(error)))
             raise
 
@@ -202,7 +238,7 @@ class Stage:
         error = error or (str(problems[0]) if problems else None)
         state = "failed" if error else "complete"
         for each in ordered:
-            if not orders_msprobe(each):
+            if _reports_shards(each):
                 size = sum(spec.nbytes for spec in self._draft.specs().values())
                 self._send_dump({**_of_shards(each, state, error), "bytes": size})
 
@@ -257,6 +293,12 @@ class Stage:
     def _send_dump(self, fields: dict[str, Any]) -> None:
         work = {} if self.work is None else self.work.fields()
         self._probe.outbox.put(DUMP, work | fields)
+
+
+def _reports_shards(capture: Mapping[str, Any]) -> bool:
+    """Say whether shards are the dump of a capture: msprobe's own follows, a configuration's are
+    files that are kept like any other."""
+    return not orders_msprobe(capture) and capture.get("source") != "keep"
 
 
 def _of_shards(capture: Mapping[str, Any], state: str, error: str | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from stagescope_service.engine.rows import (
     digest,
     integer,
     loss_row,
+    numbers,
     payload_row,
     plain,
     text,
@@ -66,6 +67,7 @@ def announce(
             "layout": dict(process.layout),
             "settings": dict(process.settings),
             **work_columns(work),
+            "scalars": numbers(event.fields.get("scalars")),
             "bytes": integer(announced.get("bytes")),
         }
         out.append(Ingest(key, process.node_id, job))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from stagescope.errors import InvalidEvent, NotFound, NotReady, StagescopeError
+from stagescope.keeping import read_keep, wanted_by
 from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.hangs.watch import HangWatch
@@ -494,14 +495,11 @@ class Reception:
             self.state.unread(order.key)
             return
         process = self.state.registry.processes[order.key.incarnation]
-        keep = self.plan.keeps(
-            run=order.job["run"],
-            stage=order.job["stage"],
-            role=process.role,
-            rank=process.rank,
-            step=order.job["step"],
-        )
-        order.job["keep"] = keep
+        place = {"stage": order.job["stage"], "step": order.job["step"]}
+        place |= {"role": process.role, "rank": process.rank}
+        words = self.plan.keeps(run=order.job["run"], **place)
+        said = read_keep(process.settings.get("keep"))
+        order.job["keep"] = [*words, *(() if said is None else wanted_by(said, **place))]
         self.floor.ingest(order, payload)
 
 

@@ -183,6 +183,13 @@ def text(value: object, most: int = 4000) -> str | None:
     return shown.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
+def numbers(value: object) -> dict[str, float]:
+    """Return the named numbers of an event; what is not one is left out."""
+    named = value if isinstance(value, Mapping) else {}
+    found = {str(name): number(item) for name, item in named.items()}
+    return {name: item for name, item in found.items() if item is not None}
+
+
 def plain(value: object, depth: int = 20) -> Any:
     """Return what JSON can say of a value; of what it has no word for, its text."""
     if value is None or isinstance(value, bool):

@@ -19,6 +19,7 @@ from stagescope_service.store.tensorfile import (
     Written,
     disk_errors,
     read_tensors,
+    sync_directory,
     write_tensors,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "confine",
     "file_checksum",
     "kept_path",
+    "make_directory",
     "read_piece",
     "read_tensors",
     "ring_directory",
@@ -71,6 +73,18 @@ def kept_path(directory: Path, role: str, rank: int, incarnation: str, seq: int)
     """
     identity = hashlib.sha256(incarnation.encode(errors="surrogatepass")).hexdigest()[:12]
     return directory / f"{safe_name(role)}_rank{rank}_{identity}_{seq}.safetensors"
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory, and those above it, so that they survive a power cut.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
 
 
 def ring_directory(data_dir: Path, node_id: str) -> Path:

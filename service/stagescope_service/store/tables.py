@@ -332,6 +332,9 @@ artifacts = _table(
     Column("checksum", Text),
     *_columns(Flag(), "shared pinned"),
     *_columns(Real, "wall deleted_wall"),
+    *_columns(Int, f"policy_version {' '.join(PART_FIELDS)}"),
+    # Of a kept file: section -> names, and tensor -> [dtype, shape, rows or None].
+    *_columns(StrictJson(), "sections tensors"),
     Index(None, "attempt_id", "step"),
 )
 

@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import InvalidTensor, StagescopeError
-from stagescope.schema import (
-    PAYLOAD_STRINGS,
-    PAYLOAD_TENSORS,
-    STREAM_TENSORS,
-    Part,
-)
+from stagescope.schema import RECENT_TENSORS, STREAM_TENSORS
 from stagescope_service.engine.findings import finding
+from stagescope_service.engine.ingestion.keeping import Keeper, artifact_row, plain_job
 from stagescope_service.engine.ingestion.samples import sample_rows
 from stagescope_service.engine.ingestion.values import Payload, read_value
 from stagescope_service.engine.instructions import PayloadKey
@@ -27,14 +23,12 @@ from stagescope_service.statistics import Settings, TokenBatch, available_pairs,
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.store.artifacts import kept_path, step_directory, write_tensors
 from stagescope_service.store.base import Put
 from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.ring import Ring, RingKey
 
 Row = dict[str, Any]
 
-RING_TENSORS: Final = frozenset({*STREAM_TENSORS.values(), "ref_log_prob", *PAYLOAD_TENSORS})
 _PROVENANCE: Final[Mapping[str, type]] = {
     "producer": str, "engine": str, "engine_version": str, "quantisation": str, "processed": bool,
     "temperature": float, "top_p": float, "top_k": int, "alignment": str, "routing": str,
@@ -59,10 +53,12 @@ class Outcome:
 class Intake:
     """Reads payloads on one node; one at a time."""
 
-    def __init__(self, data_dir: Path, node_id: str, ring: Ring) -> None:
-        self.data_dir = data_dir
+    def __init__(
+        self, data_dir: Path, node_id: str, ring: Ring, keeper: Keeper | None = None
+    ) -> None:
         self.node_id = node_id
         self.ring = ring
+        self.keeper = keeper or Keeper(data_dir, node_id)
 
     def take(self, key: PayloadKey, job: Mapping[str, Any], value: object) -> Outcome:
         """Read a payload.
@@ -82,7 +78,7 @@ class Intake:
         for summary in self._summaries(key, job, payload, problems):
             rows += summary_rows(key, job, summary)
             digest = digest or summary.digest
-        rows += self._keep(key, job, payload, problems)
+        rows += self._keep(key, job, payload)
         rows += _stream_rows(job, payload)
         rows += sample_rows(job, payload)
         rows += [self._refusal(job, error) for error in problems]
@@ -110,24 +106,18 @@ class Intake:
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
 
-    def _keep(
-        self,
-        key: PayloadKey,
-        job: Mapping[str, Any],
-        payload: Payload,
-        problems: list[StagescopeError],
-    ) -> Iterator[Put]:
-        recent = {name: t for name, t in payload.tensors.items() if name in RING_TENSORS}
+    def _keep(self, key: PayloadKey, job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+        recent = {name: t for name, t in payload.tensors.items() if name in RECENT_TENSORS}
         if recent:
             about = {
                 "strings": payload.strings,
                 "meta": {"policy_version": job.get("policy_version"), **payload.meta},
                 "settings": dict(job.get("settings") or {}),
-                "job": _plain_job(key, job, "settings"),  # a file says itself whose it is
+                "job": plain_job(key, job, "settings"),  # a file says itself whose it is
             }
             entry = self.ring.keep(_ring_key(key, job), recent, about)
             if entry is not None:
-                yield self._artifact(key, job, "ring", entry.path, entry.bytes, None)
+                yield artifact_row(key, job, "ring", self.node_id, entry.path, entry.bytes)
             elif self.ring.max_bytes:
                 yield finding(
                     "ring_keeps_nothing",
@@ -151,49 +141,7 @@ class Intake:
         for evicted in self.ring.take_evicted():
             name = f"ring/{evicted.key.incarnation}/{evicted.key.seq}"
             yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})
-        wanted = set(job.get("keep") or ())
-        keep = [name for name in payload.tensors if name in wanted or _family(name) in wanted]
-        if keep:
-            part = Part(*(job[n] or 0 for n in ("occurrence", "epoch", "minibatch", "microbatch")))
-            directory = step_directory(
-                self.data_dir, job["run"], job["attempt_key"], job["step"], job["stage"], part
-            )
-            path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
-            tensors = {name: payload.tensors[name] for name in keep}
-            strings = {n: ids for n, ids in payload.strings.items() if n in PAYLOAD_STRINGS}
-            about = {"strings": strings, "meta": payload.meta, "job": _plain_job(key, job)}
-            try:
-                written = write_tensors(path, tensors, about)
-                yield self._artifact(key, job, "kept", path, written.bytes, written.checksum)
-            except StagescopeError as error:
-                problems.append(error)
-
-    def _artifact(
-        self,
-        key: PayloadKey,
-        job: Mapping[str, Any],
-        kind: str,
-        path: Path,
-        size: int,
-        checksum: str | None,
-    ) -> Put:
-        names = ("attempt_id", "step", "stage", "role", "rank")
-        return Put(
-            "artifacts",
-            {
-                "artifact_id": f"{kind}/{key.incarnation}/{key.seq}",
-                "incarnation": key.incarnation,
-                "seq": key.seq,
-                **{name: job.get(name) for name in names},
-                "kind": kind,
-                "node_id": self.node_id,
-                "path": str(path),
-                "bytes": size,
-                "checksum": checksum,
-                "wall": time.time(),
-                "deleted_wall": None,
-            },
-        )
+        yield from self.keeper.keep(key, job, payload)
 
     def _refusal(self, job: Mapping[str, Any], error: StagescopeError) -> Put:
         return finding(
@@ -203,11 +151,6 @@ class Intake:
             severity="error",
             advice=error.advice or "the stage event stands; its numbers are missing",
         )
-
-
-def _family(name: str) -> str:
-    """Return what a plan calls tensors of a model: `gradient.1/linear.weight` is `gradient/*`."""
-    return f"{name.partition('/')[0].partition('.')[0]}/*"
 
 
 def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> Iterator[Put]:
@@ -272,11 +215,6 @@ def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
 def _place(job: Mapping[str, Any]) -> Row:
     names = ("run", "attempt_id", "step", "stage", "role", "rank")
     return {**{name: job.get(name) for name in names}, "wall": time.time()}
-
-
-def _plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
-    said = {name: value for name, value in job.items() if name not in ("keep", *but)}
-    return {**said, "incarnation": key.incarnation, "seq": key.seq}
 
 
 def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:

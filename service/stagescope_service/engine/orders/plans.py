@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from stagescope.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.errors import Conflict, NotFound
+from stagescope.keeping import words_of
 from stagescope_service.engine.orders.agreement import ASKED, Agreement
 
 __all__ = ["Entry", "Plan", "matches", "validate_capture"]
@@ -147,14 +148,14 @@ class Plan:
         return {"revision": self.revision, "captures": captures}
 
     def keeps(self, *, run: str, stage: str, role: str, rank: int, step: int | None) -> list[str]:
-        """Return the names of the tensors that the plan keeps of this payload, without repeats.
+        """Return the words by which the plan keeps something of this payload, without repeats.
 
-        `parameter/*` and `gradient/*` stand for all that a rank took of its model for a capture.
+        Sections, names of tensors, and `parameter/*` and `gradient/*` for all that a rank took of
+        its model for a capture; see `stagescope.keeping`.
         """
-        names: dict[str, None] = {}
+        words: dict[str, None] = {}
         for capture in self.for_run(run):
-            wanted = [*capture["keep"]]
-            wanted += [f"{each}/*" for each in ("parameter", "gradient") if capture.get(f"{each}s")]
+            wanted = words_of(capture)
             if wanted and matches(capture, stage=stage, role=role, rank=rank, step=step):
-                names.update(dict.fromkeys(wanted))
-        return list(names)
+                words.update(dict.fromkeys(wanted))
+        return list(words)

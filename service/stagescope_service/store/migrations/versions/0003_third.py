@@ -1,4 +1,4 @@
-"""Long-lived engines."""
+"""What a kept file holds, and long-lived engines."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,11 +8,13 @@ down_revision = "0002"
 branch_labels = None
 depends_on = None
 
+Int = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 Real: sa.types.TypeEngine[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
 Text = sa.Text()
 
 
 def upgrade() -> None:
+    _kept()
     _engines()
 
 
@@ -32,3 +34,10 @@ def _engines() -> None:
         sa.PrimaryKeyConstraint("name", name="pk_engines"),
         sqlite_strict=True,
     )
+
+
+def _kept() -> None:
+    for name in ("policy_version", "occurrence", "epoch", "minibatch", "microbatch"):
+        op.add_column("artifacts", sa.Column(name, Int))
+    for name in ("sections", "tensors"):
+        op.add_column("artifacts", sa.Column(name, Text))

@@ -1,0 +1,150 @@
+"""Keeping: what the plan or a configuration names of a payload becomes a file of its own.
+
+A disk without room stops it, and it says so; it goes on when there is room again. It never raises
+into ingestion: statistics are as complete as without.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import StagescopeError, StoreError
+from stagescope.keeping import kept_sections
+from stagescope.schema import PART_FIELDS, Part
+from stagescope_service.engine.findings import finding
+from stagescope_service.engine.ingestion.values import Payload
+from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.store.artifacts import kept_path, step_directory
+from stagescope_service.store.base import Put
+from stagescope_service.store.kept import Kept, bytes_of, write_kept
+from stagescope_service.store.ring import DEFAULT_RESERVE
+from stagescope_service.store.tensorfile import disk_errors
+
+Row = dict[str, Any]
+
+_ORDERS: Final = ("keep", "no_room")
+
+
+class Keeper:
+    """Writes the kept files of one node.
+
+    Args:
+        data_dir: where the files of attempts lie.
+        node_id: of this node.
+        reserve_bytes: what is left free on the disk for the catalogue and for others.
+    """
+
+    def __init__(self, data_dir: Path, node_id: str, reserve_bytes: int = DEFAULT_RESERVE) -> None:
+        self.data_dir = data_dir
+        self.node_id = node_id
+        self.reserve_bytes = reserve_bytes
+        self.not_kept = 0
+        """Payloads that were to be kept and were not, since the start."""
+        self.reason = ""
+        """Why the last one was not; empty where it was."""
+        self._told: set[tuple[Any, Any]] = set()
+
+    def keep(self, key: PayloadKey, job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+        """Keep what is wanted of a payload; yield its row, or what is wrong."""
+        words = frozenset(job.get("keep") or ())
+        scalars = job.get("scalars") or {}
+        sections = kept_sections(words, job.get("stage"), payload.tensors, scalars)
+        if not sections:
+            return
+        names = {name for held in sections.values() for name in held}
+        tensors = {name: t for name, t in payload.tensors.items() if name in names}
+        about = plain_job(key, job, "scalars")
+        kept = Kept(tensors, sections, dict(scalars), payload.strings, payload.meta, about)
+        try:
+            row = self._write(key, job, kept)
+        except (StagescopeError, OSError, ValueError, TypeError) as error:
+            self.not_kept += 1
+            self.reason = str(error)
+            yield self._refusal(job)
+            return
+        self.reason = ""
+        yield row
+        if (place := _attempt(job)) in self._told:
+            self._told.discard(place)
+            over = self._refusal(job).row["finding_id"]
+            yield Put("findings", {"finding_id": over, "over_wall": time.time()})
+
+    def _write(self, key: PayloadKey, job: Mapping[str, Any], kept: Kept) -> Put:
+        part = Part(*(job[name] or 0 for name in PART_FIELDS))
+        directory = step_directory(
+            self.data_dir, job["run"], job["attempt_key"], job["step"], job["stage"], part
+        )
+        path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
+        self._check_room(bytes_of(kept), job)
+        written = write_kept(path, kept)
+        row = artifact_row(key, job, "kept", self.node_id, path, written.bytes).row
+        specs = {
+            name: [tag, list(shape), None if offsets is None else len(offsets) - 1]
+            for name, (tag, shape, _, offsets) in kept.tensors.items()
+        }
+        said = {"checksum": written.checksum, "sections": kept.sections, "tensors": specs}
+        return Put("artifacts", {**row, **said})
+
+    def _check_room(self, needed: int, job: Mapping[str, Any]) -> None:
+        if job.get("no_room"):
+            raise StoreError(job["no_room"])
+        with disk_errors(self.data_dir):
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.data_dir).free
+        if free < needed + self.reserve_bytes:
+            raise StoreError(
+                f"the disk of {self.data_dir} has {free} bytes free, of which "
+                f"{self.reserve_bytes} are left to others: {needed} bytes do not fit"
+            )
+
+    def _refusal(self, job: Mapping[str, Any]) -> Put:
+        self._told.add(_attempt(job))
+        said = finding(
+            "not_kept",
+            f"what is to be kept is not: {self.reason}",
+            run=job["run"],
+            attempt_id=job.get("attempt_id"),
+            wall=time.time(),
+            severity="error",
+            evidence={"node_id": self.node_id, "not_kept": self.not_kept, "step": job.get("step")},
+            advice="free space on the disk of data_dir, raise STAGESCOPE_KEPT_BYTES, or unpin "
+            "steps; statistics are complete, and keeping goes on by itself where there is room",
+        )
+        return Put("findings", {**said.row, "over_wall": None})
+
+
+def artifact_row(
+    key: PayloadKey, job: Mapping[str, Any], kind: str, node_id: str, path: Path, size: int
+) -> Put:
+    """Write that a file of a payload lies on a node."""
+    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
+    return Put(
+        "artifacts",
+        {
+            "artifact_id": f"{kind}/{key.incarnation}/{key.seq}",
+            "incarnation": key.incarnation,
+            "seq": key.seq,
+            **{name: job.get(name) for name in names},
+            "kind": kind,
+            "node_id": node_id,
+            "path": str(path),
+            "bytes": size,
+            "checksum": None,
+            "wall": time.time(),
+            "deleted_wall": None,
+        },
+    )
+
+
+def plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
+    """Return what a file says of itself: whose it is, and its payload's delivery identity."""
+    said = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
+    return {**said, "incarnation": key.incarnation, "seq": key.seq}
+
+
+def _attempt(job: Mapping[str, Any]) -> tuple[Any, Any]:
+    return job["run"], job.get("attempt_id")

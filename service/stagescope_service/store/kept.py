@@ -1,0 +1,102 @@
+"""The files that are kept of a payload: safetensors, with all that was said in their metadata.
+
+One file holds one payload of one part of a stage of a step of a rank. Its metadata, so that files
+alone tell everything, are::
+
+    sections   section -> names of the tensors (of `loss` and `metrics`: of the numbers)
+    scalars    name -> the number that the stage logged
+    strings    name -> a text a row: sample_ids, group_ids, answers, ...
+    meta       what was recorded beside them: sampling parameters, streams, shards, datums
+    job        run, attempt_key, role, rank, layout, settings, step, stage, part; and the payload's
+               delivery identity: incarnation, seq
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidTensor
+from stagescope_service.store.artifacts import make_directory
+from stagescope_service.store.tensorfile import (
+    MOST_BYTES,
+    WireTensor,
+    Written,
+    disk_errors,
+    read_tensors,
+    size_of,
+    write_tensors,
+)
+
+_SPELLED: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Kept(NamedTuple):
+    """What a kept file holds."""
+
+    tensors: dict[str, WireTensor]
+    sections: dict[str, list[str]]
+    scalars: dict[str, float]
+    strings: dict[str, list[str]]
+    meta: dict[str, Any]
+    job: dict[str, Any]
+
+    def about(self) -> dict[str, Any]:
+        """Return the metadata of the file."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+
+_FIELDS: Final = ("sections", "scalars", "strings", "meta", "job")
+
+
+def write_kept(path: Path, kept: Kept) -> Written:
+    """Write a kept file whole or not at all, as `write_tensors` does; its directory is made.
+
+    Raises:
+        InvalidTensor: a dtype, shape or name that cannot be written, or too many texts.
+        StoreError: the disk refused.
+    """
+    with disk_errors(path):
+        make_directory(path.parent)
+    return write_tensors(path, kept.tensors, kept.about())
+
+
+def bytes_of(kept: Kept) -> int:
+    """Return the bytes that the file takes."""
+    return size_of(kept.tensors, kept.about())
+
+
+def read_kept(path: Path, *, most_bytes: int = MOST_BYTES) -> Kept:
+    """Read a kept file; nothing in it is trusted.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidTensor: it is damaged, or none of these.
+        StoreError: the disk refused.
+    """
+    file = read_tensors(path, most_bytes=most_bytes)
+    return from_metadata(file.tensors, file.metadata, path)
+
+
+def from_metadata(
+    tensors: Mapping[str, WireTensor], metadata: Mapping[str, Any], path: Path
+) -> Kept:
+    """Return what tensors and metadata of a kept file say.
+
+    Raises:
+        InvalidTensor: the metadata are of another kind of file.
+    """
+    try:
+        said = {name: dict(metadata[name]) for name in _FIELDS}
+        said["scalars"] = {str(n): _number(value) for n, value in said["scalars"].items()}
+        for name in ("sections", "strings"):
+            said[name] = {str(n): [*map(str, texts)] for n, texts in said[name].items()}
+        return Kept(dict(tensors), **said)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidTensor(f"{path} is no file that was kept of a stage: {error!r}") from error
+
+
+def _number(value: Any) -> float:
+    return _SPELLED[value] if value in _SPELLED else float(value)
