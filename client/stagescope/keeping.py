@@ -212,8 +212,10 @@ def is_wanted(words: Collection[str], stage: str, name: str) -> bool:
     """
     if name in words or family(name) in words:
         return True
-    sections = [section for section in SECTIONS if _may_hold(section, stage, name)]
-    return any(section in words for section in sections or ("other",))
+    sections = {section for section in SECTIONS if _may_hold(section, stage, name)}
+    if not sections - {"trajectories"}:
+        sections.add("other")  # where what makes a trajectory is not beside it
+    return not sections.isdisjoint(words)
 
 
 def _may_hold(section: str, stage: str, name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from examples.countdown.config import NONE, Settings, Troubles
@@ -27,6 +28,8 @@ class Report:
     capture: str | None = None
     """Path of a YAML file with captures that are in force without the service."""
     resumed_from_step: int | None = None
+    keep: Mapping[str, Any] | None = None
+    """What the service is to keep: `stagescope.keeping.KEEP_FIELDS`."""
 
 
 class RankActor:
@@ -114,4 +117,5 @@ def _probe(
         resumed_from_step=report.resumed_from_step,
         settings=dataclasses.asdict(settings),
         plan=report.capture,
+        keep=report.keep,
     )

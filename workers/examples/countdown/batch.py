@@ -44,6 +44,25 @@ class Batch:
         """Prompts and responses, int64 [rows, prompt tokens + tokens]."""
         return np.concatenate([self.prompts, self.responses], axis=1)
 
+    def trajectories(self) -> dict[str, object]:
+        """What the rollout made, by stagescope's names: all that a step is trained from."""
+        return {
+            "prompts": self.prompts,
+            "responses": self.responses,
+            "response_mask": self.response_mask,
+            "turn_ids": self.turn_ids,
+            "rollout_log_probs": self.rollout_log_probs,
+            "versions": np.full(len(self), self.policy_version),
+            "sample_ids": list(self.sample_ids),
+            "group_ids": list(self.group_ids),
+            "run_ids": [uid.rpartition("-")[2] for uid in self.sample_ids],
+            "numbers": np.array([puzzle.numbers for puzzle in self.puzzles], np.int64),
+            "targets": np.array([puzzle.target for puzzle in self.puzzles], np.int64),
+            "solutions": [" ".join(puzzle.solution) for puzzle in self.puzzles],
+            "answers": ["" if answer is None else str(answer) for answer in self.answers],
+            "results": [np.array(found, np.int64) for found in self.results],
+        }
+
     @property
     def round_counts(self) -> np.ndarray:
         """Rounds of each row, int64 [rows]."""

@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, compute_type: str) -> None:
         self._compute_type = compute_type
         self._generator: Any = None
+        self._seed: int | None = None
 
     def load(self, weights: Weights, seed: int) -> None:
         """Take the trainer's weights; sampling from here on depends on `seed` alone."""
@@ -41,11 +42,18 @@ class Engine:
         # The engine seeds the sampler of each of its threads when the thread starts: with a new
         # generator after the seed, a resumed run samples what the first would have.
         ctranslate2.set_random_seed(seed)
+        self._seed = seed
         with tempfile.TemporaryDirectory(prefix="countdown-engine-") as folder:
             spec.save(folder)
             self._generator = ctranslate2.Generator(
                 folder, compute_type=self._compute_type, inter_threads=1, intra_threads=1
             )
+
+    def sampling(self, budget: int) -> dict[str, Any]:
+        """Return the sampling parameters of `generate`, by the field's names."""
+        return {
+            "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": budget, "seed": self._seed,
+        }  # fmt: skip
 
     def generate(
         self, contexts: Sequence[Sequence[int]], budget: int

@@ -15,6 +15,10 @@ class PolicyLoss:
     entropy: torch.Tensor
     kl: torch.Tensor
     clipped: torch.Tensor
+    pg: torch.Tensor
+    prob_ratio: torch.Tensor
+    """Of each token, float32 [rows, tokens]; so are `elementwise` and its mask."""
+    elementwise: torch.Tensor
 
 
 def policy_loss(
@@ -54,6 +58,9 @@ def policy_loss(
         (entropy * mask).sum().detach(),
         (kl * mask).sum().detach(),
         (outside * mask).sum(),
+        pg=-(gain * mask).sum().detach(),
+        prob_ratio=ratio.detach(),
+        elementwise=loss.detach(),
     )
 
 

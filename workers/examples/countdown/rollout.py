@@ -54,14 +54,7 @@ class Rollout:
                 for sample, (ids, log_probs) in zip(playing, rounds, strict=True):
                     sample.take_round(ids, log_probs)
             batch = make_batch(samples, self.policy_version)
-            stage.record(
-                rollout_log_probs=batch.rollout_log_probs,
-                response_mask=batch.response_mask,
-                responses=batch.responses,
-                turn_ids=batch.turn_ids,
-                sample_ids=list(batch.sample_ids),
-                group_ids=list(batch.group_ids),
-            )
+            stage.record(batch.trajectories(), **self._engine.sampling(settings.round_tokens))
             stage.log(
                 rounds=float(batch.round_counts.mean()),
                 response_tokens=float((batch.turn_ids >= 0).sum() / len(batch)),

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,7 @@ def train(
     capture: str | None = None,
     troubles: Troubles = NONE,
     pid_file: Path | None = None,
+    keep: Mapping[str, Any] | None = None,
 ) -> None:
     """Train up to step `steps` on the Ray cluster at `address`; see the command's options."""
     found = checkpoint.latest(root, dataclasses.asdict(settings)) if resume else None
@@ -156,7 +157,7 @@ def train(
         address=address, namespace="countdown", log_to_driver=True, logging_level=logging.WARNING
     )
     try:
-        report = Report(run, attempt_key, capture, last if found else None)
+        report = Report(run, attempt_key, capture, last if found else None, keep)
         job = Job(settings, report, troubles)
         if pid_file is not None:
             _write_pids(pid_file, job)
@@ -195,6 +196,11 @@ def _write_pids(path: Path, job: Job) -> None:
 @click.option("--resume", is_flag=True, help="Go on after the last complete checkpoint.")
 @click.option("--attempt-key", help="Names this start of the training; default: the Ray job.")
 @click.option("--capture", help="YAML file with captures, in force without the service.")
+@click.option(
+    "--keep",
+    metavar="WORDS",
+    help="Have the service keep this of every step: 'all', or 'trajectories,is_loss,loss'.",
+)
 @click.option("--pause-at-step", type=int, help="Make a stage of this step last --pause-seconds.")
 @click.option("--pause-stage", default="actor_update", show_default=True)
 @click.option("--pause-seconds", default=120.0, show_default=True)
@@ -230,6 +236,7 @@ def main(
     resume: bool,
     attempt_key: str | None,
     capture: str | None,
+    keep: str | None,
     pause_at_step: int | None,
     pause_stage: str,
     pause_seconds: float,
@@ -253,6 +260,7 @@ def main(
         capture=capture,
         troubles=Troubles(pause, plant_nan, switch_engine, skip_sync),
         pid_file=pid_file,
+        keep=None if keep is None else {"what": keep.split(",")},
     )
 
 

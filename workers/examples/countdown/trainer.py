@@ -21,7 +21,7 @@ from examples.countdown.config import NONE, Settings, Troubles
 from examples.countdown.environment import make_puzzle, score, worked_example
 from examples.countdown.losses import policy_loss, value_loss
 from examples.countdown.model import Critic, make_policy, token_log_probs
-from stagescope_workers import Probe
+from stagescope_workers import Probe, Stage
 
 
 class Trainer:
@@ -132,6 +132,10 @@ class Trainer:
                 sample_ids=list(batch.sample_ids),
                 group_ids=list(batch.group_ids),
             )
+            if stage.wants("entropy"):
+                stage.record(entropy=entropy)
+            if stage.wants("input_ids"):
+                stage.record(input_ids=batch.input_ids)
             stage.log(entropy=float((entropy * mask).sum() / mask.sum()))
         return log_probs.numpy()
 
@@ -156,6 +160,9 @@ class Trainer:
             self._maybe_pause(step, "compute_values")
             values = self._values(batch)
             mask = torch.tensor(batch.response_mask)
+            if stage.wants("values"):
+                ids = list(batch.sample_ids)
+                stage.record(values=values, response_mask=mask, sample_ids=ids)
             stage.log(value=float((values * mask).sum() / mask.sum()))
         return values.numpy()
 
@@ -171,7 +178,11 @@ class Trainer:
                 self._maybe_pause(step, "critic_update")
                 mask = torch.tensor(part.response_mask).float()
                 returns = torch.tensor(part.columns["returns"])
-                loss = value_loss(self._values(part), returns, mask)
+                values = self._values(part)
+                loss = value_loss(values, returns, mask)
+                if stage.wants("returns"):
+                    ids = list(part.sample_ids)
+                    stage.record(values=values, returns=returns, response_mask=mask, sample_ids=ids)
                 (tokens, loss_sum) = self.collective.total([mask.sum(), loss.detach()])
                 norm = self._descend(loss / tokens, self.critic, self.critic_optimizer)
                 stage.log(loss=loss_sum / tokens, grad_norm=norm)
@@ -186,7 +197,7 @@ class Trainer:
                 "actor_update", step=step, model=self.policy, epoch=epoch, minibatch=index
             ) as stage:
                 self._maybe_pause(step, "actor_update")
-                log_probs, scalars = self._actor_minibatch(part)
+                log_probs, scalars = self._actor_minibatch(part, stage)
                 stage.record(
                     log_probs=log_probs,
                     rollout_log_probs=part.rollout_log_probs,
@@ -200,7 +211,7 @@ class Trainer:
         count = self.settings.epochs * self.settings.minibatches
         return {name: value / count for name, value in sums.items()}
 
-    def _actor_minibatch(self, part: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    def _actor_minibatch(self, part: Batch, stage: Stage) -> tuple[torch.Tensor, dict[str, float]]:
         settings = self.settings
         log_probs, entropy = self._forward(self.policy, part)
         mask = torch.tensor(part.response_mask).float()
@@ -217,12 +228,23 @@ class Trainer:
         )
         # A token weighs the same on every rank, however the lengths fell.
         tokens, *sums = self.collective.total(
-            [mask.sum(), result.loss.detach(), result.entropy, result.kl, result.clipped]
+            [mask.sum(), result.loss.detach(), result.pg, result.entropy, result.kl, result.clipped]
         )
         norm = self._descend(result.loss / tokens, self.policy, self.optimizer)
-        loss, entropy_mean, kl, clipped = (value / tokens for value in sums)
-        scalars = {"loss": loss, "entropy": entropy_mean, "kl": kl, "clip_fraction": clipped}
-        return log_probs.detach(), {**scalars, "grad_norm": norm}
+        loss, pg_loss, entropy_mean, kl, clipped = (value / tokens for value in sums)
+        if stage.wants("is_loss"):
+            stage.record(
+                old_log_probs=part.columns["old_log_probs"],
+                ref_log_probs=part.columns["ref_log_probs"],
+                prob_ratio=result.prob_ratio,
+                elementwise_loss=result.elementwise,
+                effective_valid=mask,
+            )
+        if stage.wants("entropy"):
+            stage.record(entropy=entropy)
+        scalars = {"loss": loss, "pg_loss": pg_loss, "entropy": entropy_mean, "kl": kl}
+        scalars |= {"entropy_loss": entropy_mean, "clip_fraction": clipped, "grad_norm": norm}
+        return log_probs.detach(), scalars
 
     # --- checkpoints ---------------------------------------------------------------------------
     def save(self, folder: Path) -> None:

@@ -64,6 +64,7 @@ class Keeper:
         except (StagescopeError, OSError, ValueError, TypeError) as error:
             self.not_kept += 1
             self.reason = str(error)
+            self._told.add(_attempt(job))
             yield self._refusal(job)
             return
         self.reason = ""
@@ -102,7 +103,6 @@ class Keeper:
             )
 
     def _refusal(self, job: Mapping[str, Any]) -> Put:
-        self._told.add(_attempt(job))
         said = finding(
             "not_kept",
             f"what is to be kept is not: {self.reason}",
