@@ -1,0 +1,199 @@
+"""A batch as one safetensors file: how its parts are named in it, and how it is read without trust.
+
+Tensors have their own names, those of no rows `other/NAME`; `lengths/NAME` are the rows' lengths
+of a ragged one, `rows/I` the rows of part I and `part/I/NAME` what is its own. The rest is JSON in
+the metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from stagescope import nonfinite, tensorfile
+from stagescope.errors import InvalidInput, InvalidTensor, NotFound, StoreError
+from stagescope.schema import Part
+
+if TYPE_CHECKING:
+    from stagescope.batch import Batch, BatchPart, Tensor
+
+Array = np.ndarray[Any, Any]
+
+FORMAT: Final = 1
+LENGTHS: Final = "lengths/"
+ROWS: Final = "rows/"
+PARTS: Final = "part/"
+OTHERS: Final = "other/"
+_TAKEN: Final = (LENGTHS, ROWS, PARTS, OTHERS)
+
+
+def load(path: Path) -> Batch:
+    """Open a file; its tensors are read when they are used.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidTensor: no safetensors file, or no batch.
+        StoreError: the disk refused.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no file {path}") from error
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from error
+    return parse(data.view(np.ndarray), path)
+
+
+def parse(data: Array, where: object) -> Batch:
+    """Read the bytes (uint8) of such a file; tensors are views of them.
+
+    Raises:
+        InvalidTensor: no safetensors, or no batch.
+    """
+    file = tensorfile.parse(data, where)
+    try:
+        return _read(file.tensors, file.metadata)
+    except (KeyError, TypeError, ValueError, AttributeError, InvalidInput) as error:
+        raise InvalidTensor(
+            f"{where} holds no batch: {error}",
+            expected="a file of `stagescope batch --output` or Batch.save",
+        ) from error
+
+
+def save(batch: Batch, path: Path) -> Path:
+    """Write a batch, whole or not at all.
+
+    Raises:
+        InvalidTensor: a tensor whose name this format uses itself.
+        StoreError: the disk refused.
+    """
+    header, buffers, _ = tensorfile.layout(_flat(batch), describe(batch))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for piece in (header, *buffers):
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise StoreError(
+            f"{path}: {error.strerror or error}", advice="check its directory and its disk"
+        ) from error
+    return path
+
+
+def describe(batch: Batch) -> dict[str, Any]:
+    """Return everything of a batch but its arrays, as JSON can say it."""
+    return {
+        "stagescope_batch": FORMAT,
+        "rows": batch.rows,
+        "strings": {name: list(texts) for name, texts in batch.strings.items()},
+        "padding": {name: list(padding) for name, padding in batch.padding.items()},
+        "numbers": dict(batch.numbers),
+        "meta": dict(batch.meta),
+        "source": dict(batch.source),
+        "gaps": [list(gap) for gap in batch.gaps],
+        "parts": [_describe_part(part) for part in batch.parts],
+    }
+
+
+def _describe_part(part: BatchPart) -> dict[str, Any]:
+    at = part.part
+    return {
+        "stage": part.stage,
+        "role": part.role,
+        "rank": part.rank,
+        "part": [at.occurrence, at.epoch, at.minibatch, at.microbatch],
+        "names": list(part.names),
+        "widths": dict(part.widths),
+        "numbers": dict(part.numbers),
+    }
+
+
+def _flat(batch: Batch) -> dict[str, tensorfile.WireTensor]:
+    if taken := [name for name in batch.tensors if name.startswith(_TAKEN)]:
+        raise InvalidTensor(f"a tensor named {taken[0]!r}", expected=f"no name of {_TAKEN}")
+    flat: dict[str, tensorfile.WireTensor] = {
+        name: (t.dtype, t.values.shape, t.values, None) for name, t in batch.tensors.items()
+    }
+    for name, other in batch.others.items():
+        flat[OTHERS + name] = (other.dtype, other.values.shape, other.values, None)
+    for name, lengths in batch.lengths.items():
+        flat[LENGTHS + name] = ("int64", lengths.shape, lengths, None)
+    for at, part in enumerate(batch.parts):
+        flat[f"{ROWS}{at}"] = ("int64", part.rows.shape, part.rows, None)
+        for name, own in part.own.items():
+            flat[f"{PARTS}{at}/{name}"] = (own.dtype, own.values.shape, own.values, None)
+    return flat
+
+
+def _read(tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any]) -> Batch:
+    from stagescope.batch import Batch, Gap, Padding, Tensor, check_rows
+
+    if said.get("stagescope_batch") != FORMAT:
+        raise ValueError(f"its format is {said.get('stagescope_batch')!r}, expected {FORMAT}")
+    columns: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    lengths: dict[str, Array] = {}
+    rows: dict[int, Tensor] = {}
+    of_parts: dict[int, dict[str, Tensor]] = {}
+    for name, (tag, _, values, _) in tensors.items():
+        if name.startswith(LENGTHS):
+            lengths[name.removeprefix(LENGTHS)] = values
+        elif name.startswith(ROWS):
+            rows[int(name.removeprefix(ROWS))] = Tensor(tag, values)
+        elif name.startswith(PARTS):
+            at, _, own = name.removeprefix(PARTS).partition("/")
+            of_parts.setdefault(int(at), {})[own] = Tensor(tag, values)
+        elif name.startswith(OTHERS):
+            others[name.removeprefix(OTHERS)] = Tensor(tag, values)
+        else:
+            columns[name] = Tensor(tag, values)
+    padding = {n: Padding(str(s), nonfinite.number(f)) for n, (s, f) in said["padding"].items()}
+    batch = Batch(
+        rows=int(said["rows"]),
+        tensors=columns,
+        strings={name: tuple(map(str, texts)) for name, texts in said["strings"].items()},
+        lengths=lengths,
+        padding=padding,
+        others=others,
+        numbers=nonfinite.numbers(said["numbers"]),
+        meta=said["meta"],
+        source=said["source"],
+        gaps=tuple(Gap(str(kind), str(message)) for kind, message in said["gaps"]),
+        parts=tuple(
+            _part(rows[at], part, of_parts.get(at, {})) for at, part in enumerate(said["parts"])
+        ),
+    )
+    return check_rows(batch)
+
+
+def _part(rows: Tensor, said: Mapping[str, Any], own: Mapping[str, Tensor]) -> BatchPart:
+    from stagescope.batch import BatchPart
+
+    if rows.dtype != "int64" or rows.values.ndim != 1:
+        raise ValueError(f"the rows of a part are {rows.dtype} {rows.values.shape}")
+    return BatchPart(
+        stage=str(said["stage"]),
+        role=said["role"],
+        rank=said["rank"],
+        part=Part(*map(int, said["part"])),
+        rows=rows.values,
+        names=tuple(map(str, said["names"])),
+        widths={str(name): int(width) for name, width in said["widths"].items()},
+        own=own,
+        numbers=nonfinite.numbers(said["numbers"]),
+    )

@@ -1,0 +1,131 @@
+"""A batch straight from files, in any process: no service, no engine, no catalogue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.batch import Batch, Gap
+from stagescope.errors import InvalidInput, NotFound
+from stagescope_service.dumps.batch_join import join
+from stagescope_service.dumps.payload_files import PayloadFile, PayloadFiles
+from stagescope_service.store.artifacts import file_checksum
+from stagescope_service.store.ring import RingKey
+from stagescope_service.store.tensorfile import read_metadata_of
+
+_STEP: Final = re.compile(r"step_(-?\d+|unknown)\Z")
+
+
+def read_batch(
+    path: str | Path,
+    step: int | None = None,
+    *,
+    run: str | None = None,
+    attempt_key: str | None = None,
+    names: Collection[str] | None = None,
+    stages: Collection[str] | None = None,
+) -> Batch:
+    """Return one step as a batch, from files alone.
+
+    Args:
+        path: a batch's file, a service's data_dir, or any directory in it: of a run, an attempt, a
+            step, a node's ring.
+        step: which step; may be left out where there is one.
+        run, attempt_key: whose, where the directory holds several; default: the one run there is,
+            and its attempt that wrote last.
+        names: only these tensors; default: all but parameters and gradients.
+        stages: only these.
+
+    Raises:
+        NotFound: no such file or directory, or nothing of this step in it; says what there is.
+        InvalidInput: several runs or steps, and none was chosen.
+        InvalidTensor: a file that is damaged.
+    """
+    place = Path(path)
+    if place.is_file() and "stagescope_batch" in read_metadata_of(place):
+        return Batch.load(place)
+    if not place.exists():
+        raise NotFound(f"there is no file or directory {place}")
+    files = [place] if place.is_file() else list(_files(place, step))
+    dump = PayloadFiles((PayloadFile(file) for file in files), name=str(place))
+    chosen, told, gaps = _choose(dump, run, attempt_key)
+    if step is None:
+        step = _only_step(dump, chosen)
+    of_step = [
+        PayloadFile(entry.path, checksum=f"sha256:{file_checksum(entry.path)}")
+        for entry in dump.entries
+        if entry.path in chosen and entry.place.step == step
+    ]
+    answering = PayloadFiles(of_step, name=str(place))
+    gaps += [Gap("file", f"{problem.path}: {problem.message}") for problem in dump.problems]
+    if not of_step:
+        there = sorted({e.place.step for e in dump.entries if e.place.step is not None})
+        raise NotFound(
+            f"{place} has no kept files of step {step}",
+            expected=f"one of {', '.join(map(str, there[:8]))}" if there else "",
+            advice="keep a step by init(keep=...), stagescope capture --keep, or a pin; the ring "
+            "holds the last steps only",
+        )
+    return join(answering, step, names=names, stages=stages, source=told, gaps=gaps)
+
+
+def _files(directory: Path, step: int | None) -> Iterator[Path]:
+    for path in sorted(directory.rglob("*.safetensors")):
+        if path.name.startswith(".") or not path.is_file():
+            continue
+        of_step = _step_of(path)
+        if step is None or of_step is None or of_step == str(step):
+            yield path
+
+
+def _step_of(path: Path) -> str | None:
+    """Return the step that a path names; None where only the file itself knows."""
+    try:
+        key = RingKey.parse(path.stem)
+        return "unknown" if key.step is None else str(key.step)
+    except ValueError:
+        found = (_STEP.match(parent.name) for parent in path.parents)
+        return next((match[1] for match in found if match), None)
+
+
+def _choose(
+    dump: PayloadFiles, run: str | None, attempt_key: str | None
+) -> tuple[set[Path], dict[str, Any], list[Gap]]:
+    """Return the files of one attempt, whose they are, and what else there is."""
+    jobs = {
+        path: job
+        for path, job in dump.jobs.items()
+        if run in (None, job.get("run")) and attempt_key in (None, job.get("attempt_key"))
+    }
+    runs = sorted({str(job.get("run")) for job in jobs.values()})
+    if len(runs) > 1:
+        raise InvalidInput(f"{dump.name} holds {len(runs)} runs", expected=f"run= one of {runs}")
+    newest: dict[str, float] = {}
+    for path, job in jobs.items():
+        key = str(job.get("attempt_key"))
+        newest[key] = max(newest.get(key, 0.0), path.stat().st_mtime)
+    if not newest:
+        return set(), {"run": run, "attempt_key": attempt_key}, []
+    key = max(newest, key=lambda key: newest[key])
+    others = sorted(set(newest) - {key})
+    gaps = [Gap("attempt", f"attempt {key} answers; there are {', '.join(others)}")]
+    chosen = {path for path, job in jobs.items() if str(job.get("attempt_key")) == key}
+    told = {"run": runs[0], "attempt_key": key, **_numbered(jobs, chosen)}
+    return chosen, told, gaps if others else []
+
+
+def _numbered(jobs: Mapping[Path, Mapping[str, Any]], chosen: set[Path]) -> dict[str, Any]:
+    ids = {jobs[path].get("attempt_id") for path in chosen} - {None}
+    return {"attempt_id": ids.pop()} if len(ids) == 1 else {}
+
+
+def _only_step(dump: PayloadFiles, chosen: set[Path]) -> int | None:
+    steps = sorted({e.place.step for e in dump.entries if e.path in chosen} - {None})
+    if len(steps) > 1:
+        raise InvalidInput(
+            f"{dump.name} holds {len(steps)} steps",
+            expected=f"one of {', '.join(map(str, steps[:8]))}",
+        )
+    return steps[0] if steps else None

@@ -1,0 +1,100 @@
+"""Files of payloads, kept ones and those of a ring, as a dump: each says itself whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidTensor, StagescopeError
+from stagescope.nonfinite import numbers
+from stagescope.schema import PART_FIELDS, Part
+from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.store.tensorfile import disk_errors, describe_file, map_tensors
+
+_OF_ROWS: Final = ("sample_ids", "group_ids")
+
+
+class PayloadFile(NamedTuple):
+    """A file, and what the catalogue knows of it."""
+
+    path: Path
+    where: str = ""
+    """Where it lies for a reader, if `path` is a copy of it."""
+    checksum: str | None = None
+    wall: float | None = None
+    """When it was written; default: the file's own time."""
+    numbers: Mapping[str, float] = {}
+
+
+class PayloadFiles:
+    """Payload files of any steps; one entry a file."""
+
+    kind: Final = "own"
+
+    def __init__(self, files: Iterable[PayloadFile], *, name: str) -> None:
+        self.name = name
+        self.about: Mapping[str, Any] = {}
+        self._files = {file.path: file for file in files}
+        self.jobs: dict[Path, Mapping[str, Any]] = {}
+        """What each file says of its work."""
+        self._problems: list[Problem] = []
+        found = [entry for file in self._files.values() if (entry := self._entry(file)) is not None]
+        self._entries = sorted(found, key=_order)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The files, by step, stage, rank and part."""
+        return self._entries
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """Files that cannot be read."""
+        return self._problems
+
+    def read(self, entry: Entry) -> Record:
+        """Read a file; see `records.Dump.read`."""
+        file = self._files[entry.path]
+        tensors, said = map_tensors(entry.path)
+        strings = {str(n): tuple(map(str, texts)) for n, texts in said["strings"].items()}
+        job = said["job"]
+        return Record(
+            entry,
+            tensors,
+            numbers={**numbers(said.get("scalars") or {}), **file.numbers},
+            samples=strings.get("sample_ids"),
+            groups=strings.get("group_ids"),
+            row_texts={n: texts for n, texts in strings.items() if n not in _OF_ROWS},
+            mask="response_mask" if "response_mask" in tensors else None,
+            about={
+                "meta": said.get("meta") or {},
+                "settings": said.get("settings") or job.get("settings") or {},
+                "job": job,
+                "wall": file.wall or entry.path.stat().st_mtime,
+                "path": file.where or str(entry.path),
+                "checksum": file.checksum,
+            },
+        )
+
+    def _entry(self, file: PayloadFile) -> Entry | None:
+        try:
+            with disk_errors(file.path):
+                size = file.path.stat().st_size
+            job = describe_file(file.path).metadata.get("job")
+            if not isinstance(job, Mapping):
+                raise InvalidTensor("it does not say of which work it is")
+            part = Part(*(int(job.get(name) or 0) for name in PART_FIELDS))
+            place = Place(job.get("step"), job.get("stage"), job.get("role"), job.get("rank"), part)
+        except (StagescopeError, ValueError, TypeError) as error:
+            self._problems.append(Problem(file.path, "damaged", str(error)))
+            return None
+        self.jobs[file.path] = job
+        return Entry("other", place, file.path, size)
+
+
+def _order(entry: Entry) -> tuple[Any, ...]:
+    place = entry.place
+    return (
+        place.step is None, place.step or 0, place.stage or "", place.role or "", place.rank or 0,
+        place.part, str(entry.path),
+    )  # fmt: skip

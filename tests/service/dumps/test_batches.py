@@ -1,0 +1,350 @@
+"""A step dealt out in any way comes back as it was, and what it lacks is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
+
+from stagescope.batch import Batch, Tensor
+from stagescope.errors import InvalidInput, NotFound
+from stagescope.schema import Part
+from stagescope_service.dumps.batch_join import join
+from stagescope_service.dumps.batches import read_batch
+from stagescope_service.dumps.records import Record
+from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.store.ring import Ring
+
+LATER = ("response_mask", "old_log_probs")
+
+
+def bits(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.values.shape, tensor.values.tobytes()
+
+
+def dealt(data: st.DataObject, rows: int) -> list[list[list[int]]]:
+    """Rows by rank and part, each at least one."""
+    order = data.draw(st.permutations(range(rows)))
+    ranks = data.draw(st.integers(1, rows))
+    of_ranks = [list(piece) for piece in np.array_split(order, ranks)]
+    return [
+        [
+            [int(row) for row in part]
+            for part in np.array_split(of, data.draw(st.integers(1, len(of))))
+        ]
+        for of in of_ranks
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
+def test_any_split_over_ranks_and_parts_comes_back_exactly(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    whole = WholeStep(lengths)
+    rows = range(len(lengths))
+    records = [
+        record(whole.piece(rows), stage="rollout_generate", role="rollout", **whole.ids(rows))
+    ]
+    for rank, parts in enumerate(dealt(data, len(lengths))):
+        for index, piece in enumerate(parts):
+            records.append(
+                record(
+                    whole.piece(piece, LATER), rank=rank, part=Part(minibatch=index),
+                    stage="actor_update", samples=whole.ids(piece)["samples"],
+                )
+            )  # fmt: skip
+    batch = join(MemoryDump(data.draw(st.permutations(records))), 5)
+    assert batch.gaps == ()
+    assert batch.sample_ids == tuple(whole.samples)
+    assert batch.strings["group_ids"] == tuple(whole.groups)
+    for name, (tag, shape, values, _) in whole.tensors.items():
+        assert bits(batch.tensor(name)) == (tag, shape, values.tobytes()), name
+    for part, micro in zip(batch.parts_of(), batch.microbatches(), strict=True):
+        (seen,) = [r for r in records if (r.entry.place.rank, r.entry.place.part) ==
+                   (part.rank, part.part) and r.entry.place.stage == part.stage]  # fmt: skip
+        assert micro.sample_ids == seen.samples
+        for name, (tag, shape, values, _) in seen.tensors.items():
+            assert bits(micro.tensor(name)) == (tag, shape, values.tobytes()), name
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.data())
+def test_without_a_stage_that_has_all_rows_they_are_put_together(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    whole = WholeStep(lengths)
+    records = []
+    order: list[int] = []
+    for rank, parts in enumerate(dealt(data, len(lengths))):
+        for index, piece in enumerate(parts):
+            order += piece
+            part = Part(microbatch=index)
+            records.append(record(whole.piece(piece), rank=rank, part=part, **whole.ids(piece)))
+    batch = join(MemoryDump(records), 5)
+    assert batch.sample_ids == tuple(whole.samples[row] for row in order)
+    for name, (_, _, values, _) in whole.tensors.items():
+        valid = whole.there[order] if values.ndim > 1 else np.ones(len(order), bool)
+        assert (batch[name][valid] == values[order][valid]).all(), name
+        assert batch[name].shape == values.shape
+    for name, padding in batch.padding.items():
+        assert padding.side == "right", name
+
+
+def test_padding_is_what_the_recorded_rows_end_with() -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    records = [record(whole.piece([0, 1]), rank=0, **whole.ids([0, 1])),
+               record(whole.piece([2, 3]), rank=1, **whole.ids([2, 3]))]  # fmt: skip
+    batch = join(MemoryDump(records), 5)
+    assert {name: padding.fill for name, padding in batch.padding.items()} == {
+        "responses": 7, "response_mask": 0, "rollout_log_probs": 0.0, "old_log_probs": 0.0,
+    }  # fmt: skip
+    assert (batch["responses"] == whole.tensors["responses"][2]).all()
+
+
+def test_what_was_padded_on_the_left_stays_there() -> None:
+    mask = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
+    narrow = np.array([[0, 1, 1], [1, 1, 1]])
+    records = [
+        record({"response_mask": wire(mask), "responses": wire(mask + 4)}, samples=["a", "b"]),
+        record(
+            {"response_mask": wire(narrow), "responses": wire(narrow + 4)},
+            rank=1,
+            samples=["c", "d"],
+        ),
+    ]
+    batch = join(MemoryDump(records), 5)
+    assert batch["responses"][2:].tolist() == [[4, 4, 5, 5], [4, 5, 5, 5]]
+    assert batch.padding["responses"] == ("left", 4)
+    micro = list(batch.microbatches())[1]
+    assert micro["responses"].tolist() == (narrow + 4).tolist()
+
+
+def test_ragged_and_packed_rows_keep_their_lengths() -> None:
+    rows = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
+    ones = [np.ones_like(row) for row in rows]
+    packed = {
+        "responses": wire(np.concatenate(rows)),
+        "response_mask": wire(np.concatenate(ones)),
+        "rewards": wire(np.array([0.1, 0.2, 0.3])),
+        "cu_seqlens": wire(np.array([0, 3, 4, 6])),
+    }
+    for tensors in (
+        packed,
+        {"responses": ragged(rows), "response_mask": ragged(ones), "rewards": packed["rewards"]},
+    ):
+        batch = join(MemoryDump([record(tensors, samples=["a", "b", "c"])]), 5)
+        assert batch["responses"].tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
+        assert batch.lengths["responses"].tolist() == [3, 1, 2]
+        assert batch["rewards"].tolist() == [0.1, 0.2, 0.3]
+        assert "cu_seqlens" not in batch
+
+
+def test_every_pass_over_the_rows_is_there() -> None:
+    whole = WholeStep([4, 4])
+    parts = [Part(epoch=epoch) for epoch in range(2)]
+    passes = [np.full((2, 4), epoch, np.float32) for epoch in range(2)]
+    mask = whole.piece([0, 1], ["response_mask"])
+    records = [
+        record({**mask, "log_probs": wire(values)}, stage="actor_update", part=part,
+               samples=whole.samples, numbers={"loss": part.epoch + 0.5})
+        for part, values in zip(parts, passes, strict=True)
+    ]  # fmt: skip
+    batch = join(MemoryDump(records), 5)
+    assert batch.gaps == ()
+    assert batch["log_probs"].tolist() == passes[0].tolist()
+    micro = list(batch.microbatches())
+    assert [each["log_probs"].tolist() for each in micro] == [each.tolist() for each in passes]
+    assert [each.numbers["loss"] for each in micro] == [0.5, 1.5]
+
+
+def test_what_has_no_rows_belongs_to_its_part() -> None:
+    whole = WholeStep([4, 4])
+    loss = np.float32(0.25).reshape(())
+    tensors = {**whole.piece([0, 1]), "loss": wire(np.asarray(loss))}
+    batch = join(MemoryDump([record(tensors, stage="actor_update", **whole.ids([0, 1]))]), 5)
+    assert "loss" not in batch
+    (micro,) = batch.microbatches()
+    assert micro["loss"] == 0.25
+    assert set(micro.others) == {"loss"}
+
+
+# --- what is missing or disagrees is said -------------------------------------------------------
+def two(whole: WholeStep, **second: Any) -> list[Record]:
+    ids = whole.ids([0, 1])
+    return [record(whole.piece([0, 1]), rank=0, **ids),
+            record({**whole.piece([0, 1]), **second}, rank=1, **ids)]  # fmt: skip
+
+
+def test_replicas_count_once_and_are_held_against_each_other() -> None:
+    whole = WholeStep([4, 4])
+    assert join(MemoryDump(two(whole)), 5).gaps == ()
+    changed = whole.tensors["rollout_log_probs"][2].copy()
+    changed[1, 2] += 0.5
+    batch = join(MemoryDump(two(whole, rollout_log_probs=wire(changed))), 5)
+    assert batch.rows == 2
+    ((kind, message),) = batch.gaps
+    assert kind == "disagrees"
+    assert "rollout_log_probs of actor_compute_log_prob actor 1" in message
+    assert "1 of 8 values differ, max |d| 0.5" in message
+    assert (batch["rollout_log_probs"] == whole.tensors["rollout_log_probs"][2]).all()
+    assert (list(batch.microbatches())[1]["rollout_log_probs"] == changed).all()
+
+
+def test_another_dtype_disagrees() -> None:
+    whole = WholeStep([4, 4])
+    wider = whole.tensors["rollout_log_probs"][2].astype(np.float64)
+    (gap,) = join(MemoryDump(two(whole, rollout_log_probs=wire(wider))), 5).gaps
+    assert "is float64 [4], that of actor_compute_log_prob actor 0 is float32 [4]" in gap.message
+
+
+def test_rows_that_never_came_are_named_and_not_zero() -> None:
+    whole = WholeStep([4, 4, 4])
+    first = record(whole.piece([0, 1, 2], ["response_mask"]), stage="rollout_generate",
+                   role="rollout", **whole.ids([0, 1, 2]))  # fmt: skip
+    later = record(whole.piece([0, 2], LATER), **whole.ids([0, 2]))
+    batch = join(MemoryDump([first, later]), 5)
+    ((kind, message),) = batch.gaps
+    assert kind == "rows"
+    assert message == "old_log_probs is not there for 1 of 3 rows (g0_1)"
+    assert (batch["old_log_probs"][1] == 0x7FC0).all()
+
+
+def test_a_rank_without_a_stage_is_named() -> None:
+    whole = WholeStep([4, 4])
+    records = [record(whole.piece([rank]), rank=rank, **whole.ids([rank])) for rank in (0, 1)]
+    update = record(whole.piece([0], LATER), stage="actor_update", samples=whole.samples[:1])
+    batch = join(MemoryDump([*records, update]), 5)
+    assert ("rank", "actor_update has nothing of actor 1") in batch.gaps
+
+
+def test_without_ids_rows_are_joined_by_place_or_not_at_all() -> None:
+    whole = WholeStep([4, 4, 4])
+    of_rank = {0: [0, 1], 1: [2]}
+    records = [record(whole.piece(rows), rank=rank) for rank, rows in of_rank.items()]
+    same = [record(whole.piece(rows, LATER), rank=rank, stage="actor_update")
+            for rank, rows in of_rank.items()]  # fmt: skip
+    batch = join(MemoryDump([*records, *same]), 5)
+    assert batch.rows == 3
+    assert batch.gaps == ()
+    assert batch.sample_ids is None
+    other = [record(whole.piece([0], LATER), rank=0, stage="actor_update")]
+    batch = join(MemoryDump([*records, *other]), 5)
+    assert [gap.kind for gap in batch.gaps] == ["joined", "rank"]
+    assert batch.rows == 3
+
+
+def test_pieces_of_samples_stay_in_their_parts() -> None:
+    tensors = {"response_mask": wire(np.ones((1, 2), np.int64)),
+               "positions": wire(np.array([[0, 1]]))}  # fmt: skip
+    records = [record(tensors, rank=rank, samples=["a"]) for rank in (0, 1)]
+    batch = join(MemoryDump(records), 5)
+    assert [gap.kind for gap in batch.gaps if gap.kind == "joined"] == ["joined"]
+    assert [micro["positions"].tolist() for micro in batch.microbatches()] == [[[0, 1]]] * 2
+
+
+def test_a_step_or_tensor_that_is_not_there_says_what_is() -> None:
+    whole = WholeStep([4])
+    dump = MemoryDump([record(whole.piece([0]), **whole.ids([0]))])
+    with pytest.raises(NotFound, match="nothing of step 6; expected step 5"):
+        join(dump, 6)
+    with pytest.raises(NotFound, match="in these stages; expected one of actor_compute_log_prob"):
+        join(dump, 5, stages=["actor_update"])
+    with pytest.raises(NotFound, match="no tensor entropy of step 5; expected some of old_log"):
+        join(dump, 5, names=["entropy"])
+    assert set(join(dump, 5, names=["rewards"])) == {"rewards", "response_mask"}
+
+
+# --- straight from files ------------------------------------------------------------------------
+def job(rank: int, step: int = 5, run: str = "r", key: str = "k", **more: Any) -> dict[str, Any]:
+    return {
+        "run": run, "attempt_id": 1, "attempt_key": key, "role": "actor", "rank": rank,
+        "step": step, "stage": "actor_compute_log_prob", "occurrence": 0, "epoch": 0,
+        "minibatch": 0, "microbatch": 0, "layout": {}, "settings": {"clip": 0.2}, **more,
+    }  # fmt: skip
+
+
+def written(tmp_path: Path, whole: WholeStep, keep: tuple[str, ...] = (), **of_job: Any) -> None:
+    """Two ranks' payloads, through the intake."""
+    for rank in (0, 1):
+        rows = [2 * rank, 2 * rank + 1]
+        ring = Ring(tmp_path / "ring" / f"node{rank}", 1 << 20, reserve_bytes=0)
+        intake = Intake(tmp_path, f"node{rank}", ring)
+        ids = whole.ids(rows)
+        value = {
+            "schema": 1,
+            "tensors": whole.piece(rows),
+            "strings": {"sample_ids": ids["samples"], "group_ids": ids["groups"]},
+            "meta": {"temperature": 0.7, "policy_version": 4},
+        }
+        said = {**job(rank, **of_job), "keep": list(keep)}
+        key = PayloadKey(f"{said['attempt_key']}-{rank}", said["step"])
+        assert intake.take(key, said, value).state == "ingested"
+
+
+def test_a_step_is_read_from_the_ring_and_from_kept_files(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole, keep=("rewards",))
+    written(tmp_path, whole, step=6)
+    batch = read_batch(tmp_path, 5)
+    assert batch.gaps == ()
+    assert batch.rows == 4
+    for name, (tag, _, values, _) in whole.tensors.items():
+        assert batch.tensor(name).dtype == tag
+        assert (batch[name] == values).all(), name
+    assert len(batch.source["files"]) == 4  # two in the ring, two kept
+    assert all(file["checksum"].startswith("sha256:") for file in batch.source["files"])
+    told = {name: batch.source[name] for name in ("run", "attempt_key", "step")}
+    assert told == {"run": "r", "attempt_key": "k", "step": 5}
+    assert batch.meta["policy_version"] == 4
+    assert batch.meta["settings"] == {"clip": 0.2}
+    assert batch.meta["sampling"] == {"temperature": 0.7}
+    kept = read_batch(tmp_path / "r" / "k")
+    assert set(kept) >= {"rewards"}
+    assert kept.rows == 4
+
+
+def test_of_several_attempts_the_newest_answers_and_of_several_runs_none(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole, key="first")
+    written(tmp_path, whole, key="second")
+    batch = read_batch(tmp_path, 5)
+    assert batch.source["attempt_key"] == "second"
+    assert ("attempt", "attempt second answers; there are first") in batch.gaps
+    assert read_batch(tmp_path, 5, attempt_key="first").gaps == ()
+    written(tmp_path, whole, run="other", key="third")
+    with pytest.raises(InvalidInput, match="holds 2 runs"):
+        read_batch(tmp_path, 5)
+    assert read_batch(tmp_path, 5, run="other").source["run"] == "other"
+    with pytest.raises(NotFound, match="no kept files of step 9"):
+        read_batch(tmp_path, 9, run="other")
+
+
+def test_a_damaged_file_is_a_gap(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole)
+    (path,) = (tmp_path / "ring" / "node1").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8])
+    batch = read_batch(tmp_path, 5)
+    assert batch.rows == 2
+    (gap,) = batch.gaps
+    assert gap.kind == "file"
+    assert str(path) in gap.message
+
+
+def test_a_batch_saved_is_read_as_it_was(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole)
+    batch = read_batch(tmp_path, 5)
+    path = batch.save(tmp_path / "elsewhere" / "batch.safetensors")
+    again = read_batch(path)
+    assert isinstance(again, Batch)
+    assert {n: bits(again.tensor(n)) for n in again} == {n: bits(batch.tensor(n)) for n in batch}
+    assert again.source == batch.source
+    assert str(again) == str(batch)

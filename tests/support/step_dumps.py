@@ -1,0 +1,117 @@
+"""One step, dealt out over ranks and parts in any way: what is recorded, and what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stagescope.schema import Part
+from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.store.tensorfile import WireTensor
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass
+class MemoryDump:
+    """Records in memory, as a reader would give them."""
+
+    records: list[Record]
+    name: str = "memory"
+    kind: str = "own"
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    problems: Sequence[Problem] = ()
+    reads: list[Entry] = dataclasses.field(default_factory=list)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [record.entry for record in self.records]
+
+    def read(self, entry: Entry) -> Record:
+        self.reads.append(entry)
+        return next(record for record in self.records if record.entry == entry)
+
+
+def wire(values: Array, tag: str | None = None) -> WireTensor:
+    return tag or values.dtype.name, values.shape, values, None
+
+
+def ragged(rows: Sequence[Array]) -> WireTensor:
+    flat = np.concatenate(rows)
+    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+    return flat.dtype.name, flat.shape, flat, offsets
+
+
+def record(
+    tensors: Mapping[str, WireTensor],
+    *,
+    stage: str | None = "actor_compute_log_prob",
+    role: str | None = "actor",
+    rank: int | None = 0,
+    part: Part = Part(),  # noqa: B008
+    step: int = 5,
+    samples: Sequence[str] | None = None,
+    groups: Sequence[str] | None = None,
+    **more: Any,
+) -> Record:
+    """A record at a place; its path is its name."""
+    section = more.pop("section", "other")
+    name = f"{stage or section}-{role}-{rank}-{part}-{step}"
+    about = more.pop("about", {"wall": 0.0})
+    entry = Entry(section, Place(step, stage, role, rank, part), Path(name), 1, name)
+    return Record(
+        entry,
+        dict(tensors),
+        samples=None if samples is None else tuple(samples),
+        groups=None if groups is None else tuple(groups),
+        mask="response_mask" if "response_mask" in tensors else None,
+        about=about,
+        **more,
+    )
+
+
+class WholeStep:
+    """Rows of a step with lengths of their own, padded on the right."""
+
+    def __init__(self, lengths: Sequence[int], seed: int = 0) -> None:
+        generator = np.random.default_rng(seed)
+        rows, width = len(lengths), max(lengths)
+        self.lengths = np.array(lengths, np.int64)
+        self.there = np.arange(width) < self.lengths[:, None]
+        mask = generator.integers(0, 2, (rows, width))
+        mask[:, 0] = mask[np.arange(rows), self.lengths - 1] = 1
+        self.samples = [f"g{row // 2}_{row % 2}" for row in range(rows)]
+        self.groups = [f"g{row // 2}" for row in range(rows)]
+        responses = generator.integers(1, 99, (rows, width))
+        log_probs = -generator.random((rows, width)).astype(np.float32)
+        bits = (log_probs.view(np.uint32) >> 16).astype(np.uint16)
+        self.tensors: dict[str, WireTensor] = {
+            "responses": wire(np.where(self.there, responses, 7)),
+            "response_mask": wire(np.where(self.there, mask, 0)),
+            "rollout_log_probs": wire(np.where(self.there, log_probs, 0).astype(np.float32)),
+            "old_log_probs": wire(np.where(self.there, bits, 0).astype(np.uint16), "bfloat16"),
+            "rewards": wire(generator.random(rows).astype(np.float32)),
+        }
+
+    def piece(
+        self, rows: Sequence[int], names: Sequence[str] | None = None
+    ) -> dict[str, WireTensor]:
+        """Some rows, no wider than the longest of them."""
+        index = np.asarray(rows)
+        width = int(self.lengths[index].max())
+        found = {}
+        for name in names or self.tensors:
+            tag, _, values, _ = self.tensors[name]
+            cut = values[index] if values.ndim == 1 else values[index, :width]
+            found[name] = wire(np.ascontiguousarray(cut), tag)
+        return found
+
+    def ids(self, rows: Sequence[int]) -> dict[str, Any]:
+        return {
+            "samples": [self.samples[row] for row in rows],
+            "groups": [self.groups[row] for row in rows],
+        }
