@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import tensordict
     import torch
 
-    from verl import DataProto
+    from verl import DataProto  # pyright: ignore[reportMissingImports]
 
 Array = np.ndarray[Any, Any]
 

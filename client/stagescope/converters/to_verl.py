@@ -10,7 +10,7 @@ from stagescope.converters.to_torch import tensor_of, tensors
 from stagescope.errors import MissingExtra
 
 try:
-    from verl import DataProto
+    from verl import DataProto  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise MissingExtra(
         "this conversion needs verl, which is not installed", advice="pip install verl"

@@ -78,7 +78,7 @@ class Column:
         self.first = first
         self.values = allocate(shape, np.dtype(CODES[tag][1]))
         self.width = shape[1] if len(shape) > 1 else 1
-        self.written: Int64 = np.full(shape[0], -1, np.int64)
+        self.written: Int64 = np.full(len(self.values), -1, np.int64)
         """How wide each row was written; -1: it never came."""
         self.is_ragged = False
 

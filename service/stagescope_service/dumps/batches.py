@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from stagescope.batch import Batch, Gap
 from stagescope.errors import InvalidInput, NotFound
 from stagescope_service.dumps.batch_join import join
+from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.ring import RingKey
-from stagescope_service.store.tensorfile import read_metadata_of
+from stagescope_service.store.tensorfile import describe_file
 
 _STEP: Final = re.compile(r"step_(-?\d+|unknown)\Z")
 
@@ -30,8 +31,8 @@ def read_batch(
     """Return one step as a batch, from files alone.
 
     Args:
-        path: a batch's file, a service's data_dir, or any directory in it: of a run, an attempt, a
-            step, a node's ring.
+        path: a batch's file; a service's data_dir, or any directory in it: of a run, an attempt, a
+            step, a node's ring; or a dump that another project wrote (see `discover`).
         step: which step; may be left out where there is one.
         run, attempt_key: whose, where the directory holds several; default: the one run there is,
             and its attempt that wrote last.
@@ -44,11 +45,14 @@ def read_batch(
         InvalidTensor: a file that is damaged.
     """
     place = Path(path)
-    if place.is_file() and "stagescope_batch" in read_metadata_of(place):
-        return Batch.load(place)
     if not place.exists():
         raise NotFound(f"there is no file or directory {place}")
-    files = [place] if place.is_file() else list(_files(place, step))
+    is_tensors = place.suffix == ".safetensors"
+    if is_tensors and "stagescope_batch" in describe_file(place).metadata:
+        return Batch.load(place)
+    files = list(_files(place, step)) if place.is_dir() else [place] * is_tensors
+    if not files:
+        return _of_others(place, step, names, stages)
     dump = PayloadFiles((PayloadFile(file) for file in files), name=str(place))
     chosen, told, gaps = _choose(dump, run, attempt_key)
     if step is None:
@@ -69,6 +73,17 @@ def read_batch(
             "holds the last steps only",
         )
     return join(answering, step, names=names, stages=stages, source=told, gaps=gaps)
+
+
+def _of_others(
+    place: Path, step: int | None, names: Collection[str] | None, stages: Collection[str] | None
+) -> Batch:
+    """Return a step of a dump that another project wrote."""
+    dump = open_dump(place, step=step)
+    steps = sorted({e.place.step for e in dump.entries if e.place.step is not None})
+    if step is None and len(steps) > 1:
+        raise _several_steps(dump.name, steps)
+    return join(dump, steps[0] if step is None and steps else step, names=names, stages=stages)
 
 
 def _files(directory: Path, step: int | None) -> Iterator[Path]:
@@ -122,10 +137,13 @@ def _numbered(jobs: Mapping[Path, Mapping[str, Any]], chosen: set[Path]) -> dict
 
 
 def _only_step(dump: PayloadFiles, chosen: set[Path]) -> int | None:
-    steps = sorted({e.place.step for e in dump.entries if e.path in chosen} - {None})
+    found = {entry.place.step for entry in dump.entries if entry.path in chosen}
+    steps = sorted(step for step in found if step is not None)
     if len(steps) > 1:
-        raise InvalidInput(
-            f"{dump.name} holds {len(steps)} steps",
-            expected=f"one of {', '.join(map(str, steps[:8]))}",
-        )
+        raise _several_steps(dump.name, steps)
     return steps[0] if steps else None
+
+
+def _several_steps(name: str, steps: Sequence[int]) -> InvalidInput:
+    shown = ", ".join(map(str, steps[:8]))
+    return InvalidInput(f"{name} holds {len(steps)} steps", expected=f"step= one of {shown}")

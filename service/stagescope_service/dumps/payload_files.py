@@ -30,10 +30,9 @@ class PayloadFile(NamedTuple):
 class PayloadFiles:
     """Payload files of any steps; one entry a file."""
 
-    kind: Final = "own"
-
     def __init__(self, files: Iterable[PayloadFile], *, name: str) -> None:
         self.name = name
+        self.kind = "own"
         self.about: Mapping[str, Any] = {}
         self._files = {file.path: file for file in files}
         self.jobs: dict[Path, Mapping[str, Any]] = {}
