@@ -50,9 +50,10 @@ def read_batch(
     is_tensors = place.suffix == ".safetensors"
     if is_tensors and "stagescope_batch" in describe_file(place).metadata:
         return Batch.load(place)
-    files = list(_files(place, step)) if place.is_dir() else [place] * is_tensors
-    if not files:
+    ours = list(_files(place)) if place.is_dir() else [place] * is_tensors
+    if not ours:
         return _of_others(place, step, names, stages)
+    files = [path for path in ours if step is None or _step_of(path) in (None, str(step))]
     dump = PayloadFiles((PayloadFile(file) for file in files), name=str(place))
     chosen, told, gaps = _choose(dump, run, attempt_key)
     if step is None:
@@ -65,10 +66,10 @@ def read_batch(
     answering = PayloadFiles(of_step, name=str(place))
     gaps += [Gap("file", f"{problem.path}: {problem.message}") for problem in dump.problems]
     if not of_step:
-        there = sorted({e.place.step for e in dump.entries if e.place.step is not None})
+        there = sorted({found for path in ours if (found := _step_of(path))})
         raise NotFound(
             f"{place} has no kept files of step {step}",
-            expected=f"one of {', '.join(map(str, there[:8]))}" if there else "",
+            expected=f"one of {', '.join(there[:8])}" if there else "",
             advice="keep a step by init(keep=...), stagescope capture --keep, or a pin; the ring "
             "holds the last steps only",
         )
@@ -86,12 +87,9 @@ def _of_others(
     return join(dump, steps[0] if step is None and steps else step, names=names, stages=stages)
 
 
-def _files(directory: Path, step: int | None) -> Iterator[Path]:
+def _files(directory: Path) -> Iterator[Path]:
     for path in sorted(directory.rglob("*.safetensors")):
-        if path.name.startswith(".") or not path.is_file():
-            continue
-        of_step = _step_of(path)
-        if step is None or of_step is None or of_step == str(step):
+        if not path.name.startswith(".") and path.is_file():
             yield path
 
 

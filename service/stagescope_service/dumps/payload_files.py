@@ -10,7 +10,7 @@ from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.nonfinite import numbers
 from stagescope.schema import PART_FIELDS, Part
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
-from stagescope_service.store.tensorfile import disk_errors, describe_file, map_tensors
+from stagescope_service.store.tensorfile import describe_file, disk_errors, map_tensors
 
 _OF_ROWS: Final = ("sample_ids", "group_ids")
 

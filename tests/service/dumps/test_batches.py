@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
@@ -348,3 +349,35 @@ def test_a_batch_saved_is_read_as_it_was(tmp_path: Path) -> None:
     assert {n: bits(again.tensor(n)) for n in again} == {n: bits(batch.tensor(n)) for n in batch}
     assert again.source == batch.source
     assert str(again) == str(batch)
+
+
+def test_what_another_project_wrote_is_a_batch_too(tmp_path: Path) -> None:
+    step = {
+        "step": 3,
+        "num_trajectories": 2,
+        "trajectories": [
+            {
+                "tokens": [1, 2, 3 + run],
+                "loss_mask": [0, 1, 1],
+                "reward": 0.5 + run,
+                "is_val": False,
+                "extra_fields": {"group_id": "g", "run_id": run, "task_id": "t"},
+            }
+            for run in (0, 1)
+        ],
+    }
+    (tmp_path / "trajectory").mkdir()
+    torch.save(step, tmp_path / "trajectory" / "step_000003.pt")
+    batch = read_batch(tmp_path, 3)
+    assert batch["tokens"].tolist() == [[1, 2, 3], [1, 2, 4]]
+    assert batch.sample_ids == ("g_0", "g_1")
+    assert batch.source["kind"] == "nexrl"
+    with pytest.raises(NotFound, match="nothing of step 4"):
+        read_batch(tmp_path, 4)
+
+
+def test_every_entry_is_read_twice_and_no_more() -> None:
+    whole = WholeStep([4, 4])
+    dump = MemoryDump(two(whole))
+    join(dump, 5)
+    assert sorted(entry.key for entry in dump.reads) == sorted(2 * [e.key for e in dump.entries])
