@@ -1,0 +1,179 @@
+"""From the pieces of all shards to one result a tensor, with its verdict."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from stagescope_service.compare import flow
+from stagescope_service.compare.pieces import Piece
+from stagescope_service.compare.results import PlaceResult, TensorResult, Verdict
+from stagescope_service.compare.shards import RUN, SAMPLE
+from stagescope_service.compare.taking import COMPARED, LENGTHS_DIFFER, TOKENS_DIFFER, Location
+from stagescope_service.compare.tolerances import Floor, Tolerances, is_noise
+from stagescope_service.statistics.pairwise import Pairwise
+
+
+def assemble(
+    pieces: Iterable[Piece], tolerances: Tolerances, floor: Floor | None, *, unmatched: str = ""
+) -> tuple[TensorResult, ...]:
+    """Return a result for each tensor, by step and in the order of the flow.
+
+    Args:
+        pieces: of all shards.
+        tolerances: what is allowed.
+        floor: what log-probs are apart from themselves.
+        unmatched: why rows that are known by their place alone cannot be compared, if so.
+    """
+    grouped: dict[tuple[Any, str, str], list[Piece]] = collections.defaultdict(list)
+    for piece in pieces:
+        grouped[piece.places[0].step, piece.section, piece.name].append(piece)
+    results = [
+        _tensor(step, section, name, each, tolerances, floor, unmatched)
+        for (step, section, name), each in grouped.items()
+    ]
+    return tuple(sorted(results, key=_order))
+
+
+def heaviest(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict of all of them; of none it is `same`."""
+    return max(verdicts, key=lambda verdict: verdict.weight, default=Verdict.SAME)
+
+
+def _order(result: TensorResult) -> tuple[Any, ...]:
+    step = -1 if result.step is None else result.step
+    return (step, flow.order(result.section, result.name))
+
+
+def _tensor(
+    step: int | None,
+    section: str,
+    name: str,
+    pieces: list[Piece],
+    tolerances: Tolerances,
+    floor: Floor | None,
+    unmatched: str,
+) -> TensorResult:
+    pieces.sort(key=_place_order)
+    places = tuple(
+        PlaceResult(_verdict(piece, tolerances, floor, unmatched), piece) for piece in pieces
+    )
+    once = _without_replicas(pieces)
+    found = Pairwise.nothing()
+    for piece in once:
+        found = found.merge(piece.found)
+    verdict = heaviest(each.verdict for each in places)
+    largest = max(
+        (piece for piece in once if piece.largest is not None),
+        key=lambda piece: piece.found.max_abs, default=None,
+    )  # fmt: skip
+    samples = _samples(once)
+    return TensorResult(
+        step, section, name, flow.station(section, name), verdict,
+        _reason(verdict, found, pieces, samples, unmatched), found,
+        tolerances.of(section, name, pieces[0].dtypes), places,
+        first=_first(places, verdict), largest=None if largest is None else largest.largest,
+        samples=samples,
+    )  # fmt: skip
+
+
+def _verdict(piece: Piece, tolerances: Tolerances, floor: Floor | None, unmatched: str) -> Verdict:
+    if piece.shapes_differ:
+        return Verdict.DIFFERENT
+    by_place = piece.rows is not None and piece.key not in (SAMPLE, RUN)
+    if unmatched and by_place and not flow.is_structural(piece.name) and not _is_sampled(piece):
+        return Verdict.NOT_COMPARABLE
+    found, states = piece.found, None if piece.rows is None else piece.rows.states
+    if flow.is_structural(piece.name) and states is not None and (states == LENGTHS_DIFFER).any():
+        return Verdict.DIFFERENT
+    if found.unequal_count:
+        tolerance = tolerances.of(piece.section, piece.name, piece.dtypes)
+        if not is_noise(found, tolerance, floor, piece.name):
+            return Verdict.DIFFERENT
+    if states is not None and len(states):
+        compared = (states == COMPARED).any()
+        if not compared or (states == LENGTHS_DIFFER).any():
+            return Verdict.NOT_COMPARABLE
+    return Verdict.WITHIN_NOISE if found.unequal_count else Verdict.SAME
+
+
+def _is_sampled(piece: Piece) -> bool:
+    return piece.section in flow.SAMPLING
+
+
+def _without_replicas(pieces: Sequence[Piece]) -> list[Piece]:
+    """Leave out pieces all of whose samples were there before at the same part of the step."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for piece in pieces:
+        if piece.rows is None or piece.fragments or piece.key not in (SAMPLE, RUN):
+            kept.append(piece)
+            continue
+        place = piece.places[0]
+        unit = (place.step, place.stage, place.part.occurrence, place.part.epoch)
+        labels = {(*unit, label) for label in piece.rows.labels}
+        if not labels or not labels <= seen:
+            kept.append(piece)
+            seen |= labels
+    return kept
+
+
+def _samples(pieces: Sequence[Piece]) -> dict[str, int]:
+    tables = [piece.rows for piece in pieces if piece.rows is not None]
+    if not tables:
+        return {}
+    states = np.concatenate([table.states for table in tables])
+    unequal = np.concatenate([table.numbers[:, 1] for table in tables])
+    return {
+        "compared": int((states == COMPARED).sum()),
+        "unequal": int((unequal > 0).sum()),
+        "tokens differ": int((states == TOKENS_DIFFER).sum()),
+        "lengths differ": int((states == LENGTHS_DIFFER).sum()),
+    }
+
+
+def _first(places: Sequence[PlaceResult], verdict: Verdict) -> Location | None:
+    """Return where the first place of this verdict has its first pair over the tolerance."""
+    for each in places:
+        if each.verdict is verdict and verdict is not Verdict.SAME:
+            location = each.piece.over or each.piece.unequal
+            if location is not None:
+                return location
+    return None
+
+
+def _place_order(piece: Piece) -> tuple[Any, ...]:
+    place = piece.places[0]
+    known = (-1 if place.step is None else place.step, place.part, place.stage or "")
+    return (*known, place.role or "", -1 if place.rank is None else place.rank)
+
+
+def _reason(
+    verdict: Verdict,
+    found: Pairwise,
+    pieces: Sequence[Piece],
+    samples: dict[str, int],
+    unmatched: str,
+) -> str:
+    words = []
+    if found.unequal_count:
+        words.append(f"{found.unequal_count} of {found.pairs} values differ")
+        if found.over_count != found.unequal_count:
+            words.append(f"{found.over_count} by more than is allowed")
+    if found.disagreeing_non_finite:
+        words.append(f"{found.disagreeing_non_finite} are NaN or infinite on one side only")
+    elif found.agreeing_non_finite:
+        words.append(f"{found.agreeing_non_finite} are the same NaN or infinity on both sides")
+    for state in ("tokens differ", "lengths differ"):
+        if samples.get(state):
+            total = sum(samples[name] for name in ("compared", "tokens differ", "lengths differ"))
+            words.append(f"the {state} in {samples[state]} of {total} samples")
+    words += dict.fromkeys(piece.problem for piece in pieces if piece.problem)
+    if verdict is Verdict.NOT_COMPARABLE and unmatched and not words:
+        words.append(unmatched)
+    if not found.pairs and not words:
+        words.append("no values")
+    return "; ".join(words)

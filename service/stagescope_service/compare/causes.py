@@ -1,0 +1,279 @@
+"""What probably made two dumps differ, what to check, and what the evidence excludes.
+
+Rules over what was found, no guesses: each cause says on which evidence it stands. The lists of
+what to check are those that users of dumps keep: padding and max_length where shapes differ;
+entropy_coeff, FP16 against FP32 and seeds where losses do; options where data is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
+from stagescope_service.dumps.records import Dump
+
+_AGREE: Final = (Verdict.SAME, Verdict.WITHIN_NOISE)
+
+_BY_STATION: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "tokens": ("the two sides sampled differently", (
+        "the seed of the rollout, temperature, top_p and top_k: the same on both sides?",
+        "a greedy run (temperature 0) of both: equal tokens leave only the sampling",
+        "the engine's weights and policy version when it sampled",
+        "batch order and engine batching: few kernels give the same bits for another batch size",
+    )),
+    "masks": ("masks are made in another way", (
+        "which tokens of tools and of the environment are 0",
+        "whether EOS counts, and what truncation at max_length does",
+        "whether one side replaced response_mask by a rejection mask",
+    )),
+    "rollout log-probs": ("the inference engines score the same tokens differently", (
+        "dtype and quantisation of the engine (float32, bfloat16, int8)",
+        "raw or processed log-probs: temperature, top_p, top_k before or after the softmax",
+        "the weights that the engine held: policy version, missed weight syncs",
+    )),
+    "rewards": ("rewards are computed differently", (
+        "the reward function's version, answer extraction, time-outs",
+        "a judge model that samples: its seed and temperature",
+        "penalties (length, format, KL) added on one side only",
+    )),
+    "log-probs before the update": ("the trainers' forward pass differs on the same tokens", (
+        "numerical precision: FP16 or bfloat16 against FP32, also of the softmax and the logits",
+        "attention kernel, padding side and position_ids; packing against padding",
+        "the weights before the step: checkpoint, step resumed from",
+        "temperature applied to the logits; a shift of labels by one",
+        "dropout and the random seed",
+    )),
+    "values": ("the critics differ", (
+        "the critic's weights and dtype", "value clipping and normalisation",
+    )),
+    "advantages": ("advantages are computed differently from the same rewards", (
+        "normalisation by the group's or the batch's standard deviation",
+        "which trajectories form a group (group_id)", "gamma and lambda; KL in the reward",
+    )),
+    "log-probs in the update": ("the policies differ while they are updated", (
+        "the order of microbatches and minibatches, the number of epochs",
+        "numerical precision: FP16 or bfloat16 against FP32", "dropout and the random seed",
+    )),
+    "ratio": ("the importance ratio is formed differently", (
+        "which old_log_probs are the denominator: the engine's or the trainer's",
+        "clamping and truncation of the ratio; the mask effective_valid",
+    )),
+    "loss": ("the loss is put together differently from the same terms", (
+        "entropy_coeff and the coefficient of the KL term: the same on both sides?",
+        "averaging: over tokens, over sequences, over the global batch or the microbatch",
+        "numerical precision: FP16 or bfloat16 against FP32",
+        "whether the random seed is fixed",
+        "is_loss, in its order: log_probs, old_log_probs, advantages, prob_ratio, "
+        "elementwise_loss, effective_valid",
+    )),
+    "gradients": ("gradients differ though the loss does not", (
+        "clipping and its norm; gradient accumulation and its divisor",
+        "dtype and order of the all-reduce", "parameters that one side freezes",
+    )),
+    "parameters": ("the update differs though gradients do not", (
+        "learning rate, weight decay, the optimizer's state and its dtype",
+        "the checkpoint that the two started from",
+    )),
+}  # fmt: skip
+
+_EXCLUDES: Final[Mapping[str, str]] = {
+    "tokens": "tokens are equal: not the sampling, its seed or temperature, nor the tokenizer",
+    "masks": "masks are equal: not padding, truncation or which tokens count",
+    "rollout log-probs": "rollout log-probs agree: not the inference engine nor its weights",
+    "rewards": "rewards agree: not the reward function",
+    "log-probs before the update": "log-probs before the update agree: not the weights before the "
+    "step nor the precision of the forward pass",
+    "values": "values agree: not the critic",
+    "advantages": "advantages agree: not the reward's normalisation or grouping",
+    "log-probs in the update": "log-probs in the update agree: not the policy's forward pass",
+    "ratio": "the ratio and the loss of each token agree: not the importance sampling",
+    "loss": "losses agree: not the loss function or its coefficients",
+    "gradients": "gradients agree: not the backward pass",
+}
+
+_SELF_HOSTED: Final = {
+    "trajectories": "trajectory", "old_log_probs": "old_log_probs", "forward_data": "forward_data",
+    "loss": "loss", "parameters": "param", "gradients": "gradient",
+}  # fmt: skip
+_WEAVER: Final = "forward_data,loss,is_loss_debug"
+
+
+def likely(
+    result: PairResult, dumps: tuple[Dump, Dump]
+) -> tuple[tuple[Cause, ...], tuple[str, ...]]:
+    """Return likely causes, the likeliest first, and what the evidence excludes."""
+    causes = [
+        *_of_settings(result, dumps),
+        *_of_coefficients(result),
+        *_of_dtypes(result),
+        *_of_prompts(result),
+        *_of_lengths(result),
+        *_of_station(result),
+        *_of_non_finite(result),
+        *_of_missing(result, dumps),
+    ]
+    return tuple(causes), _excluded(result)
+
+
+def _of_station(result: PairResult) -> list[Cause]:
+    first = result.first
+    if first is None or first.station not in _BY_STATION:
+        return []
+    title, checks = _BY_STATION[first.station]
+    evidence = f"the first difference is {first.section}/{first.name}: {first.reason}"
+    return [Cause(title, evidence, checks)]
+
+
+def _of_prompts(result: PairResult) -> list[Cause]:
+    first = result.first
+    if first is None or first.name != "prompts":
+        return []
+    return [Cause(
+        "the two sides were given other prompts", f"{first.section}/prompts: {first.reason}",
+        ("the tokenizer and the chat template, with their versions",
+         "the data's order and its shuffle seed", "max_prompt_length and the side of truncation"),
+    )]  # fmt: skip
+
+
+def _of_lengths(result: PairResult) -> list[Cause]:
+    short = [t for t in result.tensors if t.samples.get("lengths differ")]
+    if not short:
+        return []
+    named = ", ".join(f"{t.section}/{t.name}" for t in short[:3])
+    return [Cause(
+        "sequence lengths differ", f"{named}: {short[0].reason}",
+        ("padding: is its strategy, side and width the same?",
+         "max_length, max_response_length and stop tokens"),
+    )]  # fmt: skip
+
+
+def _of_dtypes(result: PairResult) -> list[Cause]:
+    mixed = [
+        (tensor, pair)
+        for tensor in result.tensors
+        for pair in tensor.dtypes
+        if pair[0] != pair[1] and tensor.verdict is not Verdict.SAME
+    ]
+    if not mixed:
+        return []
+    tensor, (one, other) = mixed[0]
+    return [Cause(
+        "the two sides compute in other precisions",
+        f"{tensor.section}/{tensor.name} is {one} on one side and {other} on the other",
+        ("FP16 or bfloat16 against FP32: the model's dtype, autocast, the dtype of logits",
+         "bfloat16 alone moves a log-prob by 0.0037 in the mean, 0.016 at most"),
+    )]  # fmt: skip
+
+
+def _of_coefficients(result: PairResult) -> list[Cause]:
+    """Where the terms of a loss agree and their sum does not, a coefficient differs."""
+    terms = {tensor.name: tensor for tensor in result.tensors if tensor.section == "loss"}
+    loss, entropy, policy = (terms.get(name) for name in ("loss", "entropy_loss", "pg_loss"))
+    if loss is None or entropy is None or policy is None or loss.verdict in _AGREE:
+        return []
+    if entropy.verdict not in _AGREE or policy.verdict not in _AGREE:
+        return []
+    coefficients = _coefficients(loss, entropy, policy)
+    seen = "" if coefficients is None else (
+        f"; (loss - pg_loss) / entropy_loss is {coefficients[0]:.6g} and {coefficients[1]:.6g}"
+    )  # fmt: skip
+    return [Cause(
+        "entropy_coeff, or another coefficient of the loss, differs",
+        f"pg_loss and entropy_loss agree, loss does not{seen}",
+        ("entropy_coeff in both configurations", "the coefficient and kind of the KL term"),
+    )]  # fmt: skip
+
+
+def _coefficients(
+    loss: TensorResult, entropy: TensorResult, policy: TensorResult
+) -> tuple[float, float] | None:
+    values = []
+    for side in "xy":
+        total, term, rest = (each.found.side(side)["mean"] for each in (loss, entropy, policy))
+        if not term:
+            return None
+        values.append((total - rest) / term)
+    return (values[0], values[1])
+
+
+def _of_non_finite(result: PairResult) -> list[Cause]:
+    for tensor in result.tensors:
+        if tensor.found.disagreeing_non_finite:
+            return [Cause(
+                "a side overflows or divides by zero",
+                f"{tensor.section}/{tensor.name}: {tensor.reason}",
+                ("FP16 overflows at 65504: look at the logits and the loss scale",
+                 "log of a probability that is 0; an empty mask"),
+            )]  # fmt: skip
+    return []
+
+
+def _of_settings(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
+    if result.verdict not in (Verdict.DIFFERENT, Verdict.NOT_COMPARABLE):
+        return []
+    one, other = (_flat(dump.about.get("settings")) for dump in dumps)
+    apart = [
+        f"{name}: {one[name]} and {other[name]}"
+        for name in sorted(one.keys() & other.keys())
+        if one[name] != other[name]
+    ]
+    if not apart:
+        return []
+    text = "; ".join(apart[:8]) + (f"; {len(apart) - 8} more" if len(apart) > 8 else "")
+    checks = ("give both sides the same settings, one after the other, and compare again",)
+    return [Cause("the settings of the two sides differ", text, checks)]
+
+
+def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
+    found = []
+    for side, dump in enumerate(dumps):
+        lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
+        absent = [
+            f.section for f in result.findings
+            if f.kind == "only" and f.side == 1 - side and f.section
+        ]  # fmt: skip
+        sections = list(dict.fromkeys(absent))
+        if not lost and not sections:
+            continue
+        options = [_SELF_HOSTED[name] for name in sections if name in _SELF_HOSTED]
+        checks = ["were the steps, ranks and sections kept: the options of the capture or the ring"]
+        if dump.kind == "nexrl":
+            checks = [
+                "dump_options (self-hosted): "
+                + (", ".join(f"{name}: true" for name in options) or "is each type enabled?"),
+                "remote_api_dump_options: prepared_trajectories, datums, training_metrics",
+                "weaver-trainer: WEAVER_DEBUG_DUMP_ENABLED=1, WEAVER_DEBUG_DUMP_DIR and "
+                f'WEAVER_DEBUG_DUMP_OPTIONS="{_WEAVER}" set in its environment',
+                "dump_every_n_steps, and WEAVER_DEBUG_DUMP_EVERY_N: was this step due?",
+            ]
+        what = ", ".join(sections) if sections else f"{len(lost)} files"
+        found.append(Cause(f"data is missing in {dump.name}", what, tuple(checks)))
+    return found
+
+
+def _excluded(result: PairResult) -> tuple[str, ...]:
+    by_station: dict[str, list[TensorResult]] = {}
+    for tensor in result.tensors:
+        by_station.setdefault(tensor.station, []).append(tensor)
+    names_alone = any(
+        f.verdict is Verdict.DIFFERENT and f.section == "trajectories" for f in result.findings
+    )
+    said = []
+    for station, text in _EXCLUDES.items():
+        tensors = by_station.get(station, [])
+        agree = bool(tensors) and all(tensor.verdict in _AGREE for tensor in tensors)
+        measured = any(tensor.found.pairs for tensor in tensors)
+        if agree and measured and not (station == "tokens" and names_alone):
+            said.append(text)
+    return tuple(said) if result.verdict is not Verdict.SAME else ()
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items() if isinstance(settings, Mapping) else ():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

@@ -1,0 +1,48 @@
+"""Where a tensor of a dump lies in the flow of a step (`stagescope.flow`), and what kind it is."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stagescope.flow import FLOW, order_of
+from stagescope_service.dumps.records import SECTIONS
+
+TOKENS: Final = frozenset({"tokens", "prompts", "responses", "input_ids", "input_tokens"})
+MASKS: Final = frozenset({"response_mask", "loss_mask", "attention_mask", "effective_valid"})
+LOG_PROBS: Final = frozenset({
+    "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_probs", "recomputed_log_probs",
+})  # fmt: skip
+LOSSES: Final = frozenset({"loss", "pg_loss", "entropy_loss", "kl_loss", "value_loss"})
+SAMPLING: Final = ("trajectories", "batch_inputs")
+"""Sections that say which tokens were sampled: compared before the others."""
+NAMED: Final = frozenset({"gradients", "parameters"})
+"""Sections whose tensors are known by name; they have no rows."""
+STATIONS: Final = (
+    "tokens", "masks", "rollout log-probs", "rewards", "log-probs before the update", "values",
+    "advantages", "log-probs in the update", "ratio", "loss", "gradients", "parameters", "other",
+)  # fmt: skip
+"""Names for stretches of the flow, in order."""
+
+_BEGINS: Final = (
+    "prompts", "attention_mask", "rollout_log_probs", "rewards", "old_log_probs", "values",
+    "advantages", "log_probs", "prob_ratio", "pg_loss", "gradient", "parameter",
+)  # fmt: skip
+_STARTS: Final = (*map(FLOW.index, _BEGINS), len(FLOW))
+_SECTION_ORDER: Final = {section: at for at, section in enumerate(SECTIONS)}
+
+
+def order(section: str, name: str) -> tuple[int, int, str]:
+    """Return a key that sorts tensors as their data flows."""
+    family = section.removesuffix("s") if section in NAMED else name
+    return (order_of(family), _SECTION_ORDER.get(section, len(SECTIONS)), name)
+
+
+def station(section: str, name: str) -> str:
+    """Return the name of the stretch in which a tensor lies."""
+    place = order(section, name)[0]
+    return STATIONS[sum(start <= place for start in _STARTS) - 1]
+
+
+def is_structural(name: str) -> bool:
+    """Whether a tensor says which tokens there are: tokens and masks."""
+    return name in TOKENS or name in MASKS

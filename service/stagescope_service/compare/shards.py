@@ -1,0 +1,334 @@
+"""What is done where shards are read: a task and its answer are small and travel anywhere.
+
+`compare_pair` reads two records that were made at the same place and compares them where they are
+laid out alike; where they are not it says what each holds (`ShardIndex`), and `align` finds out
+which rows pair. `compare_joined` then compares one shard with the parts of others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.errors import Forbidden, NotFound, StagescopeError
+from stagescope_service.compare.flow import NAMED
+from stagescope_service.compare.pieces import (
+    Box,
+    Piece,
+    compare_boxes,
+    compare_others,
+    compare_rows,
+    noise_floor,
+)
+from stagescope_service.compare.rows import Rows
+from stagescope_service.compare.taking import Pairing
+from stagescope_service.compare.tolerances import Tolerances
+from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
+from stagescope_service.statistics.pairwise import Pairwise
+
+Int64 = npt.NDArray[np.int64]
+
+SAMPLE: Final = "sample id"
+RUN: Final = "group_id and run_id"
+RESPONSE: Final = "response tokens"
+PROMPT: Final = "prompt and place among its trajectories"
+ROW: Final = "place and row"
+KEYS: Final = (SAMPLE, RUN, RESPONSE, PROMPT, ROW)
+"""By what rows are paired, the surest first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedShard:
+    """A shard of a named tensor: its shape, that of the whole, and where it lies in it."""
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """What a record holds, without its values.
+
+    Attributes:
+        entry: which.
+        rows: how many.
+        keys: of each row by kind (KEYS); a kind that is unknown is absent.
+        digests: of all that counts of each row: equal rows are replicas.
+        counted: tokens of each row that count.
+        fragments: whether its rows may be fragments of samples, with positions.
+        row_tensors, numbers: names.
+        named: tensors that have no rows.
+    """
+
+    entry: Entry
+    rows: int = 0
+    keys: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    digests: tuple[str, ...] = ()
+    counted: tuple[int, ...] = ()
+    fragments: bool = False
+    row_tensors: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    named: Mapping[str, NamedShard] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a task found.
+
+    Attributes:
+        pieces: what was compared.
+        index: of each side, where they are not laid out alike.
+        only: names of tensors and numbers that one side alone has, of each side.
+        floors: of each side; see `noise_floor`.
+        problems: (side, what is wrong), of files that could not be read.
+        left_out: (side, what a reader could not put into tensors, why).
+        bytes: read.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    index: tuple[ShardIndex | None, ShardIndex | None] = (None, None)
+    only: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    floors: tuple[Pairwise | None, Pairwise | None] = (None, None)
+    problems: tuple[tuple[int, Problem], ...] = ()
+    left_out: tuple[tuple[int, str, str], ...] = ()
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairTask:
+    """Compare two records of one place.
+
+    Attributes:
+        dumps, entries: of each side; of an entry alone only what it holds is said.
+        section: under which it is reported.
+        tolerances, exclude: see `compare_rows`.
+        joined: rows are not compared here: it is said what they are, and they are joined.
+    """
+
+    dumps: tuple[Dump, Dump]
+    entries: tuple[Entry | None, Entry | None]
+    section: str
+    tolerances: Tolerances
+    exclude: frozenset[str] = frozenset()
+    joined: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Which rows, or boxes of named tensors, of a second shard pair with those of the first."""
+
+    entry: Entry
+    pairing: Pairing | None = None
+    boxes: tuple[tuple[str, tuple[Box, Box]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinTask:
+    """Compare one shard with the parts of others that pair with it; one of them at a time."""
+
+    dumps: tuple[Dump, Dump]
+    entry: Entry
+    parts: tuple[Part, ...]
+    section: str
+    tolerances: Tolerances
+    exclude: frozenset[str] = frozenset()
+
+
+def run_task(task: PairTask | JoinTask) -> Outcome:
+    """Do one task; every error of a file is in its answer."""
+    return compare_pair(task) if isinstance(task, PairTask) else compare_joined(task)
+
+
+def compare_pair(task: PairTask) -> Outcome:
+    """Compare two records of one place, or say what they hold."""
+    problems: list[tuple[int, Problem]] = []
+    records = [
+        None if entry is None else _read(dump, entry, side, problems)
+        for side, (dump, entry) in enumerate(zip(task.dumps, task.entries, strict=True))
+    ]
+    one, other = records
+    size = sum(entry.bytes for entry in task.entries if entry is not None)
+    left_out = tuple(
+        (side, name, str(why))
+        for side, record in enumerate(records)
+        if record is not None
+        for name, why in _mapping(record.about.get("left_out")).items()
+    )
+    if one is None or other is None:
+        described = tuple(None if each is None else describe(Rows(each)) for each in records)
+        return Outcome(
+            index=(described[0], described[1]), problems=tuple(problems), left_out=left_out,
+            bytes=size,
+        )  # fmt: skip
+    a, b = Rows(one), Rows(other)
+    pieces = compare_others(a, b, task.tolerances)
+    pairing = None if task.joined else pair_alike(a, b)
+    if pairing is not None:
+        pieces += compare_rows(a, b, pairing, task.tolerances, exclude=task.exclude)
+    index: tuple[ShardIndex | None, ShardIndex | None] = (None, None)
+    if pairing is None:
+        index = (describe(a), describe(b))
+    if task.section in NAMED:
+        apart = {piece.name for piece in pieces if piece.shapes_differ}
+        pieces = [piece for piece in pieces if piece.name not in apart]
+        index = (_named_apart(a, b, apart), _named_apart(b, a, apart))
+    names = [set(record.tensors) | set(record.numbers) for record in (one, other)]
+    return Outcome(
+        pieces=tuple(dataclasses.replace(piece, section=task.section) for piece in pieces),
+        index=index,
+        only=(tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))),
+        floors=(noise_floor(a), noise_floor(b)), problems=tuple(problems), left_out=left_out,
+        bytes=size,
+    )  # fmt: skip
+
+
+def compare_joined(task: JoinTask) -> Outcome:
+    """Compare one shard with the parts of others."""
+    problems: list[tuple[int, Problem]] = []
+    one = _read(task.dumps[0], task.entry, 0, problems)
+    pieces: list[Piece] = []
+    for part in task.parts if one is not None else ():
+        other = _read(task.dumps[1], part.entry, 1, problems)
+        if one is None or other is None:
+            continue
+        if part.pairing is not None:
+            pieces += compare_rows(
+                Rows(one), Rows(other), part.pairing, task.tolerances, exclude=task.exclude
+            )
+        for name, boxes in part.boxes:
+            pieces.append(compare_boxes(one, other, name, boxes, task.tolerances))
+    size = task.entry.bytes + sum(part.entry.bytes for part in task.parts)
+    moved = tuple(dataclasses.replace(piece, section=task.section) for piece in pieces)
+    return Outcome(pieces=moved, problems=tuple(problems), bytes=size)
+
+
+def pair_alike(a: Rows, b: Rows) -> Pairing | None:
+    """Return which rows of two records of one place are the same samples.
+
+    None where their rows are not the same samples, or it cannot be known from the two alone.
+    """
+    if a.count is None or b.count is None:
+        return _identity(0, (), ROW) if a.count == b.count else None
+    if (a.has_fragments or b.has_fragments) and not all(
+        name in a.names and name in b.names and _same_values(a, b, name)
+        for name in ("positions", "token_offset")
+        if name in a.names or name in b.names
+    ):
+        return None
+    for kind, keys in ((SAMPLE, _samples), (RUN, _runs)):
+        ids_a, ids_b = keys(a.record), keys(b.record)
+        if ids_a is None or ids_b is None:
+            continue
+        if ids_a == ids_b:
+            return _identity(len(ids_a), ids_a, kind)
+        places = {key: row for row, key in enumerate(ids_b)}
+        if len(places) == len(ids_b) and sorted(ids_a) == sorted(ids_b):
+            rows_b = np.array([places[key] for key in ids_a], np.int64)
+            return Pairing(np.arange(len(ids_a)), rows_b, ids_a, kind)
+        return None
+    if a.count != b.count:
+        return None
+    labels = tuple(row_label(a.record.entry.place, row) for row in range(a.count))
+    tokens = [name for name in ("responses", "tokens", "input_ids") if name in a.names]
+    tokens = [name for name in tokens if name in b.names]
+    if not tokens:
+        return _identity(a.count, labels, ROW)
+    if _same_values(a, b, tokens[0]) or a.content()[0] == b.content()[0]:
+        return _identity(a.count, labels, RESPONSE)
+    return None
+
+
+def describe(rows: Rows) -> ShardIndex:
+    """Return what a record holds."""
+    record = rows.record
+    keys: dict[str, tuple[str, ...]] = {}
+    if rows.count is not None:
+        responses, prompts = rows.content()
+        found = {
+            SAMPLE: _samples(record), RUN: _runs(record), RESPONSE: responses, PROMPT: prompts,
+        }  # fmt: skip
+        keys = {kind: tuple(each) for kind, each in found.items() if each is not None}
+    return ShardIndex(
+        record.entry, rows.count or 0, keys,
+        digests=tuple(rows.digests()) if rows.count and rows.names else (),
+        counted=tuple(rows.counted().tolist()),
+        fragments=rows.has_fragments,
+        row_tensors=rows.names, numbers=tuple(record.numbers),
+        named={
+            name: named_shard(record, name) for name in record.tensors if name not in rows.names
+        },
+    )  # fmt: skip
+
+
+def named_shard(record: Record, name: str) -> NamedShard:
+    """Read where a shard lies from `about["shards"][name]`: {global_shape, offset}."""
+    said = _mapping(_mapping(record.about.get("shards")).get(name))
+    shape = tuple(record.tensors[name][1])
+    whole = _shape(said.get("global_shape"), len(shape))
+    offset = _shape(said.get("offset"), len(shape))
+    if whole is None or offset is None:
+        return NamedShard(shape)
+    inside = all(o + s <= w for o, s, w in zip(offset, shape, whole, strict=True))
+    return NamedShard(shape, whole, offset) if inside else NamedShard(shape)
+
+
+def row_label(place: Place, row: int) -> str:
+    """Return what to call a row that has no id."""
+    where = str(place._replace(step=None))
+    return f"row {row}" if where == "one file" else f"{where}, row {row}"
+
+
+def _read(
+    dump: Dump, entry: Entry, side: int, problems: list[tuple[int, Problem]]
+) -> Record | None:
+    try:
+        return dump.read(entry)
+    except StagescopeError as error:
+        kind = "damaged"
+        if isinstance(error, NotFound | Forbidden):
+            kind = "missing" if isinstance(error, NotFound) else "refused"
+        problems.append((side, Problem(entry.path, kind, str(error), entry)))
+        return None
+
+
+def _named_apart(one: Rows, other: Rows, apart: set[str]) -> ShardIndex | None:
+    """Return the tensors of a record that could not be held against those of its counterpart."""
+    left = [name for name in one.record.tensors if name not in other.record.tensors]
+    named = {name: named_shard(one.record, name) for name in (*left, *sorted(apart))}
+    return ShardIndex(one.record.entry, named=named) if named else None
+
+
+def _identity(count: int, labels: Sequence[str], kind: str) -> Pairing:
+    every = np.arange(count)
+    return Pairing(every, every, tuple(labels), kind)
+
+
+def _samples(record: Record) -> tuple[str, ...] | None:
+    return record.samples
+
+
+def _runs(record: Record) -> tuple[str, ...] | None:
+    groups, runs = record.groups, record.row_texts.get("run_id")
+    if groups is None or runs is None:
+        return None
+    return tuple(f"{group}_{run}" for group, run in zip(groups, runs, strict=True))
+
+
+def _same_values(a: Rows, b: Rows, name: str) -> bool:
+    one, other = a.known(name), b.known(name)
+    return np.array_equal(one.offsets, other.offsets) and np.array_equal(one.flat, other.flat)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _shape(value: Any, dimensions: int) -> tuple[int, ...] | None:
+    if not isinstance(value, list | tuple) or len(value) != dimensions:
+        return None
+    return tuple(value) if all(isinstance(each, int) and each >= 0 for each in value) else None

@@ -1,0 +1,263 @@
+"""Which values of two row tensors pair: by sample, in the order of the tokens that count."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope_service.compare.flow import is_structural
+from stagescope_service.compare.rows import Extent, Layout, Rows, chosen, count_by_row, cumulative
+from stagescope_service.dumps.records import Place
+from stagescope_service.statistics.pairwise import Number, Spot, value_of
+
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
+States = npt.NDArray[np.int8]
+Layouts = tuple[Layout, Layout]
+
+COMPARED: Final = 0
+LENGTHS_DIFFER: Final = 1
+TOKENS_DIFFER: Final = 2
+"""States of a pair of rows; only of the first all values are compared."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pairing:
+    """Which rows of two records are the same samples.
+
+    Attributes:
+        rows_a, rows_b: int64, the pairs.
+        labels: what to call each pair.
+        key: by what they were paired; one of `align.KEYS`.
+        by_position: rows are fragments: values pair by their token positions.
+    """
+
+    rows_a: Int64
+    rows_b: Int64
+    labels: tuple[str, ...]
+    key: str
+    by_position: bool = False
+
+
+class Location(NamedTuple):
+    """Where a pair of values is, on both sides.
+
+    Attributes:
+        sample: of which sample, None of what has no rows.
+        position: which of the sample's values that count, from 0.
+        places: where the two records were made.
+        coordinates: in the two tensors as they were kept.
+        values: the two values; None where a side has no more.
+    """
+
+    sample: str | None
+    position: int | None
+    places: tuple[Place, Place]
+    coordinates: tuple[tuple[int, ...], tuple[int, ...]]
+    values: tuple[Number | None, Number | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """The values of two row tensors that pair.
+
+    Attributes:
+        index_a, index_b: their places in the flat tensors, None where all lie as they pair.
+        edges: int64 [rows + 1] of each pair of rows among them.
+        mask: which of them count, None = all.
+        lengths: int64 [rows, 2], values that count on each side.
+        states: of each pair of rows.
+        kind: how values were chosen: 'full', 'mask', 'span', 'row' or 'positions'.
+    """
+
+    index_a: Int64 | None
+    index_b: Int64 | None
+    edges: Int64
+    mask: Array | None
+    lengths: Int64
+    states: States
+    kind: str
+
+
+def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool_]) -> Taken:
+    """Pair the values of a row tensor that both records have.
+
+    Args:
+        a, b: the records.
+        name: of the tensor.
+        pairing: which rows pair.
+        bad: bool [pairs], pairs of which nothing can be compared.
+
+    Returns:
+        Values of rows with as many values on both sides; of a tensor that says which tokens there
+        are, also what both sides have of the others, from the front.
+    """
+    layouts = one, other = a.known(name), b.known(name)
+    kind, of_a, of_b = _extents(a.extents(name), b.extents(name))
+    keep_a, keep_b, mask_a, mask_b = of_a.keep, of_b.keep, None, None
+    if kind == "row" and of_a.kind != of_b.kind:  # only one side says which values count
+        mask_a, mask_b, keep_a, keep_b = keep_a, keep_b, None, None
+    direct = not pairing.by_position and not bad.any() and _is_direct(pairing, layouts)
+    if direct and (keep_a is keep_b or _equal(keep_a, keep_b)):
+        keep = next((each for each in (keep_a, mask_a, mask_b) if each is not None), None)
+        counts = one.lengths if keep is None else count_by_row(keep, one.offsets)
+        states = np.zeros(len(counts), np.int8)
+        return Taken(None, None, one.offsets, keep, np.stack([counts] * 2, 1), states, kind)
+    index_a, edges_a = chosen(one, keep_a, pairing.rows_a)
+    index_b, edges_b = chosen(other, keep_b, pairing.rows_b)
+    if pairing.by_position:
+        kind = "positions"
+        sides = ((a, one, index_a, edges_a), (b, other, index_b, edges_b))
+        index_a, index_b, edges_a = _by_position(sides, pairing)
+        edges_b = edges_a
+    counts_a, counts_b = np.diff(edges_a), np.diff(edges_b)
+    states = np.where(counts_a == counts_b, COMPARED, LENGTHS_DIFFER).astype(np.int8)
+    states[bad] = TOKENS_DIFFER
+    common = np.minimum(counts_a, counts_b) if is_structural(name) else np.zeros_like(counts_a)
+    length = np.where(bad, 0, np.where(states == COMPARED, counts_a, common))
+    index_a, index_b = _first_of(index_a, edges_a, length), _first_of(index_b, edges_b, length)
+    mask = mask_a[index_a] if mask_a is not None else None
+    mask = mask_b[index_b] if mask_b is not None else mask
+    lengths = np.stack([counts_a, counts_b], axis=1)
+    return Taken(index_a, index_b, cumulative(length), mask, lengths, states, kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finder:
+    """Says where a pair of values is that was taken."""
+
+    taken: Taken
+    pairing: Pairing
+    layouts: Layouts
+    places: tuple[Place, Place]
+
+    def locate(self, spot: Spot | None) -> Location | None:
+        """Return where a spot among the taken values lies on both sides."""
+        if spot is None:
+            return None
+        taken = self.taken
+        row = int(np.searchsorted(taken.edges, spot.at, "right")) - 1
+        start = int(taken.edges[row])
+        position = spot.at - start
+        if taken.index_a is None and taken.mask is not None:
+            position = int(np.count_nonzero(taken.mask[start : spot.at]))
+        flats = [spot.at if i is None else int(i[spot.at]) for i in (taken.index_a, taken.index_b)]
+        rows = (int(self.pairing.rows_a[row]), int(self.pairing.rows_b[row]))
+        coordinates = [
+            _coordinate(layout, flat, at)
+            for layout, flat, at in zip(self.layouts, flats, rows, strict=True)
+        ]
+        return Location(
+            self.pairing.labels[row], position, self.places, (coordinates[0], coordinates[1]),
+            (spot.x, spot.y),
+        )  # fmt: skip
+
+    def end_of(self, pair: int, keeps: tuple[Array | None, Array | None]) -> Location:
+        """Return the first value that only one side of a pair of rows has."""
+        rows = (self.pairing.rows_a[pair : pair + 1], self.pairing.rows_b[pair : pair + 1])
+        common = int(self.taken.lengths[pair].min())
+        coordinates: list[tuple[int, ...]] = []
+        values: list[Number | None] = []
+        for layout, keep, row in zip(self.layouts, keeps, rows, strict=True):
+            index, _ = chosen(layout, keep, row)
+            there = common < len(index)
+            coordinates.append(
+                _coordinate(layout, int(index[common]), int(row[0])) if there else ()
+            )
+            values.append(
+                value_of(layout.flat, layout.dtype, int(index[common])) if there else None
+            )
+        return Location(
+            self.pairing.labels[pair], common, self.places, (coordinates[0], coordinates[1]),
+            (values[0], values[1]),
+        )  # fmt: skip
+
+
+def keeps_of(a: Rows, b: Rows, name: str) -> tuple[Array | None, Array | None]:
+    """Return which values of a tensor count on each side, None = all."""
+    _, of_a, of_b = _extents(a.extents(name), b.extents(name))
+    return of_a.keep, of_b.keep
+
+
+def _extents(a: dict[str, Extent], b: dict[str, Extent]) -> tuple[str, Extent, Extent]:
+    for kind in ("full", "mask", "span"):
+        if kind in a and kind in b:
+            return kind, a[kind], b[kind]
+    return "row", a.get("mask", a["row"]), b.get("mask", b["row"])
+
+
+def _is_direct(pairing: Pairing, layouts: Layouts) -> bool:
+    """Whether the rows lie alike: the same order, the same lengths, padding included."""
+    one, other = layouts
+    count = len(one.offsets) - 1
+    every = np.arange(count)
+    return (
+        np.array_equal(one.offsets, other.offsets)
+        and np.array_equal(pairing.rows_a, every)
+        and np.array_equal(pairing.rows_b, every)
+    )
+
+
+def _equal(one: Array | None, other: Array | None) -> bool:
+    return one is not None and other is not None and np.array_equal(one, other)
+
+
+def _first_of(index: Int64, edges: Int64, lengths: Int64) -> Int64:
+    """Return the first `lengths` places of each row."""
+    counts = np.diff(edges)
+    if np.array_equal(counts, lengths):
+        return index
+    position = np.arange(len(index)) - np.repeat(edges[:-1], counts)
+    kept: Int64 = index[position < np.repeat(lengths, counts)]
+    return kept
+
+
+Side = tuple[Rows, Layout, Int64, Int64]
+
+
+def _by_position(sides: tuple[Side, Side], pairing: Pairing) -> tuple[Int64, Int64, Int64]:
+    """Return the places of the tokens whose positions both fragments have, and their edges."""
+    positions = [_positions(side, at) for side, at in zip(sides, _rows(pairing), strict=True)]
+    (_, _, index_a, edges_a), (_, _, index_b, edges_b) = sides
+    found_a, found_b, counts = [], [], []
+    for row in range(len(pairing.labels)):
+        in_a, in_b = slice(*edges_a[row : row + 2]), slice(*edges_b[row : row + 2])
+        _, at_a, at_b = np.intersect1d(
+            positions[0][in_a], positions[1][in_b], assume_unique=True, return_indices=True
+        )
+        found_a.append(index_a[in_a][at_a])
+        found_b.append(index_b[in_b][at_b])
+        counts.append(len(at_a))
+    empty = [np.empty(0, np.int64)]
+    return np.concatenate(found_a or empty), np.concatenate(found_b or empty), cumulative(counts)
+
+
+def _rows(pairing: Pairing) -> tuple[Int64, Int64]:
+    return pairing.rows_a, pairing.rows_b
+
+
+def _positions(side: Side, rows: Int64) -> Int64:
+    """Return the token positions of the taken values of one side.
+
+    Without `positions`, a value's is its place from the row's first that counts, after what
+    `token_offset` says was left to other fragments.
+    """
+    record, layout, index, edges = side
+    said = record.layout("positions")
+    if said is not None and np.array_equal(said.offsets, layout.offsets):
+        return np.asarray(said.flat[index], np.int64)
+    from_first = np.arange(len(index)) - np.repeat(edges[:-1], np.diff(edges))
+    offset = record.layout("token_offset")
+    if offset is None:
+        return from_first
+    shift = np.asarray(offset.flat[rows], np.int64)
+    return np.asarray(from_first + np.repeat(shift, np.diff(edges)), np.int64)
+
+
+def _coordinate(layout: Layout, flat: int, row: int) -> tuple[int, ...]:
+    if layout.width is None:
+        return (row, flat - int(layout.offsets[row]))
+    return tuple(int(each) for each in np.unravel_index(flat, layout.shape))

@@ -1,0 +1,162 @@
+"""What counts as noise: thresholds by dtype and by name, and the noise floor of a run.
+
+A pair of values is over its tolerance where |d| > atol + rtol * max(|x|, |y|). A tensor whose
+values are equal is `same`; one that differs with no pair over its tolerance is `within noise`.
+
+The reasons of the defaults:
+
+* tokens, masks, ids and every integer are exact: they are copied, never computed.
+* float32: 1e-5 + 1e-4 |x|, what NexRL's script allows: a log-prob is a reduction over a
+  vocabulary of 1e5 values, each rounded to 6e-8.
+* bfloat16: 2 units in the last place of its 8 bits (2^-7 relative); float16: of its 11 bits.
+* losses: 1e-5 absolute, NexRL's line for loss, pg_loss and entropy_loss.
+* gradients and parameters: values close to 0 make a relative threshold of each value useless, so
+  the tensor's relative error counts: 1e-5 is `equivalent` in miles' severity guide for bfloat16;
+  of float32, whose rounding is 2^16 times finer, 1e-10.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from stagescope.errors import InvalidInput
+from stagescope_service.compare.flow import LOG_PROBS, LOSSES, NAMED, is_structural
+from stagescope_service.statistics.pairwise import Pairwise
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far values may be apart.
+
+    Attributes:
+        atol, rtol: of each value.
+        relative: of the whole tensor (`Pairwise.relative`): at most this is noise whatever single
+            values say; None where only single values count.
+        reason: why these.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    relative: float | None = None
+    reason: str = "exact"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Floor:
+    """How far a run is from itself: the same log-probs, computed twice.
+
+    Attributes:
+        mean, max: of |d|.
+        source: where it was measured.
+    """
+
+    mean: float
+    max: float
+    source: str
+
+
+EXACT: Final = Tolerance()
+LOSS_LINE: Final = Tolerance(1e-5, 0.0, None, "losses: 1e-5 absolute")
+BY_DTYPE: Final[Mapping[str, Tolerance]] = {
+    "float64": Tolerance(1e-12, 1e-9, None, "float64: 1e-12 + 1e-9 |x|"),
+    "float32": Tolerance(1e-5, 1e-4, None, "float32: 1e-5 + 1e-4 |x|"),
+    "bfloat16": Tolerance(2.0**-9, 2.0**-7, None, "bfloat16: 2 units in the last place"),
+    "float16": Tolerance(2.0**-14, 2.0**-9, None, "float16: 4 units in the last place"),
+}
+_COARSE: Final = ("bfloat16", "float16", "float32", "float64")
+_RELATIVE: Final = {"float64": 1e-20, "float32": 1e-10, "bfloat16": 1e-5, "float16": 1e-6}
+_FLOOR_FACTOR: Final = 3.0
+"""The floor is one measurement of a random number: up to so many times it is noise."""
+SEVERITIES: Final = (
+    (1e-7, "identical"), (1e-5, "equivalent"), (1e-3, "minor"), (1e-1, "likely bug"),
+    (math.inf, "severe"),
+)  # fmt: skip
+"""Bounds of the relative error and miles' words for them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tolerances:
+    """The thresholds of a comparison.
+
+    Attributes:
+        overrides: (pattern, tolerance): the first pattern that fits `section/name` or `name`
+            (as a shell's: `*log_probs`) wins over the defaults.
+    """
+
+    overrides: tuple[tuple[str, Tolerance], ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> Tolerances:
+        """Read `PATTERN=ATOL` or `PATTERN=ATOL,RTOL`, each once.
+
+        Raises:
+            InvalidInput: not of this form, or a negative or non-finite number.
+        """
+        overrides = []
+        for text in texts:
+            pattern, _, numbers = text.rpartition("=")
+            try:
+                values = [float(number) for number in numbers.split(",")]
+            except ValueError:
+                values = []
+            wrong = any(not math.isfinite(value) or value < 0 for value in values)
+            if not pattern or not 1 <= len(values) <= 2 or wrong:
+                raise InvalidInput(
+                    f"tolerance {text!r:.200} cannot be read",
+                    expected="PATTERN=ATOL or PATTERN=ATOL,RTOL, such as '*log_probs=1e-3'",
+                )
+            rtol = values[1] if len(values) == 2 else 0.0
+            overrides.append((pattern, Tolerance(values[0], rtol, None, f"given: {text}")))
+        return cls(tuple(overrides))
+
+    def of(self, section: str, name: str, dtypes: tuple[str, str]) -> Tolerance:
+        """Return the tolerance of a tensor; of two dtypes the coarser one counts."""
+        for pattern, tolerance in self.overrides:
+            if fnmatch.fnmatchcase(f"{section}/{name}", pattern) or fnmatch.fnmatchcase(
+                name, pattern
+            ):
+                return tolerance
+        coarse = next((tag for tag in _COARSE if tag in dtypes), None)
+        if is_structural(name) or coarse is None:
+            return EXACT
+        if section in NAMED:
+            bound = _RELATIVE[coarse]
+            return Tolerance(0.0, 0.0, bound, f"{section} in {coarse}: relative error {bound:g}")
+        if name in LOSSES:
+            return LOSS_LINE
+        return BY_DTYPE[coarse]
+
+
+def severity(relative: float) -> str:
+    """Return miles' word for a relative error; empty where it is unknown."""
+    return next((word for bound, word in SEVERITIES if relative <= bound), "")
+
+
+def is_noise(found: Pairwise, tolerance: Tolerance, floor: Floor | None, name: str) -> bool:
+    """Whether values that are not equal are no further apart than noise."""
+    if found.disagreeing_non_finite:
+        return False
+    if not found.over_count:
+        return True
+    if tolerance.relative is not None and found.relative <= tolerance.relative:
+        return True
+    if floor is None or name not in LOG_PROBS:
+        return False
+    return (
+        found.mean_abs <= _FLOOR_FACTOR * floor.mean and found.max_abs <= _FLOOR_FACTOR * floor.max
+    )
+
+
+def declared_floor(about: Mapping[str, Any], source: str) -> Floor | None:
+    """Read `noise_floor` {mean, max} of |d| from what is known of a dump; None without one."""
+    said = about.get("noise_floor")
+    if not isinstance(said, Mapping):
+        return None
+    mean, highest = said.get("mean"), said.get("max")
+    if not isinstance(mean, int | float) or not isinstance(highest, int | float):
+        return None
+    return Floor(float(mean), float(highest), source)

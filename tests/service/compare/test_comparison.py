@@ -1,0 +1,452 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
+
+from stagescope.errors import InvalidInput
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.mappers import threads
+from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict
+from stagescope_service.compare.tolerances import Tolerances
+from stagescope_service.dumps.records import Problem, Record
+
+
+def tensor(result: Comparison, name: str, section: str | None = None) -> TensorResult:
+    return next(
+        each
+        for each in result.pairs[0].tensors
+        if each.name == name and section in (None, each.section)
+    )
+
+
+def kinds(pair: PairResult) -> list[str]:
+    return [finding.kind for finding in pair.findings]
+
+
+def with_values(sample: Sample, **values: Any) -> Sample:
+    return dataclasses.replace(sample, values={**sample.values, **values})
+
+
+SHARES = st.permutations(range(6)).flatmap(
+    lambda order: st.lists(st.integers(0, 6), max_size=3).map(
+        lambda cuts: [
+            list(order[start:stop])
+            for start, stop in zip(sorted([0, *cuts]), sorted([*cuts, 6]), strict=True)
+        ]
+    )
+)
+LAYOUT = st.tuples(SHARES, st.integers(9, 14), st.booleans(), st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUT, LAYOUT)
+def test_any_split_and_padding_of_a_batch_is_the_same(one: Any, other: Any) -> None:
+    samples = batch()
+    sides = [
+        split(samples, shares, width=width, left=left, ragged=ragged)
+        for shares, width, left, ragged in (one, other)
+    ]
+    result = compare(sides, mapper=threads(1))
+    assert result.verdict is Verdict.SAME, result.reason
+    assert result.exit_status == 0
+    tokens = sum(int(sample.mask.sum()) for sample in samples)
+    assert tensor(result, "old_log_probs").found.pairs == tokens
+    assert tensor(result, "rewards").found.pairs == len(samples)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUT, LAYOUT, st.data())
+def test_one_changed_value_is_found_with_its_sample_and_place(
+    one: Any, other: Any, data: Any
+) -> None:
+    samples = batch()
+    at = data.draw(st.integers(0, 5))
+    inside = np.flatnonzero(samples[at].mask)
+    token = data.draw(st.integers(0, len(inside) - 1))
+    values = samples[at].values["entropy"].copy()
+    values[inside[token]] += np.float32(0.25)
+    changed = [*samples]
+    changed[at] = with_values(samples[at], entropy=values)
+    a, b = (
+        split(rows, shares, width=width, left=left, ragged=ragged)
+        for rows, (shares, width, left, ragged) in ((samples, one), (changed, other))
+    )
+    result = compare([a, b], mapper=threads(1))
+    assert result.verdict is Verdict.DIFFERENT
+    assert result.exit_status == 1
+    assert result.first is not None
+    assert (result.first.section, result.first.name) == ("forward_data", "entropy")
+    found = result.first.location
+    assert found is not None
+    assert (found.sample, found.position) == (samples[at].sample, token)
+    one_value, other_value = found.values
+    assert one_value is not None
+    assert other_value == pytest.approx(one_value + 0.25)
+    for dump, place, coordinate, value in zip(
+        (a, b), found.places, found.coordinates, found.values, strict=True
+    ):
+        kept = next(
+            each for each in dump.records
+            if each.entry.section == "forward_data" and each.entry.place == place
+        )  # fmt: skip
+        _, _, array, offsets = kept.tensors["entropy"]
+        flat = coordinate if offsets is None else (int(offsets[coordinate[0]]) + coordinate[1],)
+        assert array[flat] == value
+
+
+def test_tokens_that_differ_come_first_and_their_log_probs_are_not_compared() -> None:
+    samples = batch()
+    response = samples[2].response.copy()
+    response[0] += 1
+    values = {name: each + 9 for name, each in samples[2].values.items()}
+    changed = [*samples]
+    changed[2] = dataclasses.replace(samples[2], response=response, values=values)
+    result = compare([split(samples), split(changed, [[5, 2, 0], [1, 3, 4]])])
+    assert result.first is not None
+    assert (result.first.station, result.first.name) == ("tokens", "responses")
+    assert result.first.location is not None
+    assert result.first.location.sample == samples[2].sample
+    for name in ("old_log_probs", "entropy", "rollout_log_probs"):
+        found = tensor(result, name)
+        assert found.verdict is Verdict.NOT_COMPARABLE or found.found.unequal_count == 0
+        assert found.samples["tokens differ"] == 1
+        assert found.samples["compared"] == 5
+        assert "the tokens differ in 1 of 6 samples" in found.reason
+
+
+def test_runs_that_sampled_differently_say_so_also_without_ids() -> None:
+    samples = batch()
+    other = [
+        dataclasses.replace(sample, response=sample.response + 1, values=sample.values)
+        for sample in samples
+    ]
+    a, b = split(samples, ids=False), split(other, ids=False)
+    result = compare([a, b])
+    assert result.first is not None
+    assert result.first.name == "responses"
+    assert result.pairs[0].keys["trajectories"] == ("prompt and place among its trajectories",)
+    for found in result.pairs[0].tensors:
+        if found.section == "forward_data" and found.name != "response_mask":
+            assert found.verdict is Verdict.NOT_COMPARABLE
+            assert found.reason == "the tokens differ in 6 of 6 samples"
+
+
+def test_samples_on_one_side_only_are_listed_and_are_a_difference() -> None:
+    samples = batch()
+    result = compare([split(samples), split(samples[:4])])
+    assert result.verdict is Verdict.DIFFERENT
+    only = next(each for each in result.pairs[0].findings if each.kind == "only")
+    assert (only.side, only.section, only.items) == (0, "trajectories", ("2_0", "2_1"))
+    assert result.first is not None
+    assert (result.first.name, result.first.station) == ("samples", "tokens")
+
+
+def test_values_outside_the_mask_do_not_count() -> None:
+    samples = [sample for sample in batch(12) if not sample.mask.all()]
+    changed = [
+        with_values(
+            s, old_log_probs=np.where(s.mask == 1, s.values["old_log_probs"], np.float32(9))
+        )
+        for s in samples
+    ]
+    changed = [
+        with_values(s, old_log_probs=s.values["old_log_probs"].astype("f4")) for s in changed
+    ]
+    assert compare([split(samples), split(changed)]).verdict is Verdict.SAME
+
+
+def test_a_mask_that_differs_is_named_and_no_shape_is_called_different() -> None:
+    samples = batch()
+    mask = samples[1].mask.copy()
+    mask[-1] = 0 if mask.sum() > 1 else 1
+    changed = [*samples]
+    changed[1] = dataclasses.replace(samples[1], mask=mask)
+    result = compare([split(samples), split(changed, width=15)])
+    assert result.first is not None
+    assert result.first.name in ("responses", "response_mask")
+    assert tensor(result, "entropy").samples["tokens differ"] == 1
+
+
+def test_replicas_count_once() -> None:
+    samples = batch()
+    every = list(range(6))
+    twice = split(samples, [every, every])
+    for other in (split(samples), twice, split(samples, [[0, 1, 2], [3, 4, 5]])):
+        for sides in ([twice, other], [other, twice]):
+            result = compare(sides)
+            assert result.verdict is Verdict.SAME, result.reason
+            assert tensor(result, "rewards").found.pairs == 6
+
+
+def test_fragments_of_a_sample_join_by_position() -> None:
+    mask, values = np.ones((2, 8), np.int64), np.arange(16.0).reshape(2, 8)
+    positions = np.tile(np.arange(8), (2, 1))
+    whole = MemoryDump([
+        record(
+            "forward_data",
+            {"response_mask": mask, "entropy": values, "positions": positions},
+            samples=("a", "b"), mask="response_mask",
+        )
+    ])  # fmt: skip
+    for parts in (([0, 1, 6, 7], [2, 3, 4, 5]), ([0], [1, 2, 3, 4, 5, 6, 7])):
+        zigzag = MemoryDump([
+            record(
+                "forward_data",
+                {"response_mask": mask[:, at], "entropy": values[:, at],
+                 "positions": positions[:, at]},
+                rank=rank, samples=("a", "b"), mask="response_mask",
+            )
+            for rank, at in enumerate(parts)
+        ])  # fmt: skip
+        result = compare([whole, zigzag])
+        assert result.verdict is Verdict.SAME, result.reason
+        assert tensor(result, "entropy").found.pairs == 16
+    result = compare([whole, MemoryDump(zigzag.records[:1])])
+    assert result.verdict is Verdict.DIFFERENT
+    assert "coverage" in kinds(result.pairs[0])
+
+
+@pytest.mark.parametrize(("ids", "key"), [(True, "sample id"), (False, "group_id and run_id")])
+def test_rows_are_paired_by_id_not_by_position(ids: bool, key: str) -> None:
+    samples = batch()
+
+    def by_run(made: Record) -> Record:
+        assert made.samples is not None
+        groups = tuple(text.split("_")[0] for text in made.samples)
+        runs = tuple(text.split("_")[1] for text in made.samples)
+        kept = made.samples if ids else None
+        return dataclasses.replace(made, samples=kept, groups=groups, row_texts={"run_id": runs})
+
+    result = compare([
+        split(samples, edit=by_run), split(samples, [[5, 4, 3, 2, 1, 0]], edit=by_run),
+    ])  # fmt: skip
+    assert result.verdict is Verdict.SAME
+    assert set(result.pairs[0].keys.values()) == {(key,)}
+
+
+def test_int64_tokens_beyond_float32_are_told_apart() -> None:
+    def side(token: int) -> MemoryDump:
+        tokens = np.array([[token, 5]])
+        ones = np.ones_like(tokens)
+        return MemoryDump([record("trajectories", {"responses": tokens, "response_mask": ones},
+                                  samples=("a",), mask="response_mask")])  # fmt: skip
+
+    result = compare([side(16_777_216), side(16_777_217)])
+    assert result.first is not None
+    assert result.first.location is not None
+    assert result.first.location.values == (16_777_216, 16_777_217)
+
+
+def test_nan_at_the_same_place_is_equal_and_said() -> None:
+    values = np.array([1.0, math.nan, math.inf])
+    other = np.array([1.0, math.nan, -math.inf])
+    a, b, c = (
+        MemoryDump([record("other", {"x": each})]) for each in (values, values.copy(), other)
+    )
+    same = compare([a, b])
+    assert same.verdict is Verdict.SAME
+    assert "2 are the same NaN or infinity on both sides" in tensor(same, "x").reason
+    different = compare([a, c])
+    assert different.verdict is Verdict.DIFFERENT
+    assert different.first is not None
+    assert different.first.location is not None
+    assert different.first.location.coordinates == ((2,), (2,))
+
+
+def test_an_empty_tensor_is_no_error() -> None:
+    empty = np.empty((0, 4), np.float32)
+    a, b = (MemoryDump([record("other", {"x": empty, "y": np.ones(2)})]) for _ in range(2))
+    assert compare([a, b]).verdict is Verdict.SAME
+
+
+def test_a_number_per_place_is_held_to_the_line() -> None:
+    def side(loss: float) -> MemoryDump:
+        return MemoryDump([
+            record("loss", numbers={"loss": loss, "entropy_loss": 0.5}, rank=rank, microbatch=m)
+            for rank in range(2)
+            for m in range(2)
+        ])  # fmt: skip
+
+    assert compare([side(1.0), side(1.0 + 5e-6)]).verdict is Verdict.WITHIN_NOISE
+    result = compare([side(1.0), side(1.0 + 5e-5)])
+    assert result.verdict is Verdict.DIFFERENT
+    found = tensor(result, "loss")
+    assert [each.verdict for each in found.places] == [Verdict.DIFFERENT] * 4
+    assert compare(
+        [side(1.0), side(1.0 + 5e-5)], tolerances=Tolerances.parse(["loss=1e-3"])
+    ).verdict is Verdict.WITHIN_NOISE  # fmt: skip
+
+
+def test_files_that_cannot_be_read_are_findings() -> None:
+    samples = batch()
+    a, b = split(samples, [[0, 1, 2], [3, 4, 5]]), split(samples, [[0, 1, 2], [3, 4, 5]], name="b")
+    b.broken = frozenset({Path("b/forward_data/rank1_micro0")})
+    result = compare([a, b])
+    assert result.verdict is Verdict.NOT_COMPARABLE
+    assert result.exit_status == 2
+    damaged = next(each for each in result.pairs[0].findings if each.kind == "damaged")
+    assert damaged.items == ("b/forward_data/rank1_micro0",)
+    assert "truncated" in damaged.message
+    assert tensor(result, "rewards").verdict is Verdict.SAME
+    missing = b.without(*b.broken)
+    assert compare([a, missing]).exit_status == 2
+    listed = MemoryDump(a.records, problems=[Problem(Path("x"), "missing", "x is gone")])
+    assert compare([a, listed]).exit_status == 2
+    unknown = MemoryDump(a.records, problems=[Problem(Path("x"), "unknown", "x is strange")])
+    assert compare([a, unknown]).exit_status == 0
+
+
+def test_nothing_in_common_is_not_comparable() -> None:
+    a = MemoryDump([record("loss", numbers={"loss": 1.0})])
+    b = MemoryDump([record("other", {"x": np.ones(2)})])
+    result = compare([a, b])
+    assert result.exit_status == 2
+    assert "nothing in common" in result.reason
+    assert compare([MemoryDump([]), MemoryDump([])]).exit_status == 2
+
+
+def test_loss_intermediates_find_their_counterparts_in_other_sections() -> None:
+    log_probs = np.full((2, 4), -1.0, np.float32)
+    ones = np.ones((2, 4), np.int64)
+    own = MemoryDump([
+        record("forward_data", {"log_probs": log_probs, "response_mask": ones},
+               samples=("a", "b"), mask="response_mask"),
+        record("old_log_probs", {"old_log_probs": log_probs}, rank=None, samples=("a", "b")),
+        record("loss", numbers={"loss": 0.5}),
+    ])  # fmt: skip
+    weaver = MemoryDump([
+        record(
+            "is_loss",
+            {"log_probs": log_probs, "old_log_probs": log_probs + np.float32(0.5),
+             "effective_valid": ones, "prob_ratio": log_probs},
+            samples=("a", "b"), mask="effective_valid", numbers={"loss": 0.5},
+        )
+    ])  # fmt: skip
+    result = compare([own, weaver])
+    assert tensor(result, "log_probs", "is_loss").verdict is Verdict.SAME
+    assert tensor(result, "loss", "is_loss").verdict is Verdict.SAME
+    assert tensor(result, "old_log_probs", "is_loss").verdict is Verdict.DIFFERENT
+
+
+def test_named_tensors_are_joined_from_shards() -> None:
+    weight = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+    def sharded(cuts: list[slice], dim: int) -> MemoryDump:
+        records = []
+        for rank, cut in enumerate(cuts):
+            part = weight[cut] if dim == 0 else weight[:, cut]
+            offset = [cut.start, 0] if dim == 0 else [0, cut.start]
+            about = {"shards": {"w": {"global_shape": [4, 6], "offset": offset}}}
+            records.append(record("parameters", {"w": part}, rank=rank, about=about))
+        return MemoryDump(records)
+
+    whole = MemoryDump([record("parameters", {"w": weight})])
+    rows, columns = [slice(0, 1), slice(1, 4)], [slice(0, 2), slice(2, 4), slice(4, 6)]
+    for one, other in (
+        (whole, sharded(rows, 0)), (sharded(rows, 0), sharded(columns, 1)),
+        (sharded(columns, 1), whole),
+    ):  # fmt: skip
+        result = compare([one, other])
+        assert result.verdict is Verdict.SAME, result.reason
+        assert tensor(result, "w").found.pairs == 24
+    weight = weight.copy()
+    weight[2, 3] = -1
+    result = compare([sharded(rows, 0), whole])
+    assert result.first is not None
+    assert result.first.location is not None
+    assert result.first.location.coordinates == ((1, 3), (2, 3))
+    other_shape = MemoryDump([record("parameters", {"w": weight[:2]})])
+    assert compare([whole, other_shape]).verdict is Verdict.DIFFERENT
+
+
+def test_gradients_count_by_their_relative_error() -> None:
+    random = np.random.default_rng(0)
+    gradient = random.standard_normal(1000).astype(np.float32)
+    noise = gradient * (1 + np.float32(1e-6) * random.standard_normal(1000).astype(np.float32))
+    noise[0] = gradient[0] + np.float32(1e-5)
+    a, b = (MemoryDump([record("gradients", {"w": each})]) for each in (gradient, noise))
+    assert compare([a, b]).verdict is Verdict.WITHIN_NOISE
+    c = MemoryDump([record("gradients", {"w": gradient * np.float32(1.001)})])
+    assert compare([a, c]).verdict is Verdict.DIFFERENT
+
+
+def test_the_noise_floor_of_the_run_is_noise() -> None:
+    samples = batch()
+
+    def with_floor(made: Record) -> Record:
+        if "old_log_probs" not in made.tensors:
+            return made
+        tag, shape, values, offsets = made.tensors["old_log_probs"]
+        again = (tag, shape, values + np.float32(2e-3), offsets)
+        return dataclasses.replace(made, tensors={**made.tensors, "recomputed_log_probs": again})
+
+    moved = [
+        with_values(s, old_log_probs=s.values["old_log_probs"] + np.float32(3e-3)) for s in samples
+    ]
+    assert compare([split(samples), split(moved)]).verdict is Verdict.DIFFERENT
+    result = compare([split(samples, edit=with_floor), split(moved)])
+    assert result.verdict is Verdict.WITHIN_NOISE
+    assert result.pairs[0].floor is not None
+    assert result.pairs[0].floor.mean == pytest.approx(2e-3, rel=1e-3)
+    declared = split(samples)
+    declared.about = {"noise_floor": {"mean": 2e-3, "max": 2e-3}}
+    assert compare([declared, split(moved)]).verdict is Verdict.WITHIN_NOISE
+
+
+def test_three_sides_are_held_against_each_other() -> None:
+    samples = batch()
+    moved = [with_values(s, entropy=s.values["entropy"] + np.float32(1)) for s in samples]
+    result = compare([split(samples), split(samples), split(moved)])
+    assert [pair.sides for pair in result.pairs] == [(0, 1), (0, 2), (1, 2)]
+    verdicts = [pair.verdict for pair in result.pairs]
+    assert verdicts == [Verdict.SAME, Verdict.DIFFERENT, Verdict.DIFFERENT]
+    assert result.verdict is Verdict.DIFFERENT
+    with pytest.raises(InvalidInput, match="two or three"):
+        compare([split(samples)])
+
+
+def test_bfloat16_is_held_to_its_own_rounding() -> None:
+    def side(bits: list[int]) -> MemoryDump:
+        values = np.array([bits], np.uint16)
+        return MemoryDump([
+            record("old_log_probs", {"old_log_probs": values}, samples=("a",),
+                   dtypes={"old_log_probs": "bfloat16"})
+        ])  # fmt: skip
+
+    one = side([0xBF80, 0xC000, 0xC0A0])
+    assert compare([one, side([0xBF80, 0xC001, 0xC0A0])]).verdict is Verdict.WITHIN_NOISE
+    assert compare([one, side([0xBF80, 0xC020, 0xC0A0])]).verdict is Verdict.DIFFERENT
+
+
+def test_steps_pair_by_number_where_there_are_several() -> None:
+    def side(*steps: int) -> MemoryDump:
+        return MemoryDump([record("loss", numbers={"loss": 1.0 * s}, step=s) for s in steps])
+
+    assert compare([side(0, 1), side(0, 1)]).verdict is Verdict.SAME
+    assert compare([side(0, 1), side(0)]).exit_status == 2
+    assert compare([side(0), side(0)]).verdict is Verdict.SAME
+
+
+def test_tasks_and_answers_can_be_pickled() -> None:
+    samples = batch()
+
+    def run(function: Any, tasks: Any) -> Any:
+        for task in tasks:
+            yield pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(task)))))
+
+    told: list[tuple[int, int]] = []
+    result = compare(
+        [split(samples), split(samples, [[1, 0], [2, 3, 4, 5]])],
+        mapper=run, progress=lambda done, known: told.append((done, known)),
+    )  # fmt: skip
+    assert result.verdict is Verdict.SAME
+    assert told[-1][0] == told[-1][1] == len(told)
