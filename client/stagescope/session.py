@@ -33,6 +33,7 @@ from stagescope.errors import (
     Unreachable,
 )
 from stagescope.frames import Table
+from stagescope.framing import MEDIA_TYPE, pack_batch
 from stagescope.hangs import Stacks
 from stagescope.operators import Divergence
 from stagescope.progress import Ordered, Progress
@@ -67,6 +68,7 @@ _STEPS_ORDER: Final = (
 )
 _FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
 _BETWEEN_QUESTIONS: Final = 0.5
+_POLL_SECONDS: Final = 2.0
 _PLAN_ORDER: Final = (
     "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
 )  # fmt: skip
@@ -306,6 +308,33 @@ class Session:
         return self.table(
             "/devices", {"run": run}, title="devices", order=DEVICE_ORDER, limit=limit
         )
+
+    def send(
+        self,
+        sender: Sequence[Any],
+        events: Sequence[Sequence[Any]],
+        payloads: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> dict[int, str]:
+        """Send events of a process that is not this one; return which were refused, and why.
+
+        `stagescope.schema` says what travels. What was sent before counts once.
+
+        Raises:
+            Unauthorized: it needs the operate token.
+        """
+        body = pack_batch(sender, events, payloads or {})
+        answer = self._transport.deliver("/events", body, MEDIA_TYPE)
+        return {int(seq): str(text) for seq, text in (answer.get("refused") or {}).items()}
+
+    def settled(self, sender: Sequence[Any], seqs: Sequence[int]) -> dict[int, str]:
+        """Return seq -> state of a process's payloads that were taken in, after a short wait.
+
+        Raises:
+            Unauthorized: it needs the operate token.
+        """
+        said = {"sender": [*sender], "unreceipted": [*seqs], "wait": _POLL_SECONDS}
+        answer = self._transport.change("POST", "/poll", said)
+        return {int(seq): str(state) for seq, state in (answer.get("receipts") or {}).items()}
 
     def diff(self, a: str, b: str) -> Changes:
         """Return what changed between two attempts or runs, `run[@attempt]` each.

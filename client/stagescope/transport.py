@@ -106,6 +106,17 @@ class Transport:
         """
         return self._call(method, path, body=body, operate=True, retry=_not_taken)
 
+    def deliver(self, path: str, body: bytes, media_type: str) -> Any:
+        """Hand over events with the operator's token; sent again it counts once, so it is retried.
+
+        Raises:
+            StagescopeError: as `get`.
+        """
+        headers = self._authorization(self.place.operate_token) | {"content-type": media_type}
+        url = self.place.url + path
+        request = self._client.build_request("POST", url, headers=headers, content=body)
+        return self._sent(request, _any_gap)
+
     def _call(
         self,
         method: str,
@@ -116,9 +127,12 @@ class Transport:
         operate: bool = False,
         retry: _Retry,
     ) -> Any:
+        request = self._request(method, path, params=params, body=body, operate=operate)
+        return self._sent(request, retry)
+
+    def _sent(self, request: httpx.Request, retry: _Retry) -> Any:
         deadline = time.monotonic() + self.timeout
         pause = _FIRST_PAUSE
-        request = self._request(method, path, params=params, body=body, operate=operate)
         while True:
             left = max(deadline - time.monotonic(), 0.05)
             request.extensions["timeout"] = httpx.Timeout(left).as_dict()
@@ -149,7 +163,7 @@ class Transport:
         operate: bool,
     ) -> httpx.Request:
         token = self.place.operate_token if operate else self.place.read_token
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers = self._authorization(token)
         if body is not None:
             headers["content-type"] = "application/json"
         given = {name: value for name, value in (params or {}).items() if value is not None}
@@ -160,6 +174,9 @@ class Transport:
             headers=headers,
             content=None if body is None else json.dumps(body, allow_nan=False),
         )
+
+    def _authorization(self, token: str | None) -> dict[str, str]:
+        return {"authorization": f"Bearer {token}"} if token else {}
 
     def _json(self, response: httpx.Response) -> Any:
         if not response.content:

@@ -1,0 +1,139 @@
+"""`stagescope import DIR`: a directory of dumps becomes a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from stagescope import discovery, render, terminal
+from stagescope.errors import InvalidInput
+from stagescope.schema import check_run_name
+from stagescope.session import Session, attach
+
+KEEP: Final = {"what": ["all"], "parameters": ["*"], "gradients": ["*"]}
+"""Of an imported run everything is kept: it was handed over to be looked at."""
+_SHOWN: Final = 20
+
+
+@click.command("import")
+@click.argument("directory", type=click.Path(exists=True, path_type=Path))
+@click.option("--run", help="Name of the run [default: the directory's].")
+@click.option("--step", type=int, help="Only this step.")
+@click.option(
+    "--format", "kind", help="Of the files, where it is not recognised: nexrl, slime, ..."
+)
+@click.option("--url", help="The service, such as http://head:8700.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File with the operate token.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Deadline of each call.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
+@click.pass_context
+def import_directory(
+    ctx: click.Context,
+    directory: Path,
+    run: str | None,
+    step: int | None,
+    kind: str | None,
+    url: str | None,
+    token_file: Path | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Register a directory of dumps as a run, so that every question works on it.
+
+    Dumps of this project, NexRL (self-hosted, remote API, Weaver), slime, AReaL, verl and msprobe.
+    The files are read here and sent to the service, which keeps what it needs; the same directory
+    again counts once. Exit status 1 where a file could not be read: the others are there.
+    """
+    try:
+        from stagescope_service.dumps.discover import open_dump
+    except ImportError as error:
+        raise terminal.needs_extra(error, "service") from error
+    name = check_run_name(run or _name_of(directory))
+    token = None if token_file is None else discovery.read_token(token_file)
+    dump = open_dump(directory, step=step, kind=kind)
+    with attach(url, token=token, timeout=timeout) as session:
+        report = import_dump(session, dump, name, directory)
+    if as_json:
+        terminal.show_json(report)
+    else:
+        _show(report)
+    ctx.exit(1 if report["problems"] or report["refused"] else 0)
+
+
+def import_dump(session: Session, dump: Any, run: str, directory: Path) -> dict[str, Any]:
+    """Send a dump as a run of the service and wait until its payloads are taken in.
+
+    Returns:
+        run, attempt_key, format, processes, events, payloads, `problems` (files that could not be
+        read) and `refused` (what the service did not take).
+
+    Raises:
+        StagescopeError: the service cannot be reached, or the token may not operate.
+    """
+    from stagescope_service.dumps.importing import calls, import_key
+
+    if not dump.entries:
+        raise InvalidInput(
+            f"{directory} holds nothing that can be taken in",
+            expected="a directory of dumps",
+            advice="; ".join(each.message for each in dump.problems[:3]),
+        )
+    key = import_key(dump)
+    report: dict[str, Any] = {"run": run, "attempt_key": key, "format": dump.kind}
+    events = payloads = 0
+    senders: set[Any] = set()
+    problems = [_problem(each) for each in dump.problems]
+    refused: list[dict[str, Any]] = []
+    for call in calls(dump, run, key, keep=KEEP):
+        senders.add(call.sender)
+        problems += [_problem(each) for each in call.problems]
+        answers = session.send(call.sender, call.events, call.payloads)
+        refused += [{"seq": seq, "reason": reason} for seq, reason in answers.items()]
+        taken = {seq for seq in call.payloads if seq not in answers}
+        refused += list(_waited(session, call.sender, taken))
+        events += len(call.events)
+        payloads += len(taken)
+    counts = {"processes": len(senders), "events": events, "payloads": payloads}
+    return {**report, **counts, "problems": problems, "refused": refused}
+
+
+def _waited(session: Session, sender: Any, seqs: set[int]) -> Iterator[dict[str, Any]]:
+    """Wait for the receipts of payloads, one stage at a time: so memory stays that of one."""
+    left = set(seqs)
+    while left:
+        for seq, state in session.settled(sender, sorted(left)).items():
+            left.discard(seq)
+            if state != "ingested":
+                yield {"seq": seq, "reason": f"the payload was {state}: see `stagescope losses`"}
+
+
+def _problem(problem: Any) -> dict[str, Any]:
+    return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
+
+
+def _name_of(directory: Path) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in directory.resolve().name)
+
+
+def _show(report: dict[str, Any]) -> None:
+    wrong = report["problems"] + report["refused"]
+    click.echo(
+        f"{report['run']}: {report['payloads']} payloads of {report['processes']} processes, "
+        f"from a directory in {report['format']}'s layout"
+    )
+    for each in wrong[:_SHOWN]:
+        text = each.get("message") or each["reason"]
+        click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
+    if len(wrong) > _SHOWN:
+        click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
+    click.echo(f"try  stagescope steps --run {report['run']}")

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagescope.errors import InvalidTensor
+from stagescope.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
+from stagescope_service.dumps.importing import Call, calls, import_key
+from stagescope_service.dumps.records import Entry, Place, Problem, Record
+
+KEEP = {"what": ["all"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A dump that holds what a test gives it."""
+
+    records: Mapping[Entry, Record | Exception]
+    name: str = "/dumps"
+    kind: str = "nexrl"
+    problems: Sequence[Problem] = ()
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return [*self.records]
+
+    def read(self, entry: Entry) -> Record:
+        found = self.records[entry]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def values(*shape: int) -> tuple[Any, ...]:
+    return ("float32", shape, np.zeros(shape, np.float32), None)
+
+
+def entry(tmp_path: Path, section: str, name: str = "f", **place: Any) -> Entry:
+    path = tmp_path / name
+    path.touch()
+    return Entry(section, Place(step=place.pop("step", 0), **place), path)
+
+
+def of_kind(found: Sequence[Call], kind: str) -> list[tuple[Sender, Event, Call]]:
+    return [
+        (Sender.parse(call.sender), event, call)
+        for call in found
+        for event in map(Event.parse, call.events)
+        if event.kind == kind
+    ]
+
+
+def taken(dump: Held) -> list[Call]:
+    return [*calls(dump, "imported", "key", keep=KEEP)]
+
+
+def test_each_section_goes_to_the_stage_that_makes_it(tmp_path: Path) -> None:
+    sections = ("trajectories", "old_log_probs", "forward_data", "loss")
+    entries = [entry(tmp_path, section, section) for section in sections]
+    dump = Held({each: Record(each, {each.section: values(2, 3)}) for each in entries})
+    ends = of_kind(taken(dump), END)
+    assert [(who.role, end.fields["stage"]) for who, end, _ in ends] == [
+        ("rollout", "rollout_generate"),
+        ("actor", "actor_compute_log_prob"),
+        ("actor", "actor_update"),
+    ]
+    (_, _, update) = ends[-1]
+    (payload,) = update.payloads.values()
+    # Two sections of one stage and part are one payload of one identity.
+    assert set(payload["tensors"]) == {"forward_data", "loss"}
+
+
+def test_ranks_and_parts_keep_their_identity(tmp_path: Path) -> None:
+    entries = [
+        entry(tmp_path, "loss", f"{step}{rank}{micro}", step=step, rank=rank,
+              part=Part(microbatch=micro))
+        for step in (1, 0) for rank in (1, 0) for micro in (1, 0)
+    ]  # fmt: skip
+    dump = Held({each: Record(each, numbers={"loss": 0.5}) for each in entries})
+    found = taken(dump)
+    hellos = of_kind(found, HELLO)
+    assert [(who.role, who.rank, said.fields["world_size"]) for who, said, _ in hellos] == [
+        ("actor", 0, 2),
+        ("actor", 1, 2),
+    ]
+    assert {said.fields["settings"]["keep"]["what"][0] for _, said, _ in hellos} == {"all"}
+    ends = of_kind(found, END)
+    assert [(e.fields["step"], who.rank, e.fields["microbatch"]) for who, e, _ in ends] == [
+        (step, rank, micro) for step in (0, 1) for rank in (0, 1) for micro in (0, 1)
+    ]
+    assert all(end.fields["scalars"] == {"loss": 0.5} for _, end, _ in ends)
+    assert not any(call.payloads for call in found)
+    assert len(of_kind(found, FINISH)) == 2
+
+
+def test_an_end_names_its_begin_and_numbers_never_repeat(tmp_path: Path) -> None:
+    dump = Held({each: Record(each) for each in [entry(tmp_path, "loss", rank=3)]})
+    found = taken(dump)
+    ((_, begin, _),) = of_kind(found, BEGIN)
+    ((_, end, _),) = of_kind(found, END)
+    assert end.fields["begin_seq"] == begin.seq
+    numbers = [event[2] for call in found for event in call.events]
+    assert numbers == sorted(set(numbers))
+
+
+def test_the_same_directory_again_says_the_same(tmp_path: Path) -> None:
+    dump = Held({each: Record(each) for each in [entry(tmp_path, "loss")]})
+    assert [call.events for call in taken(dump)] == [call.events for call in taken(dump)]
+    assert import_key(dump) == import_key(dump)
+
+
+def test_a_directory_that_grew_is_another_attempt(tmp_path: Path) -> None:
+    one, two = entry(tmp_path, "loss", "1"), entry(tmp_path, "loss", "2")
+    key = import_key(Held({one: Record(one)}))
+    assert import_key(Held({one: Record(one), two: Record(two)})) != key
+    os.utime(one.path, (1, 1))
+    assert import_key(Held({one: Record(one)})) != key
+
+
+def test_a_file_that_cannot_be_read_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+    good, bad = entry(tmp_path, "loss", "good"), entry(tmp_path, "is_loss", "bad")
+    dump = Held({good: Record(good, {"loss": values(1)}), bad: InvalidTensor("cut off")})
+    (call,) = [call for call in taken(dump) if call.payloads]
+    assert [(each.path, each.entry) for each in call.problems] == [(bad.path, bad)]
+    assert "cut off" in call.problems[0].message
+    assert [*next(iter(call.payloads.values()))["tensors"]] == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [("parameters", "parameter/w"), ("gradients", "gradient/w")]
+)
+def test_parameters_have_the_names_that_a_rank_gives_them(
+    tmp_path: Path, section: str, name: str
+) -> None:
+    one = entry(tmp_path, section)
+    (call,) = [call for call in taken(Held({one: Record(one, {"w": values(4)})})) if call.payloads]
+    (payload,) = call.payloads.values()
+    assert [*payload["tensors"]] == [name]
+
+
+def test_ids_travel_with_the_rows(tmp_path: Path) -> None:
+    one = entry(tmp_path, "trajectories")
+    record = Record(
+        one, {"rewards": values(2)}, samples=("g-0", "g-1"), groups=("g", "g"),
+        row_texts={"run_id": ("0", "1")}, about={"temperature": 1.0},
+    )  # fmt: skip
+    (call,) = [call for call in taken(Held({one: record})) if call.payloads]
+    (payload,) = call.payloads.values()
+    assert payload["strings"] == {
+        "sample_ids": ["g-0", "g-1"], "group_ids": ["g", "g"], "run_id": ["0", "1"],
+    }  # fmt: skip
+    assert payload["meta"] == {"temperature": 1.0}
+    ((_, end, _),) = of_kind([call], END)
+    assert end.fields["payload"]["tensors"] == {"rewards": ["float32", [2], None]}
+    assert end.fields["payload"]["bytes"] == 8
