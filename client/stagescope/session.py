@@ -259,10 +259,15 @@ class Session:
         said = self.get(f"/steps/{_step_word(step)}/stages", run=run, attempt=attempt, limit=1)
         return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
 
-    def plan(self) -> Table:
-        """Return the captures in force; `about["revision"]` is the plan's revision."""
+    def plan(self, run: str | None = None) -> Table:
+        """Return the captures in force, with `run` those that concern it.
+
+        `about["revision"]` is the plan's revision.
+        """
         answer = self.get("/plan")
         captures = answer.get("captures") or []
+        if run is not None:
+            captures = [each for each in captures if each.get("run") in (None, run)]
         rows = [{**each, **_standing(each.get("agreement") or {})} for each in captures]
         about = {name: value for name, value in answer.items() if name != "captures"}
         title = f"plan, revision {answer.get('revision')}"

@@ -29,6 +29,7 @@ ASKING = [
     ["losses"],
     ["findings"],
     ["plan"],
+    ["captures"],
 ]
 
 
@@ -150,6 +151,7 @@ def test_a_capture_by_its_options(service: Answering, tmp_path: Path) -> None:
         "keep": ["old_log_probs"],
     }
     assert "5, 7, 8, 9" in ask(service, "plan").stdout
+    assert "5, 7, 8, 9" in ask(service, "plan", "--run", "another").stdout  # it is of every run
     removed = ask(service, "remove-capture", capture["capture_id"], token=OPERATE)
     assert removed.exit_code == 0
     assert not service.captures

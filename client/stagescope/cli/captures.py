@@ -10,6 +10,8 @@ import click
 from stagescope.answers import Record
 from stagescope.captures import LATE, read_ranks, read_steps
 from stagescope.cli.questions import (
+    LIMIT,
+    RUN,
     json_file,
     question,
     words,
@@ -19,12 +21,19 @@ from stagescope.progress import Progress
 from stagescope.session import Session
 
 
-@question()
-def plan(session: Session) -> Table:
-    """The captures in force."""
-    return session.plan()
+@question(RUN)
+def plan(session: Session, run: str | None) -> Table:
+    """The captures in force; with --run those that concern it."""
+    return session.plan(run)
 
 
+@question(click.option("--run", help="Only those ordered for this run."), LIMIT)
+def captures(session: Session, run: str | None, limit: int) -> Table:
+    """The captures that were ever ordered, ended and withdrawn ones too."""
+    return session.captures(run, limit=limit)
+
+
+_WITHDRAWN: Final = ("capture_id", "run", "state", "stages", "steps", "ranks", "by")
 _WAIT: Final = click.option(
     "--wait", is_flag=True, help="Show how far it comes until the dumps lie there."
 )
@@ -148,4 +157,6 @@ def _steps(text: str) -> Any:
 @question(click.argument("capture_id"))
 def remove_capture(session: Session, capture_id: str) -> Record:
     """Take a capture out of the plan; what it collected stays."""
-    return session.remove_capture(capture_id)
+    removed = session.remove_capture(capture_id)
+    told = {name: removed.get(name) for name in _WITHDRAWN if removed.get(name) is not None}
+    return Record({**told, "capture_id": capture_id}, title=removed.heading)
