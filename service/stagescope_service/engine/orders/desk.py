@@ -7,18 +7,23 @@ changed here alone.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from stagescope.captures import needs_ranks
 from stagescope.errors import Conflict
-from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Put
 from stagescope_service.engine.orders import agreement as agreeing
 from stagescope_service.engine.orders.agreement import Agreement, Crew
+from stagescope_service.engine.orders.crews import (
+    attempt_of,
+    crew_of,
+    is_early,
+    names,
+    notes,
+    run_of,
+)
 from stagescope_service.engine.orders.plans import Entry, Plan
 from stagescope_service.engine.state import State
 
@@ -57,7 +62,7 @@ class Orders:
             Conflict: the same order is in force, its steps have all begun, or it counts from where
                 the training stands and there are several.
         """
-        capture = {**capture, "run": self._run_of(capture)}
+        capture = {**capture, "run": run_of(self.state.registry, capture)}
         attempt = None if capture["run"] is None else self.state.registry.newest(capture["run"])
         top = None if attempt is None or attempt.over else attempt.top_step
         steps = capture["steps"]
@@ -127,7 +132,7 @@ class Orders:
         agreed = entry.agreement
         if agreed.phase == agreeing.ASKED:
             return self._ask(entry, mono, wall)
-        attempt = self._attempt(entry.order)
+        attempt = attempt_of(self.state.registry, entry.order)
         if not agreeing.is_relative(entry.order["steps"]) or attempt is None:
             return None
         last = agreeing.last_step(agreed.steps)
@@ -143,7 +148,7 @@ class Orders:
         if entry.capture_id in self._interrupted:
             self._interrupted.discard(entry.capture_id)
             return self._anew(entry, mono, wall)
-        if not needs_ranks(order) or self._is_early(order):
+        if not needs_ranks(order) or is_early(self.state.registry, order):
             return self._at_once(entry, wall)
         crew = self.crew(order)
         elapsed = mono - self._asked_mono.setdefault(entry.capture_id, mono)
@@ -240,85 +245,12 @@ class Orders:
 
     # --- who is asked ----------------------------------------------------------------------
     def crew(self, order: Mapping[str, Any]) -> Crew:
-        """Return whom an order asks: the ranks that do its stages in the run's newest attempt."""
-        attempt = self._attempt(order)
-        if attempt is None or attempt.over:
-            return Crew(order["run"], None, ())
-        live = {
-            (process.role, process.rank): (process.incarnation, process.plan_revision)
-            for process in attempt.processes.values()
-            if process.live and _captures(process)
-        }
-        roles = {role for role, _ in live}
-        named = set(order["roles"] or roles) & roles
-        doing = {role for role in named if _does(attempt, role, order["stages"])}
-        members = agreeing.members_of(
-            order["ranks"],
-            doing or named,
-            {role: attempt.world_size(role) for role in named},
-            live,
-        )
-        return Crew(
-            order["run"],
-            attempt.attempt_id,
-            members,
-            attempt.top_step,
-            attempt.last_closed_step,
-            step_seconds(attempt),
-        )
+        """Return whom an order asks."""
+        return crew_of(self.state.registry, order)
 
     def notes(self, entry: Entry) -> list[str]:
         """Return what an asker should know: an order may wait for what never comes."""
-        order = entry.order
-        registry = self.state.registry
-        if order["run"] is None:
-            return ["it is for every run: none is live whose ranks could be asked"]
-        attempt = registry.newest(order["run"])
-        if attempt is None:
-            known = sorted({each.run for each in registry.attempts.values()})
-            return [f"no run {order['run']!r} is known (yet); known: {', '.join(known[:20])}"]
-        notes = []
-        if attempt.over:
-            notes.append(f"attempt {attempt.number} of the run is over: it waits for the next")
-        done = {stage for step in attempt.steps.values() for _, stage in step.ranks}
-        new = sorted(set(order["stages"]) - done) if order["stages"] != "all" else []
-        if done and new:
-            there = ", ".join(sorted(done))
-            notes.append(f"no rank has done {', '.join(new)} lately; stages of the run: {there}")
-        crew = self.crew(order)
-        if needs_ranks(order) and not attempt.over and not crew.members:
-            ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
-            named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
-            notes.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
-        late = crew.late(entry.agreement.revision)
-        if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
-            notes.append(f"waiting for {_names([each.name for each in late])}")
-        return notes
-
-    def _attempt(self, order: Mapping[str, Any]) -> Attempt | None:
-        return None if order["run"] is None else self.state.registry.newest(order["run"])
-
-    def _is_early(self, order: Mapping[str, Any]) -> bool:
-        """Whether steps that are said by number are ordered before anyone is there to ask."""
-        if agreeing.is_relative(order["steps"]):
-            return False
-        attempt = self._attempt(order)
-        return attempt is None or attempt.over or attempt.top_step is None
-
-    def _run_of(self, capture: Mapping[str, Any]) -> str | None:
-        """Return the run that an order is for: the one that is live, where it names none."""
-        if capture["run"] is not None:
-            return str(capture["run"])
-        registry = self.state.registry
-        live = {attempt.run for attempt in registry.attempts.values() if _is_live(attempt)}
-        if len(live) == 1:
-            return live.pop()
-        if agreeing.is_relative(capture["steps"]):
-            raise Conflict(
-                f"{len(live)} runs are live, and the order names none",
-                expected=f"run: one of {', '.join(sorted(live)[:20]) or '(none is live)'}",
-            )
-        return None
+        return notes(self.state.registry, entry)
 
     def _estimates_of(self, entry: Entry, crew: Crew) -> list[dict[str, Any]]:
         """Return what the asked ranks reckon; who would not take part is asked by no one."""
@@ -349,7 +281,7 @@ class Orders:
         if agreed.phase in (agreeing.GIVEN_UP, agreeing.TOO_LATE, agreeing.REFUSED):
             return [self._finding(entry, "capture_not_started", agreed.reason or "", wall)]
         if agreed.phase == agreeing.AGREED and agreed.without:
-            text = f"it starts at step {agreed.start} without {_names(agreed.without)}"
+            text = f"it starts at step {agreed.start} without {names(agreed.without)}"
             return [self._finding(entry, "capture_partial", text, wall, start=agreed.start)]
         return []
 
@@ -358,7 +290,7 @@ class Orders:
         return [self._finding(entry, "capture_partial", text, wall, **gap)]
 
     def _finding(self, entry: Entry, kind: str, text: str, wall: float, **about: Any) -> Put:
-        attempt = self._attempt(entry.order)
+        attempt = attempt_of(self.state.registry, entry.order)
         return finding(
             kind,
             f"capture {entry.capture_id}: {text}",
@@ -372,35 +304,3 @@ class Orders:
             evidence={"capture_id": entry.capture_id, "agreement": entry.agreement.number},
             advice=f"see /captures/{entry.capture_id} for who acknowledged and who collected",
         )
-
-
-def step_seconds(attempt: Attempt) -> float | None:
-    """Return how long a step of an attempt takes: the median of the last, by their beginnings."""
-    steps = sorted(attempt.steps)
-    gaps = [
-        attempt.steps[later].opened_wall - attempt.steps[earlier].opened_wall
-        for earlier, later in itertools.pairwise(steps)
-        if later == earlier + 1
-    ]
-    found = [gap for gap in gaps if 0 < gap < float("inf")]
-    return statistics.median(found) if found else None
-
-
-def _captures(process: Process) -> bool:
-    return process.captures and not process.raw
-
-
-def _is_live(attempt: Attempt) -> bool:
-    return not attempt.over and any(process.live for process in attempt.processes.values())
-
-
-def _does(attempt: Attempt, role: str, stages: Any) -> bool:
-    return any(
-        name == role and (stages == "all" or stage in stages)
-        for step in attempt.steps.values()
-        for name, stage in step.ranks
-    )
-
-
-def _names(ranks: Iterable[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{each['role']} rank {each['rank']}" for each in [*ranks][:20])

@@ -1,0 +1,138 @@
+"""Whom an order asks, and what its asker should know: read off the state machine's memory."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stagescope.captures import needs_ranks
+from stagescope.errors import Conflict
+from stagescope_service.engine.entities import Attempt, Process
+from stagescope_service.engine.orders import agreement as agreeing
+from stagescope_service.engine.orders.agreement import Crew
+from stagescope_service.engine.orders.plans import Entry
+from stagescope_service.engine.registry import Registry
+
+
+def crew_of(registry: Registry, order: Mapping[str, Any]) -> Crew:
+    """Return whom an order asks: the ranks that do its stages in the run's newest attempt."""
+    attempt = attempt_of(registry, order)
+    if attempt is None or attempt.over:
+        return Crew(order["run"], None, ())
+    live = {
+        (process.role, process.rank): (process.incarnation, process.plan_revision)
+        for process in attempt.processes.values()
+        if process.live and _captures(process)
+    }
+    roles = {role for role, _ in live}
+    named = set(order["roles"] or roles) & roles
+    doing = {role for role in named if _does(attempt, role, order["stages"])}
+    members = agreeing.members_of(
+        order["ranks"],
+        doing or named,
+        {role: attempt.world_size(role) for role in named},
+        live,
+    )
+    return Crew(
+        order["run"],
+        attempt.attempt_id,
+        members,
+        attempt.top_step,
+        attempt.last_closed_step,
+        step_seconds(attempt),
+    )
+
+
+def attempt_of(registry: Registry, order: Mapping[str, Any]) -> Attempt | None:
+    """Return the newest attempt of an order's run."""
+    return None if order["run"] is None else registry.newest(order["run"])
+
+
+def is_early(registry: Registry, order: Mapping[str, Any]) -> bool:
+    """Whether steps that are said by number are ordered before anyone is there to ask."""
+    if agreeing.is_relative(order["steps"]):
+        return False
+    attempt = attempt_of(registry, order)
+    return attempt is None or attempt.over or attempt.top_step is None
+
+
+def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
+    """Return the run that an order is for: the one that is live, where it names none.
+
+    Raises:
+        Conflict: it counts from where the training stands, and there are several.
+    """
+    if capture["run"] is not None:
+        return str(capture["run"])
+    live = {attempt.run for attempt in registry.attempts.values() if _is_live(attempt)}
+    if len(live) == 1:
+        return live.pop()
+    if agreeing.is_relative(capture["steps"]):
+        raise Conflict(
+            f"{len(live)} runs are live, and the order names none",
+            expected=f"run: one of {', '.join(sorted(live)[:20]) or '(none is live)'}",
+        )
+    return None
+
+
+def notes(registry: Registry, entry: Entry) -> list[str]:
+    """Return what an asker should know: an order may wait for what never comes."""
+    order = entry.order
+    if order["run"] is None:
+        return ["it is for every run: none is live whose ranks could be asked"]
+    attempt = registry.newest(order["run"])
+    if attempt is None:
+        known = sorted({each.run for each in registry.attempts.values()})
+        return [f"no run {order['run']!r} is known (yet); known: {', '.join(known[:20])}"]
+    said = []
+    if attempt.over:
+        said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
+    done = {stage for step in attempt.steps.values() for _, stage in step.ranks}
+    new = sorted(set(order["stages"]) - done) if order["stages"] != "all" else []
+    if done and new:
+        there = ", ".join(sorted(done))
+        said.append(f"no rank has done {', '.join(new)} lately; stages of the run: {there}")
+    crew = crew_of(registry, order)
+    if needs_ranks(order) and not attempt.over and not crew.members:
+        ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
+        named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
+        said.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
+    late = crew.late(entry.agreement.revision)
+    if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
+        said.append(f"waiting for {names([each.name for each in late])}")
+    return said
+
+
+def step_seconds(attempt: Attempt) -> float | None:
+    """Return how long a step of an attempt takes: the median of the last, by their beginnings."""
+    steps = sorted(attempt.steps)
+    gaps = [
+        attempt.steps[later].opened_wall - attempt.steps[earlier].opened_wall
+        for earlier, later in itertools.pairwise(steps)
+        if later == earlier + 1
+    ]
+    found = [gap for gap in gaps if 0 < gap < float("inf")]
+    return statistics.median(found) if found else None
+
+
+def names(ranks: Iterable[Mapping[str, Any]]) -> str:
+    """Return ranks as a reader calls them."""
+    return ", ".join(f"{each['role']} rank {each['rank']}" for each in [*ranks][:20])
+
+
+def _captures(process: Process) -> bool:
+    return process.captures and not process.raw
+
+
+def _is_live(attempt: Attempt) -> bool:
+    return not attempt.over and any(process.live for process in attempt.processes.values())
+
+
+def _does(attempt: Attempt, role: str, stages: Any) -> bool:
+    return any(
+        name == role and (stages == "all" or stage in stages)
+        for step in attempt.steps.values()
+        for name, stage in step.ranks
+    )
