@@ -29,6 +29,7 @@ _ROLE_OF_STAGE: Final[Mapping[str, str]] = {
     "compute_rm_score": "reward_model",
     "ref_compute_log_prob": "ref",
 }
+_ROLE: Final = "actor"
 _OF_A_PARAMETER: Final = {"parameters": "parameter", "gradients": "gradient"}
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
@@ -190,7 +191,10 @@ def _placed(entry: Entry) -> Place:
     """Return an entry's place with a stage, a role and a rank where its file says none."""
     place = entry.place
     stage = place.stage or STAGE_OF_SECTION.get(entry.section, "actor_update")
-    role = place.role or _ROLE_OF_STAGE.get(stage, "actor")
+    role = place.role or _ROLE_OF_STAGE.get(stage, _ROLE)
+    if place.role is None and place.rank is None and role == _ROLE:
+        # A file of the whole batch is nobody's rank: the others would be missing beside it.
+        role = "driver"
     rank = 0 if place.rank is None else place.rank
     return place._replace(stage=stage, role=role, rank=rank)
 

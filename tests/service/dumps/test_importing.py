@@ -68,8 +68,8 @@ def test_each_section_goes_to_the_stage_that_makes_it(tmp_path: Path) -> None:
     ends = of_kind(taken(dump), END)
     assert [(who.role, end.fields["stage"]) for who, end, _ in ends] == [
         ("rollout", "rollout_generate"),
-        ("actor", "actor_compute_log_prob"),
-        ("actor", "actor_update"),
+        ("driver", "actor_compute_log_prob"),
+        ("driver", "actor_update"),
     ]
     (_, _, update) = ends[-1]
     (payload,) = update.payloads.values()
