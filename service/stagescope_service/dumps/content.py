@@ -7,6 +7,7 @@ long lists of numbers; only the suffix leads from one to the other, so it never 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -15,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.torch_file import FileTensor, Unreadable, read_torch_file
+from stagescope.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope_service.dumps.torch_file import FileTensor, Unreadable, peek, read_torch_file
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tensorfile import (
     WireTensor,
@@ -27,6 +28,9 @@ from stagescope_service.store.tensorfile import (
 
 SUFFIXES: Final = (".pt", ".jsonl", ".json")
 MOST_TEXT_BYTES: Final = 1 << 30
+MOST_LINE_BYTES: Final = 64 << 20
+_MOST_VALUES: Final = 64
+_MOST_PEEKED: Final = 4
 _CONVERTED: Final = "stagescope_converted"
 _DEPTH: Final = 64
 _LISTS: Final = {int: "ints", float: "floats"}
@@ -58,6 +62,55 @@ def read_content(path: Path) -> Any:
             expected=f"a file of {', '.join(SUFFIXES)}; .json as stagescope convert writes it",
         )
     return _Decoded(path, read_tensors(path.with_suffix(".safetensors")).tensors)(tree["content"])
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(path: Path, _written: int, _bytes: int) -> Any:
+    return read_content(path)
+
+
+def read_whole(path: Path) -> Any:
+    """Read a file of several entries; the last one read is remembered until it changes.
+
+    Raises:
+        NotFound, InvalidTensor, Forbidden, StoreError: as `read_content`.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return read_content(path)  # says what is wrong
+    return _read_once(path, found.st_mtime_ns, found.st_size)
+
+
+def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
+    """Return the first texts and whole numbers that a file holds, cheaply; see `torch_file.peek`.
+
+    Of a .jsonl file those of its first line; [] where nothing can be told.
+    """
+    if path.suffix == ".pt":
+        return peek(path, most)
+    try:
+        if path.suffix == ".jsonl":
+            with path.open("rb") as file:
+                return _first(json.loads(file.readline(MOST_LINE_BYTES)), most)
+        tree = parse_json(_text(path), path)
+        return _first(tree["content"] if _CONVERTED in tree else None, most)
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, StagescopeError):
+        return []
+
+
+def _first(value: Any, most: int, depth: int = 0) -> list[str | int]:
+    if isinstance(value, str | int):
+        return [value]
+    found: list[str | int] = []
+    if isinstance(value, list) and value and depth < _MOST_PEEKED:
+        found = _first(value[0], most, depth + 1)
+    elif isinstance(value, dict) and depth < _MOST_PEEKED:
+        for name, item in value.items():
+            found += [name, *_first(item, most, depth + 1)]
+            if len(found) >= most:
+                break
+    return found
 
 
 def write_content(path: Path, content: Any) -> None:

@@ -4,52 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope.errors import InvalidInput, NotFound
-from stagescope_service.dumps import nexrl, own
-from stagescope_service.dumps.listing import files_below
+from stagescope_service.dumps import areal, msprobe_directory, nexrl, own, slime, verl_jsonl
+from stagescope_service.dumps.listing import Found, files_of
 from stagescope_service.dumps.records import Dump
 
-_Opener = Callable[..., Dump]
-_OPENERS: Final[dict[str, _Opener]] = {own.KIND: own.open_own, nexrl.KIND: nexrl.open_nexrl}
-_RECOGNISE: Final[dict[str, Callable[[Sequence[str]], bool]]] = {
-    own.KIND: own.holds_own,
-    nexrl.KIND: nexrl.is_nexrl,
-}
-_LOOKS: Final[dict[str, str]] = {
-    own.KIND: "kept files of stagescope (step_N/STAGE/ROLE_rankR_*.safetensors)",
-    nexrl.KIND: "NexRL's (forward_data/step_000000_rank0_micro0.pt, ...)",
-}
+
+class Format(NamedTuple):
+    """One format: how it is opened, how its files are told, and how they look."""
+
+    open: Callable[..., Dump]
+    holds: Callable[[Sequence[Found]], bool]
+    look: str
+
+
+FORMATS: Final[dict[str, Format]] = {
+    own.KIND: Format(
+        own.open_own, own.holds_own, "stagescope's (step_N/STAGE/ROLE_rankR_*.safetensors)"
+    ),
+    nexrl.KIND: Format(
+        nexrl.open_nexrl, nexrl.holds_nexrl, "NexRL's (forward_data/step_000000_rank0_micro0.pt)"
+    ),
+    slime.KIND: Format(
+        slime.open_slime, slime.holds_slime, "slime's debug rollout and train data (*.pt)"
+    ),
+    areal.KIND: Format(areal.open_areal, areal.holds_areal, "AReaL's saved batches (*.pt)"),
+    verl_jsonl.KIND: Format(
+        verl_jsonl.open_verl, verl_jsonl.holds_verl, "verl's generations (STEP.jsonl)"
+    ),
+    msprobe_directory.KIND: Format(
+        msprobe_directory.open_msprobe,
+        msprobe_directory.holds_msprobe,
+        "msprobe's (stepN/rankR/dump.json)",
+    ),
+}  # fmt: skip
+KINDS: Final = tuple(FORMATS)
+_ANSWERED: Final = (own.KIND, nexrl.KIND)
+"""Told by names alone; only where neither is there, files are looked into."""
 
 
 def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -> Dump:
-    """Open a directory or file of dumps, whosever it is.
+    """Open a directory or file of dumps, whosever it is; no tensor is read.
 
     Args:
-        path: a directory, or a file of a format that has one file.
+        path: a directory, or one file.
         step: only this step.
         kind: the format, one of `KINDS`; None finds out.
 
     Raises:
-        NotFound: there is no such path, or nothing in it is of a known format.
+        NotFound: there is no such path, nothing in it is of a known format, or of that step.
         InvalidInput: an unknown kind, or files of several formats.
         TooLarge: more files than a dump has.
         StoreError: the disk refused.
     """
     if not path.exists():
         raise NotFound(f"there is no directory or file {path}")
-    if kind is None:
-        kind = _kind_of(path)
-    if kind not in _OPENERS:
+    kind = kind or _kind_of(path)
+    if kind not in FORMATS:
         raise InvalidInput(f"kind {kind!r} is not known", expected=f"one of {', '.join(KINDS)}")
-    return _OPENERS[kind](path, step=step)
+    dump = FORMATS[kind].open(path, step=step)
+    if step is not None and not dump.entries:
+        places = (entry.place for entry in FORMATS[kind].open(path).entries)
+        steps = sorted({place.step for place in places if place.step is not None})
+        raise NotFound(
+            f"{path} holds nothing of step {step}",
+            expected=f"one of its steps: {', '.join(map(str, steps[:20])) or 'it says none'}",
+        )
+    return dump
 
 
 def _kind_of(path: Path) -> str:
-    found, _ = files_below(path)
-    names = [each.name for each in found]
-    kinds = [kind for kind, is_of in _RECOGNISE.items() if is_of(names)]
+    found, _ = files_of(path.absolute())
+    kinds = [kind for kind in _ANSWERED if FORMATS[kind].holds(found)]
+    if not kinds:
+        kinds = [kind for kind in KINDS if kind not in _ANSWERED and FORMATS[kind].holds(found)]
     if len(kinds) > 1:
         raise InvalidInput(
             f"{path} holds dumps of several formats: {', '.join(kinds)}",
@@ -58,10 +88,7 @@ def _kind_of(path: Path) -> str:
         )
     if not kinds:
         raise NotFound(
-            f"{path} holds no dump of a known format ({len(names)} files)",
-            expected="; ".join(_LOOKS.values()),
+            f"{path} holds no dump of a known format ({len(found)} files)",
+            expected="; ".join(each.look for each in FORMATS.values()),
         )
     return kinds[0]
-
-
-KINDS: Final = tuple(_OPENERS)

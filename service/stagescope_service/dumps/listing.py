@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from stagescope.errors import NotFound, StagescopeError, TooLarge
 from stagescope.schema import Part
@@ -16,9 +16,6 @@ from stagescope_service.store.tensorfile import disk_errors
 
 MOST_FILES: Final = 200_000
 _ORDER: Final = {section: order for order, section in enumerate(SECTIONS)}
-
-
-_PartT = TypeVar("_PartT", int, Part)
 
 
 class Found(NamedTuple):
@@ -89,6 +86,19 @@ def files_below(root: Path) -> tuple[list[Found], list[Problem]]:
     return found, problems
 
 
+def files_of(path: Path) -> tuple[list[Found], list[Problem]]:
+    """Return the files below a directory, or a file itself; see `files_below`."""
+    if path.is_file():
+        return [Found(path, path.name, path.stat().st_size)], []
+    return files_below(path)
+
+
+def is_companion(found: Found, names: Container[str]) -> bool:
+    """Say whether a file holds the tensors of a converted one."""
+    stem, _, suffix = found.name.rpartition(".")
+    return suffix == "safetensors" and f"{stem}.json" in names
+
+
 def _walk(root: Path) -> Iterator[Path]:
     for directory, folders, names in os.walk(root):
         folders[:] = sorted(each for each in folders if not each.startswith("."))
@@ -106,8 +116,8 @@ def _leads_out(path: Path, root: Path) -> Problem | None:
 
 
 def missing_places(
-    kinds: Mapping[str, set[tuple[int, _PartT]]], *, every_rank: bool = False
-) -> Iterator[tuple[str, tuple[int, _PartT]]]:
+    kinds: Mapping[str, set[tuple[int, Part]]], *, every_rank: bool = False
+) -> Iterator[tuple[str, tuple[int, Part]]]:
     """Yield (kind, (rank, part)) of what a grid lacks that is whole otherwise.
 
     Ranks may have different numbers of parts (dynamic batches), so a part of a rank is expected
@@ -118,7 +128,7 @@ def missing_places(
             all of them.
         every_rank: ranks below the highest are expected, too.
     """
-    everything = set().union(*kinds.values())
+    everything: set[tuple[int, Part]] = set().union(*kinds.values())
     ranks = sorted({rank for rank, _ in everything})
     ranks = list(range(ranks[-1] + 1)) if every_rank else ranks
     parts = sorted({part for _, part in everything})

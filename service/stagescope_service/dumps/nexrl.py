@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,8 @@ from stagescope_service.dumps.listing import (
     FileDump,
     Found,
     entry_order,
-    files_below,
+    files_of,
+    is_companion,
     missing_places,
     unknown,
 )
@@ -78,22 +79,25 @@ def place_of(name: str) -> tuple[str, Place] | None:
     )
 
 
-def is_nexrl(names: Iterable[str]) -> bool:
-    """Say whether any of the files below a directory is one of NexRL's."""
-    return any(place_of(_split_root(name)[1]) is not None for name in names)
+def holds_nexrl(found: Sequence[Found]) -> bool:
+    """Say whether any of the files is one of NexRL's."""
+    return any(_is_nexrl(each) for each in found)
 
 
-def _split_root(name: str) -> tuple[str, str]:
-    """Return the directory of the dump that a file would be of, and its name below that."""
-    *above, kind, file = ("", *name.split("/"))
-    return "/".join(above[1:]), f"{kind}/{file}"
+def _is_nexrl(found: Found) -> bool:
+    return place_of(_name_of(found)) is not None
+
+
+def _name_of(found: Found) -> str:
+    return "/".join(found.path.parts[-2:])
 
 
 def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     """List a directory of NexRL's; nothing of its files is read.
 
     Args:
-        path: the directory that holds `trajectory/`, `forward_data/`, ..., or one above it.
+        path: the directory that holds `trajectory/`, `forward_data/`, ..., or one above it, or
+            a single file in one of these.
         step: only this step.
 
     Raises:
@@ -102,46 +106,44 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
         TooLarge: more files than a dump has.
         StoreError: the disk refused.
     """
-    found, problems = files_below(path)
-    roots = {_split_root(each.name)[0] for each in found if is_nexrl([each.name])}
+    found, problems = files_of(path.absolute())
+    ours = [each for each in found if _is_nexrl(each)]
+    roots = {each.path.parent.parent for each in ours}
     if len(roots) > 1:
         raise InvalidInput(
-            f"{path} holds {len(roots)} dumps of NexRL's: {', '.join(sorted(roots)[:5])}",
+            f"{path} holds {len(roots)} dumps of NexRL's: {', '.join(sorted(map(str, roots))[:5])}",
             expected="the directory of one",
         )
-    if roots and roots != {""}:
-        return open_nexrl(path / roots.pop(), step=step)
-    entries: dict[tuple[str, Place], Entry] = {}
-    names = {each.name for each in found}
-    for each in sorted(found, key=_preference):
-        placed = place_of(each.name)
-        if placed is None:
-            if not _is_companion(each, names):
-                problems.append(unknown(each, "a NexRL dump"))
-        elif placed in entries:
-            problems.append(_twice(each, entries[placed]))
-        else:
-            kind, place = placed
-            entries[placed] = Entry(TYPES[kind], place, each.path, each.bytes, kind)
-    if not entries:
+    if not roots:
         raise NotFound(
             f"{path} holds no dump of NexRL's",
             expected=f"{', '.join(TYPES)} with files such as step_000000_rank0_micro0.pt",
         )
-    chosen = [entry for entry in entries.values() if step in (None, entry.place.step)]
-    problems += missing_files(path, chosen)
+    root = roots.pop()
+    names = {each.name for each in found}
+    for each in found:
+        below = each.path.is_relative_to(root)
+        if below and not _is_nexrl(each) and not is_companion(each, names):
+            problems.append(unknown(each, "a NexRL dump"))
+    entries, twice = _entries_of(ours)
+    chosen = [entry for entry in entries if step in (None, entry.place.step)]
+    problems += [*twice, *(() if path.is_file() else missing_files(root, chosen))]
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def _preference(found: Found) -> int:
-    suffix = found.path.suffix
-    return SUFFIXES.index(suffix) if suffix in SUFFIXES else len(SUFFIXES)
-
-
-def _is_companion(found: Found, names: set[str]) -> bool:
-    """Say whether it holds the tensors of a converted file."""
-    stem, _, suffix = found.name.rpartition(".")
-    return suffix == "safetensors" and f"{stem}.json" in names
+def _entries_of(found: Iterable[Found]) -> tuple[list[Entry], list[Problem]]:
+    entries: dict[tuple[str, Place], Entry] = {}
+    problems: list[Problem] = []
+    for each in sorted(found, key=lambda each: SUFFIXES.index(each.path.suffix)):
+        placed = place_of(_name_of(each))
+        assert placed is not None
+        kind, place = placed
+        entry = Entry(TYPES[kind], place, each.path, each.bytes, kind)
+        if placed in entries:
+            problems.append(_twice(each, entries[placed]))
+        else:
+            entries[placed] = entry
+    return list(entries.values()), problems
 
 
 def _twice(found: Found, other: Entry) -> Problem:
@@ -158,12 +160,12 @@ def missing_files(root: Path, entries: Iterable[Entry]) -> list[Problem]:
 
     Ranks are numbered from 0, and every rank writes: those below the highest are expected.
     """
-    steps: dict[int, dict[str, set[tuple[int, int]]]] = defaultdict(lambda: defaultdict(set))
+    steps: dict[int, dict[str, set[tuple[int, Part]]]] = defaultdict(lambda: defaultdict(set))
     suffixes: dict[str, str] = {}
     for entry in entries:
         place = entry.place
         if place.rank is not None and place.step is not None:
-            steps[place.step][entry.key].add((place.rank, place.part.microbatch))
+            steps[place.step][entry.key].add((place.rank, place.part))
             suffixes[entry.key] = entry.path.suffix
     problems: list[Problem] = []
     for step, types in steps.items():
@@ -172,14 +174,13 @@ def missing_files(root: Path, entries: Iterable[Entry]) -> list[Problem]:
         for kinds in (grid, *others):
             for kind, (rank, part) in missing_places(kinds, every_rank=True) if kinds else ():
                 name = f"step_{step:06d}_rank{rank}"
-                name += f"_micro{part}" if kind in MICRO_TYPES else ""
+                name += f"_micro{part.microbatch}" if kind in MICRO_TYPES else ""
                 file = root / kind / (name + suffixes[kind])
-                problems.append(_missing(file, kind, Place(step, rank=rank), part))
+                problems.append(_missing(file, kind, Place(step, rank=rank, part=part)))
     return problems
 
 
-def _missing(path: Path, kind: str, place: Place, part: int) -> Problem:
-    place = place._replace(part=Part(microbatch=part))
+def _missing(path: Path, kind: str, place: Place) -> Problem:
     return Problem(
         path,
         "missing",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +21,9 @@ from stagescope.schema import PART_FIELDS, Part
 from stagescope_service.dumps.columns import Columns, number_of, unique_samples
 from stagescope_service.dumps.listing import (
     FileDump,
+    Found,
     entry_order,
-    files_below,
+    files_of,
     missing_places,
     unknown,
 )
@@ -77,16 +78,16 @@ def is_own(name: str) -> bool:
     return name.endswith(".safetensors") and _FILE.match(Path(name).stem) is not None
 
 
-def holds_own(names: Iterable[str]) -> bool:
-    """Say whether any of the files below a directory is one of ours."""
-    return any(map(is_own, names))
+def holds_own(found: Sequence[Found]) -> bool:
+    """Say whether any of the files is one of ours."""
+    return any(is_own(each.name) for each in found)
 
 
 def open_own(path: Path, *, step: int | None = None) -> FileDump:
     """List a directory of kept files, at any height from a stage's to a run's; reads headers only.
 
     Args:
-        path: the directory.
+        path: the directory, or one file.
         step: only this step.
 
     Raises:
@@ -95,7 +96,7 @@ def open_own(path: Path, *, step: int | None = None) -> FileDump:
         TooLarge: more files than a dump has.
         StoreError: the disk refused.
     """
-    found, problems = files_below(path)
+    found, problems = files_of(path)
     ours = [each for each in found if is_own(each.name)]
     known = {each.name for each in ours} | operator_files(each.name for each in found)
     problems += [unknown(each, "this project's dumps") for each in found if each.name not in known]

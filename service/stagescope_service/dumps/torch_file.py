@@ -35,6 +35,9 @@ _DEPTH: Final = 64
 _LEGACY_PICKLES: Final = 4
 """Before torch 1.6: a magic number, a version, what the machine was, and what was saved."""
 _SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
+_VALUES: Final = frozenset(
+    {"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "GLOBAL", "SHORT_BINUNICODE"}
+)
 _WIDER: Final = {"uint16": "int32", "uint32": "int64"}
 
 _globals_lock = threading.Lock()
@@ -82,6 +85,23 @@ def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     size = _size_of_file(path, most_bytes)
     is_zip = _check_zip(path, size)
     return _Plain(path, size)(_load(path, mapped=is_zip))
+
+
+def peek(path: Path, most: int = 64) -> list[str | int]:
+    """Return the first texts and whole numbers of what was saved, and the names of its globals.
+
+    Nothing is loaded, so it tells cheaply whose file it may be; [] where it is no such file.
+    """
+    found: list[str | int] = []
+    try:
+        for opcode, argument, _ in _opcodes(path):
+            if opcode.name in _VALUES and isinstance(argument, str | int):
+                found.append(argument)
+            if len(found) >= most:
+                break
+    except Exception:  # no pickle, or a damaged one: reading it will say so
+        pass
+    return found
 
 
 def _size_of_file(path: Path, most_bytes: int) -> int:
@@ -218,7 +238,8 @@ def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, Any | None, i
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as members:
             name = next(each for each in members.namelist() if each.endswith("data.pkl"))
-            yield from pickletools.genops(members.read(name))
+            with members.open(name) as pickled:
+                yield from pickletools.genops(pickled)
         return
     with path.open("rb") as file:
         for _ in range(_LEGACY_PICKLES):

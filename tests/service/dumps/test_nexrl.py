@@ -132,10 +132,27 @@ def test_entries_are_in_the_order_of_the_data(tmp_path: Path) -> None:
 
 def test_a_directory_above_it(tmp_path: Path) -> None:
     nexrl_directory(tmp_path / "a/debug_dump")
-    assert open_dump(tmp_path).name == str(tmp_path / "a/debug_dump")
+    (tmp_path / "a/train.log").write_text("x")
+    dump = open_dump(tmp_path)
+    assert len(dump.entries) == 14
+    assert dump.problems == []
     nexrl_directory(tmp_path / "b/debug_dump")
     with pytest.raises(InvalidInput, match="2 dumps"):
         open_dump(tmp_path)
+
+
+def test_one_file_and_one_type(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path)
+    dump = open_dump(tmp_path / "forward_data/step_000000_rank1_micro0.pt")
+    assert dump.problems == []
+    assert one(dump, "forward_data", 1, 0).tensors["log_probs"][1] == (4, 16)
+    assert len(open_dump(tmp_path / "loss").entries) == 4
+
+
+def test_a_step_that_is_not_there_says_which_are(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path, steps=(0, 3))
+    with pytest.raises(NotFound, match="step 1; expected one of its steps: 0, 3"):
+        open_dump(tmp_path, step=1)
 
 
 def test_it_travels(tmp_path: Path) -> None:

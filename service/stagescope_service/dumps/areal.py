@@ -1,0 +1,150 @@
+"""AReaL's batches, as its guide saves them: `torch.save(batch, "batch_data.pt")`.
+
+A dict of padded tensors [rows, tokens] (or a TensorDict), or a list of such dicts, one a
+trajectory. `input_ids`, `loss_mask`, `logprobs` and `versions` have the whole trajectory, prompt
+included, and are not shifted: index t is token t. `prox_logp` is shifted by one (index t is token
+t + 1), and once `advantages` are there AReaL has rolled the others to fit: `about["alignment"]`
+says which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.columns import Columns, collect_rows
+from stagescope_service.dumps.content import first_values, read_whole
+from stagescope_service.dumps.listing import (
+    FileDump,
+    Found,
+    entry_order,
+    files_of,
+    is_companion,
+    unknown,
+)
+from stagescope_service.dumps.records import Entry, Place, Record
+from stagescope_service.dumps.torch_file import FileTensor
+
+KIND: Final = "areal"
+
+NAMES: Final[Mapping[str, str]] = {
+    "input_ids": "tokens",
+    "logprobs": "rollout_log_probs",
+    "prox_logp": "old_log_probs",
+    "ref_logp": "ref_log_probs",
+}
+"""AReaL's names -> ours."""
+
+_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "old_log_probs": ("prox_logp", "ref_logp"),
+    "advantages": ("values", "advantages", "returns", "kl_rewards", "tot_rewards"),
+}
+_MARKS: Final = ("loss_mask", "logprobs", "versions")
+_PEEKED: Final = 400
+
+
+def is_areal(values: Sequence[str | int]) -> bool:
+    """Say whether a file is a batch of AReaL's by the first values in it."""
+    return "input_ids" in values and sum(mark in values for mark in _MARKS) > 1
+
+
+def holds_areal(found: Sequence[Found]) -> bool:
+    """Say whether any of the files is AReaL's."""
+    return any(
+        each.path.suffix == ".pt" and is_areal(first_values(each.path, _PEEKED)) for each in found
+    )
+
+
+def open_areal(path: Path, *, step: int | None = None) -> FileDump:
+    """List a saved batch of AReaL's, or a directory of them.
+
+    Args:
+        path: the file or directory.
+        step: a batch says none; a step asked for finds nothing.
+
+    Raises:
+        NotFound: no such path, or no batch of AReaL's in it.
+        TooLarge: more files than a dump has.
+        StoreError: the disk refused.
+    """
+    found, problems = files_of(path)
+    names = {each.name for each in found}
+    entries: list[Entry] = []
+    for each in found:
+        known = each.path.suffix in (".pt", ".json")
+        values = first_values(each.path, _PEEKED) if known else []
+        if is_areal(values):
+            sections = ["trajectories"]
+            sections += [s for s, others in _SECTIONS.items() if any(o in values for o in others)]
+            place = Place(stage=None if len(found) == 1 else each.path.stem)
+            entries += [Entry(s, place, each.path, each.bytes, s) for s in sections]
+        elif not is_companion(each, names):
+            problems.append(unknown(each, "AReaL's batches"))
+    if not entries:
+        raise NotFound(
+            f"{path} holds no batch of AReaL's",
+            expected="what torch.save(batch, 'batch_data.pt') wrote: input_ids, loss_mask, ...",
+        )
+    chosen = [entry for entry in entries if step in (None, entry.place.step)]
+    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+
+
+def read_entry(entry: Entry) -> Record:
+    """Read one section of a batch; see `records.Dump.read`."""
+    data = read_whole(entry.path)
+    parts = data if isinstance(data, list) else [data]
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise InvalidTensor(
+            f"{entry.path} holds a {type(data).__name__}",
+            expected="a dict of tensors, or a list of them",
+            advice="in AReaL's single-controller mode localize the batch before it is saved",
+        )
+    everywhere = set().union(*parts)
+    wanted = _wanted(entry.section, everywhere)
+    if isinstance(data, list):
+        rows = [row for part in parts for row in _rows({n: part[n] for n in wanted & part.keys()})]
+        found = collect_rows(rows, names=NAMES)
+    else:
+        found = Columns()
+        for name in [name for name in data if name in wanted]:
+            found.add(NAMES.get(name, name), data[name])
+    found.about["alignment"] = _alignment(everywhere)
+    mask = "loss_mask" if "loss_mask" in found.tensors else None
+    return Record(
+        entry, found.tensors, found.numbers, row_texts=found.texts, mask=mask, about=found.remarks()
+    )
+
+
+def _wanted(section: str, names: set[str]) -> set[str]:
+    elsewhere = {name for others in _SECTIONS.values() for name in others}
+    if section == "trajectories":
+        return names - elsewhere
+    return names & {*_SECTIONS[section], "loss_mask", "attention_mask"}
+
+
+def _alignment(names: set[str]) -> dict[str, str]:
+    token, after = "index t is token t", "index t is token t + 1"
+    rolled = "advantages" in names
+    said = {"tokens": token, "rollout_log_probs": token, "loss_mask": token}
+    if rolled:
+        said |= {"rollout_log_probs": after, "loss_mask": after, "advantages": after}
+    return {**said, **({"old_log_probs": after} if "prox_logp" in names else {})}
+
+
+def _rows(part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one trajectory's dict; tensors [n, tokens] are n rows."""
+    tensors = {name: value for name, value in part.items() if isinstance(value, FileTensor)}
+    counts = {value.wire[1][0] for value in tensors.values() if value.wire[1]}
+    if len(counts) != 1:
+        raise InvalidTensor(f"tensors of a trajectory have {sorted(counts)} rows", expected="one")
+    for row in range(counts.pop()):
+        yield {name: _at(value, row) for name, value in part.items()}
+
+
+def _at(value: Any, row: int) -> Any:
+    if not isinstance(value, FileTensor) or not value.wire[1]:
+        return value
+    tag, shape, values, _ = value.wire
+    return FileTensor((tag, shape[1:], values[row, ...], None), value.was)

@@ -1,0 +1,214 @@
+"""slime's debug files: `--save-debug-rollout-data` and `--save-debug-train-data` (version 2).
+
+A rollout file is `{rollout_id, samples}`, a train file `{format_version: 2, rollout_id, rank,
+samples, dp_shards, ...}`; the user names both. Everything that a sample says of its tokens, but
+`tokens` itself, is of its response alone, unshifted and ragged: so it is here. A sample is named by
+its `index`, which both files have; its group is `group_index`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.columns import Columns, collect_rows, unique_samples
+from stagescope_service.dumps.content import first_values, read_whole
+from stagescope_service.dumps.listing import (
+    FileDump,
+    Found,
+    entry_order,
+    files_of,
+    is_companion,
+    unknown,
+)
+from stagescope_service.dumps.records import Entry, Place, Record
+from stagescope_service.dumps.torch_file import FileTensor
+from stagescope_service.store.tensorfile import WireTensor
+
+KIND: Final = "slime"
+ROLLOUT_STAGE: Final = "rollout_generate"
+EVAL_STAGE: Final = "eval"
+TRAIN_STAGE: Final = "actor_update"
+
+_NAMES: Final = {"loss_mask": "response_mask", "loss_masks": "response_mask", "reward": "rewards"}
+_TRAIN_NAMES: Final = {**_NAMES, "log_probs": "old_log_probs"}  # before the step's updates
+_SKIPPED: Final = frozenset(
+    {"response_length", "response_lengths", "total_lengths", "group_index", "index",
+     "sample_index", "weight_versions"}
+)  # fmt: skip
+_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "old_log_probs": ("old_log_probs", "ref_log_probs", "teacher_log_probs"),
+    "forward_data": ("entropy",),
+    "advantages": ("values", "advantages", "returns", "kl", "opd_reverse_kl"),
+}
+"""Sections of a train file beside its trajectories, with their tensors."""
+
+
+def is_slime(values: Sequence[str | int]) -> bool:
+    """Say whether a file is slime's by the first values in it."""
+    return "rollout_id" in values[:8] and "samples" in values[:16]
+
+
+def holds_slime(found: Sequence[Found]) -> bool:
+    """Say whether any of the files is slime's."""
+    return any(each.path.suffix == ".pt" and is_slime(first_values(each.path)) for each in found)
+
+
+def open_slime(path: Path, *, step: int | None = None) -> FileDump:
+    """List a debug file of slime's, or a directory of them.
+
+    Args:
+        path: the file or directory.
+        step: only this rollout_id.
+
+    Raises:
+        NotFound: no such path, or no debug file of slime's in it.
+        TooLarge: more files than a dump has.
+        StoreError: the disk refused.
+    """
+    found, problems = files_of(path)
+    names = {each.name for each in found}
+    entries: list[Entry] = []
+    for each in found:
+        values = first_values(each.path) if each.path.suffix in (".pt", ".json") else []
+        if is_slime(values):
+            entries += _entries_of(each, values)
+        elif not is_companion(each, names):
+            problems.append(unknown(each, "slime's debug data"))
+    if not entries:
+        raise NotFound(
+            f"{path} holds no debug data of slime's",
+            expected="what --save-debug-rollout-data or --save-debug-train-data wrote",
+        )
+    chosen = [entry for entry in entries if step in (None, entry.place.step)]
+    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+
+
+def _entries_of(found: Found, values: Sequence[str | int]) -> list[Entry]:
+    at = values.index("rollout_id") + 1
+    step = values[at] if at < len(values) else None
+    is_train = "format_version" in values[:2]
+    stage = TRAIN_STAGE if is_train else ROLLOUT_STAGE
+    if not is_train and "eval_" in found.path.stem:
+        stage = EVAL_STAGE
+    place = Place(step if isinstance(step, int) else None, stage)
+    sections = ["trajectories", *(_SECTIONS if is_train else ())]
+    return [Entry(section, place, found.path, found.bytes, section) for section in sections]
+
+
+def read_entry(entry: Entry) -> Record:
+    """Read one section of a file; see `records.Dump.read`."""
+    data = read_whole(entry.path)
+    rows = data.get("samples") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InvalidTensor(f"{entry.path} holds no list of samples", expected="slime's debug data")
+    is_train = "format_version" in data
+    if is_train and data["format_version"] != 2:
+        raise InvalidTensor(
+            f"{entry.path} has format version {data['format_version']!r}", expected="2"
+        )
+    names = _TRAIN_NAMES if is_train else _NAMES
+    elsewhere = {name for section in _SECTIONS.values() for name in section} if is_train else set()
+    mine = _SECTIONS.get(entry.section)
+    wanted = [
+        {
+            name: value
+            for name, value in row.items()
+            if name not in _SKIPPED and _is_wanted(names.get(name, name), mine, elsewhere)
+        }
+        for row in map(_plain_sample, rows)
+    ]
+    found = collect_rows(wanted, names=names)
+    if entry.section == "trajectories":
+        _add_responses(found, rows)
+        _add_versions(found, rows)
+        removed = sum(bool(row.get("remove_sample")) for row in rows)
+        found.about |= {"removed_samples": removed} if removed else {}
+        for name in data.keys() - {"samples", "format_version"}:
+            found.add_about(name, data[name])
+    found.about["alignment"] = "responses alone, not shifted"
+    mask = "response_mask" if "response_mask" in found.tensors else None
+    groups, samples = _names(rows, found)
+    return Record(
+        entry, found.tensors, {}, samples, groups, found.texts, mask, found.remarks()
+    )  # fmt: skip
+
+
+def _is_wanted(name: str, mine: tuple[str, ...] | None, elsewhere: set[str]) -> bool:
+    if mine is None:
+        return name not in elsewhere
+    return name in mine or name == "response_mask"
+
+
+def _plain_sample(row: dict[str, Any]) -> dict[str, Any]:
+    """Say what slime means: no mask is a mask of ones, of a removed sample one of zeros."""
+    length = _length(row)
+    name = "loss_masks" if "loss_masks" in row else "loss_mask"
+    if row.get("remove_sample"):
+        row = {**row, name: [0] * length}
+    elif row.get(name) is None:
+        row = {**row, name: [1] * length}
+    reward = row.get("reward")
+    if isinstance(reward, dict):
+        row = {**row, **{f"rewards/{each}": value for each, value in reward.items()}}
+        del row["reward"]
+    return row
+
+
+def _length(row: Mapping[str, Any]) -> int:
+    length = row.get("response_length", row.get("response_lengths"))
+    return length if isinstance(length, int) and 0 <= length < 1 << 40 else 0
+
+
+def _add_responses(found: Columns, rows: list[dict[str, Any]]) -> None:
+    """Add `responses`: the last `response_length` of each row's tokens."""
+    tokens = found.tensors.get("tokens")
+    if tokens is None or tokens[3] is None:
+        return
+    flat, offsets = tokens[2], tokens[3]
+    lengths = np.array([_length(row) for row in rows], np.int64)
+    if (lengths > np.diff(offsets)).any():
+        found.left_out["responses"] = "a response is longer than the tokens of its sample"
+        return
+    found.tensors["responses"] = tails(tokens[0], flat, offsets, lengths)
+
+
+def tails(
+    tag: str, flat: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any], lengths: Any
+) -> WireTensor:
+    """Return the last `lengths` values of each row as ragged rows."""
+    ends = np.cumsum([0, *lengths], dtype=np.int64)
+    begins = offsets[1:] - lengths - ends[:-1]
+    chosen = np.repeat(begins, lengths) + np.arange(ends[-1])
+    return tag, (int(ends[-1]),), flat[chosen], ends
+
+
+def _add_versions(found: Columns, rows: list[dict[str, Any]]) -> None:
+    """Add the policy version of each sample where one version made each of them."""
+    told = [set(map(str, row.get("weight_versions") or ())) for row in rows]
+    if all(len(versions) == 1 and next(iter(versions)).isdecimal() for versions in told) and told:
+        values = np.array([int(next(iter(versions))[:18]) for versions in told], np.int64)
+        found.tensors["versions"] = ("int64", values.shape, values, None)
+    elif any(told):
+        found.texts["weight_versions"] = tuple(" ".join(sorted(versions)) for versions in told)
+
+
+def _names(
+    rows: list[dict[str, Any]], found: Columns
+) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    indices = [row.get("index", row.get("sample_index")) for row in rows]
+    groups = [row.get("group_index") for row in rows]
+    samples = None
+    if rows and None not in indices:
+        samples = unique_samples([str(_scalar(index)) for index in indices], found)
+    if not rows or None in groups:
+        return None, samples
+    return tuple(str(_scalar(group)) for group in groups), samples
+
+
+def _scalar(value: Any) -> Any:
+    return value.wire[2].reshape(-1)[0] if isinstance(value, FileTensor) else value

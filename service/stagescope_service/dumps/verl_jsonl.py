@@ -1,0 +1,95 @@
+"""verl's generations: `trainer.rollout_data_dir` and `trainer.validation_data_dir`.
+
+`{step}.jsonl`, a line a trajectory: `input`, `output`, `gts`, `score`, `step` and whatever the
+reward gave besides. They hold texts, no tokens. verl's `uid` is not among them, so a sample is
+named by its prompt: the group is a hash of `input`, the index that of the line among those with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.columns import collect_rows
+from stagescope_service.dumps.content import first_values, read_content
+from stagescope_service.dumps.listing import FileDump, Found, entry_order, files_of, unknown
+from stagescope_service.dumps.records import Entry, Place, Record
+
+KIND: Final = "verl"
+
+_FILE: Final = re.compile(r"\d{1,18}\Z")
+_NAMES: Final = {"score": "rewards"}
+
+
+def is_verl(found: Found) -> bool:
+    """Say whether a file is verl's by its name and its first line."""
+    if found.path.suffix != ".jsonl" or not _FILE.match(found.path.stem):
+        return False
+    values = first_values(found.path)
+    return "input" in values and "output" in values
+
+
+def holds_verl(found: Sequence[Found]) -> bool:
+    """Say whether any of the files is verl's."""
+    return any(map(is_verl, found))
+
+
+def open_verl(path: Path, *, step: int | None = None) -> FileDump:
+    """List a file of verl's generations, or a directory of them.
+
+    Args:
+        path: the file or directory.
+        step: only this step.
+
+    Raises:
+        NotFound: no such path, or no generations of verl's in it.
+        TooLarge: more files than a dump has.
+        StoreError: the disk refused.
+    """
+    found, problems = files_of(path)
+    ours = [each for each in found if is_verl(each)]
+    problems += [unknown(each, "verl's generations") for each in found if each not in ours]
+    if not ours:
+        raise NotFound(
+            f"{path} holds no generations of verl's",
+            expected="STEP.jsonl with lines of input, output, score, step",
+        )
+    entries = [
+        Entry("trajectories", Place(int(each.path.stem), _stage(each)), each.path, each.bytes)
+        for each in ours
+        if step in (None, int(each.path.stem))
+    ]
+    return FileDump(str(path), KIND, sorted(entries, key=entry_order), problems, read_entry)
+
+
+def _stage(found: Found) -> str | None:
+    """Tell directories apart that are opened together (rollouts beside validation)."""
+    return found.name.rpartition("/")[0] or None
+
+
+def read_entry(entry: Entry) -> Record:
+    """Read one file; see `records.Dump.read`."""
+    rows = read_content(entry.path)
+    if not all(isinstance(row, dict) for row in rows):
+        raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
+    steps = {row.get("step") for row in rows}
+    found = collect_rows(rows, names=_NAMES, skip=("step",) if len(steps) == 1 else ())
+    found.about["samples"] = "named by a hash of their prompt and their place among its answers"
+    groups = tuple(_hash(row.get("input")) for row in rows)
+    seen: Counter[str] = Counter()
+    samples: list[str] = []
+    for group in groups:
+        samples.append(f"{group}_{seen[group]}")
+        seen[group] += 1
+    return Record(
+        entry, found.tensors, {}, tuple(samples), groups, found.texts, about=found.remarks()
+    )
+
+
+def _hash(text: Any) -> str:
+    return hashlib.blake2b(str(text).encode(errors="surrogatepass"), digest_size=6).hexdigest()

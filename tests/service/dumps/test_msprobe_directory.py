@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.dump_files import own_directory
+from tests.support.dumps import capture
+
+from stagescope.errors import Forbidden, NotFound
+from stagescope.schema import Part
+from stagescope_service.dumps.discover import open_dump
+
+
+def test_tensors_by_operator(tmp_path: Path) -> None:
+    capture(tmp_path, task="tensor", level="L0")
+    dump = open_dump(tmp_path)
+    assert (dump.kind, dump.problems) == ("msprobe", [])
+    assert len(dump.about["operators"]) == 1
+    forward = "Module.lm_head.Linear.forward.0.output.0"
+    entry = next(entry for entry in dump.entries if entry.key == forward)
+    assert (entry.section, entry.place.step, entry.place.stage) == ("other", 1, "actor_update")
+    record = dump.read(entry)
+    assert list(record.tensors) == [forward]
+    assert record.tensors[forward][0] == "float32"
+    assert any(entry.section == "gradients" for entry in dump.entries)
+
+
+def test_statistics_alone_point_to_where_they_are_read(tmp_path: Path) -> None:
+    capture(tmp_path, task="statistics", level="L0")
+    dump = open_dump(tmp_path)
+    assert dump.entries == []
+    assert "operators" in dump.about["operators_are_read_by"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("step3/rank1", (3, None, 1, Part())),
+        ("step_7/actor_update/step0/rank2", (7, "actor_update", 2, Part())),
+        ("step_7/actor_update/0.0.1.2/step0/rank2", (7, "actor_update", 2, Part(0, 0, 1, 2))),
+        ("step0/proc123", (0, None, None, Part())),
+    ],
+)
+def test_places(tmp_path: Path, folder: str, expected: tuple[object, ...]) -> None:
+    directory = tmp_path / folder
+    (directory / "dump_tensor_data").mkdir(parents=True)
+    (directory / "dump.json").write_text("{}")
+    torch.save(torch.ones(2), directory / "dump_tensor_data/Torch.add.0.forward.output.0.pt")
+    place = open_dump(tmp_path).entries[0].place
+    assert (place.step, place.stage, place.rank, place.part) == expected
+    assert open_dump(directory).entries[0].place == place
+
+
+def test_a_tensor_that_is_more_than_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step0/rank0/dump_tensor_data").mkdir(parents=True)
+    (tmp_path / "step0/rank0/dump.json").write_text("{}")
+    torch.save(tmp_path, tmp_path / "step0/rank0/dump_tensor_data/x.pt")
+    dump = open_dump(tmp_path)
+    with pytest.raises(Forbidden):
+        dump.read(dump.entries[0])
+
+
+def test_kept_files_beside_them_are_the_dump(tmp_path: Path) -> None:
+    attempt = own_directory(tmp_path)
+    directory = attempt / "step_0/actor_update/step0/rank0"
+    directory.mkdir(parents=True)
+    (directory / "dump.json").write_text("{}")
+    assert open_dump(attempt).kind == "own"
+    assert open_dump(attempt, kind="msprobe").kind == "msprobe"
+    with pytest.raises(NotFound):
+        open_dump(attempt / "step_0/actor_update/step0/rank0", kind="own")

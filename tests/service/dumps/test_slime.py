@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.dump_files import GROUP, Batch, make_batch, slime_rollout_file, slime_train_file
+
+from stagescope.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import Dump, Record
+
+
+def read(dump: Dump, section: str, stage: str) -> Record:
+    found = [e for e in dump.entries if (e.section, e.place.stage) == (section, stage)]
+    assert len(found) == 1
+    return dump.read(found[0])
+
+
+def rows_of(record: Record, name: str) -> list[list[Any]]:
+    _, _, values, offsets = record.tensors[name]
+    assert offsets is not None
+    return [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return make_batch(8, 24)
+
+
+def test_a_rollout(tmp_path: Path, batch: Batch) -> None:
+    dump = open_dump(slime_rollout_file(tmp_path / "data_7.pt", batch, rollout_id=7))
+    assert (dump.kind, dump.problems) == ("slime", [])
+    assert [entry.place.step for entry in dump.entries] == [7]
+    record = read(dump, "trajectories", "rollout_generate")
+    assert record.samples == tuple(map(str, range(8)))
+    assert record.groups == tuple(str(row // GROUP) for row in range(8))
+    assert rows_of(record, "tokens") == [batch.tokens(row) for row in range(8)]
+    responses = [batch.tokens(row)[len(batch.prompts[row]) :] for row in range(8)]
+    assert rows_of(record, "responses") == responses
+    masks = [batch.of_row("response_mask", row) for row in range(8)]
+    assert rows_of(record, "response_mask") == masks
+    log_probs = [batch.of_row("rollout_log_probs", row) for row in range(8)]
+    assert rows_of(record, "rollout_log_probs") == log_probs
+    assert record.mask == "response_mask"
+    assert record.tensors["versions"][2].tolist() == [3] * 8
+    np.testing.assert_array_equal(record.tensors["rewards"][2], batch.rewards)
+    assert record.row_texts["prompt"][3] == "question 3"
+    assert record.row_texts["metadata"][0] == '{"source": "made"}'
+    assert "teacher_log_probs" not in record.tensors
+
+
+def test_no_mask_is_a_mask_of_ones_and_of_removed_samples_one_of_zeros(
+    tmp_path: Path, batch: Batch
+) -> None:
+    dump = open_dump(slime_rollout_file(tmp_path / "a.pt", batch, loss_mask=None))
+    ones = [[1] * int(length) for length in batch.lengths]
+    assert rows_of(read(dump, "trajectories", "rollout_generate"), "response_mask") == ones
+    dump = open_dump(slime_rollout_file(tmp_path / "b.pt", batch, remove_sample=True))
+    record = read(dump, "trajectories", "rollout_generate")
+    assert not record.tensors["response_mask"][2].any()
+    assert record.about["removed_samples"] == 8
+
+
+def test_rewards_of_several_kinds_and_several_versions(tmp_path: Path, batch: Batch) -> None:
+    path = slime_rollout_file(
+        tmp_path / "a.pt", batch, reward={"acc": 1.0, "format": 0.5}, weight_versions=["1", "2"]
+    )
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.tensors["rewards/acc"][2].tolist() == [1.0] * 8
+    assert "versions" not in record.tensors
+    assert record.row_texts["weight_versions"][0] == "1 2"
+
+
+def test_a_train_file_pairs_with_its_rollout(tmp_path: Path, batch: Batch) -> None:
+    slime_rollout_file(tmp_path / "rollout_data/3.pt", batch, rollout_id=3)
+    slime_train_file(tmp_path / "train_data/3.pt", batch, rollout_id=3)
+    slime_rollout_file(tmp_path / "rollout_data/eval_3.pt", batch, rollout_id=3)
+    dump = open_dump(tmp_path)
+    places = [(entry.section, entry.place.stage) for entry in dump.entries]
+    assert places == [
+        ("trajectories", "actor_update"), ("trajectories", "eval"),
+        ("trajectories", "rollout_generate"), ("old_log_probs", "actor_update"),
+        ("forward_data", "actor_update"), ("advantages", "actor_update"),
+    ]  # fmt: skip
+    rollout = read(dump, "trajectories", "rollout_generate")
+    train = read(dump, "trajectories", "actor_update")
+    assert train.samples == rollout.samples
+    assert train.groups is None
+    for name in ("tokens", "responses", "response_mask"):
+        assert rows_of(train, name) == rows_of(rollout, name)
+    old = read(dump, "old_log_probs", "actor_update")
+    assert {*old.tensors} == {"old_log_probs", "response_mask"}
+    assert old.mask == "response_mask"
+    assert old.tensors["old_log_probs"][0] == "float32"
+    assert rows_of(old, "old_log_probs") == [batch.of_row("old_log_probs", r) for r in range(8)]
+    advantages = read(dump, "advantages", "actor_update")
+    assert {*advantages.tensors} == {"advantages", "returns", "response_mask"}
+    assert train.about["dp_shards"][1]["partition"] == [1, 3, 5, 7]
+
+
+def test_samples_without_an_index_have_no_names(tmp_path: Path, batch: Batch) -> None:
+    dump = open_dump(slime_rollout_file(tmp_path / "a.pt", batch, index=None))
+    assert read(dump, "trajectories", "rollout_generate").samples is None
+    dump = open_dump(slime_rollout_file(tmp_path / "b.pt", batch, index=4))
+    record = read(dump, "trajectories", "rollout_generate")
+    assert record.samples is None
+    assert "8 rows are named 4" in record.about["samples"]
+
+
+def test_a_response_longer_than_its_tokens_is_named(tmp_path: Path, batch: Batch) -> None:
+    dump = open_dump(slime_rollout_file(tmp_path / "a.pt", batch, response_length=1000))
+    record = read(dump, "trajectories", "rollout_generate")
+    assert "responses" not in record.tensors
+    assert "longer" in record.about["left_out"]["responses"]
+
+
+def test_other_files_are_problems(tmp_path: Path, batch: Batch) -> None:
+    slime_rollout_file(tmp_path / "0.pt", batch)
+    torch.save({"model": torch.zeros(2)}, tmp_path / "weights.pt")
+    (tmp_path / "log.txt").write_text("x")
+    problems = open_dump(tmp_path).problems
+    assert {(p.kind, p.path.name) for p in problems} == {
+        ("unknown", "weights.pt"), ("unknown", "log.txt"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"rollout_id": 1, "samples": 5},
+        {"rollout_id": 1, "samples": [1, 2]},
+        {"format_version": 9, "rollout_id": 1, "samples": []},
+    ],
+)
+def test_other_forms_are_refused(tmp_path: Path, value: Any) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    dump = open_dump(tmp_path / "a.pt")
+    with pytest.raises(InvalidTensor):
+        dump.read(dump.entries[0])
+
+
+def test_no_samples_at_all(tmp_path: Path) -> None:
+    torch.save({"rollout_id": 1, "samples": []}, tmp_path / "a.pt")
+    dump = open_dump(tmp_path / "a.pt")
+    assert dump.read(dump.entries[0]).tensors == {}
+    torch.save({"rollout": 1}, tmp_path / "a.pt")
+    with pytest.raises(NotFound, match="no dump of a known format"):
+        open_dump(tmp_path / "a.pt")
