@@ -40,6 +40,7 @@ from stagescope.errors import (
 
 if TYPE_CHECKING:
     from stagescope.answers import Metrics, Record
+    from stagescope.batch import Batch
     from stagescope.frames import Table
     from stagescope.session import Session, attach, engine
     from stagescope.step import Step
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
     "CaptureError",
     "CatalogueUnavailable",
     "Conflict",
@@ -75,6 +77,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Batch": "stagescope.batch",
     "Metrics": "stagescope.answers",
     "Record": "stagescope.answers",
     "Session": "stagescope.session",

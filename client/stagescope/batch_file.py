@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import numpy as np
 
@@ -73,14 +73,26 @@ def save(batch: Batch, path: Path) -> Path:
         InvalidTensor: a tensor whose name this format uses itself.
         StoreError: the disk refused.
     """
-    header, buffers, _ = tensorfile.layout(_flat(batch), describe(batch))
+    whole = pieces(batch)
+    with whole_file(path) as file:
+        for piece in whole:
+            file.write(piece)
+    return path
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to be written that is there whole or not at all; its directory is made.
+
+    Raises:
+        StoreError: the disk refused.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                for piece in (header, *buffers):
-                    file.write(piece)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -92,7 +104,31 @@ def save(batch: Batch, path: Path) -> Path:
         raise StoreError(
             f"{path}: {error.strerror or error}", advice="check its directory and its disk"
         ) from error
-    return path
+
+
+class Blob:
+    """Bytes as they come, in one buffer of the size that was told."""
+
+    def __init__(self) -> None:
+        self.data = np.empty(0, np.uint8)
+        self._end = 0
+
+    def write(self, piece: bytes, size: int) -> None:
+        """Append a piece of `size` bytes in all."""
+        if not self._end:
+            self.data = np.empty(size, np.uint8)
+        begin, self._end = self._end, self._end + len(piece)
+        self.data[begin : self._end] = np.frombuffer(piece, np.uint8)
+
+
+def pieces(batch: Batch) -> list[bytes | memoryview]:
+    """Return what a file of this batch holds, in order; tensors are not copied.
+
+    Raises:
+        InvalidTensor: a tensor whose name this format uses itself.
+    """
+    header, buffers, _ = tensorfile.layout(_flat(batch), describe(batch))
+    return [header, *buffers]
 
 
 def describe(batch: Batch) -> dict[str, Any]:

@@ -164,6 +164,17 @@ class Session:
         """Return what a route answers, as it came; a query parameter of None is left out."""
         return self._transport.get(path, params)
 
+    def download(
+        self,
+        path: str,
+        params: Mapping[str, Any],
+        write: Callable[[bytes, int], object],
+        *,
+        timeout: float,
+    ) -> None:
+        """Hand the bytes of a route's answer to `write`, piece by piece; see `Transport`."""
+        self._transport.download(path, params, write, timeout=timeout)
+
     def table(
         self,
         path: str,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics
+from stagescope.batch import Batch
+from stagescope.batch_file import Blob, load, parse, whole_file
 from stagescope.frames import Table
 from stagescope.hangs import STUCK_ORDER, Stacks
 from stagescope.operators import NonFiniteOperators, Operators, Stack
@@ -191,6 +194,53 @@ class Step:
         """Return the scalars that ranks handed over."""
         filters = {"name": name, "stage": stage, "role": role, "rank": rank}
         return self._table("scalars", _SCALAR_ORDER, limit, **filters)
+
+    def batch(
+        self,
+        *,
+        names: Sequence[str] | None = None,
+        stages: Sequence[str] | None = None,
+        timeout: float = 120.0,
+    ) -> Batch:
+        """Return what was recorded of the step, as far as it is kept: rows of all ranks, exactly.
+
+        Args:
+            names: only these tensors; default: all but parameters and gradients.
+            stages: only what these stages recorded.
+            timeout: seconds until the answer begins.
+
+        Raises:
+            NotFound: nothing of it is kept (any more), or no such tensor or stage.
+        """
+        blob = Blob()
+        self._download(blob.write, names, stages, timeout)
+        return parse(blob.data, repr(self))
+
+    def save_batch(
+        self,
+        path: str | Path,
+        *,
+        names: Sequence[str] | None = None,
+        stages: Sequence[str] | None = None,
+        timeout: float = 120.0,
+    ) -> Batch:
+        """Write what `batch` returns to a file, as it comes, and open it."""
+        with whole_file(Path(path)) as file:
+            self._download(lambda piece, size: file.write(piece), names, stages, timeout)
+        return load(Path(path))
+
+    def _download(
+        self,
+        write: Callable[[bytes, int], Any],
+        names: Sequence[str] | None,
+        stages: Sequence[str] | None,
+        timeout: float,
+    ) -> None:
+        params = self._params(
+            names=None if names is None else ",".join(names),
+            stages=None if stages is None else ",".join(stages),
+        )
+        self._session.download(self._path("batch"), params, write, timeout=timeout)
 
     def operators(
         self,

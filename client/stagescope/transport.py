@@ -7,6 +7,7 @@ call that changes something and may have arrived.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -32,6 +33,7 @@ from stagescope.errors import (
 
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 1.0
+_PIECE: Final = 1 << 20
 
 _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
     400: InvalidInput,
@@ -116,6 +118,50 @@ class Transport:
         url = self.place.url + path
         request = self._client.build_request("POST", url, headers=headers, content=body)
         return self._sent(request, _any_gap)
+
+    def download(
+        self,
+        path: str,
+        params: Mapping[str, Any],
+        write: Callable[[bytes, int], object],
+        *,
+        timeout: float,
+    ) -> None:
+        """Hand the bytes that `path` answers to `write`, piece by piece, with their whole size.
+
+        Until `timeout` seconds are over it is asked again while the service is busy; bytes that
+        come are waited for, each piece as long.
+
+        Raises:
+            Unreachable: nothing answered, or it broke off.
+            StagescopeError: the service refused, as the class of its code.
+        """
+        deadline = time.monotonic() + timeout
+        request = self._request("GET", path, params=params, body=None, operate=False)
+        request.extensions["timeout"] = httpx.Timeout(timeout).as_dict()
+        while True:
+            try:
+                return self._stream(request, write)
+            except NotReady:  # noqa: PERF203 - it is asked again
+                if time.monotonic() + _LONGEST_PAUSE >= deadline:
+                    raise
+                time.sleep(_LONGEST_PAUSE)
+
+    def _stream(self, request: httpx.Request, write: Callable[[bytes, int], object]) -> None:
+        try:
+            response = self._client.send(request, stream=True)
+            with contextlib.closing(response):
+                if not response.is_success:
+                    response.read()
+                    raise self._problem(response)
+                size, come = int(response.headers.get("content-length", 0)), 0
+                for piece in response.iter_bytes(_PIECE):
+                    come += len(piece)
+                    write(piece, size)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        if come != size:
+            raise Unreachable(f"{self.place.url} sent {come} of {size} bytes", advice="ask again")
 
     def _call(
         self,

@@ -18,6 +18,7 @@ from stagescope.errors import InvalidEvent, Unreachable
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer
+from stagescope_service.engine.ingestion.intake import Intake
 from stagescope_service.engine.ingestion.operators import digest_dump
 from stagescope_service.engine.instructions import (
     Assemble,
@@ -55,6 +56,8 @@ class LocalEngine:
         self.audit: list[tuple[str, str]] = []
         self.weight_names: Sequence[tuple[str, str]] = ()
         self.nodes: dict[str, Path] = {}
+        self.intake: Intake | None = None
+        self.keep: tuple[str, ...] = ()
         self.roots: list[Path] = []
         self._lock = threading.Lock()
 
@@ -87,7 +90,13 @@ class LocalEngine:
         if writes:
             self.store.submit(writes).result(30)
         for item in instructions:
-            if isinstance(item, Ingest):
+            if isinstance(item, Ingest) and self.intake is not None:
+                job = {**item.job, "keep": self.keep}
+                outcome = self.intake.take(item.key, job, payload)
+                self.store.submit(outcome.rows).result(30)
+                settled = (outcome.state, outcome.reason, time.time())
+                self._carry_out(self.state.settle(item.key, *settled))
+            elif isinstance(item, Ingest):
                 found = measure.summary_rows(item.key, item.job, payload)
                 self.store.submit(found).result(30)
                 self._carry_out(self.state.settle(item.key, "ingested", None, time.time()))

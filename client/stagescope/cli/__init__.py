@@ -7,6 +7,7 @@ from __future__ import annotations
 
 # Each adds its commands to `main`.
 from stagescope.cli import (
+    batches,
     captures,
     comparisons,
     engines,
@@ -19,6 +20,7 @@ from stagescope.cli import (
 from stagescope.cli.questions import main
 
 __all__ = [
+    "batches",
     "captures",
     "comparisons",
     "engines",

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
 from stagescope_service.api import (
+    batches,
     captures,
     diff,
     divergence,
@@ -118,6 +119,7 @@ def make_app(
         health,
         runs,
         steps,
+        batches,
         operators,
         divergence,
         tensors,

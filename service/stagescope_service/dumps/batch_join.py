@@ -156,6 +156,9 @@ class _Joined:
                 self._recorded[at][name] = None
                 self._keep(at, name, wire[0], wire[2].reshape(wire[1]))
                 continue
+            if part.chosen is not None:
+                lengths = None if piece.lengths is None else piece.lengths[part.chosen]
+                piece = Piece(piece.tag, piece.values[part.chosen], lengths)
             self._recorded[at][name] = piece.width if piece.values.ndim > 1 else None
             self._put(at, part, name, piece)
 

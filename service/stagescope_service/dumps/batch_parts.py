@@ -91,12 +91,15 @@ def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> 
         scan.take(entry)
     parts = scan.answering()
     rows = Rows()
-    for group in _passes(parts):
+    consumed = [part for part in parts if part.said.get("is_consumed")]
+    for group in _passes(part for part in parts if part not in consumed):
         if not rows.place(group):
             scan.gaps.append(
                 Gap("joined", f"{group[0].stage} has no sample ids, and other rows than the "
                     "stages before it: its tensors are in its parts alone")
             )  # fmt: skip
+    for part in consumed:
+        rows.choose(part)
     if pieces := [str(part) for part in parts if not part.is_once]:
         scan.gaps.append(
             Gap("joined", f"{len(pieces)} parts hold pieces of samples ({pieces[0]}, ...): their "

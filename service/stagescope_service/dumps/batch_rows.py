@@ -19,7 +19,7 @@ _PACKED: Final = "cu_seqlens"
 _PLACES: Final = frozenset({"positions", "token_offset"})
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class FoundPart:
     """One part of one stage of one rank, in one or several entries.
 
@@ -30,6 +30,8 @@ class FoundPart:
             ranks and split samples have.
         shapes: of its tensors that have rows, side by side.
         said: `Record.about`.
+        chosen: which of its rows are the step's, of a rollout that several steps consumed; None:
+            all.
     """
 
     stage: str
@@ -45,6 +47,7 @@ class FoundPart:
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
     said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rows: Int64 | None = None
+    chosen: Int64 | None = None
     is_once: bool = True
 
     def __str__(self) -> str:
@@ -98,6 +101,13 @@ class Rows:
             known = {p.data_rank: p.rows for p in parts if p.rows is not None}
             self._stages.append(({rank: len(rows) for rank, rows in known.items()}, known))
         return True
+
+    def choose(self, part: FoundPart) -> None:
+        """Give the part of a rollout the rows that the step consumed of it."""
+        known = [self._by_sample.get(sample, -1) for sample in part.samples or ()]
+        part.chosen = np.flatnonzero(np.array(known, np.int64) >= 0)
+        part.rows = np.array(known, np.int64)[part.chosen]
+        part.texts = {n: tuple(t[at] for at in part.chosen) for n, t in part.texts.items()}
 
     def _of(self, sample: str) -> int:
         row = self._by_sample.setdefault(sample, len(self._names))

@@ -64,6 +64,9 @@ def read_batch(
         if entry.path in chosen and entry.place.step == step
     ]
     answering = PayloadFiles(of_step, name=str(place))
+    if stepless := sum(entry.place.step is None for entry in dump.entries):
+        said = "only a service knows which of their samples a step consumed"
+        gaps.append(Gap("payload", f"{stepless} files are of rollouts without a step: {said}"))
     gaps += [Gap("file", f"{problem.path}: {problem.message}") for problem in dump.problems]
     if not of_step:
         there = sorted({found for path in ours if (found := _step_of(path))})

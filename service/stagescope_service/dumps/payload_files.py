@@ -25,6 +25,8 @@ class PayloadFile(NamedTuple):
     wall: float | None = None
     """When it was written; default: the file's own time."""
     numbers: Mapping[str, float] = {}
+    consumed_step: int | None = None
+    """Of a rollout of no step: the step that consumed some of its samples."""
 
 
 class PayloadFiles:
@@ -72,6 +74,7 @@ class PayloadFiles:
                 "wall": file.wall or entry.path.stat().st_mtime,
                 "path": file.where or str(entry.path),
                 "checksum": file.checksum,
+                "is_consumed": file.consumed_step is not None,
             },
         )
 
@@ -83,7 +86,8 @@ class PayloadFiles:
             if not isinstance(job, Mapping):
                 raise InvalidTensor("it does not say of which work it is")
             part = Part(*(int(job.get(name) or 0) for name in PART_FIELDS))
-            place = Place(job.get("step"), job.get("stage"), job.get("role"), job.get("rank"), part)
+            step = job.get("step") if file.consumed_step is None else file.consumed_step
+            place = Place(step, job.get("stage"), job.get("role"), job.get("rank"), part)
         except (StagescopeError, ValueError, TypeError) as error:
             self._problems.append(Problem(file.path, "damaged", str(error)))
             return None

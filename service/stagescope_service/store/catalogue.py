@@ -210,6 +210,7 @@ class Catalogue:
         role: Filter = None,
         rank: Filter = None,
         state: Filter = None,
+        consumed_step: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
@@ -462,6 +463,7 @@ class Catalogue:
         rank: Filter = None,
         kind: Filter = None,
         node_id: Filter = None,
+        incarnation: Filter = None,
         deleted: bool | None = False,
         limit: int = LIMIT,
         offset: int = 0,

@@ -20,7 +20,7 @@ ROUTES = {
     "/steps/{step}/operators/non-finite", "/operators/divergence",
     "/triggers", "/triggers/defaults", "/triggers/firings", "/triggers/test", "/steps/{step}/pin",
     "/operators/tensors", "/weights", "/weights/{version}", "/steps/{step}/weights", "/devices",
-    "/diff",
+    "/diff", "/steps/{step}/batch",
     "/engines", "/engines/{name}",
 }  # fmt: skip
 

@@ -1,0 +1,237 @@
+"""The route that gives a step's batch back: kept files and the rings', joined, as safetensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query
+from fastapi.responses import StreamingResponse
+
+from stagescope.batch import Batch, Gap
+from stagescope.batch_file import pieces
+from stagescope.errors import Forbidden, InvalidInput, NotFound, StagescopeError, Unreachable
+from stagescope.schema import PART_FIELDS, RECENT_TENSORS
+from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.api.desk import AtDesk, Desk, Row, StepTarget
+from stagescope_service.api.steps import stages_of
+from stagescope_service.api.target import Target
+from stagescope_service.dumps.batch_join import join
+from stagescope_service.dumps.payload_files import PayloadFile, PayloadFiles
+from stagescope_service.store.artifacts import confine
+from stagescope_service.store.rollouts import side_by_side
+from stagescope_service.store.scratch import Scratch
+from stagescope_service.store.tensorfile import disk_errors
+
+router = APIRouter(prefix="/steps/{step}", tags=["steps"])
+
+MEDIA_TYPE: Final = "application/octet-stream"
+_PIECE: Final = 4 << 20
+_KEEP: Final = (
+    "keep it: init(keep={'what': ['trajectories', 'is_loss'], 'every_n_steps': 10}), or "
+    "stagescope capture --keep trajectories; the ring holds the newest steps, and pinned ones"
+)
+_SEEN: Final = ("kept", "ring")
+"""Kinds of artifacts, those that are preferred first."""
+
+
+@router.get("/batch", response_class=StreamingResponse)
+async def batch(
+    desk: AtDesk,
+    target: StepTarget,
+    names: Annotated[
+        str | None,
+        Query(max_length=4000, description="Only these tensors, with commas between them."),
+    ] = None,
+    stages: Annotated[
+        str | None, Query(max_length=4000, description="Only what these stages recorded.")
+    ] = None,
+) -> StreamingResponse:
+    """Give the step's batch as one safetensors file: rows of every stage, rank and part.
+
+    It is put together from the kept files and what the rings still hold, rows joined by sample id,
+    bit by bit as recorded. Its metadata say where each came from, what is missing (ranks, payloads,
+    tensors that were not kept) and what disagrees; `stagescope.Batch.load` reads it.
+    """
+    chosen = [_words(text) for text in (names, stages)]
+    found = await desk.comparisons.run(batch_of, desk, target, *chosen)
+    size, stream = _stream(found)
+    name = f"{target.run}-{target.number}-step{_number(target)}.safetensors"
+    headers = {
+        "content-length": str(size),
+        "content-disposition": f'attachment; filename="{name}"',
+    }
+    return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=headers)
+
+
+def batch_of(
+    desk: Desk, target: Target, names: Sequence[str] | None, stages: Sequence[str] | None
+) -> Batch:
+    """Put a step's batch together.
+
+    Raises:
+        NotFound: nothing of it is kept (any more), or no such tensor or stage.
+    """
+    step = _number(target)
+    place = desk.settings.data_path / "copies"
+    with Scratch(place) as scratch, tempfile.TemporaryDirectory(dir=place) as copies:
+        rows = _artifacts(desk, target)
+        files, gaps = _files(desk, target, rows, Path(copies))
+        if not files:
+            reasons = "; ".join(gap.message for gap in gaps)
+            raise NotFound(
+                f"no tensors of step {step} of {target.run} are kept"
+                + (reasons and f": {reasons}"),
+                advice=_KEEP,
+            )
+        dump = PayloadFiles(files, name=f"{target.run}@{target.number}:{step}")
+        heading = {n: v for n, v in target.heading().items() if n != "also_live"}
+        return join(
+            dump,
+            step,
+            names=names,
+            stages=stages,
+            source=heading,
+            gaps=[*gaps, *_known_gaps(desk, target, rows, names, stages)],
+            allocate=scratch.allocate,
+        )
+
+
+def _artifacts(desk: Desk, target: Target) -> list[Row]:
+    """Return the step's payload files, and those of rollouts of no step that it consumed."""
+    step = _number(target)
+    rows = desk.catalogue.artifacts(target.attempt_id, step, kind=_SEEN, limit=ALL_ROWS)
+    beside = side_by_side(desk.catalogue.attempts(target.run), target.attempt_id)
+    consumed = desk.catalogue.payloads(beside, consumed_step=step, limit=ALL_ROWS)
+    if consumed:
+        keys = {(row["incarnation"], row["seq"]) for row in consumed if row["step"] is None}
+        more = desk.catalogue.artifacts(
+            incarnation=sorted({key[0] for key in keys}), kind=_SEEN, limit=ALL_ROWS
+        )
+        rows += [row for row in more if (row["incarnation"], row["seq"]) in keys]
+    return sorted(rows, key=lambda row: (_SEEN.index(row["kind"]), row["artifact_id"]))
+
+
+def _files(
+    desk: Desk, target: Target, rows: Sequence[Row], copies: Path
+) -> tuple[list[PayloadFile], list[Gap]]:
+    numbers = _scalars(desk, target)
+    found: list[PayloadFile] = []
+    gaps: list[Gap] = []
+    for row in rows:
+        try:
+            path = _local(desk, row, copies)
+        except StagescopeError as error:
+            gaps.append(Gap("file", str(error)))
+            continue
+        place = (row["incarnation"], row["stage"], *(row.get(name) or 0 for name in PART_FIELDS))
+        consumed = _number(target) if row["step"] is None else None
+        found.append(
+            PayloadFile(
+                path, row["path"], row["checksum"], row["wall"], numbers.get(place, {}), consumed
+            )
+        )
+    return found, gaps
+
+
+def _local(desk: Desk, row: Row, copies: Path) -> Path:
+    """Return a local file with an artifact's content: in its place, or fetched from its node."""
+    try:
+        here = confine(row["path"], desk.settings.roots)
+        if here.stat().st_size == row["bytes"]:
+            return here
+    except (OSError, Forbidden):
+        pass
+    if row["node_id"] is None:
+        raise Unreachable(f"{row['path']} is gone, and its node is not known")
+    copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
+    with disk_errors(copy), copy.open("wb") as file:
+        while piece := desk.commands.read_artifact(
+            node_id=row["node_id"], path=row["path"], offset=file.tell(), size=_PIECE
+        ):
+            file.write(piece)
+    return copy
+
+
+def _scalars(desk: Desk, target: Target) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Return the numbers of each part of a stage of a process."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in desk.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS):
+        place = (row["incarnation"], row["stage"], *(row[name] or 0 for name in PART_FIELDS))
+        found.setdefault(place, {})[row["name"]] = row["value"]
+    return found
+
+
+def _known_gaps(
+    desk: Desk,
+    target: Target,
+    rows: Sequence[Row],
+    names: Sequence[str] | None,
+    stages: Sequence[str] | None,
+) -> Iterator[Gap]:
+    """Yield what the catalogue knows to be missing."""
+    step = _number(target)
+    wanted = [
+        row
+        for row in desk.catalogue.payloads(target.attempt_id, step, limit=ALL_ROWS)
+        if stages is None or row["stage"] in stages
+    ]
+    for item in stages_of(desk, target)[1].missing:
+        if stages is None or item.get("stage") in stages:
+            who = f"{item.get('role')} {item.get('rank')}"
+            yield Gap("rank", f"{who} in {item.get('stage')}: {item.get('status')}")
+    for row in wanted:
+        if row["state"] != "ingested":
+            who = f"{row['stage']} {row['role']} {row['rank']}"
+            why = f"{row['state']}, {row['reason']}" if row["reason"] else row["state"]
+            yield Gap("payload", f"what {who} recorded is not there: {why}")
+    yield from _not_kept(wanted, rows, names)
+
+
+def _not_kept(
+    payloads: Sequence[Row], artifacts: Sequence[Row], names: Sequence[str] | None
+) -> Iterator[Gap]:
+    held: dict[tuple[str, int], set[str]] = {}
+    for row in artifacts:
+        there = held.setdefault((row["incarnation"], row["seq"]), set())
+        there |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
+    lacking: Counter[tuple[str, str]] = Counter()
+    for row in payloads:
+        there = held.get((row["incarnation"], row["seq"]), set())
+        told = row["tensors"] if isinstance(row["tensors"], Mapping) else {}
+        lacking.update((row["stage"], name) for name in set(told) - there)
+    by_stage: dict[str, list[str]] = {}
+    for (stage, name), _ in sorted(lacking.items()):
+        if names is None or name in names:
+            by_stage.setdefault(stage, []).append(name)
+    for stage, missing in by_stage.items():
+        yield Gap("tensor", f"{stage} recorded {', '.join(missing)}: not kept")
+
+
+def _stream(batch: Batch) -> tuple[int, Iterator[bytes]]:
+    whole = list(pieces(batch))
+
+    def chunks() -> Iterator[bytes]:
+        for piece in whole:
+            view = memoryview(piece)
+            for at in range(0, view.nbytes, _PIECE):
+                yield bytes(view[at : at + _PIECE])
+
+    return sum(memoryview(piece).nbytes for piece in whole), chunks()
+
+
+def _words(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    found = [word for part in text.split(",") if (word := part.strip())]
+    if not found:
+        raise InvalidInput(f"{text!r:.100} names nothing", expected="names with commas between")
+    return found
+
+
+def _number(target: Target) -> int:
+    assert target.step is not None
+    return int(target.step["step"])
