@@ -1,0 +1,127 @@
+"""Whether both sides speak of the same tokens: checked before a number is believed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.engines import Generation
+from stagescope_workers.consistency.scored import Scored
+
+_ENOUGH: Final = 16
+"""Neighbouring tokens below which a shift cannot be told from chance."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One question: `ok` is None where it cannot be said."""
+
+    name: str
+    ok: bool | None
+    text: str
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], made: Sequence[Generation]) -> Check:
+    """Say whether the engine read as many prompt tokens as it should have."""
+    pairs = [
+        (len(prompt), each.prompt_tokens)
+        for prompt, each in zip(prompts, made, strict=True)
+        if each.prompt_tokens is not None
+    ]
+    total = sum(len(prompt) for prompt in prompts)
+    if not pairs:
+        return Check("prompts", None, f"{total} tokens; the engine does not say what it read")
+    others = [(ours, theirs) for ours, theirs in pairs if ours != theirs]
+    if not others:
+        return Check("prompts", True, f"both sides read {len(pairs)} prompts of {total} tokens")
+    ours, theirs = others[0]
+    gap = {theirs - ours for ours, theirs in others}
+    hint = "a BOS of its own, or one that it leaves out" if gap <= {1, -1} else "another template"
+    text = (
+        f"{len(others)} of {len(pairs)} prompts differ: the engine read {theirs} tokens where the "
+        f"tokenizer makes {ours} ({hint}?)"
+    )
+    return Check("prompts", False, text)
+
+
+def check_bos(prompts: Sequence[Sequence[int]], tokenizer: Any) -> Check:
+    """Say how prompts begin: with one BOS, none, or (never right) two."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return Check("bos", True, "the tokenizer has no BOS")
+    one = sum(bool(prompt) and prompt[0] == bos for prompt in prompts)
+    two = sum(list(prompt[:2]) == [bos, bos] for prompt in prompts)
+    name = tokenizer.convert_ids_to_tokens(bos)
+    if two:
+        return Check(
+            "bos", False, f"{two} prompts begin with {name} twice: template and tokenizer add it"
+        )
+    return Check("bos", True, f"{one} of {len(prompts)} prompts begin with {name}, none twice")
+
+
+def check_vocabulary(made: Sequence[Generation], tokenizer: Any, words: Sequence[str]) -> Check:
+    """Say whether the engine's ids are the tokenizer's.
+
+    Args:
+        made: what the engine generated.
+        tokenizer: of the model.
+        words: the engine's vocabulary, where it is known; else the texts that it gave are held
+            against the ids that it gave.
+    """
+    if words:
+        count = min(len(words), len(tokenizer))
+        own = tokenizer.convert_ids_to_tokens(list(range(count)))
+        unequal = [index for index in range(count) if own[index] != words[index]]
+        if unequal:
+            index = unequal[0]
+            text = f"token {index} is {words[index]!r} there and {own[index]!r} here"
+            return Check("vocabulary", False, f"{len(unequal)} tokens differ: {text}")
+        return Check("vocabulary", True, f"the engine's {count} tokens are the tokenizer's")
+    texts = [each for each in made if each.token_ids and each.text]
+    if not texts:
+        return Check("vocabulary", None, "the engine gave no ids with a text")
+    unlike = [each for each in texts if not _same_text(each, tokenizer)]
+    if unlike:
+        first = unlike[0]
+        decoded = tokenizer.decode(list(first.token_ids or ()), skip_special_tokens=True)
+        text = f"{len(unlike)} of {len(texts)} answers are other texts by the tokenizer"
+        return Check("vocabulary", False, f"{text}: {first.text[:40]!r}, {decoded[:40]!r}")
+    return Check("vocabulary", True, f"{len(texts)} answers are the same texts by the tokenizer")
+
+
+def _same_text(made: Generation, tokenizer: Any) -> bool:
+    # Servers strip special tokens and spaces at the ends in ways of their own.
+    ids = list(made.token_ids or ())
+    shown = {
+        "".join(tokenizer.decode(ids, skip_special_tokens=skip).split()) for skip in (True, False)
+    }
+    found = "".join(made.text.split())
+    # A stop text is cut off.
+    return any(found == each or (found and each.startswith(found)) for each in shown)
+
+
+def check_shift(rows: Sequence[Scored]) -> Check:
+    """Say whether log-probs lie at their tokens: mean |d| at the own place and one off it."""
+    spans = [
+        row for row in rows
+        if len(row.q) > 1 and np.isfinite(row.q).all() and np.isfinite(row.p).all()
+    ]  # fmt: skip
+    pairs = sum(len(row.q) - 1 for row in spans)
+    if pairs < _ENOUGH:
+        return Check("shift", None, f"only {pairs} neighbouring tokens: too few to say")
+    own = _mean(np.abs(row.p - row.q) for row in spans)
+    later = _mean(np.abs(row.p[1:] - row.q[:-1]) for row in spans)
+    earlier = _mean(np.abs(row.p[:-1] - row.q[1:]) for row in spans)
+    numbers = f"mean |d| {own:.3g} at its own token, {earlier:.3g} one before, {later:.3g} after"
+    if min(later, earlier) < own:
+        side = "after" if later < earlier else "before"
+        return Check("shift", False, f"{numbers}: one stream lies one token {side} the other")
+    return Check("shift", True, f"{numbers}: aligned")
+
+
+def _mean(pieces: Any) -> float:
+    values = np.concatenate(list(pieces))
+    return float(values.mean())

@@ -1,0 +1,132 @@
+"""Both sides' answers to a data set: how many are right, and how far their tokens agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from stagescope.engines import Generation
+from stagescope.errors import InvalidInput
+from stagescope_workers.consistency.prompts import Item
+
+MATCHES: Final = ("exact", "contains", "regex")
+
+
+@dataclasses.dataclass(frozen=True)
+class Marking:
+    """When an answer is right.
+
+    Attributes:
+        match: "exact": the whole answer, without spaces at its ends; "contains": it stands
+            somewhere in it; "regex": the last thing that `pattern` finds in it (its first group).
+        pattern: a regular expression, for "regex".
+    """
+
+    match: str = "contains"
+    pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.match not in MATCHES or (self.match == "regex") != (self.pattern is not None):
+            raise InvalidInput(
+                f"match is {self.match!r:.50} and pattern {self.pattern!r:.50}",
+                expected=f"one of {', '.join(MATCHES)}, and a pattern for regex alone",
+            )
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise InvalidInput(f"pattern {self.pattern!r:.100}: {error}") from error
+
+    def is_right(self, text: str, answer: str) -> bool:
+        """Say whether `text` gives `answer`."""
+        wanted = answer.strip()
+        if self.match == "exact":
+            return text.strip() == wanted
+        if self.match == "contains":
+            return wanted in text
+        found = list(re.finditer(self.pattern or "", text))
+        if not found:
+            return False
+        last = found[-1]
+        return (last[1] if last.re.groups else last[0] or "").strip() == wanted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two sides' answers to the same prompts.
+
+    Attributes:
+        answers: how many prompts.
+        same: how many answers are the same, token by token.
+        token_share: tokens up to the first that differs, over those of the longer answer.
+        marked: how many prompts have a right answer to be held against.
+        engine_right, other_right: how many of those each side got right.
+        rows: of each prompt: name, both texts, the first token that differs (None: none), and
+            whether each is right (None: nobody knows).
+    """
+
+    answers: int
+    same: int
+    token_share: float
+    marked: int
+    engine_right: int
+    other_right: int
+    rows: tuple[dict[str, Any], ...]
+
+    @property
+    def accuracy(self) -> tuple[float, float] | None:
+        """The shares of right answers, the engine's first; None where nothing was marked."""
+        if not self.marked:
+            return None
+        return self.engine_right / self.marked, self.other_right / self.marked
+
+
+def compare_answers(
+    items: Sequence[Item],
+    engine: Sequence[Generation],
+    other: Sequence[Generation],
+    marking: Marking,
+) -> Agreement:
+    """Hold both sides' answers against each other, and against the right ones."""
+    rows, shared, longest = [], 0, 0
+    for item, one, two in zip(items, engine, other, strict=True):
+        ours, theirs = _units(one, two)
+        first = _first_difference(ours, theirs)
+        most = max(len(ours), len(theirs))
+        shared += most if first is None else first
+        longest += most
+        right = [
+            None if item.answer is None else marking.is_right(each.text, item.answer)
+            for each in (one, two)
+        ]
+        rows.append(
+            {
+                "sample": item.name, "answer": item.answer, "engine": one.text, "other": two.text,
+                "first_difference": first, "engine_right": right[0], "other_right": right[1],
+            }
+        )  # fmt: skip
+    marked = [row for row in rows if row["answer"] is not None]
+    return Agreement(
+        answers=len(rows),
+        same=sum(row["first_difference"] is None for row in rows),
+        token_share=shared / longest if longest else 1.0,
+        marked=len(marked),
+        engine_right=sum(bool(row["engine_right"]) for row in marked),
+        other_right=sum(bool(row["other_right"]) for row in marked),
+        rows=tuple(rows),
+    )
+
+
+def _units(one: Generation, two: Generation) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return what is compared: ids where both sides have them, else characters of the texts."""
+    if one.token_ids is not None and two.token_ids is not None:
+        return one.token_ids, two.token_ids
+    return one.text, two.text
+
+
+def _first_difference(one: Sequence[Any], two: Sequence[Any]) -> int | None:
+    for index, (ours, theirs) in enumerate(zip(one, two, strict=False)):
+        if ours != theirs:
+            return index
+    return None if len(one) == len(two) else min(len(one), len(two))

@@ -1,0 +1,183 @@
+"""`stagescope consistency`: an inference engine held against transformers, token by token."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stagescope import terminal
+from stagescope.engines import Sampling
+from stagescope.errors import StagescopeError, Unreachable
+from stagescope_workers.consistency.answers import MATCHES, Marking
+from stagescope_workers.consistency.comparison import Comparison, Options, compare
+from stagescope_workers.consistency.opening import EXPECTED, open_engine, read_config
+from stagescope_workers.consistency.prompts import Item, built_in, read_items
+from stagescope_workers.consistency.report import Report
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option(
+    "--model",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The model's directory as transformers has it (config.json, *.safetensors, tokenizer).",
+)
+@click.option(
+    "--engine", required=True, metavar="ENGINE", help=f"What serves rollouts: {EXPECTED}."
+)
+@click.option(
+    "--against",
+    default="transformers",
+    show_default=True,
+    metavar="ENGINE",
+    help="What scores the same tokens.",
+)
+@click.option("--prompts", type=_FILE, help="JSONL (prompt, messages or ids), or a prompt a line.")
+@click.option(
+    "--dataset",
+    type=_FILE,
+    help="JSONL with prompt, answer, and optional image (a file below): both sides answer.",
+)
+@click.option(
+    "--match",
+    type=click.Choice(MATCHES),
+    default="contains",
+    show_default=True,
+    help="When an answer to --dataset is right.",
+)
+@click.option("--pattern", help="--match regex: its last find (first group) must be the answer.")
+@click.option("--chat", is_flag=True, help="Render texts by the model's chat template.")
+@click.option("--as-text", is_flag=True, help="Send texts; the engine tokenises them itself.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    help="Of the engine's draw [default: 1; with --dataset 0, greedy].",
+)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the engine's draw.")
+@click.option("--limit", type=click.IntRange(min=1), help="Most prompts.")
+@click.option("--run", help="Record as a step of this run [default: consistency-MODEL].")
+@click.option("--step", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--no-record", is_flag=True, help="Print only, also where a service is known.")
+@click.option("--url", help="The service, such as http://head:8700.")
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), help="File that holds the engine's key."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Deadline of each question to an engine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
+@click.pass_context
+def consistency(
+    ctx: click.Context,
+    /,
+    model: Path,
+    engine: str,
+    against: str,
+    prompts: Path | None,
+    dataset: Path | None,
+    run: str | None,
+    step: int,
+    no_record: bool,
+    url: str | None,
+    key_file: Path | None,
+    timeout: float,
+    as_json: bool,
+    limit: int | None,
+    **drawn: Any,
+) -> None:
+    """Hold an inference engine against transformers: same prompts, same tokens.
+
+    The engine answers the prompts; both sides say the log-prob of each token that it sampled. The
+    difference is printed, and recorded as a step where a service is known. Exit code 1 where the
+    two do not speak of the same tokens.
+
+    \b
+    stagescope consistency --model DIR --engine http://HOST:PORT
+    stagescope consistency --model DIR --engine ctranslate2:DIR8 --against transformers:float32
+    stagescope consistency --model DIR --engine llm --dataset FILE.jsonl --match exact
+    """
+    if prompts is not None and dataset is not None:
+        raise click.UsageError("give --prompts or --dataset, not both")
+    items = _items(prompts or dataset, limit)
+    options = _options(drawn, answers=dataset is not None)
+    with contextlib.ExitStack() as stack:
+        ours = open_engine(engine, model, key_file=key_file, timeout=timeout)
+        stack.callback(ours.close)
+        theirs = open_engine(against, model, key_file=key_file, timeout=timeout)
+        stack.callback(theirs.close)
+        from stagescope_workers.consistency.transformers_engine import load_tokenizer
+
+        found = compare(
+            items, ours, theirs, load_tokenizer(model), options,
+            config=read_config(model), tell=lambda text: click.echo(text, err=True),
+        )  # fmt: skip
+    name = run or _run_name(model)
+    recorded = "not recorded" if no_record else _recorded(found, name, step, url)
+    report = Report(found, recorded)
+    if as_json:
+        terminal.show_json(report.to_dict())
+    else:
+        terminal.show(report)
+    ctx.exit(0 if found.aligned else 1)
+
+
+def _items(file: Path | None, limit: int | None) -> list[Item]:
+    return built_in()[:limit] if file is None else read_items(file, limit)
+
+
+def _options(drawn: dict[str, Any], *, answers: bool) -> Options:
+    temperature = drawn["temperature"]
+    if temperature is None:
+        temperature = 0.0 if answers else 1.0
+    return Options(
+        sampling=Sampling(
+            max_tokens=drawn["max_tokens"],
+            temperature=temperature,
+            top_p=drawn["top_p"],
+            top_k=drawn["top_k"],
+            seed=drawn["seed"],
+        ),
+        chat=drawn["chat"],
+        as_text=drawn["as_text"],
+        answers=answers,
+        marking=Marking(drawn["match"], drawn["pattern"]),
+    )
+
+
+def _run_name(model: Path) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model.resolve().name)
+    return f"consistency-{name}"[:100]
+
+
+def _recorded(found: Comparison, run: str, step: int, url: str | None) -> str:
+    """Record, and say what became of it: the numbers are printed either way."""
+    from stagescope_workers.consistency.record import known_service, record
+
+    if not found.rows:
+        return "not recorded: no token has two log-probs"
+    if (reason := known_service(url)) is not None:
+        return f"not recorded: {reason}"
+    try:
+        arrived = record(found, run=run, step=step, url=url)
+    except Unreachable as error:
+        return f"not recorded: {error}"
+    except StagescopeError as error:
+        terminal.report(error)
+        return f"not recorded: {error.wrong}"
+    if not arrived:
+        return "not recorded: the service did not acknowledge it in time"
+    return f"recorded as step {step} of run {run}: stagescope metrics {step} --run {run}"

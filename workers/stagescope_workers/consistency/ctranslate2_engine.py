@@ -1,0 +1,163 @@
+"""A CTranslate2 directory as an engine in this process."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
+from stagescope.engines.base import check_ids
+from stagescope.errors import EngineError, InvalidInput, MissingExtra, NotFound
+
+try:
+    import ctranslate2
+except ImportError as error:
+    raise MissingExtra(
+        "an engine of CTranslate2 needs ctranslate2, which is not installed",
+        advice="pip install ctranslate2, or 'stagescope[example]'",
+    ) from error
+
+_MOST_VOCABULARY: Final = 64 << 20
+
+
+class CTranslate2Engine:
+    """A converted model; it takes token ids, since the directory holds no tokenizer.
+
+    Raises:
+        NotFound: no such directory, or not one of CTranslate2.
+    """
+
+    def __init__(self, path: Path, *, device: str = "cpu", compute_type: str = "default") -> None:
+        if not (path / "model.bin").is_file():
+            raise NotFound(
+                f"{str(path)!r} is no directory of CTranslate2",
+                expected="model.bin and config.json",
+            )
+        try:
+            self._words = _vocabulary(path)
+            config = json.loads((path / "config.json").read_text())
+            self._open = functools.partial(
+                ctranslate2.Generator, str(path), device=device, compute_type=compute_type
+            )
+            self._generator: Any = self._open()
+        except (OSError, ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise NotFound(f"{str(path)!r} cannot be loaded: {text}") from error
+        self._ids = {word: index for index, word in enumerate(self._words)}
+        self._end = self._ids.get(config.get("eos_token"))
+        kind = self._generator.compute_type
+        self._info = EngineInfo(
+            kind="ctranslate2",
+            place=str(path),
+            model=path.name,
+            model_path=str(path),
+            version=importlib.metadata.version("ctranslate2"),
+            dtype=None if "int" in kind else kind,
+            quantisation=kind if "int" in kind else None,
+            processed=False,
+            multimodal=False,
+            scores=True,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of it."""
+        return self._info
+
+    @property
+    def vocabulary(self) -> Sequence[str]:
+        """Its tokens, by id."""
+        return self._words
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._generator = None
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        """Continue each prompt; see `Engine.generate`."""
+        drawn = sampling or Sampling()
+        if drawn.stop:
+            raise InvalidInput("CTranslate2 stops at tokens alone", expected="no texts in stop")
+        if drawn.seed is not None and drawn.temperature > 0:
+            # A generator's threads take their seed when they start: it must be a new one.
+            ctranslate2.set_random_seed(drawn.seed)
+            self._generator = self._open()
+        return [self._generate(self._row(prompt), drawn) for prompt in prompts]
+
+    def _generate(self, row: list[str], drawn: Sampling) -> Generation:
+        ids: list[int] = []
+        values: list[float] = []
+
+        def keep(step: Any) -> bool:
+            ids.append(step.token_id)
+            values.append(step.log_prob)
+            return False
+
+        greedy = drawn.temperature == 0
+        self._generator.generate_batch(
+            [row],
+            max_length=drawn.max_tokens,
+            sampling_topk=1 if greedy else drawn.top_k,
+            sampling_topp=1.0 if greedy else drawn.top_p,
+            sampling_temperature=1.0 if greedy else drawn.temperature,
+            include_prompt_in_result=False,
+            return_end_token=True,
+            return_scores=True,  # without it the callback sees no log-prob
+            callback=keep,
+        )
+        words = tuple(self._words[token] for token in ids)
+        ended = bool(ids) and ids[-1] == self._end
+        return Generation(
+            text="".join(words),
+            tokens=words,
+            token_ids=tuple(ids),
+            log_probs=tuple(values),
+            prompt_tokens=len(row),
+            finish_reason="stop" if ended else "length",
+            problem="" if ids else "no token was generated",
+        )
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """Return the log-prob of each given token; see `Engine.score`."""
+        found: list[tuple[float, ...]] = []
+        for row in rows:
+            words = self._row(row)
+            if len(words) == 1:
+                found.append((math.nan,))
+                continue
+            [scored] = self._generator.score_batch([words], max_input_length=0)
+            # What it scores is said: the tokens after the first, each at its own place.
+            if list(scored.tokens) != words[1:] or len(scored.log_probs) != len(words) - 1:
+                raise EngineError(
+                    f"CTranslate2 scored {len(scored.tokens)} other tokens for {len(words)} given"
+                )
+            found.append((math.nan, *scored.log_probs))
+        return found
+
+    def _row(self, prompt: Prompt) -> list[str]:
+        if isinstance(prompt, str):
+            raise InvalidInput("CTranslate2 was given a text", expected="token ids")
+        ids = check_ids(prompt)
+        if max(ids) >= len(self._words):
+            raise InvalidInput(
+                f"token id {max(ids)} is beyond the engine's vocabulary of {len(self._words)}",
+                expected="ids of the model that was converted",
+            )
+        return [self._words[token] for token in ids]
+
+
+def _vocabulary(path: Path) -> list[str]:
+    file = path / "vocabulary.json"
+    if not file.is_file() or file.stat().st_size > _MOST_VOCABULARY:
+        raise NotFound(f"{str(file)!r} is not there", expected="CTranslate2's vocabulary.json")
+    words = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise NotFound(f"{str(file)!r} is no list of tokens")
+    return words

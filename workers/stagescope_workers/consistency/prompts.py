@@ -1,0 +1,193 @@
+"""What is asked: prompts and data sets from files, checked, and their tokens."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import Forbidden, InvalidInput
+
+MOST_BYTES: Final = 256 << 20
+MOST_ROWS: Final = 100_000
+MOST_IMAGE_BYTES: Final = 32 << 20
+
+_FIELDS: Final = ("prompt", "messages", "ids", "answer", "image", "id")
+_EXPECTED: Final = "a JSON object a line: prompt, messages or ids; answer, image, id"
+_IMAGES: Final[Mapping[bytes, str]] = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+}
+
+BUILT_IN: Final = (
+    "The capital of France is",
+    "Question: What is 17 + 25? Answer:",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a village by the sea,",
+    "List three reasons why the sky is blue:\n1.",
+    "Translate to German: Good morning, how are you?\n",
+    "{\"name\": \"Ada\", \"born\":",
+    "Let x be a real number with x^2 = 2. Then x",
+)  # fmt: skip
+"""Prompts where no file is given: prose, sums, code, JSON."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """One prompt: a text, OpenAI's messages or token ids; and the right answer, where there is."""
+
+    name: str
+    prompt: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    ids: tuple[int, ...] | None = None
+    answer: str | None = None
+    image: Path | None = None
+
+
+def built_in() -> list[Item]:
+    """Return the prompts of this package."""
+    return [Item(str(index), prompt=text) for index, text in enumerate(BUILT_IN)]
+
+
+def read_items(path: Path, limit: int | None = None) -> list[Item]:
+    """Read prompts: JSONL where the name ends so, else a text with a prompt a line.
+
+    Args:
+        path: the file. Images are files below its directory.
+        limit: most prompts.
+
+    Raises:
+        InvalidInput: it cannot be read, or a line of it.
+        Forbidden: an image that lies elsewhere.
+    """
+    most = min(MOST_ROWS, limit or MOST_ROWS)
+    is_json = path.suffix in (".jsonl", ".json", ".ndjson")
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise InvalidInput(
+                f"{str(path)!r} has {path.stat().st_size} bytes", expected=f"up to {MOST_BYTES}"
+            )
+        with path.open(encoding="utf-8") as file:
+            items = list(_items(file, path, is_json, most))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{str(path)!r} cannot be read ({error})", expected="a text") from error
+    if not items:
+        raise InvalidInput(f"{str(path)!r} holds no prompt", expected=_EXPECTED)
+    return items
+
+
+def _items(lines: Iterable[str], path: Path, is_json: bool, most: int) -> Iterator[Item]:
+    found = 0
+    for number, line in enumerate(lines, 1):
+        if found == most:
+            return
+        text = line.rstrip("\r\n")
+        if text.strip():
+            yield _item(text, number, path) if is_json else Item(str(number), prompt=text)
+            found += 1
+
+
+def _item(text: str, number: int, path: Path) -> Item:
+    where = f"line {number} of {str(path)!r}"
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where} is no JSON ({error})", expected=_EXPECTED) from error
+    kinds = [name for name in ("prompt", "messages", "ids") if _known(said, name)]
+    if len(kinds) != 1:
+        raise InvalidInput(f"{where} has {' and '.join(kinds) or 'no prompt'}", expected=_EXPECTED)
+    prompt, messages, ids, answer, image, name = (said.get(field) for field in _FIELDS)
+    if prompt is not None and not (isinstance(prompt, str) and prompt):
+        raise InvalidInput(f"{where}: prompt is no text", expected=_EXPECTED)
+    if messages is not None and not _are_messages(messages):
+        raise InvalidInput(f"{where}: messages are no messages", expected="[{role, content}, ...]")
+    if ids is not None and not (
+        isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
+    ):
+        raise InvalidInput(f"{where}: ids are no token ids", expected="a list of ints from 0")
+    return Item(
+        name=str(number if name is None else name)[:200],
+        prompt=prompt,
+        messages=None if messages is None else tuple(messages),
+        ids=None if ids is None else tuple(ids),
+        answer=None if answer is None else str(answer),
+        image=None if image is None else _image_path(image, path, where),
+    )
+
+
+def _known(said: Any, name: str) -> bool:
+    return isinstance(said, dict) and said.get(name) is not None
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(each, dict)
+            and isinstance(each.get("role"), str)
+            and isinstance(each.get("content"), str)
+            for each in value
+        )
+    )
+
+
+def _image_path(value: Any, path: Path, where: str) -> Path:
+    folder = path.parent.resolve()
+    found = (folder / str(value)).resolve()
+    if not found.is_relative_to(folder):
+        raise Forbidden(
+            f"{where}: the image {str(value)!r:.200} leaves {str(folder)!r}",
+            expected="a file below the data set's directory",
+        )
+    if not found.is_file():
+        raise InvalidInput(f"{where}: there is no image {str(value)!r:.200}")
+    return found
+
+
+def token_ids(item: Item, tokenizer: Any, *, chat: bool) -> list[int]:
+    """Return the tokens of a prompt, as the tokenizer of the model makes them.
+
+    Args:
+        item: the prompt.
+        tokenizer: of transformers.
+        chat: render a text as a user's message by the model's template, as messages always are.
+
+    Raises:
+        InvalidInput: the tokenizer has no template.
+    """
+    if item.ids is not None:
+        return list(item.ids)
+    if item.messages is None and not chat:
+        return list(tokenizer(item.prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidInput(
+            "the model's tokenizer has no chat template",
+            expected="prompts as texts, without --chat",
+        )
+    messages = item.messages or ({"role": "user", "content": item.prompt},)
+    rendered = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return list(rendered)
+
+
+def data_url(path: Path) -> str:
+    """Return an image file as a `data:` URL.
+
+    Raises:
+        InvalidInput: too large, or no image of a known kind.
+    """
+    content = path.read_bytes() if path.stat().st_size <= MOST_IMAGE_BYTES else b""
+    kind = next((kind for magic, kind in _IMAGES.items() if content.startswith(magic)), None)
+    if kind is None:
+        raise InvalidInput(
+            f"{str(path)!r} is no image that can be sent",
+            expected=f"PNG, JPEG, GIF or WebP of up to {MOST_IMAGE_BYTES >> 20} MiB",
+        )
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

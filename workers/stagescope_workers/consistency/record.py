@@ -1,0 +1,96 @@
+"""A comparison as a step of a run: through the probe, as any rank hands over its tensors."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from typing import Any
+
+import numpy as np
+
+from stagescope import discovery
+from stagescope.errors import Unreachable
+from stagescope_workers.consistency.comparison import Comparison
+from stagescope_workers.lifecycle import init
+
+STAGE = "rollout_generate"
+ROLE = "rollout"
+
+
+def record(
+    found: Comparison, *, run: str, step: int, timeout: float = 60.0, url: str | None = None
+) -> bool:
+    """Hand a comparison over as a step of the role that served it; return whether it arrived.
+
+    Over Ray where this process has joined it, else over HTTP to the service that
+    `stagescope.attach` would find. Each call is an attempt of its own.
+
+    Raises:
+        Unreachable: no service is known here.
+        InvalidInput: a run's name that cannot be.
+    """
+    options: dict[str, Any] = {}
+    if url is not None or not _in_ray():
+        place = discovery.find(url)
+        options = {"url": place.url, "token": place.operate_token}
+    probe = init(
+        run=run,
+        role=ROLE,
+        rank=0,
+        world_size=1,
+        attempt_key=f"consistency-{uuid.uuid4().hex}",
+        layout={"engine": found.engine.kind, "engine_version": found.engine.version},
+        settings={"engine": found.engine.place, "against": found.other.place},
+        captures=False,
+        watchdog=0,
+        strict=True,
+        **options,
+    )
+    with probe.stage(STAGE, step=step) as stage:
+        stage.record(_payload(found))
+        stage.log(**_scalars(found))
+    probe.end_step(step)
+    return probe.close(timeout)
+
+
+def _in_ray() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _payload(found: Comparison) -> dict[str, Any]:
+    rows = found.rows
+    return {
+        "rollout_log_probs": [row.q.astype(np.float32) for row in rows],
+        "old_log_probs": [row.p.astype(np.float32) for row in rows],
+        "response_mask": [np.ones(len(row.ids), np.int8) for row in rows],
+        "responses": [np.array(row.ids, np.int64) for row in rows],
+        "prompts": [np.array(row.prompt, np.int64) for row in rows],
+        "sample_ids": [row.name for row in rows],
+        "streams": {stream: dict(said) for stream, said in found.streams.items()},
+        "left_out": dict(found.left_out),
+    }
+
+
+def _scalars(found: Comparison) -> dict[str, float]:
+    said: dict[str, float] = {
+        "consistency/left_out": float(len(found.left_out)),
+        "consistency/checks_failed": float(sum(check.ok is False for check in found.checks)),
+    }
+    if (agreement := found.agreement) is not None:
+        said["consistency/same_answers"] = float(agreement.same)
+        said["consistency/token_share"] = agreement.token_share
+        if (accuracy := agreement.accuracy) is not None:
+            said["consistency/engine_accuracy"], said["consistency/other_accuracy"] = accuracy
+    return said
+
+
+def known_service(url: str | None) -> str | None:
+    """Return why nothing can be recorded; None where a service is known."""
+    if url is None and _in_ray():
+        return None
+    try:
+        discovery.find(url)
+    except Unreachable as error:
+        return error.wrong
+    return None
