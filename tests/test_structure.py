@@ -21,6 +21,7 @@ TOP: Final = ("serve", "clusters", "api_actor", "commands", "embedded", "service
 ONLY_IN: Final = {
     "ray": ("service/stagescope_service/engine/coordinator.py",
             "service/stagescope_service/engine/floor.py",
+            "service/stagescope_service/engine/disks.py",
         "service/stagescope_service/engine/ingestor.py",
             "service/stagescope_service/serve.py",
             "service/stagescope_service/clusters.py",

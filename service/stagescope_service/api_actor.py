@@ -107,13 +107,7 @@ class CoordinatorCommands:
         return piece
 
     def _ingestors(self) -> Ingestors:
-        settings = self._settings
-        return Ingestors(
-            data_dir=str(settings.data_path),
-            ring_bytes=settings.ring_bytes,
-            most_bytes=settings.ingestor_bytes,
-            roots=[str(root) for root in settings.roots],
-        )
+        return Ingestors(self._settings)
 
     async def ask_stacks(
         self,

@@ -118,6 +118,27 @@ class Settings(BaseSettings):
         description="YAML file of rules; they stand until others are given (PUT /triggers), and "
         "again when the file says something else. Default: the rules that ship.",
     )
+    keep: Path | None = Field(
+        default=None,
+        description="YAML file of what is kept of which runs (stagescope.keeping): fields of one "
+        "configuration for every run, or runs: {pattern: fields}. Read at the start.",
+    )
+    kept_bytes: int = Field(
+        default=20 * GIB, ge=0, description="Disk for kept files, on each node; 0 keeps nothing."
+    )
+    kept_days: float | None = Field(
+        default=None, gt=0, description="Days after which kept files go; default: never."
+    )
+    kept_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Newest steps of an attempt whose kept files stay; default: all.",
+    )
+    reserve_bytes: int = Field(
+        default=512 * MIB,
+        ge=0,
+        description="What kept files and the ring leave free on the disk for others.",
+    )
     keep_steps: int = Field(
         default=2000,
         ge=1,
@@ -136,7 +157,7 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
-    @field_validator("data_dir", "triggers", mode="after")
+    @field_validator("data_dir", "triggers", "keep", mode="after")
     @classmethod
     def _absolute_or_none(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()

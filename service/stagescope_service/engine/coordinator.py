@@ -228,6 +228,7 @@ class DebugCoordinator:
             "pending_payloads": sum(len(process.payloads) for process in processes),
             "revision": reception.plan.revision,
             "poll_seconds": reception.poll_seconds,
+            "keeping": None if self._floor is None else self._floor.retention.health(),
         }
 
     async def drain(self, *, run: str | None, timeout: float = 30.0) -> Reply:
@@ -270,6 +271,8 @@ class DebugCoordinator:
             await asyncio.sleep(pause)
             try:
                 await reception.expire()
+                if self._floor is not None:
+                    self._floor.look()
             except Exception:
                 logger.exception("leases could not be looked after")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from ray import exceptions
 
 from stagescope.errors import StagescopeError, StoreError
 from stagescope_service.engine.digests import refusal
+from stagescope_service.engine.disks import RayDisks
 from stagescope_service.engine.ingestor import Ingestors
 from stagescope_service.engine.instructions import (
     Assemble,
@@ -24,6 +25,7 @@ from stagescope_service.engine.instructions import (
     Weigh,
 )
 from stagescope_service.engine.reception import Reception, describe
+from stagescope_service.engine.retention import Limits, Retention
 from stagescope_service.engine.triggering.actions import Acting, Order, PinAnswer
 from stagescope_service.engine.triggering.live import Triggers
 from stagescope_service.engine.triggering.turns import Turns
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 Reply = dict[str, Any]
 
 
+_MOST_FILES: Final = 100_000
+
+
 class RayFloor:
     """Carries out what is not a row: payloads go to ingestors, wholes are formed."""
 
@@ -47,12 +52,10 @@ class RayFloor:
 
     def __init__(self, settings: Settings, order: Order) -> None:
         self._catalogue = Catalogue(settings.catalogue_url)
-        self._ingestors = Ingestors(
-            data_dir=str(settings.data_path),
-            ring_bytes=settings.ring_bytes,
-            most_bytes=settings.ingestor_bytes,
-            roots=[str(root) for root in settings.roots],
-        )
+        self._ingestors = Ingestors(settings)
+        limits = Limits(settings.kept_bytes, settings.kept_days, settings.kept_steps)
+        self.retention = Retention(self._catalogue, RayDisks(self._ingestors), self._write, limits)
+        self._adopted: set[str] = set()
         self._keep_steps = settings.keep_steps
         self._former = Former(self._catalogue, self, self._write)
         acting = Acting(self._catalogue, self, order, Webhooks())
@@ -67,6 +70,7 @@ class RayFloor:
         """Take up the rules of triggers; steps that are formed meanwhile wait for them."""
         self._start(self.triggers.open(settings.triggers))
         self._start(self._weigher.catch_up())
+        self._adopt(self._ingestors.home)
 
     def ingest(self, order: Ingest, payload: object) -> None:
         """Have the ingestor of the payload's node read it."""
@@ -97,6 +101,23 @@ class RayFloor:
         """Have the ingestor of a node read the files of its watchdogs."""
         self._start(self._read_watchdogs(order))
 
+    def look(self) -> None:
+        """Look after what is kept; to be called often."""
+        self._start(self.retention.look())
+
+    def _adopt(self, node: str) -> None:
+        """Take up the files that lie on a node, once."""
+        if node not in self._adopted:
+            self._adopted.add(node)
+            self._start(self._adopt_now(node))
+
+    async def _adopt_now(self, node: str) -> None:
+        try:
+            await self.retention.adopt(node)
+        except StagescopeError:
+            logger.exception("the kept files of node %s could not be looked through", node)
+            self._adopted.discard(node)
+
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -106,6 +127,9 @@ class RayFloor:
         key, node = order.key, order.node_id
         outcome: Reply | None = None
         reason = ""
+        if order.job.get("keep"):
+            self._adopt(self._ingestors.place(node))
+            order.job["no_room"] = await self.retention.make_room(node, order.job)
         for _ in range(2):
             try:
                 ingestor = self._ingestors.on(node)
@@ -129,8 +153,16 @@ class RayFloor:
             logger.exception("the outcome of %s was refused", key)
             reason = f"the catalogue refused what came of it: {describe(error)}"
             await self.reception.settle(key, "refused", reason)
+        if order.job.get("keep"):
+            await self._settle_kept(order, rows)
         for again in self._former.arrived(order.job, rows):
             self.assemble(again)
+
+    async def _settle_kept(self, order: Ingest, rows: Sequence[Put]) -> None:
+        try:
+            await self.retention.settled(order.node_id, order.job, rows)
+        except StagescopeError:
+            logger.exception("old kept files could not be deleted")
 
     async def _digest(self, order: Digest) -> None:
         while True:
@@ -214,7 +246,10 @@ class RayFloor:
         return [Delete("summaries", old), Delete("weights", old)]
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
-        """Pin the payloads of a step on every node that has some (`Hands` of triggers)."""
+        """Pin the payloads of a step on every node that has some (`Hands` of triggers).
+
+        Kept files of a pinned step stay by themselves: they count among what it holds.
+        """
         kept = await asyncio.to_thread(
             self._catalogue.artifacts, attempt_id, step, kind="ring", deleted=None
         )
@@ -230,6 +265,10 @@ class RayFloor:
             payloads, size = payloads + pinned.payloads, size + pinned.bytes
             reasons += [pinned.reason] if pinned.reason else []
         gone = 0 if reasons else len(kept) - payloads
+        files = await asyncio.to_thread(
+            self._catalogue.artifacts, attempt_id, step, kind="kept", limit=_MOST_FILES
+        )
+        payloads, size = payloads + len(files), size + sum(row["bytes"] or 0 for row in files)
         return PinAnswer(payloads, size, gone, tuple(reasons))
 
     async def unpin(self, attempt_id: int, step: int) -> bool:

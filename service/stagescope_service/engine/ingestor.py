@@ -22,14 +22,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stagescope.errors import StagescopeError, StoreError
 from stagescope_service.engine.digests import refusal
 from stagescope_service.engine.hangs.silence import read_watchdogs
+from stagescope_service.engine.ingestion import kept_files
 from stagescope_service.engine.ingestion.intake import Intake
 from stagescope_service.engine.ingestion.joining import RolloutRows
+from stagescope_service.engine.ingestion.keeping import Keeper
 from stagescope_service.engine.ingestion.retake import Retake, Source
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.reception import describe
+from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
-from stagescope_service.store.ring import Ring
+from stagescope_service.store.ring import DEFAULT_RESERVE, Ring
 
 T = TypeVar("T")
 
@@ -55,12 +58,19 @@ class Ingestor:
     """Reads payloads for one node."""
 
     def __init__(
-        self, node_id: str, data_dir: str, ring_bytes: int, most_bytes: int, roots: Sequence[str]
+        self,
+        node_id: str,
+        data_dir: str,
+        ring_bytes: int,
+        most_bytes: int,
+        roots: Sequence[str],
+        reserve_bytes: int = DEFAULT_RESERVE,
     ) -> None:
         self._node_id = node_id
         self._data_dir = Path(data_dir)
         self._roots = [Path(root) for root in roots]
         self._ring_bytes = ring_bytes
+        self._reserve_bytes = reserve_bytes
         self._intake: Intake | None = None
         self._room = _Room(most_bytes)
         # One thread: two payloads at once would only take turns, and hold twice the memory.
@@ -157,6 +167,21 @@ class Ingestor:
         """
         return await asyncio.to_thread(read_piece, confine(path, self._roots), offset, size)
 
+    async def kept_files(self) -> list[str]:
+        """Return the paths of the kept files that lie below data_dir."""
+        return await asyncio.to_thread(kept_files.find, self._data_dir)
+
+    async def describe_kept(
+        self, paths: Sequence[str]
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return (artifact row, job) of those kept files that can be read."""
+        mine = [str(confine(path, self._roots)) for path in paths]
+        return await asyncio.to_thread(kept_files.describe, mine, self._node_id)
+
+    async def discard(self, paths: Sequence[str]) -> list[str]:
+        """Delete kept files; return those that are not there any more."""
+        return await asyncio.to_thread(kept_files.discard, self._data_dir, paths)
+
     async def pin(self, attempt_id: int, step: int) -> tuple[int, int, str] | None:
         """Pin the payloads of a step (`Ring.pin_step`); None: the ring cannot be used."""
         return await self._again(Retake.pin, attempt_id, step)
@@ -171,8 +196,11 @@ class Ingestor:
 
     def _here(self) -> Intake:
         if self._intake is None:
-            ring = Ring(ring_directory(self._data_dir, self._node_id), self._ring_bytes)
-            self._intake = Intake(self._data_dir, self._node_id, ring)
+            reserve = self._reserve_bytes
+            directory = ring_directory(self._data_dir, self._node_id)
+            ring = Ring(directory, self._ring_bytes, reserve_bytes=reserve)
+            keeper = Keeper(self._data_dir, self._node_id, reserve)
+            self._intake = Intake(self._data_dir, self._node_id, ring, keeper)
         return self._intake
 
     def _read(self, key: PayloadKey, job: Mapping[str, Any], payload: Any) -> dict[str, Any]:
@@ -238,10 +266,14 @@ class _Room:
 class Ingestors:
     """Finds the ingestor of a node, made where there is none."""
 
-    def __init__(
-        self, *, data_dir: str, ring_bytes: int, most_bytes: int, roots: Sequence[str]
-    ) -> None:
-        self._arguments = (data_dir, ring_bytes, most_bytes, [*roots])
+    def __init__(self, settings: Settings) -> None:
+        self._arguments = (
+            str(settings.data_path),
+            settings.ring_bytes,
+            settings.ingestor_bytes,
+            [str(root) for root in settings.roots],
+            settings.reserve_bytes,
+        )
         self._handles: dict[str, Any] = {}
         self._home = ray.get_runtime_context().get_node_id()
         self._alive: set[str] = set()
@@ -254,7 +286,7 @@ class Ingestors:
 
     def on(self, node_id: str | None) -> Any:
         """Return the handle for a node; the home node's where it is not known or not alive."""
-        node = node_id if node_id is not None and self._is_alive(node_id) else self.home
+        node = self.place(node_id)
         handle = self._handles.get(node)
         if handle is None:
             options = {
@@ -275,6 +307,10 @@ class Ingestors:
     def of(self, node_id: str) -> Any | None:
         """Return the handle of a node's own ingestor, None where the node is not alive."""
         return self.on(node_id) if self._is_alive(node_id) else None
+
+    def place(self, node_id: str | None) -> str:
+        """Return the node whose ingestor reads what is said to lie on a node."""
+        return node_id if node_id is not None and self._is_alive(node_id) else self.home
 
     def forget(self, node_id: str | None) -> None:
         """Look the ingestor of a node up again next time."""

@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 from stagescope.errors import Forbidden, NotFound
 from stagescope.schema import Part
@@ -30,6 +31,7 @@ __all__ = [
     "attempt_directory",
     "confine",
     "file_checksum",
+    "is_kept_path",
     "kept_path",
     "make_directory",
     "read_piece",
@@ -39,6 +41,9 @@ __all__ = [
     "step_directory",
     "write_tensors",
 ]
+
+
+_KEPT: Final = re.compile(r"_rank\d{1,9}_[0-9a-f]{12}_\d+\.safetensors\Z")
 
 
 def safe_name(name: str) -> str:
@@ -73,6 +78,11 @@ def kept_path(directory: Path, role: str, rank: int, incarnation: str, seq: int)
     """
     identity = hashlib.sha256(incarnation.encode(errors="surrogatepass")).hexdigest()[:12]
     return directory / f"{safe_name(role)}_rank{rank}_{identity}_{seq}.safetensors"
+
+
+def is_kept_path(path: Path) -> bool:
+    """Say whether a file has such a name as `kept_path` gives."""
+    return _KEPT.search(path.name) is not None
 
 
 def make_directory(directory: Path) -> None:

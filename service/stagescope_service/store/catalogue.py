@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import sqlalchemy as sa
 
 from stagescope.errors import CatalogueUnavailable
-from stagescope_service.store import connect, migrate, overview, paces, rollouts, weights
+from stagescope_service.store import connect, migrate, overview, paces, retention, rollouts, weights
 from stagescope_service.store.base import Row
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
@@ -478,6 +478,23 @@ class Catalogue:
     def engines(self) -> list[Row]:
         """Return the engines that were registered, by name."""
         return self._page("engines", [], "name")
+
+    def kept_bytes(self) -> list[Row]:
+        """Return `node_id`, `files` and `bytes` of the kept files of each node."""
+        return self._rows(retention.kept_bytes())
+
+    def kept_places(self) -> list[Row]:
+        """Return `artifact_id`, `node_id` and `path` of every kept file that is there."""
+        return self._rows(retention.kept_places())
+
+    def kept_files(self, *, limit: int = LIMIT, **which: Any) -> list[Row]:
+        """Return kept files that may go, the oldest first; `which` as `retention.kept_files`."""
+        return self._rows(retention.kept_files(**which).limit(limit))
+
+    def newest_kept_steps(self, attempt_id: int, *, limit: int) -> list[int]:
+        """Return the newest steps of an attempt of which something is kept, newest first."""
+        found = self._rows(retention.newest_kept_steps(attempt_id).limit(limit))
+        return [row["step"] for row in found]
 
     def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
         """Return who ordered what, the last first."""

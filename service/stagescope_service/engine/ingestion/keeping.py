@@ -22,7 +22,7 @@ from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.base import Put
 from stagescope_service.store.kept import Kept, bytes_of, write_kept
 from stagescope_service.store.ring import DEFAULT_RESERVE
-from stagescope_service.store.tensorfile import disk_errors
+from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 Row = dict[str, Any]
 
@@ -83,10 +83,7 @@ class Keeper:
         self._check_room(bytes_of(kept), job)
         written = write_kept(path, kept)
         row = artifact_row(key, job, "kept", self.node_id, path, written.bytes).row
-        specs = {
-            name: [tag, list(shape), None if offsets is None else len(offsets) - 1]
-            for name, (tag, shape, _, offsets) in kept.tensors.items()
-        }
+        specs = tensor_specs(kept.tensors)
         said = {"checksum": written.checksum, "sections": kept.sections, "tensors": specs}
         return Put("artifacts", {**row, **said})
 
@@ -115,6 +112,14 @@ class Keeper:
             "steps; statistics are complete, and keeping goes on by itself where there is room",
         )
         return Put("findings", {**said.row, "over_wall": None})
+
+
+def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Any]]:
+    """Return name -> [dtype, shape, rows or None], as the catalogue holds it."""
+    return {
+        name: [tag, list(shape), None if offsets is None else len(offsets) - 1]
+        for name, (tag, shape, _, offsets) in tensors.items()
+    }
 
 
 def artifact_row(

@@ -1,0 +1,276 @@
+"""Kept files go by bytes, age and steps; on a real catalogue and disk, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from tests.support.measure import payload
+from tests.support.stores import url_of
+
+from stagescope.errors import Unreachable
+from stagescope_service.engine.ingestion import kept_files
+from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.engine.ingestion.keeping import Keeper
+from stagescope_service.engine.instructions import PayloadKey, Put
+from stagescope_service.engine.retention import Limits, Retention
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.ring import Ring
+from stagescope_service.store.sql import SqlStore
+
+T = TypeVar("T")
+SIZE = 700
+"""Bytes of tensors of the payloads here; a file of one has some 3000."""
+
+
+class Node:
+    """A node's disk with its intake, the catalogue, and the retention over both."""
+
+    def __init__(self, directory: Path, limits: Limits) -> None:
+        self.data_dir = directory / "data"
+        self.store = SqlStore(url_of(directory))
+        self.store.open()
+        self.catalogue = Catalogue(url_of(directory))
+        self.gone = False
+        self.now = 1e9
+        self.node_id = "node-1"
+        self.retention = self.made(limits)
+        keeper = Keeper(self.data_dir, self.node_id, 0)
+        self.intake = Intake(self.data_dir, self.node_id, Ring(directory / "ring", 0), keeper)
+        attempt = {"attempt_id": 1, "run": "r", "number": 1, "key": "k"}
+        self.write_now([Put("attempts", attempt)])
+
+    def made(self, limits: Limits) -> Retention:
+        return Retention(
+            self.catalogue, self, self.write, limits, wall=lambda: self.now, mono=lambda: self.now
+        )
+
+    # --- disks ------------------------------------------------------------------------------
+    def place(self, node_id: str | None) -> str:
+        return self.node_id
+
+    async def kept_files(self, node_id: str) -> list[str]:
+        return kept_files.find(self.data_dir)
+
+    async def describe_kept(
+        self, node_id: str, paths: Sequence[str]
+    ) -> Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        return kept_files.describe(paths, node_id)
+
+    async def discard(self, node_id: str, paths: Sequence[str]) -> Iterable[str]:
+        if self.gone:
+            raise Unreachable("the node is gone")
+        return kept_files.discard(self.data_dir, paths)
+
+    async def write(self, rows: Sequence[Put]) -> None:
+        self.write_now(rows)
+
+    # --- what tests do ------------------------------------------------------------------------
+    def write_now(self, rows: Sequence[Put]) -> None:
+        self.store.submit(rows).result(30)
+
+    def keep(self, step: int, seq: int = 0, *, commit: bool = True, **job: Any) -> str:
+        """Have a payload kept; return its path, '' where there was no room."""
+        return run(self.keeping(step, seq, commit=commit, **job))
+
+    async def keeping(self, step: int, seq: int = 0, *, commit: bool = True, **job: Any) -> str:
+        work = {
+            "run": "r", "attempt_id": 1, "attempt_key": "k", "role": "actor", "rank": 0,
+            "step": step, "stage": "actor_update", "occurrence": 0, "epoch": 0, "minibatch": 0,
+            "microbatch": seq, "bytes": SIZE, "keep": ["old_log_probs"], "scalars": {}, **job,
+        }  # fmt: skip
+        work["no_room"] = await self.retention.make_room(self.node_id, work)
+        outcome = self.intake.take(PayloadKey("i", 100 * step + seq), work, payload())
+        rows = [
+            Put(put.table, {**put.row, "wall": self.now} if put.table == "artifacts" else put.row)
+            for put in outcome.rows
+            if put.table in ("artifacts", "findings")
+        ]
+        if commit:
+            self.write_now(rows)
+            await self.retention.settled(self.node_id, work, rows)
+        paths = [put.row["path"] for put in rows if put.table == "artifacts"]
+        self.now += 1.0
+        return paths[0] if paths else ""
+
+    def pin(self, step: int, pinned: bool = True) -> None:
+        self.write_now([Put("steps", {"attempt_id": 1, "step": step, "pinned": pinned})])
+
+    def steps(self) -> list[int]:
+        """The steps of which the catalogue says that something is kept; the disk agrees."""
+        rows = self.catalogue.artifacts(1, kind="kept")
+        assert {row["path"] for row in rows} == {*kept_files.find(self.data_dir)}
+        return sorted({row["step"] for row in rows})
+
+    def bytes(self) -> int:
+        return sum(os.path.getsize(path) for path in kept_files.find(self.data_dir))
+
+
+def run(call: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(call)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    made: list[Node] = []
+    yield made
+    for node in made:
+        node.catalogue.close()
+        node.store.close()
+
+
+@pytest.fixture
+def node(nodes: list[Node], tmp_path: Path) -> Node:
+    nodes.append(Node(tmp_path, Limits(1 << 30)))
+    return nodes[0]
+
+
+def file_bytes(node: Node) -> int:
+    node.keep(0)
+    size = node.bytes()
+    kept_files.discard(node.data_dir, kept_files.find(node.data_dir))
+    run(node.retention.adopt(node.node_id))
+    return size
+
+
+def test_the_oldest_steps_make_room_each_whole(node: Node) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(5 * size))
+    for step in range(1, 7):
+        assert node.keep(step, 0)
+        assert node.keep(step, 1)
+        assert node.bytes() <= 5 * size
+    assert node.steps() == [5, 6]
+    assert len(node.catalogue.artifacts(1, kind="kept", deleted=True)) == 1 + 8
+    assert not (node.data_dir / "r/k/step_1").exists()
+    assert node.retention.health()["healthy"]
+
+
+def test_pinned_steps_stay_and_where_nothing_may_go_keeping_stops_and_starts_again(
+    node: Node,
+) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(2 * size + SIZE))
+    node.keep(1)
+    node.keep(2)
+    for step in (1, 2):
+        node.pin(step)
+    assert node.keep(3) == ""
+    health = node.retention.health()
+    assert (health["healthy"], health["not_kept"]) == (False, 1)
+    assert "pinned" in health["reason"]
+    (said,) = node.catalogue.findings(run="r")
+    assert (said["kind"], said["over_wall"]) == ("not_kept", None)
+    node.pin(1, False)
+    assert node.keep(4)
+    assert node.steps() == [2, 4]
+    assert node.retention.health()["healthy"]
+    assert node.catalogue.findings(run="r")[0]["over_wall"] is not None
+
+
+def test_a_step_never_makes_room_for_itself(node: Node) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(2 * size + SIZE))
+    kept = [node.keep(1, seq) for seq in range(4)]
+    assert [bool(path) for path in kept] == [True, True, False, False]
+    assert node.retention.health()["not_kept"] == 2
+
+
+def test_payloads_under_way_are_counted(node: Node) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(3 * size))
+
+    async def together() -> list[str]:
+        job = {"attempt_id": 1, "step": 1, "bytes": size}
+        asked = [node.retention.make_room(node.node_id, job) for _ in range(5)]
+        return list(await asyncio.gather(*asked))
+
+    assert [reason == "" for reason in run(together())] == [True] * 3 + [False] * 2
+
+
+def test_old_files_go_by_age_but_pinned_ones(node: Node) -> None:
+    node.retention = node.made(Limits(1 << 30, days=2.0))
+    node.keep(1)
+    node.pin(1)
+    node.keep(2)
+    node.now += 86_400.0
+    node.keep(3)
+    run(node.retention.look())
+    assert node.steps() == [1, 2, 3]
+    node.now += 86_400.0
+    run(node.retention.look())
+    assert node.steps() == [1, 3]
+
+
+def test_only_the_newest_steps_stay_but_pinned_ones(node: Node) -> None:
+    node.retention = node.made(Limits(1 << 30, steps=2))
+    for step in (1, 2, 3, 4):
+        node.keep(step)
+        if step == 1:
+            node.pin(1)
+    assert node.steps() == [1, 3, 4]
+    node.keep(2, 1)  # a late payload: it is older than the newest, and the next step clears it
+    node.keep(5)
+    assert node.steps() == [1, 4, 5]
+
+
+def test_a_file_without_a_row_is_taken_up_at_the_start(node: Node) -> None:
+    node.keep(1)
+    orphan = node.keep(2, commit=False)
+    assert [row["step"] for row in node.catalogue.artifacts(1, kind="kept")] == [1]
+    foreign = node.keep(3, commit=False, run="other", attempt_key="x")
+    broken = Path(orphan).with_name("actor_rank0_0123456789ab_7.safetensors")
+    broken.write_bytes(b"no such thing")
+    run(node.retention.adopt(node.node_id))
+    rows = {row["path"]: row for row in node.catalogue.artifacts(1, kind="kept")}
+    assert orphan in rows
+    assert rows[orphan]["checksum"].startswith("sha256:")
+    assert (rows[orphan]["step"], rows[orphan]["sections"]) == (
+        2, {"old_log_probs": ["old_log_probs", "response_mask"]}
+    )  # fmt: skip
+    assert Path(foreign).exists()
+    assert not {foreign, str(broken)} & {*rows}
+
+
+def test_a_row_without_a_file_ends(node: Node) -> None:
+    path = node.keep(1)
+    os.unlink(path)
+    run(node.retention.adopt(node.node_id))
+    assert node.catalogue.artifacts(1, kind="kept") == []
+    (row,) = node.catalogue.artifacts(1, kind="kept", deleted=True)
+    assert row["deleted_wall"] == node.now
+
+
+def test_a_node_that_came_back_under_another_id_has_its_files(node: Node) -> None:
+    node.keep(1)
+    node.node_id = "node-2"
+    run(node.retention.adopt("node-2"))
+    (row,) = node.catalogue.artifacts(1, kind="kept")
+    assert row["node_id"] == "node-2"
+
+
+def test_where_a_node_does_not_answer_payloads_are_read_all_the_same(node: Node) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(size + SIZE))
+    node.keep(1)
+    node.gone = True
+    assert node.keep(2)  # whether there is room is not known
+    assert node.steps() == [1, 2]
+
+
+def test_only_kept_files_below_the_data_directory_are_deleted(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "r").mkdir(parents=True)
+    outside = tmp_path / "actor_rank0_0123456789ab_1.safetensors"
+    other = data / "catalogue.db"
+    link = data / "r" / outside.name
+    for path in (outside, other):
+        path.write_text("x")
+    link.symlink_to(outside)
+    assert kept_files.discard(data, [str(outside), str(other), str(link), "a\0b"]) == []
+    assert outside.exists()
+    assert other.exists()
