@@ -449,11 +449,14 @@ class Session:
         path = "/triggers/firings"
         return self.table(path, params, title="firings", order=FIRING_ORDER, limit=limit)
 
+    def pin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
+        """Let the kept files and recent payloads of a step stay; needs the operate token."""
+        path = _pin_path(step, run, attempt)
+        return Record(self._transport.change("PUT", path) or {}, title="pinned")
+
     def unpin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
-        """Let the payloads of a pinned step go when room is needed; needs the operate token."""
-        asked = {"run": run, "attempt": attempt}
-        query = urlencode({name: value for name, value in asked.items() if value is not None})
-        path = f"/steps/{_step_word(step)}/pin" + (f"?{query}" if query else "")
+        """Let what is held of a pinned step go when room is needed; needs the operate token."""
+        path = _pin_path(step, run, attempt)
         return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
 
     def capture(self, **spec: Any) -> Ordered:
@@ -648,6 +651,12 @@ def _segment(text: str) -> str:
     if text in ("", ".", ".."):
         raise InvalidInput(f"{text!r} is not a name", expected="a name")
     return quote(text, safe="")
+
+
+def _pin_path(step: int, run: str | None, attempt: int | None) -> str:
+    asked = {"run": run, "attempt": attempt}
+    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    return f"/steps/{_step_word(step)}/pin" + (f"?{query}" if query else "")
 
 
 def _step_word(step: Any) -> str:

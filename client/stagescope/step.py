@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from stagescope.answers import Metrics
+from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
 from stagescope.batch_file import Blob, load, parse, whole_file
 from stagescope.frames import Table
@@ -39,6 +39,7 @@ _STAGE_ORDER: Final = (
     "waited_seconds",
 )
 _DUMP_ORDER: Final = ("stage", "role", "rank", "state", "bytes", "path")
+_KEPT_ORDER: Final = ("stage", "role", "rank", "part", "sections", "bytes", "state", "path")
 _OPERATOR_ORDER: Final = (
     "order", "name", "section", "index", "dtype", "shape", "min", "max", "mean", "norm",
     "non_finite", "source",
@@ -168,6 +169,33 @@ class Step:
     ) -> Table:
         """Return msprobe's dumps: place, size and state."""
         return self._table("dumps", _DUMP_ORDER, limit, stage=stage, role=role, rank=rank)
+
+    def kept(
+        self,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        section: str | None = None,
+        limit: int = LIMIT,
+    ) -> Table:
+        """Return the files that are kept of this step: sections, tensors, place, size and state.
+
+        Args:
+            stage, role, rank: only these.
+            section: only files that hold something of it (`stagescope.keeping.SECTIONS`).
+            limit: most rows.
+        """
+        filters = {"stage": stage, "role": role, "rank": rank, "section": section}
+        return self._table("kept", _KEPT_ORDER, limit, **filters)
+
+    def pin(self) -> Record:
+        """Let its kept files and recent payloads stay; needs the operate token."""
+        return self._session.pin(self.step, run=self.run, attempt=self.attempt)
+
+    def unpin(self) -> Record:
+        """Let them go when room is needed; needs the operate token."""
+        return self._session.unpin(self.step, run=self.run, attempt=self.attempt)
 
     def weights(self, *, verdict: str | None = None, limit: int = LIMIT) -> Weights:
         """Return the weights recorded at this step, trainer against rollout, the worst first.

@@ -72,6 +72,10 @@ class CoordinatorCommands:
         """Put rules in force."""
         return await self._call("set_triggers", document=dict(document), by=by)
 
+    async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+        """Let what is held of a step stay."""
+        return await self._call("pin", attempt_id=attempt_id, step=step, by=by)
+
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
         """Let the payloads of a step leave the rings."""
         return await self._call("unpin", attempt_id=attempt_id, step=step, by=by)

@@ -181,6 +181,11 @@ class LocalEngine:
         self.store.submit([Put("trigger_rules", {**row, "document": dict(document)})]).result(30)
         return {"revision": revision}
 
+    async def pin(self, *, attempt_id: int, step: int, by: str) -> dict[str, Any]:
+        place = {"attempt_id": attempt_id, "step": step}
+        self.store.submit([Put("steps", {**place, "pinned": True})]).result(30)
+        return {**place, "pinned": True, "payloads": 1, "bytes": 2, "gone": 0, "reasons": []}
+
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> dict[str, Any]:
         place = {"attempt_id": attempt_id, "step": step}
         self.store.submit([Put("steps", {**place, "pinned": False})]).result(30)

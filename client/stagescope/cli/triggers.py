@@ -8,9 +8,7 @@ import click
 
 from stagescope.answers import Record
 from stagescope.cli.questions import (
-    ATTEMPT,
     LIMIT,
-    RUN,
     question,
     text_file,
 )
@@ -62,13 +60,3 @@ def triggers(
     if action == "firings":
         return session.firings(run, limit=limit)
     return session.triggers(run)
-
-
-@question(
-    click.argument("step", type=int),
-    RUN,
-    ATTEMPT,
-)
-def unpin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
-    """Let the payloads of a pinned step go when room is needed (needs the operate token)."""
-    return session.unpin(step, run=run, attempt=attempt)

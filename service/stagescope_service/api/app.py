@@ -21,6 +21,7 @@ from stagescope_service.api import (
     engines,
     hangs,
     health,
+    kept,
     live,
     operators,
     problems,
@@ -128,7 +129,7 @@ def make_app(
         weights,
         engines,
     )
-    for router in (station.router for station in (*stations, hangs, diff, live)):
+    for router in (station.router for station in (*stations, hangs, diff, kept, live)):
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

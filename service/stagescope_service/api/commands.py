@@ -48,6 +48,13 @@ class Commands(Protocol):
         """Put a validated document of rules in force and return its revision."""
         ...
 
+    async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+        """Let what is held of a step stay.
+
+        Returns `{"attempt_id", "step", "pinned", "payloads", "bytes", "gone", "reasons"}`.
+        """
+        ...
+
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
         """Let the payloads of a step leave the rings: `{"attempt_id", "step", "unpinned"}`."""
         ...

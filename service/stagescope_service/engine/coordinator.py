@@ -7,6 +7,7 @@ and again until it works, and until then every call answers `not_ready`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import time
@@ -159,6 +160,18 @@ class DebugCoordinator:
         self._ready().check_ready()
         assert self._floor is not None
         return {"revision": await self._floor.triggers.put(Rules.parse(document), by=by)}
+
+    async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+        """Let the payloads and the kept files of a step stay until it is unpinned."""
+        reception = self._ready()
+        reception.check_ready()
+        assert self._floor is not None
+        place = {"attempt_id": attempt_id, "step": step}
+        held = await self._floor.pin(attempt_id, step)
+        # Without a payload in a ring, too: kept files that are still to come are to stay.
+        rows = [Put("steps", {**place, "pinned": True})]
+        await reception.write([*rows, _audit(by, "pin", place)])
+        return {**place, "pinned": True, **dataclasses.asdict(held)}
 
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
         """Let the payloads of a step leave the rings when room is needed."""
