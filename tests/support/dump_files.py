@@ -19,8 +19,10 @@ import numpy.typing as npt
 import torch
 from tests.support.batches import wire
 
+from stagescope.keeping import sections_of
 from stagescope.schema import Part
-from stagescope_service.store.artifacts import kept_path, step_directory, write_tensors
+from stagescope_service.store.artifacts import kept_path, step_directory
+from stagescope_service.store.kept import Kept, write_kept
 
 Array = npt.NDArray[Any]
 Edit = Callable[[str, str, dict[str, Any]], None]
@@ -523,8 +525,10 @@ def own_directory(
                     edit("own", file.stem, data)
                 job = {"run": run, "attempt_key": key, "step": step, "stage": "actor_update",
                        "role": "actor", "rank": rank, **dataclasses.asdict(part)}  # fmt: skip
-                about = {"strings": data["strings"], "meta": data["meta"], "job": job}
-                write_tensors(file, {n: wire(v) for n, v in data["tensors"].items()}, about)
+                tensors = {name: wire(values) for name, values in data["tensors"].items()}
+                sections = sections_of("actor_update", tensors, data["scalars"])
+                kept = Kept(tensors, sections, data["scalars"], data["strings"], data["meta"], job)
+                write_kept(file, kept)
     return path / run / key
 
 
@@ -539,5 +543,6 @@ def _own_payload(batch: Batch, rows: slice, rank: int) -> dict[str, Any]:
     return {
         "tensors": tensors,
         "strings": {"sample_ids": batch.samples[rows], "group_ids": batch.groups[rows]},
-        "meta": {"loss": 0.5, "pg_loss": float("nan"), "temperature": 1.0},
+        "scalars": {"loss": 0.5, "pg_loss": float("nan"), "grad_norm": 1.5},
+        "meta": {"temperature": 1.0},
     }

@@ -1,15 +1,15 @@
 """This project's own files: what captures, configuration and the ring kept of payloads.
 
 `{run}/{attempt key}/step_N/{stage}[/part]/{role}_rank{r}_{identity}_{seq}.safetensors`, one file a
-payload, or the files that the catalogue lists. A payload's tensors are split into sections by
-their names, one entry a section; the mask goes with each section that has tokens.
+payload, or the files that the catalogue lists. Each section of a file is an entry: those that the
+file names (`store.kept`), or those of its stage (`stagescope.keeping`); masks are in each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from stagescope import nonfinite
 from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.keeping import family, sections_of
 from stagescope.schema import PART_FIELDS, Part
 from stagescope_service.dumps.columns import Columns, number_of, unique_samples
 from stagescope_service.dumps.listing import (
@@ -28,9 +29,8 @@ from stagescope_service.dumps.listing import (
     unknown,
 )
 from stagescope_service.dumps.msprobe_directory import operator_files
-from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.dumps.records import SECTIONS, Entry, Place, Problem, Record
 from stagescope_service.store.tensorfile import (
-    Description,
     WireTensor,
     describe_file,
     map_tensors,
@@ -38,35 +38,15 @@ from stagescope_service.store.tensorfile import (
 
 KIND: Final = "own"
 
-_IS_LOSS: Final = ("prob_ratio", "elementwise_loss", "effective_valid")
-SECTION_OF: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("tokens", "prompts", "responses", "response_mask", "loss_mask", "rollout_log_probs",
-         "rewards", "versions", "positions", "round_ids", "turn_ids", "token_offset",
-         "round_offset"),
-        "trajectories",
-    ),
-    **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), "batch_inputs"),
-    **dict.fromkeys(
-        ("old_log_probs", "ref_log_probs", "ref_log_prob", "recomputed_log_probs"),
-        "old_log_probs",
-    ),
-    **dict.fromkeys(("log_probs", "entropy"), "forward_data"),
-    **dict.fromkeys(("values", "advantages", "returns"), "advantages"),
-    **dict.fromkeys(_IS_LOSS, "is_loss"),
-}  # fmt: skip
-"""Name of a tensor -> section, of those that are told by their names alone."""
-
-_WITH_IS_LOSS: Final = ("log_probs", "old_log_probs", "advantages")
-"""They belong to the loss where its intermediates are in the same payload."""
-_FAMILIES: Final = {
-    "gradient": "gradients", "parameter": "parameters", "datum": "datums", "metric": "metrics",
-}  # fmt: skip
-_LOSSES: Final = frozenset({"loss", "kl", "grad_norm", "clip_fraction"})
-"""Numbers of the section `loss`, beside every `..._loss`."""
-_MASKS: Final = ("response_mask", "loss_mask")
-_CU_SEQLENS: Final = "cu_seqlens"
 _RENAMED: Final = {"ref_log_prob": "ref_log_probs"}
+_MASKS: Final = ("response_mask", "loss_mask")
+_OF_ROWS: Final = (
+    "trajectories", "batch_inputs", "old_log_probs", "forward_data", "advantages", "is_loss",
+    "other",
+)  # fmt: skip
+_FAMILIES: Final = ("parameter/*", "gradient/*", "datums/*")
+_IDS: Final = ("sample_ids", "group_ids")
+_CU_SEQLENS: Final = "cu_seqlens"
 _OFFSETS: Final = ".row_offsets"
 _FILE: Final = re.compile(r"(.{1,150})_rank(\d{1,9})_[0-9a-f]{12}_\d+\Z")
 _STEP: Final = re.compile(r"step_(\d{1,18}|unknown)\Z")
@@ -125,6 +105,7 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
     entries: dict[tuple[str, Place], Entry] = {}
     problems: list[Problem] = []
     attempts: dict[str, None] = {}
+    settings: Mapping[str, Any] = {}
     for path, place in sorted(files, key=lambda file: _written(file[0])):
         try:
             description = describe_file(path)
@@ -135,13 +116,16 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
         if job.get("run") is not None:
             attempts[f"{job['run']}@{job.get('attempt_key')}"] = None
         place = _completed(place, job)
-        for section in _sections(description):
+        settings = settings or _mapping(job, "settings")
+        shapes = (name for name in description.shapes if not name.endswith(_OFFSETS))
+        for section in _sections(description.metadata, shapes):
             entry = Entry(section, place, path, path.stat().st_size, section)
             older = entries.get((section, place))
             if older is not None:
                 problems.append(_superseded(older, entry))
             entries[section, place] = entry
-    about = {"attempts": [*attempts]} if attempts else {}
+    said = {"attempts": [*attempts], "settings": dict(settings)}
+    about = {name: value for name, value in said.items() if value}
     found = sorted(entries.values(), key=entry_order)
     return FileDump(name, KIND, found, problems, read_entry, about)
 
@@ -164,25 +148,27 @@ def place_in(path: Path) -> Place:
 def read_entry(entry: Entry) -> Record:
     """Read one section of one file; see `records.Dump.read`."""
     file = map_tensors(entry.path)
-    tensors = _packed(file.tensors)
-    meta = _mapping(file.metadata, "meta")
-    sections = _split({name: wire[1] for name, wire in tensors.items()}, meta)
-    names, numbers = sections.get(entry.key, ([], []))
-    job = _mapping(file.metadata, "job")
-    found = Columns(about={"job": dict(job)} if job else {})
+    tensors, metadata = _packed(file.tensors), file.metadata
+    sections = _sections(metadata, tensors)
+    names = sections.get(entry.section, [])
+    scalars = _mapping(metadata, "scalars")
+    found = Columns(about=_about(metadata))
     for name in names:
-        tag, shape, values, _ = tensors[name]
-        if shape == ():
-            found.numbers[_name(name)] = number_of(tag, values)
-        else:
+        if name in scalars:
+            found.numbers[name] = nonfinite.number(scalars[name])
+        elif name in tensors and tensors[name][1] == ():
+            found.numbers[_name(name)] = number_of(tensors[name][0], tensors[name][2])
+        elif name in tensors:
             found.tensors[_name(name)] = tensors[name]
-    found.numbers |= {name: nonfinite.number(meta[name]) for name in numbers}
-    mask = _mask_of(entry.section, names, tensors)
-    if mask is not None:
-        found.tensors[mask] = tensors[mask]
-    found.about |= {n: value for n, value in meta.items() if not _is_loss(n, value)}
-    samples, groups = _strings(file.metadata, found)
-    return Record(entry, found.tensors, found.numbers, samples, groups, {}, mask, found.remarks())
+    samples, groups = None, None
+    if entry.section in _OF_ROWS:
+        samples, groups = _ids(metadata, found)
+    masks = ("effective_valid", *_MASKS) if entry.section == "is_loss" else _MASKS
+    mask = next((each for each in masks if each in found.tensors), None)
+    return Record(
+        entry, found.tensors, found.numbers, samples, groups,
+        _texts(metadata, entry.section, sections), mask, found.remarks(),
+    )  # fmt: skip
 
 
 def _written(path: Path) -> float:
@@ -215,38 +201,24 @@ def _completed(place: Place, job: Mapping[str, Any]) -> Place:
     )
 
 
-def _is_loss(name: str, value: Any) -> bool:
-    value = nonfinite.number(value)
-    is_number = isinstance(value, float | int) and not isinstance(value, bool)
-    return is_number and (name in _LOSSES or name.endswith("_loss"))
+def _sections(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[str]]:
+    """Return section -> names of tensors and numbers, as the file says it, else by its stage."""
+    said = metadata.get("sections")
+    if isinstance(said, dict) and all(isinstance(held, list) for held in said.values()):
+        return {str(n): [*map(str, held)] for n, held in said.items() if n in SECTIONS}
+    stage = _mapping(metadata, "job").get("stage")
+    return sections_of(stage, names, _mapping(metadata, "scalars"))
 
 
-def _section(name: str, names: Container[str]) -> str:
-    if name in _WITH_IS_LOSS and any(other in names for other in _IS_LOSS):
-        return "is_loss"
-    if "/" in name and (family := name.partition("/")[0].partition(".")[0]) in _FAMILIES:
-        return _FAMILIES[family]
-    return SECTION_OF.get(name, "loss" if name in _LOSSES or name.endswith("_loss") else "other")
-
-
-def _split(
-    shapes: Mapping[str, tuple[int, ...]], meta: Mapping[str, Any]
-) -> dict[str, tuple[list[str], list[str]]]:
-    """Return section -> names of its tensors, names of its numbers in the metadata."""
-    found: dict[str, tuple[list[str], list[str]]] = {}
-    for name in shapes:
-        found.setdefault(_section(name, shapes), ([], []))[0].append(name)
-    losses = [name for name, value in meta.items() if _is_loss(name, value)]
-    if losses:
-        found.setdefault("loss", ([], []))[1].extend(losses)
-    return found
-
-
-def _sections(description: Description) -> list[str]:
-    shapes = {name: shape for name, (_, shape) in description.shapes.items()}
-    companions = {name + _OFFSETS for name in shapes} | {_CU_SEQLENS}
-    shapes = {name: shape for name, shape in shapes.items() if name not in companions}
-    return list(_split(shapes, _mapping(description.metadata, "meta")))
+def _about(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    meta, job = dict(_mapping(metadata, "meta")), dict(_mapping(metadata, "job"))
+    shards = {
+        _name(name): {"global_shape": place.get("shape"), "offset": place.get("offset")}
+        for name, place in _mapping(meta, "shards").items()
+        if isinstance(place, dict)
+    }
+    said = {"meta": meta, "job": job, "shards": shards}
+    return {name: value for name, value in said.items() if value}
 
 
 def _packed(tensors: Mapping[str, WireTensor]) -> dict[str, WireTensor]:
@@ -264,28 +236,35 @@ def _packed(tensors: Mapping[str, WireTensor]) -> dict[str, WireTensor]:
 
 def _name(name: str) -> str:
     """Return the name in the record: of a parameter its own, `#n` from the second update on."""
-    family, slash, rest = name.partition("/")
-    family, _, number = family.partition(".")
-    if not slash or family not in _FAMILIES:
+    first, slash, rest = name.partition("/")
+    if not slash or family(name) not in _FAMILIES:
         return _RENAMED.get(name, name)
+    if first == "datums":
+        return rest.replace(".", "/")
+    number = first.partition(".")[2]
     return f"{rest}#{number}" if number else rest
 
 
-def _mask_of(section: str, names: list[str], tensors: Mapping[str, WireTensor]) -> str | None:
-    masks = ("effective_valid", *_MASKS) if section == "is_loss" else _MASKS
-    if section in ("gradients", "parameters", "loss", "metrics"):
-        return None
-    shapes = {tensors[name][1] for name in names}
-    return next((m for m in masks if m in tensors and tensors[m][1] in shapes), None)
-
-
-def _strings(
+def _ids(
     metadata: Mapping[str, Any], found: Columns
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    strings = _mapping(metadata, "strings")
-    ids, groups = strings.get("sample_ids"), strings.get("group_ids")
+    ids, groups = (_mapping(metadata, "strings").get(name) for name in _IDS)
     samples = unique_samples(list(map(str, ids)), found) if isinstance(ids, list) else None
     return samples, tuple(map(str, groups)) if isinstance(groups, list) else None
+
+
+def _texts(
+    metadata: Mapping[str, Any], section: str, sections: Iterable[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return the texts of rows: datums have theirs, the first section of rows all others."""
+    first = next((each for each in sections if each in _OF_ROWS), None)
+    found: dict[str, tuple[str, ...]] = {}
+    for name, texts in _mapping(metadata, "strings").items():
+        of_datums = name.startswith("datums/")
+        mine = section == "datums" if of_datums else section == first
+        if mine and name not in _IDS and isinstance(texts, list):
+            found[_name(name)] = tuple(map(str, texts))
+    return found
 
 
 def _problem(path: Path, place: Place, error: StagescopeError) -> Problem:

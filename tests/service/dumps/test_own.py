@@ -31,7 +31,8 @@ def test_a_payload_is_split_into_sections(tmp_path: Path) -> None:
     assert (dump.kind, dump.problems) == ("own", [])
     assert dump.about["attempts"] == ["run@first"]
     first = [entry.section for entry in dump.entries if entry.place.rank == 0]
-    assert sorted(set(first)) == ["forward_data", "gradients", "is_loss", "loss", "trajectories"]
+    assert sorted(set(first)) == ["advantages", "forward_data", "gradients", "is_loss", "loss",
+                                  "metrics", "old_log_probs", "trajectories"]  # fmt: skip
     assert dump.entries[0].place == Place(1, "actor_update", "actor", 0, Part())
     batch = make_batch(16, 16, step=1)
 
@@ -48,11 +49,11 @@ def test_a_payload_is_split_into_sections(tmp_path: Path) -> None:
     }  # fmt: skip
     assert record.mask == "response_mask"
     record = one(dump, "forward_data")
-    assert {*record.tensors} == {"entropy", "response_mask"}
+    assert {*record.tensors} == {"entropy", "log_probs", "response_mask"}
     loss = one(dump, "loss")
     assert loss.numbers["loss"] == 0.5
-    assert "pg_loss" not in loss.about
-    assert loss.about["temperature"] == 1.0
+    assert loss.about["meta"] == {"temperature": 1.0}
+    assert one(dump, "metrics").numbers == {"grad_norm": 1.5}
 
 
 def test_nan_losses_stay(tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ def test_packed_payloads_have_row_offsets(tmp_path: Path) -> None:
         "old_log_probs": wire(np.arange(5, dtype=np.float32)),
         "response_mask": wire(np.ones(5, np.int64)),
         "rewards": wire(np.ones(2)),
+        "responses": wire(np.arange(5)),
         "cu_seqlens": wire(np.array([0, 2, 5], np.int32)),
         "rollout_log_probs": wire(np.arange(5, dtype=np.float32), [0, 2, 5]),
     }
@@ -112,7 +114,7 @@ def test_packed_payloads_have_row_offsets(tmp_path: Path) -> None:
 def test_the_later_of_two_files_of_one_place_is_read(tmp_path: Path) -> None:
     for number, name in enumerate(("old", "new")):
         path = tmp_path / f"{name}.safetensors"
-        write_tensors(path, {"loss": wire(np.array(float(number)))}, {})
+        write_tensors(path, {"loss": wire(np.array(float(number)))}, {"job": 5})
         os.utime(path, (number, number))
     place = Place(0, "actor_update", "actor", 0)
     files = [(tmp_path / f"{name}.safetensors", place) for name in ("new", "old")]
@@ -141,7 +143,7 @@ def test_a_microbatch_that_others_have_is_missing(tmp_path: Path) -> None:
     problems = open_dump(attempt).problems
     assert {problem.kind for problem in problems} == {"missing"}
     assert all(p.entry is not None and p.entry.place.rank == 2 for p in problems)
-    assert len(problems) == 5  # sections
+    assert len(problems) == 8  # sections
 
 
 def test_dumps_of_operators_beside_them_are_none_of_it(tmp_path: Path) -> None:
