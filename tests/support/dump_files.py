@@ -505,11 +505,12 @@ def own_directory(
     rows: int = 4,
     tokens: int = 16,
     seed: int = 0,
+    stage: str = "actor_update",
     edit: Edit | None = None,
 ) -> Path:
     """Write what the service keeps of payloads; return the attempt's directory.
 
-    One file for each rank and microbatch of `actor_update`, with the streams, the loss and its
+    One file for each rank and microbatch of the stage, with the streams, the loss and its
     intermediates, a gradient and the samples' ids.
     """
     for step in steps:
@@ -519,14 +520,14 @@ def own_directory(
                 begin = (rank * micros + micro) * rows
                 data = _own_payload(batch, slice(begin, begin + rows), rank)
                 part = Part(microbatch=micro)
-                directory = step_directory(path, run, key, step, "actor_update", part)
+                directory = step_directory(path, run, key, step, stage, part)
                 file = kept_path(directory, "actor", rank, f"incarnation{rank}", micro + 1)
                 if edit is not None:
                     edit("own", file.stem, data)
-                job = {"run": run, "attempt_key": key, "step": step, "stage": "actor_update",
+                job = {"run": run, "attempt_key": key, "step": step, "stage": stage,
                        "role": "actor", "rank": rank, **dataclasses.asdict(part)}  # fmt: skip
                 tensors = {name: wire(values) for name, values in data["tensors"].items()}
-                sections = sections_of("actor_update", tensors, data["scalars"])
+                sections = sections_of(stage, tensors, data["scalars"])
                 kept = Kept(tensors, sections, data["scalars"], data["strings"], data["meta"], job)
                 write_kept(file, kept)
     return path / run / key

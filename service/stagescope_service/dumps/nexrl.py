@@ -238,7 +238,8 @@ def _read_metrics(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
 def _read_parameter(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
     name = str(data.pop("param_name", entry.key))
     found.add(name, data.pop(entry.key, None))
-    for other, value in data.items():
+    more = data.pop("more", None)  # of our own export: NexRL's files have one
+    for other, value in {**data, **(more if isinstance(more, dict) else {})}.items():
         found.add(other, value)
     return Record(entry, found.tensors, found.numbers, about=found.remarks())
 

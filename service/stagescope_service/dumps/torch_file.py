@@ -87,6 +87,35 @@ def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     return _Plain(path, size)(_load(path, mapped=is_zip))
 
 
+def save_torch_file(path: Path, content: Any) -> None:
+    """Write plain values and `FileTensor` as `torch.save` does, with real tensors.
+
+    Raises:
+        MissingExtra: torch is not installed.
+        OSError: the disk refused.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtra(
+            "a .pt file is written by torch, which is not installed here",
+            advice="pip install torch, or choose another format",
+        ) from error
+
+    def with_tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: with_tensors(item) for name, item in value.items()}
+        if not isinstance(value, FileTensor):
+            return value
+        tag, _, values, _ = value.wire
+        values = np.array(values)  # torch wants a buffer that may be written
+        if tag == "bfloat16":
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+    torch.save(with_tensors(content), path)
+
+
 def peek(path: Path, most: int = 64) -> list[str | int]:
     """Return the first texts and whole numbers of what was saved, and the names of its globals.
 

@@ -1,0 +1,320 @@
+"""Writing any dump in NexRL's layout, so that scripts made for NexRL's files go on working.
+
+Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and `batch_inputs`, of
+its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and knows no other parts:
+where a dump has several stages, epochs or mini-batches, they are numbered on in that order, those
+of the update first, and `extra_info` says which each was. A file of `param` or `gradient` is of one
+parameter; further ones stand under `more`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.errors import Conflict, InvalidInput, NotFound, StagescopeError
+from stagescope_service.dumps.batch_join import join
+from stagescope_service.dumps.nexrl_rows import (
+    datum,
+    lists_in,
+    padded,
+    rows_of,
+    trajectory,
+    values_of,
+    widened,
+)
+from stagescope_service.dumps.records import Dump, Entry, Record
+from stagescope_service.dumps.torch_file import FileTensor, save_torch_file
+from stagescope_service.store.tensorfile import WireTensor, disk_errors
+
+FORMATS: Final = ("pt", "jsonl")
+_UPDATE: Final = "actor_update"
+_LOSSES: Final = ("loss", "pg_loss", "entropy_loss")
+_MICRO: Final[Mapping[str, str]] = {
+    "forward_data": "forward_data", "is_loss": "is_loss_debug", "batch_inputs": "batch_inputs",
+}  # fmt: skip
+_SHARDS: Final = {"gradients": "gradient", "parameters": "param"}
+
+
+@dataclasses.dataclass
+class Exported:
+    """What was written.
+
+    Attributes:
+        files, bytes: how many.
+        left_out: what NexRL's layout has no place for, or could not be read, in words.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+
+def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
+    """Write a dump as `{directory}/{type}/step_{N:06d}[_rank{r}[_micro{m}]].{format}`.
+
+    Args:
+        dump: anybody's; entries without a step are written as step -1, as NexRL does.
+        directory: must be empty, or not be there.
+        format: 'pt' (torch is needed) or 'jsonl'.
+
+    Raises:
+        InvalidInput: another format.
+        Conflict: the directory is not empty.
+        MissingExtra: torch is not installed.
+        StoreError: the disk refused.
+    """
+    if format not in FORMATS:
+        raise InvalidInput(f"format {format!r}", expected=f"one of {', '.join(FORMATS)}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise Conflict(f"{directory} is there and not empty", expected="a new directory")
+    writer = _Writer(dump, directory, format)
+    steps: dict[int | None, list[Entry]] = defaultdict(list)
+    for entry in dump.entries:
+        steps[entry.place.step].append(entry)
+    for step, entries in steps.items():
+        writer.write_step(step, entries)
+    writer.exported.left_out += [problem.message for problem in dump.problems]
+    return writer.exported
+
+
+class _Writer:
+    def __init__(self, dump: Dump, directory: Path, format: str) -> None:
+        self._dump = dump
+        self._directory = directory
+        self._format = format
+        self.exported = Exported()
+
+    def write_step(self, step: int | None, entries: Sequence[Entry]) -> None:
+        """Write everything of one step."""
+        sections: dict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            sections[entry.section].append(entry)
+        number = -1 if step is None else step
+        micros = _numbered(entries)
+        losses = self._write_losses(number, sections["loss"], sections["metrics"], micros)
+        for section, folder in _MICRO.items():
+            self._write_micro(folder, number, sections[section], micros, losses)
+        for section, folder in _SHARDS.items():
+            self._write_shards(folder, number, sections[section])
+        self._write_old_log_probs(number, sections["old_log_probs"])
+        self._write_rows(number, sections["datums"])
+        self._write_trajectories(step, sections["trajectories"])
+        alone = [entry for entry in sections["metrics"] if entry.place.rank is None]
+        for record in self._read(alone):
+            self._save("training_metrics", number, {"metrics": dict(record.numbers)})
+        for section in ("advantages", "other"):
+            if sections[section]:
+                count = len(sections[section])
+                self._leave_out(f"step {number}: NexRL has no file for {section} ({count} entries)")
+
+    def _read(self, entries: Iterable[Entry]) -> Iterator[Record]:
+        for entry in entries:
+            try:
+                record = self._dump.read(entry)
+            except StagescopeError as error:
+                self._leave_out(str(error))
+                continue
+            for name, why in (record.about.get("left_out") or {}).items():
+                self._leave_out(f"{entry.path}: {name}: {why}")
+            yield record
+
+    def _leave_out(self, what: str) -> None:
+        self.exported.left_out.append(what)
+
+    def _save(self, folder: str, step: int, data: dict[str, Any], *place: int) -> None:
+        words = ("rank", "micro")[: len(place)]
+        name = "".join(f"_{word}{number}" for word, number in zip(words, place, strict=True))
+        path = self._directory / folder / f"step_{step:06d}{name}.{self._format}"
+        beside = dict(zip(("rank", "micro_idx"), place, strict=False))
+        data = {"step": step, **beside, **data}
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}")
+            if self._format == "pt":
+                save_torch_file(temporary, data)
+            else:
+                temporary.write_text(json.dumps(lists_in(data)) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        self.exported.files += 1
+        self.exported.bytes += path.stat().st_size
+
+    def _write_micro(
+        self,
+        folder: str,
+        step: int,
+        entries: Sequence[Entry],
+        micros: Mapping[Entry, int],
+        losses: Mapping[tuple[int, int], Mapping[str, Any]],
+    ) -> None:
+        for record in self._read(entries):
+            data: dict[str, Any] = {n: FileTensor(wire) for n, wire in _padded(record).items()}
+            if folder == "forward_data":
+                shapes = {n: [*data[n].wire[1]] for n in ("log_probs", "entropy") if n in data}
+                data |= {f"{name}_shape": shape for name, shape in shapes.items()}
+            at = (record.entry.place.rank or 0, micros[record.entry])
+            data |= record.numbers
+            if folder == "is_loss_debug":
+                if "response_mask" in data:
+                    data.setdefault("effective_valid", data["response_mask"])
+                if "loss" in losses.get(at, {}):
+                    data.setdefault("loss", losses[at]["loss"])
+            self._save(folder, step, {**data, **_extra_info(record)}, *at)
+
+    def _write_losses(
+        self,
+        step: int,
+        losses: Sequence[Entry],
+        metrics: Sequence[Entry],
+        micros: Mapping[Entry, int],
+    ) -> Mapping[tuple[int, int], Mapping[str, Any]]:
+        """Write the losses of each rank and microbatch, and what it logged beside them."""
+        found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+        ranked = [entry for entry in metrics if entry.place.rank is not None]
+        for record in self._read([*losses, *ranked]):
+            at = (record.entry.place.rank or 0, micros[record.entry])
+            data, others = found[at], found[at].setdefault("metrics", {})
+            for name, value in record.numbers.items():
+                short = name.rpartition("/")[2]
+                if record.entry.section == "loss" and short in _LOSSES and short not in data:
+                    data[short] = float(value)
+                else:
+                    others[name.removeprefix("metrics/")] = value
+            data |= _extra_info(record)
+        for (rank, micro), data in sorted(found.items()):
+            if not data["metrics"]:
+                del data["metrics"]
+            self._save("loss", step, data, rank, micro)
+        return found
+
+    def _write_shards(self, folder: str, step: int, entries: Sequence[Entry]) -> None:
+        ranks: dict[int, dict[str, WireTensor]] = defaultdict(dict)
+        for record in self._read(entries):
+            ranks[record.entry.place.rank or 0] |= record.tensors
+        for rank, tensors in sorted(ranks.items()):
+            if not tensors:
+                continue
+            name, *others = sorted(tensors)
+            tensor = tensors[name]
+            data = {"param_name": name, folder: FileTensor(tensor), **_described(tensor)}
+            if others:
+                data["more"] = {other: FileTensor(tensors[other]) for other in others}
+            self._save(folder, step, data, rank)
+
+    def _write_old_log_probs(self, step: int, entries: Sequence[Entry]) -> None:
+        """Write the whole batch as one tensor: each sample once, rows padded on the right."""
+        rows: list[np.ndarray[Any, Any]] = []
+        tags: set[str] = set()
+        seen: set[str] = set()
+        for record in self._read(entries):
+            if "old_log_probs" not in record.tensors:
+                self._leave_out(f"{record.entry.path}: {', '.join(record.tensors)}")
+                continue
+            tensor = record.tensors["old_log_probs"]
+            tags.add(tensor[0])
+            for row, values in enumerate(values_of(tensor)):
+                sample = record.samples[row] if record.samples else ""
+                if not sample or sample not in seen:
+                    rows.append(values)
+                seen.add(sample)
+        if not rows:
+            return
+        if len(tags) > 1:
+            self._leave_out(f"step {step}: old_log_probs of several dtypes: {', '.join(tags)}")
+            return
+        values = padded(rows)
+        data = {"old_log_probs": FileTensor((tags.pop(), values.shape, values, None))}
+        info = {"batch_size": len(rows)}
+        self._save("old_log_probs", step, {**data, "shape": [*values.shape], "batch_info": info})
+
+    def _write_rows(self, step: int, entries: Sequence[Entry]) -> None:
+        datums = [datum(row) for record in self._read(entries) for row in rows_of(record)]
+        if datums:
+            self._save("datums", step, {"num_datums": len(datums), "datums": datums})
+
+    def _write_trajectories(self, step: int | None, entries: Sequence[Entry]) -> None:
+        number = -1 if step is None else step
+        prepared = [entry for entry in entries if entry.key == "prepared_trajectories"]
+        plain = [entry for entry in entries if entry.key != "prepared_trajectories"]
+        for folder, chosen in (("trajectory", plain), ("prepared_trajectories", prepared)):
+            found: list[dict[str, Any]] = []
+            for record in self._read(chosen):
+                if "tokens" not in record.tensors or not record.mask:
+                    found = self._joined(step)
+                    break
+                found += map(trajectory, rows_of(record))
+            if not found:
+                continue
+            data: dict[str, Any] = {"num_trajectories": len(found), "trajectories": found}
+            advantages = [each.pop("advantages", None) for each in found]
+            if folder == "prepared_trajectories" and None not in advantages:
+                data["advantages"] = advantages
+            self._save(folder, number, data)
+
+    def _joined(self, step: int | None) -> list[dict[str, Any]]:
+        """Return the trajectories of a step whose prompts and responses are apart."""
+        try:
+            return join(self._dump, step).as_nexrl_trajectories()
+        except NotFound as error:
+            self._leave_out(f"step {step}: trajectories: {error}")
+            return []
+
+
+def _numbered(entries: Iterable[Entry]) -> dict[Entry, int]:
+    """Return the micro_idx of each entry that has one: see the head of this file."""
+
+    def piece(entry: Entry) -> tuple[Any, ...]:
+        place = entry.place
+        role, stage = place.role or "", place.stage or ""
+        return (role not in ("", "actor"), role, stage not in ("", _UPDATE), stage, place.part)
+
+    chosen = [entry for entry in entries if entry.section in (*_MICRO, "loss", "metrics")]
+    pieces = sorted({piece(entry) for entry in chosen})
+    kinds = {(*each[:4], *dataclasses.astuple(each[4])[:3]) for each in pieces}
+    if len(kinds) <= 1:
+        return {entry: entry.place.part.microbatch for entry in chosen}
+    numbers = {each: number for number, each in enumerate(pieces)}
+    return {entry: numbers[piece(entry)] for entry in chosen}
+
+
+def _extra_info(record: Record) -> dict[str, Any]:
+    """Return what NexRL's own files said besides, or the stage and part that a file is of."""
+    said = record.about.get("extra_info")
+    found = dict(said) if isinstance(said, dict) else {}
+    place = record.entry.place
+    if place.stage is not None:
+        found |= {"stage": place.stage, "part": str(place.part)}
+    return {"extra_info": found} if found else {}
+
+
+def _padded(record: Record) -> dict[str, WireTensor]:
+    """Return the tensors of a record, ragged rows padded on the right with 0."""
+    return {
+        name: wire if wire[3] is None else _as_wire(wire[0], padded(values_of(wire)))
+        for name, wire in record.tensors.items()
+    }
+
+
+def _as_wire(tag: str, values: np.ndarray[Any, Any]) -> WireTensor:
+    return tag, values.shape, values, None
+
+
+def _described(tensor: WireTensor) -> dict[str, Any]:
+    """Return what NexRL says of a parameter; the numbers are of float64."""
+    tag, shape, _, _ = tensor
+    values = widened(tensor).astype(np.float64).reshape(-1)
+    return {
+        "shape": list(shape),
+        "dtype": f"torch.{tag}",
+        "norm": float(np.linalg.norm(values)),
+        "mean": float(values.mean()) if values.size else math.nan,
+        "std": float(values.std(ddof=1)) if values.size > 1 else math.nan,
+    }

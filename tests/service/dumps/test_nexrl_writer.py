@@ -1,0 +1,154 @@
+"""Anybody's dump in NexRL's layout, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.dump_files import (
+    areal_file,
+    make_batch,
+    nexrl_directory,
+    own_directory,
+    slime_rollout_file,
+)
+
+from stagescope.errors import Conflict, InvalidInput
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.nexrl_writer import write_nexrl
+from stagescope_service.dumps.records import Dump, Record
+
+
+def same(one: Record, other: Record) -> None:
+    assert one.entry.place == other.entry.place
+    assert {*one.tensors} == {*other.tensors}
+    for name, (tag, shape, values, offsets) in one.tensors.items():
+        assert other.tensors[name][:2] == (tag, shape), name
+        np.testing.assert_array_equal(other.tensors[name][2], values)
+        np.testing.assert_array_equal(other.tensors[name][3], offsets)
+    np.testing.assert_equal(dict(other.numbers), dict(one.numbers))
+    assert (other.samples, other.groups, other.mask) == (one.samples, one.groups, one.mask)
+    assert other.row_texts == one.row_texts
+
+
+@pytest.mark.parametrize("mode", ["self_hosted", "remote_api", "weaver"])
+@pytest.mark.parametrize("suffix", ["pt", "jsonl"])
+def test_its_own_files_come_back_the_same(tmp_path: Path, mode: str, suffix: str) -> None:
+    source = open_dump(nexrl_directory(tmp_path / "a", mode=mode, steps=(0, 1), suffix=suffix))
+    written = write_nexrl(source, tmp_path / "b", suffix)
+    assert written.left_out == []
+    assert written.files == len(source.entries)
+    again = open_dump(tmp_path / "b")
+    assert again.problems == []
+    places = [[(e.section, e.key, e.place) for e in dump.entries] for dump in (source, again)]
+    assert places[0] == places[1]
+    for one, other in zip(source.entries, again.entries, strict=True):
+        same(source.read(one), again.read(other))
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.*"))
+
+
+def test_kept_files_of_this_project(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        rows = len(data["tensors"]["responses"])
+        data["tensors"]["prompts"] = np.full((rows, 2), 7)
+
+    dump = open_dump(own_directory(tmp_path / "data", steps=(5,), edit=edit))
+    written = write_nexrl(dump, tmp_path / "out")
+    places = [f"step_000005_rank{rank}_micro{micro}.pt" for rank in (0, 1) for micro in (0, 1)]
+    assert files(tmp_path / "out") == sorted(
+        [
+            f"{kind}/{place}"
+            for kind in ("forward_data", "is_loss_debug", "loss")
+            for place in places
+        ]
+        + [f"gradient/step_000005_rank{rank}.pt" for rank in (0, 1)]
+        + [f"{kind}/step_000005.pt" for kind in ("old_log_probs", "trajectory")]
+    )
+    assert written.left_out == ["step 5: NexRL has no file for advantages (4 entries)"]
+    batch = make_batch(16, 16, step=5)
+    found = torch.load(tmp_path / "out/trajectory/step_000005.pt", weights_only=True)
+    assert found["num_trajectories"] == 16
+    first = found["trajectories"][0]
+    assert first["tokens"][:2] == [7, 7]
+    assert first["reward"] == batch.rewards[0]
+    assert first["extra_fields"]["group_id"] == "g0"
+    assert [t["extra_fields"]["run_id"] for t in found["trajectories"]] == batch.runs
+    assert sum(first["loss_mask"]) == batch.response_mask[0].sum()
+    old = torch.load(tmp_path / "out/old_log_probs/step_000005.pt", weights_only=True)
+    np.testing.assert_array_equal(old["old_log_probs"].numpy(), batch.old_log_probs)
+    assert old["batch_info"] == {"batch_size": 16}
+    loss = torch.load(tmp_path / "out/loss/step_000005_rank1_micro1.pt", weights_only=True)
+    assert (loss["rank"], loss["micro_idx"], loss["loss"]) == (1, 1, 0.5)
+    assert np.isnan(loss["pg_loss"])
+    assert loss["metrics"] == {"grad_norm": 1.5}
+    debug = torch.load(
+        tmp_path / "out/is_loss_debug/step_000005_rank0_micro0.pt", weights_only=True
+    )
+    assert torch.equal(debug["effective_valid"], debug["response_mask"])
+    assert debug["loss"] == 0.5
+    gradient = torch.load(tmp_path / "out/gradient/step_000005_rank1.pt", weights_only=True)
+    assert (gradient["param_name"], gradient["norm"]) == ("lm_head.weight", 8.0)
+    assert torch.equal(gradient["more"]["lm_head.weight#1"], torch.full((4, 4), 3.0))
+    again = open_dump(tmp_path / "out")
+    entry = next(e for e in again.entries if e.section == "gradients" and e.place.rank == 1)
+    assert {*again.read(entry).tensors} == {"lm_head.weight", "lm_head.weight#1"}
+
+
+def test_trajectories_of_other_formats(tmp_path: Path) -> None:
+    batch = make_batch(8, 16)
+    dumps: dict[str, Dump] = {
+        "slime": open_dump(slime_rollout_file(tmp_path / "slime.pt", batch, rollout_id=0)),
+        "padded": open_dump(areal_file(tmp_path / "padded.pt", batch)),
+        "ragged": open_dump(areal_file(tmp_path / "ragged.pt", batch, form="list")),
+    }
+    for name, dump in dumps.items():
+        write_nexrl(dump, tmp_path / name, "jsonl")
+        (path,) = (tmp_path / name / "trajectory").iterdir()
+        found = json.loads(path.read_text())["trajectories"]
+        assert [each["tokens"] for each in found] == [batch.tokens(row) for row in range(8)]
+        assert [each["loss_mask"] for each in found] == [batch.loss_mask(row) for row in range(8)]
+        assert [each["reward"] for each in found] == batch.rewards.tolist()
+    assert path.name == "step_-00001.jsonl"
+    found = json.loads((tmp_path / "slime/trajectory/step_000000.jsonl").read_text())
+    assert found["trajectories"][5]["extra_fields"] == {"group_id": "1", "run_id": 5}
+
+
+def test_several_stages_and_epochs_are_numbered_on(tmp_path: Path) -> None:
+    own_directory(tmp_path / "a", micros=2, ranks=1)
+    attempt = tmp_path / "a/run/first/step_0"
+    other = own_directory(tmp_path / "b", micros=2, ranks=1, stage="actor_compute_log_prob")
+    (other / "step_0/actor_compute_log_prob").rename(attempt / "actor_compute_log_prob")
+    write_nexrl(open_dump(tmp_path / "a"), tmp_path / "out")
+    stages = {}
+    for path in (tmp_path / "out/forward_data").iterdir():
+        data = torch.load(path, weights_only=True)
+        stages[data["micro_idx"]] = (data["extra_info"]["stage"], data["extra_info"]["part"])
+    assert stages == {
+        0: ("actor_update", "0.0.0.0"), 1: ("actor_update", "0.0.0.1"),
+        2: ("actor_compute_log_prob", "0.0.0.0"), 3: ("actor_compute_log_prob", "0.0.0.1"),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_written(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path / "a")
+    (tmp_path / "a/loss/step_000000_rank0_micro0.pt").write_bytes(b"x")
+    (tmp_path / "a/loss/step_000000_rank0_micro1.pt").unlink()
+    written = write_nexrl(open_dump(tmp_path / "a"), tmp_path / "b")
+    assert written.files == 12
+    assert any("rank0_micro0" in each for each in written.left_out)
+    assert any("rank0_micro1.pt is not there" in each for each in written.left_out)
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    dump = open_dump(nexrl_directory(tmp_path / "a"))
+    with pytest.raises(Conflict, match="not empty"):
+        write_nexrl(dump, tmp_path / "a")
+    with pytest.raises(InvalidInput, match="format 'npz'"):
+        write_nexrl(dump, tmp_path / "b", "npz")
