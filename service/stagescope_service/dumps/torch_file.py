@@ -1,10 +1,8 @@
 """Reading what `torch.save` wrote, without running anything of it.
 
 The one file here that imports torch. A file is loaded with `torch.load(weights_only=True)`, and
-beside torch's own tensors only the names in `_STAND_INS` are known: numpy's scalars, dtypes and
-arrays, and TensorDict. Each stands for a class of this file that takes the pickled state apart
-itself, so that neither numpy's nor tensordict's own unpickling sees a stranger's bytes, and files
-of any version of them open, whether they are installed or not.
+beside torch's own tensors only the names of `torch_stand_ins` are known: numpy's scalars, dtypes
+and arrays, and TensorDict.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import pickletools
 import stat
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +22,7 @@ import numpy as np
 
 from stagescope.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
 from stagescope.schema import DTYPE_BYTES
+from stagescope_service.dumps.torch_stand_ins import SCALARS, STAND_INS, Array, TensorDict
 from stagescope_service.store.tensorfile import MOST_BYTES, WireTensor, disk_errors
 
 MOST_PICKLE_BYTES: Final = 512 << 20
@@ -34,7 +33,6 @@ stretch of it (expanded, transposed) are copied."""
 _DEPTH: Final = 64
 _LEGACY_PICKLES: Final = 4
 """Before torch 1.6: a magic number, a version, what the machine was, and what was saved."""
-_SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
 _VALUES: Final = frozenset(
     {"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "GLOBAL", "SHORT_BINUNICODE"}
 )
@@ -206,7 +204,7 @@ def _only_stand_ins(serialization: Any) -> Iterator[None]:
         ours = [each for each in before if _of_torch(each)]
         serialization.clear_safe_globals()
         try:
-            serialization.add_safe_globals([*ours, *_STAND_INS.values()])
+            serialization.add_safe_globals([*ours, *STAND_INS.values()])
             yield
         finally:
             serialization.clear_safe_globals()
@@ -252,7 +250,7 @@ def _unknown_globals(path: Path) -> list[str]:
                 texts = [*texts[-1:], argument]
     except Exception:  # a damaged pickle: what was named before stands
         pass
-    return [name for name in found if name not in _STAND_INS and not _is_known(name)][:10]
+    return [name for name in found if name not in STAND_INS and not _is_known(name)][:10]
 
 
 def _is_known(name: str) -> bool:
@@ -287,20 +285,20 @@ class _Plain:
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return value
         if depth > _DEPTH:
             raise InvalidTensor(f"{self._path} is nested deeper than {_DEPTH}")
-        if isinstance(value, _TensorDict):
+        if isinstance(value, TensorDict):
             return self(value.content(), depth + 1)
-        if isinstance(value, _Array):
+        if isinstance(value, Array):
             return self._array(value)
         if isinstance(value, dict):
             self._count(len(value))
             return {_key(name): self(item, depth + 1) for name, item in value.items()}
         if isinstance(value, list | tuple | set):
             self._count(len(value))
-            if set(map(type, value)) <= _SCALARS:  # long lists of token ids are not walked
+            if set(map(type, value)) <= SCALARS:  # long lists of token ids are not walked
                 return value if kind is list else list(value)
             return [self(item, depth + 1) for item in value]
         if hasattr(value, "detach"):
@@ -314,7 +312,7 @@ class _Plain:
                 f"{self._path} holds more values than bytes", expected="a file without tricks"
             )
 
-    def _array(self, value: _Array) -> Any:
+    def _array(self, value: Array) -> Any:
         try:
             found = value.content()
         except (ValueError, TypeError, KeyError, IndexError) as error:
@@ -367,131 +365,3 @@ def _key(name: Any) -> str:
     if isinstance(name, str | int | float | bool | None):
         return str(name)
     raise InvalidTensor(f"a dict has a {type(name).__name__} as key", expected="texts")
-
-
-# --- what stands for classes of others while a file is loaded -------------------------------
-
-
-class _Dtype:
-    """`numpy.dtype('f4')` and the byte order that its state tells; objects are 'O'."""
-
-    def __init__(self, code: str = "", *_: object) -> None:
-        self.code = str(code).lstrip("<>=|")
-        self.order = "<"
-
-    def __setstate__(self, state: Any) -> None:
-        order = state[1] if isinstance(state, tuple) and len(state) > 1 else "<"
-        self.order = order if order in ("<", ">") else "<"
-
-    def known(self) -> np.dtype[Any]:
-        """Return numpy's dtype.
-
-        Raises:
-            ValueError: objects, dates, records.
-        """
-        is_number = self.code[:1] in ("f", "i", "u", "b") and len(self.code) == 2
-        is_text = self.code[:1] == "U" and self.code[1:].isdigit() and len(self.code) < 8
-        if not (is_number or is_text):
-            raise ValueError(f"dtype {self.code!r}")
-        return np.dtype(self.order + self.code)
-
-
-class _Array:
-    """`numpy.ndarray`, from the state that its pickle holds."""
-
-    def __init__(self, *_: object) -> None:
-        self._state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self._state = state
-
-    def content(self) -> np.ndarray[Any, Any] | list[Any]:
-        """Return the array, or the list of an array of texts.
-
-        Raises:
-            ValueError, TypeError, IndexError: not the state of an array.
-        """
-        _, shape, dtype, is_fortran, data = self._state
-        if isinstance(data, list):  # an array of objects: what they are was told one by one
-            if not set(map(type, data)) <= _SCALARS:
-                raise ValueError("an array of objects")
-            return data
-        values = np.frombuffer(_bytes(data), dtype.known())
-        if values.dtype.kind == "U":
-            return list(map(str, values.tolist()))
-        found = values.reshape(shape, order="F" if is_fortran else "C")
-        return np.ascontiguousarray(found, found.dtype.newbyteorder("="))
-
-
-class _TensorDict:
-    """`tensordict.TensorDict`, from its pickled state."""
-
-    def __init__(self, *_: object) -> None:
-        self._state: Any = {}
-
-    def __setstate__(self, state: Any) -> None:
-        self._state = state
-
-    def content(self) -> Any:
-        """Return what it holds, by name."""
-        return self._state.get("_tensordict", {}) if isinstance(self._state, dict) else {}
-
-
-def _bytes(data: Any) -> bytes:
-    return data.encode("latin1") if isinstance(data, str) else bytes(data)
-
-
-def _scalar(dtype: Any, data: Any = b"") -> Any:
-    return np.frombuffer(_bytes(data), dtype.known(), 1)[0].item()
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"bytes in {encoding}")
-    return text.encode(encoding)
-
-
-def _no_bytes(*given: object) -> bytes:
-    """`bytes()`, as protocol 2 says the data of an empty array."""
-    if given:
-        raise pickle.UnpicklingError("bytes of something")
-    return b""
-
-
-def _make_td(_: object, state: Any) -> Any:
-    found = _TensorDict()
-    found.__setstate__(state)
-    return found
-
-
-def _named(full_name: str, target: Callable[..., Any]) -> Any:
-    """Return a stand-in that torch finds by the name; older torch asks the object itself."""
-    module, _, name = full_name.rpartition(".")
-    where = {"__module__": module, "__qualname__": name}
-    if isinstance(target, type):
-        return type(name, (target,), where)
-
-    def stand_in(*args: Any) -> Any:
-        return target(*args)
-
-    stand_in.__module__, stand_in.__name__, stand_in.__qualname__ = module, name, name
-    return stand_in
-
-
-def _stand_ins() -> dict[str, Any]:
-    array = _named("numpy.ndarray", _Array)
-    targets: dict[str, Callable[..., Any]] = {
-        "numpy.dtype": _Dtype,
-        "_codecs.encode": _encode,
-        "builtins.bytes": _no_bytes,
-        "__builtin__.bytes": _no_bytes,
-        "tensordict._td.TensorDict": _TensorDict,
-        "tensordict._reductions._make_td": _make_td,
-    }
-    for core in ("numpy.core", "numpy._core"):  # numpy 1 and 2
-        targets[f"{core}.multiarray._reconstruct"] = lambda *_: array()
-        targets[f"{core}.multiarray.scalar"] = _scalar
-    return {"numpy.ndarray": array} | {name: _named(name, each) for name, each in targets.items()}
-
-
-_STAND_INS: Final = _stand_ins()
