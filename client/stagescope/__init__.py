@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from stagescope.answers import Metrics, Record
     from stagescope.batch import Batch
     from stagescope.frames import Table
+    from stagescope.replaying import replay
+    from stagescope.rollouts import ReplayRollouts
     from stagescope.session import Session, attach, engine
     from stagescope.step import Step
 
@@ -64,6 +66,7 @@ __all__ = [
     "NotReady",
     "PayloadLost",
     "Record",
+    "ReplayRollouts",
     "Session",
     "StagescopeError",
     "Step",
@@ -74,17 +77,20 @@ __all__ = [
     "Unreachable",
     "attach",
     "engine",
+    "replay",
 ]
 
 _LAZY = {
     "Batch": "stagescope.batch",
     "Metrics": "stagescope.answers",
     "Record": "stagescope.answers",
+    "ReplayRollouts": "stagescope.rollouts",
     "Session": "stagescope.session",
     "Step": "stagescope.step",
     "Table": "stagescope.frames",
     "attach": "stagescope.session",
     "engine": "stagescope.session",
+    "replay": "stagescope.replaying",
 }
 
 
