@@ -14,6 +14,7 @@ from stagescope.differences import (
     DIFFERENT,
     VERDICTS,
     WITHIN,
+    Comparison,
     as_made,
     compare,
     computed_tensor,
