@@ -16,7 +16,9 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 
 LAYERS: Final = ("statistics", "store", "dumps", "compare", "triggers", "engine", "api")
 """Rooms of the service, the ground first: each may import itself and those before it."""
-TOP: Final = ("serve", "clusters", "api_actor", "commands", "embedded", "service_file")
+TOP: Final = (
+    "serve", "clusters", "api_actor", "commands", "embedded", "ray_mapper", "service_file",
+)  # fmt: skip
 
 ONLY_IN: Final = {
     "ray": ("service/stagescope_service/engine/coordinator.py",
@@ -27,6 +29,7 @@ ONLY_IN: Final = {
             "service/stagescope_service/clusters.py",
             "service/stagescope_service/api_actor.py",
             "service/stagescope_service/embedded.py",
+            "service/stagescope_service/ray_mapper.py",
             "workers/stagescope_workers/link.py"),
     "torch": ("service/stagescope_service/dumps/torch_file.py",
               "client/stagescope/converters/to_torch.py",
@@ -49,6 +52,8 @@ ONLY_IN: Final = {
     "fastapi": ("service/stagescope_service/api/",),
     "starlette": ("service/stagescope_service/api/",),
     "uvicorn": ("service/stagescope_service/api/",),
+    "plotly": ("service/stagescope_service/compare/figures.py",
+               "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),
     "pandas": ("client/stagescope/convert.py",),
     "polars": ("client/stagescope/convert.py",),

@@ -231,7 +231,7 @@ def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
         lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
         absent = [
             f.section for f in result.findings
-            if f.kind == "only" and f.side == 1 - side and f.section
+            if f.kind == "section" and f.side == 1 - side and f.section
         ]  # fmt: skip
         sections = list(dict.fromkeys(absent))
         if not lost and not sections:

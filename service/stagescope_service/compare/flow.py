@@ -23,6 +23,8 @@ STATIONS: Final = (
 )  # fmt: skip
 """Names for stretches of the flow, in order."""
 
+_PASSES: Final = frozenset({"forward_data", "is_loss"})
+"""Sections of the pass that an update makes."""
 _BEGINS: Final = (
     "prompts", "attention_mask", "rollout_log_probs", "rewards", "old_log_probs", "values",
     "advantages", "log_probs", "prob_ratio", "pg_loss", "gradient", "parameter",
@@ -34,7 +36,8 @@ _SECTION_ORDER: Final = {section: at for at, section in enumerate(SECTIONS)}
 def order(section: str, name: str) -> tuple[int, int, str]:
     """Return a key that sorts tensors as their data flows."""
     family = section.removesuffix("s") if section in NAMED else name
-    return (order_of(family), _SECTION_ORDER.get(section, len(SECTIONS)), name)
+    stage = "actor_update" if section in _PASSES else None
+    return (order_of(family, stage), _SECTION_ORDER.get(section, len(SECTIONS)), name)
 
 
 def station(section: str, name: str) -> str:

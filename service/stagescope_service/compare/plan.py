@@ -90,7 +90,7 @@ def plan(a: Dump, b: Dump) -> tuple[list[Match], list[Finding]]:
         if beside:
             message += f"; held against the other side's {beside[2:]}"
         files = tuple(str(entry.path) for entry in sections[side][section])
-        findings.append(Finding("only", message, side, section, files))
+        findings.append(Finding("section", message, side, section, files))
     return matches, findings
 
 

@@ -38,8 +38,9 @@ class Finding:
     """Something that a reader must know beside the numbers.
 
     Attributes:
-        kind: 'missing' | 'damaged' | 'refused' | 'unknown' (a file), 'only' (on one side alone),
-            'replicas', 'conflict', 'coverage', 'left out', 'steps', 'non-finite', 'empty', 'note'.
+        kind: that of a reader's `Problem` (a file), or 'section' (on one side alone), 'only'
+            (samples, tensors or places on one side alone), 'replicas', 'conflict', 'coverage',
+            'shapes', 'left out', 'empty', 'note'.
         message: what, and what to do.
         side: which side's, None of both.
         section: of which section, where it is of one.

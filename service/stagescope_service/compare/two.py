@@ -93,7 +93,7 @@ class TwoSides:
             self._pieces, self._tolerances, floor,
             unmatched=_UNMATCHED if self._every_sample_differs else "",
         )  # fmt: skip
-        findings = [*self._findings, *_replicas(tensors)]
+        findings = [*self._findings, *_non_finite(tensors)]
         first = _first(tensors, findings)
         verdict = heaviest([*(t.verdict for t in tensors), *(f.verdict for f in findings)])
         if not tensors and verdict is not Verdict.DIFFERENT:
@@ -262,7 +262,8 @@ class TwoSides:
                 text = f"{dump.name} holds nothing that can be compared"
                 self._note(Finding("empty", text, side, verdict=Verdict.NOT_COMPARABLE))
         for (side, path, kind), problem in self._problems.items():
-            verdict = Verdict.SAME if kind == "unknown" else Verdict.NOT_COMPARABLE
+            harmless = kind in ("unknown", "superseded")
+            verdict = Verdict.SAME if harmless else Verdict.NOT_COMPARABLE
             section = problem.entry.section if problem.entry is not None else None
             self._note(Finding(kind, problem.message, side, section, (path,), verdict))
         for (side, name), why in self._left_out.items():
@@ -305,7 +306,7 @@ def _reason(verdict: Verdict, tensors: Sequence[TensorResult], findings: Sequenc
     return "; ".join([text, *why[:2]])
 
 
-def _replicas(tensors: Sequence[TensorResult]) -> list[Finding]:
+def _non_finite(tensors: Sequence[TensorResult]) -> list[Finding]:
     return [
         Finding(
             "note", f"{tensor.section}/{tensor.name}: {tensor.reason}", None, tensor.section,

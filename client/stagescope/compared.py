@@ -1,0 +1,272 @@
+"""A comparison of dumps, as the service or `stagescope compare` says it: verdict first.
+
+The text is readable at 80 columns: the verdict, the first difference, likely causes and what the
+evidence excludes; then every section with a line a tensor, and below it one a rank and microbatch.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from stagescope import nonfinite
+from stagescope.answers import Record
+from stagescope.render import format_bytes, printable, wrapped
+
+SHOWN: Final = 8
+"""Places, samples or items of a list that are shown, unless all are asked for."""
+SIDES: Final = "ABC"
+MARKS: Final = {"same": "✓", "within noise": "≈", "not comparable": "?", "different": "✗"}
+TITLES: Final = {
+    "trajectories": "Trajectories", "batch_inputs": "Batch inputs",
+    "old_log_probs": "Old log-probs", "forward_data": "Forward data", "advantages": "Advantages",
+    "is_loss": "Importance-sampling loss", "loss": "Loss", "gradients": "Gradients",
+    "parameters": "Parameters", "datums": "Datums", "metrics": "Training metrics",
+    "other": "Other tensors",
+}  # fmt: skip
+
+_NUMBERS: Final = frozenset({
+    "max_abs", "mean_abs", "mean_difference", "relative", "cosine", "correlation", "min", "max",
+    "mean", "std", "value",
+})  # fmt: skip
+"""Fields whose strings are non-finite numbers, spelled."""
+_WEIGHT: Final = {verdict: at for at, verdict in enumerate(MARKS)}
+_Mapping = Mapping[str, Any]
+
+
+class Line(NamedTuple):
+    """A line, and whether it is a 'title', 'good', 'bad' or plain ('')."""
+
+    text: str
+    tone: str = ""
+
+
+class Compared(Record):
+    """Two or three dumps held against each other; see the schema of `stagescope compare`.
+
+    Usage:
+        >>> compared = session.compare("qwen3-8b:5", "qwen3-8b@2:5")
+        >>> compared["verdict"], compared["pairs"][0]["first"]
+    """
+
+    __slots__ = ()
+
+    def __init__(self, said: _Mapping) -> None:
+        super().__init__(_numbers(said), title=f"comparison: {said.get('verdict')}")
+
+    @property
+    def exit_status(self) -> int:
+        """0 same or within noise, 1 different, 2 could not be compared."""
+        return int(self["exit_status"])
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return it as lines of at most `width` columns (where words are not longer)."""
+        return [line.text for line in as_lines(self, width=width)]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def as_lines(said: _Mapping, *, width: int = 80, everything: bool = False) -> list[Line]:
+    """Return a comparison as lines, each with its tone.
+
+    Args:
+        said: the comparison, with numbers as floats (see `nonfinite`).
+        width: columns.
+        everything: whether long lists are shown whole.
+    """
+    return list(_Writer(said, width, None if everything else SHOWN).lines())
+
+
+def place_text(place: _Mapping) -> str:
+    """Return a place in short: rank 3, microbatch 1."""
+    names = ("occurrence", "epoch", "minibatch", "microbatch")
+    parts = [f"{name} {place[name]}" for name in names if place[name]]
+    if place["rank"] is None:
+        return ", ".join(parts) or "whole step"
+    if not place["microbatch"]:
+        parts.append("microbatch 0")
+    return ", ".join([f"{place['role'] or 'rank'} {place['rank']}", *parts])
+
+
+def number_text(value: Any) -> str:
+    """Return a value as it is told apart from its neighbour: integers whole, floats to 9 digits."""
+    if value is None:
+        return "nothing"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+class _Writer:
+    def __init__(self, said: _Mapping, width: int, most: int | None) -> None:
+        self.said = said
+        self.width = width
+        self.most = most
+
+    def lines(self) -> Iterator[Line]:
+        said = self.said
+        yield Line(f"{MARKS[said['verdict']]} {said['verdict'].upper()}", _tone(said["verdict"]))
+        for letter, side in zip(SIDES, said["sides"], strict=False):
+            yield from self._wrap(f"{letter}  ", side["name"])
+            steps = f"step {', '.join(map(str, side['steps']))}" if side["steps"] else "no step"
+            yield from self._wrap(
+                "   ",
+                f"{side['kind']}, {steps}, {len(side['ranks'])} ranks, {side['entries']} entries, "
+                f"{format_bytes(side['bytes'])}",
+            )
+        yield from self._wrap("", said["reason"])
+        for pair in said["pairs"]:
+            yield from self._pair(pair)
+        yield Line("")
+        yield Line(f"{format_bytes(said['bytes'])} read in {said['seconds']:.2f} s")
+
+    def _pair(self, pair: _Mapping) -> Iterator[Line]:
+        a, b = (SIDES[side] for side in pair["sides"])
+        if len(self.said["pairs"]) > 1:
+            yield Line("")
+            yield Line("=" * self.width)
+            yield Line(f"{a} and {b}: {pair['verdict']}", _tone(pair["verdict"]))
+            yield from self._wrap("", pair["reason"])
+        if pair["first"] is not None:
+            yield from self._first(pair["first"], a, b)
+        yield from self._causes(pair)
+        yield from self._findings(pair)
+        if (floor := pair["noise_floor"]) is not None:
+            text = f"mean |d| {floor['mean']:.3g}, max {floor['max']:.3g}: {floor['source']}"
+            yield from self._wrap("noise floor ", text)
+        for section in pair["sections"]:
+            yield Line("")
+            keys = pair["keys"].get(section["section"], ())
+            paired = f" (rows paired by {', '.join(keys)})" if keys else ""
+            title = TITLES.get(section["section"], section["section"])
+            yield from self._wrap("", f"{title}{paired}", "title")
+            for tensor in section["tensors"]:
+                yield from self._tensor(tensor)
+
+    def _first(self, first: _Mapping, a: str, b: str) -> Iterator[Line]:
+        yield from self._title("First difference")
+        yield from self._wrap(
+            "  ", f"at the {first['station']}: {first['section']}/{first['name']}"
+        )
+        yield from self._wrap("  ", first["reason"])
+        if (location := first["location"]) is None:
+            return
+        if location["sample"] is not None:
+            text = f"sample {location['sample']}, its value {location['position']} (from 0)"
+            yield from self._wrap("  ", text)
+        for letter, side in ((a, location["a"]), (b, location["b"])):
+            at = f", at {list(side['coordinate'])}" if side["coordinate"] else ""
+            text = f"{letter} {number_text(side['value'])}  ({place_text(side['place'])}{at})"
+            yield from self._wrap("  ", text)
+
+    def _causes(self, pair: _Mapping) -> Iterator[Line]:
+        if pair["causes"]:
+            yield from self._title("Likely causes")
+        for at, cause in enumerate(pair["causes"], 1):
+            yield from self._wrap(f"  {at}. ", cause["title"])
+            yield from self._wrap("     because ", cause["evidence"])
+            for check in cause["checks"]:
+                yield from self._wrap("     - ", check)
+        if pair["excluded"]:
+            yield from self._title("Excluded by what agrees")
+        for text in pair["excluded"]:
+            yield from self._wrap("  - ", text)
+
+    def _findings(self, pair: _Mapping) -> Iterator[Line]:
+        if pair["findings"]:
+            yield from self._title("Not compared, or worth knowing")
+        for finding in sorted(pair["findings"], key=lambda each: -_WEIGHT[each["verdict"]]):
+            side = finding["side"]
+            where = "" if side is None else f"{SIDES[pair['sides'][side]]}: "
+            mark = "-" if finding["verdict"] == "same" else MARKS[finding["verdict"]]
+            yield from self._wrap(f"  {mark} ", f"{where}{finding['message']}")
+            items = [item for item in finding["items"] if item not in finding["message"]]
+            yield from self._cut([Line(f"      {printable(item)}") for item in items])
+
+    def _tensor(self, tensor: _Mapping) -> Iterator[Line]:
+        several = len(self.said["sides"][0]["steps"]) > 1
+        step = f" of step {tensor['step']}" if several else ""
+        found, verdict = tensor["statistics"], tensor["verdict"]
+        rows = tensor["samples"].get("compared")
+        count = f"{found['pairs']} values" + ("" if rows is None else f" of {rows} samples")
+        text = f"{tensor['name']}{step}: {verdict}, {count}"
+        yield from self._wrap(f"  {MARKS[verdict]} ", text, _tone(verdict))
+        if tensor["reason"]:
+            yield from self._wrap("      ", tensor["reason"])
+        if verdict == "same" or not found["finite"]:
+            return
+        yield from self._wrap(
+            "      ",
+            f"max |d| {found['max_abs']:.6e}, mean |d| {found['mean_abs']:.6e}, relative "
+            f"{found['relative']:.3g} ({found['severity']}), cosine {found['cosine']:.9g}",
+        )
+        a, b = found["a"], found["b"]
+        yield from self._wrap(
+            "      ",
+            f"mean {a['mean']:.6g} and {b['mean']:.6g}, std {a['std']:.4g} and {b['std']:.4g}; "
+            f"allowed: {tensor['tolerance']['reason']}",
+        )
+        if len(tensor["places"]) > 1:
+            yield from self._places(tensor["places"])
+        yield from self._cut(
+            [
+                Line(
+                    f"      sample {printable(each['sample'])}: {each['unequal']} of "
+                    f"{each['pairs']} values, max |d| {each['max_abs']:.4e}"
+                )
+                for each in tensor["differing_samples"]
+            ]
+        )
+
+    def _places(self, places: Sequence[_Mapping]) -> Iterator[Line]:
+        order = sorted(places, key=lambda each: (-_WEIGHT[each["verdict"]], -_difference(each)))
+        yield from self._cut(
+            [
+                Line(
+                    f"      {MARKS[each['verdict']]} {place_text(each['a'])}: max |d| "
+                    f"{_difference(each):.6e}"
+                    + (f" ({each['problem']})" if each["problem"] else ""),
+                    _tone(each["verdict"]),
+                )
+                for each in order
+            ]
+        )
+        values = [_difference(each) for each in places]
+        yield Line(
+            f"      over {len(values)}: max {max(values):.6e}, min {min(values):.6e}, mean "
+            f"{statistics.fmean(values):.6e}"
+        )
+
+    def _title(self, text: str) -> Iterator[Line]:
+        yield Line("")
+        yield Line(text, "title")
+
+    def _cut(self, lines: Sequence[Line]) -> Iterator[Line]:
+        most = len(lines) if self.most is None else self.most
+        for line in lines[:most]:
+            text = line.text.lstrip()
+            yield from self._wrap(" " * (len(line.text) - len(text)), text, line.tone)
+        if len(lines) > most:
+            yield Line(f"      ... {len(lines) - most} more (--all)")
+
+    def _wrap(self, indent: str, text: str, tone: str = "") -> Iterator[Line]:
+        for line in wrapped(indent, text, self.width):
+            yield Line(line, tone)
+
+
+def _numbers(value: Any, name: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {key: _numbers(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item, name) for item in value]
+    return nonfinite.number(value) if name in _NUMBERS else value
+
+
+def _difference(place: _Mapping) -> float:
+    found = place["statistics"]
+    return float(found["max_abs"]) if found["finite"] else 0.0
+
+
+def _tone(verdict: str) -> str:
+    return "good" if verdict in ("same", "within noise") else "bad"

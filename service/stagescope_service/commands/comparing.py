@@ -1,0 +1,210 @@
+"""`stagescope compare` and `stagescope compare-dumps`: dumps held against each other.
+
+Directories and files are compared here, without any service; a run's steps are compared by the
+service that keeps them. Importing this module loads neither numba nor plotly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from stagescope import nonfinite, terminal
+from stagescope.compared import as_lines
+from stagescope.errors import InvalidInput, StagescopeError, StoreError
+
+if TYPE_CHECKING:
+    from stagescope_service.dumps.records import Dump
+
+COULD_NOT: Final = 2
+"""Exit status where nothing could be compared, by an error too."""
+_TONES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "title": {"bold": True}, "good": {"fg": "green"}, "bad": {"fg": "red"},
+}  # fmt: skip
+_Said = dict[str, Any]
+_Options = Mapping[str, Any]
+
+_OUTPUTS: Final = (
+    click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout."),
+    click.option(
+        "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+        help="Write one HTML file with pictures; it needs no network.",
+    ),
+    click.option("--all", "everything", is_flag=True, help="Show long lists whole."),
+    click.option(
+        "--tolerance", "tolerances", multiple=True, metavar="PATTERN=ATOL[,RTOL]",
+        help="What is noise for tensors of such names (section/name, or name), such as "
+        "'*log_probs=1e-3'; may be given several times.",
+    ),
+)  # fmt: skip
+
+
+def _outputs(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_OUTPUTS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("sides", nargs=-1, metavar="A B [C]")
+@click.option("--step", type=int, help="Compare only this step.")
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write the JSON to a file as well.",
+)  # fmt: skip
+@click.option("--ray", is_flag=True, help="Compare shards as tasks of the Ray cluster.")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of --json, and end.")
+@_outputs
+@click.pass_context
+def compare(ctx: click.Context, /, sides: tuple[str, ...], schema: bool, **options: Any) -> None:
+    """Whether two or three dumps are the same, and where they differ first.
+
+    A side is a directory or a file of any format that is read (kept files, NexRL, slime, AReaL,
+    verl), or RUN[@ATTEMPT][:STEP] of a running service. Every rank, microbatch and trajectory
+    that a side has is compared; rows pair by sample.
+
+    Exit status: 0 same or within noise, 1 different, 2 could not be compared.
+    """
+    if schema:
+        from stagescope_service.compare.report import SCHEMA_FILE
+
+        click.echo(SCHEMA_FILE.read_text(encoding="utf-8"), nl=False)
+        return
+    with _could_not(ctx):
+        if not 2 <= len(sides) <= 3:
+            raise InvalidInput(f"{len(sides)} sides were given", expected="two or three")
+        local = [Path(side).exists() for side in sides]
+        if all(local):
+            said = _compare_here(_open([Path(side) for side in sides], options), options)
+        else:
+            said = compare_targets(sides, options)
+        _finish(ctx, said, options)
+
+
+@click.command(name="compare-dumps")
+@click.option("--self_hosted_dir", required=True, type=click.Path(path_type=Path))
+@click.option("--remote_api_dir", type=click.Path(path_type=Path))
+@click.option("--weaver_dir", type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="Compare only this step [default: every step there is].")
+@click.option("--num_ranks", type=int, help="Checked against the ranks that are found.")
+@click.option("--num_micros", type=int, help="Checked against the microbatches that are found.")
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write the report as JSON, with the keys of NexRL's.",
+)  # fmt: skip
+@_outputs
+@click.pass_context
+def compare_dumps(ctx: click.Context, /, **options: Any) -> None:
+    """Compare NexRL's dumps: takes the flags of its compare_debug_dumps.py.
+
+    Exit status: 0 same or within noise, 1 different, 2 could not be compared.
+    """
+    names = ("self_hosted_dir", "remote_api_dir", "weaver_dir")
+    given = {name: options[name] for name in names if options[name] is not None}
+    with _could_not(ctx):
+        if len(given) < 2:
+            raise InvalidInput(
+                "only --self_hosted_dir was given", expected="--remote_api_dir or --weaver_dir too"
+            )
+        dumps = dict(zip(given, _open(list(given.values()), options), strict=True))
+        said = _compare_here(list(dumps.values()), options)
+        from stagescope_service.compare.report.nexrl import as_nexrl
+
+        said = as_nexrl(said, dumps, step=options["step"], ranks=options["num_ranks"],
+                        microbatches=options["num_micros"])  # fmt: skip
+        _finish(ctx, said, options)
+
+
+def compare_targets(sides: tuple[str, ...], options: _Options) -> _Said:
+    """Ask the service to compare runs' steps, which may stand beside directories.
+
+    Raises:
+        InvalidInput: a side is neither a path here nor can the service be asked.
+    """
+    unknown = [side for side in sides if not Path(side).exists()]
+    raise InvalidInput(
+        f"{', '.join(map(repr, unknown))} is no directory or file here",
+        expected="directories or files of dumps",
+        advice="runs of a service cannot be compared by this command yet",
+    )
+
+
+def _open(sides: Sequence[Path], options: _Options) -> list[Dump]:
+    try:
+        from stagescope_service.dumps.discover import open_dump
+    except ImportError as error:
+        raise terminal.needs_extra(error, "service") from error
+    return [open_dump(side, step=options["step"]) for side in sides]
+
+
+def _compare_here(dumps: Sequence[Dump], options: _Options) -> _Said:
+    from stagescope_service.compare.comparison import compare as compare_sides
+    from stagescope_service.compare.report import as_json
+    from stagescope_service.compare.tolerances import Tolerances
+
+    mapper = None
+    if options.get("ray"):
+        from stagescope_service.ray_mapper import ray_tasks
+
+        mapper = ray_tasks()
+    tolerances = Tolerances.parse(options["tolerances"])
+    with _progress() as told:
+        return as_json(compare_sides(dumps, tolerances=tolerances, mapper=mapper, progress=told))
+
+
+def _finish(ctx: click.Context, said: _Said, options: _Options) -> None:
+    """Write and print what was found, and leave with its exit status."""
+    if options["html"] is not None:
+        from stagescope_service.compare.report.html import as_html
+
+        _write(options["html"], as_html(said))
+    if options["output"] is not None:
+        _write(options["output"], nonfinite.dumps(said) + "\n")
+    if options["as_json"]:
+        terminal.show_json(said)
+    else:
+        for line in as_lines(said, width=terminal.width(), everything=options["everything"]):
+            click.echo(terminal.style(line.text, **_TONES.get(line.tone, {})))
+        for name in ("html", "output"):
+            if options[name] is not None:
+                click.echo(f"written: {options[name]}")
+    ctx.exit(int(said["exit_status"]))
+
+
+@contextmanager
+def _could_not(ctx: click.Context) -> Iterator[None]:
+    """Let an error be told as any command's, with the exit status of what was not compared."""
+    try:
+        yield
+    except StagescopeError as error:
+        if ctx.meta.get("stagescope.debug") or (ctx.parent and ctx.parent.params.get("debug")):
+            raise
+        terminal.report(error)
+        ctx.exit(COULD_NOT)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label="comparing", file=sys.stderr) as bar:
+
+        def told(done: int, known: int) -> None:
+            bar.length = known
+            bar.update(done - bar.pos)
+
+        yield told
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from error

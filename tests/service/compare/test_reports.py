@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tests.support.command_line import invoke
+from tests.support.dump_files import nexrl_directory
+from tests.support.memory_dumps import MemoryDump, batch, record, split
+
+from stagescope import nonfinite
+from stagescope.compared import Compared, as_lines
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.report import SCHEMA_FILE, as_json
+from stagescope_service.compare.report.html import as_html
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def said_of(*sides: MemoryDump) -> dict[str, Any]:
+    return as_json(compare(sides))
+
+
+def different() -> dict[str, Any]:
+    samples = batch(40)
+    moved = [
+        dataclasses.replace(s, values={**s.values, "entropy": s.values["entropy"] + np.float32(1)})
+        for s in samples
+    ]
+    shares = [list(range(at, at + 4)) for at in range(0, 40, 4)]
+    return said_of(split(samples, shares, microbatches=2), split(moved, shares, microbatches=2))
+
+
+def non_finite() -> dict[str, Any]:
+    values = np.array([math.nan, math.inf, 1.0])
+    return said_of(
+        MemoryDump([record("other", {"x": values})], name=EVIL),
+        MemoryDump([record("other", {"x": -values})], about={EVIL: EVIL}),
+    )
+
+
+@pytest.mark.parametrize("make", [different, non_finite])
+def test_the_report_is_strict_json_of_its_schema(make: Any) -> None:
+    text = nonfinite.dumps(make())
+    said = json.loads(text, parse_constant=pytest.fail)
+    jsonschema.validate(said, json.loads(SCHEMA_FILE.read_text()))
+
+
+def test_the_text_fits_80_columns_and_says_the_verdict_first() -> None:
+    lines = [line.text for line in as_lines(different())]
+    assert lines[0] == "✗ DIFFERENT"
+    assert max(map(len, lines)) <= 80
+    order = [
+        next(at for at, line in enumerate(lines) if line.startswith(word))
+        for word in ("First difference", "Likely causes", "Trajectories", "Forward data")
+    ]
+    assert order == sorted(order)
+    places = [line for line in lines if re.match(r" +✗ rank \d, microbatch \d: max \|d\| 1", line)]
+    assert len(places) == 8
+    assert "      ... 2 more (--all)" in lines
+    assert any(line.startswith("      over 10: max 1.0") for line in lines)
+    whole = [line.text for line in as_lines(different(), everything=True)]
+    assert not any("more (--all)" in line for line in whole)
+    assert sum("✗ rank" in line for line in whole) == 10
+
+
+def test_the_client_shows_what_the_service_sent() -> None:
+    sent = json.loads(nonfinite.dumps(non_finite()))
+    compared = Compared(sent)
+    assert compared.exit_status == 1
+    found = compared["pairs"][0]["sections"][0]["tensors"][0]
+    assert found["first"]["a"]["value"] == math.inf
+    assert "A inf" in repr(compared)
+    assert html.escape(EVIL) in compared._repr_html_()
+
+
+def test_the_page_needs_no_network_and_its_texts_are_escaped() -> None:
+    page = as_html(non_finite())
+    assert EVIL not in page
+    assert "<img" not in page.split("</script>", 1)[1]
+    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", outside)
+    figures = re.findall(r"const f=(\{.*?\});Plotly", as_html(different()), flags=re.DOTALL)
+    drawn = [json.loads(figure) for figure in figures]
+    assert [figure["layout"]["title"]["text"] for figure in drawn] == [
+        "Differences in the order in which data flows",
+        "forward_data/entropy: max |d| by rank and part",
+        "forward_data/entropy: samples that differ, the worst first",
+    ]
+
+
+def edited(kind: str, name: str, data: dict[str, Any]) -> None:
+    if kind == "forward_data":
+        data["entropy"] = data["entropy"] + 0.01
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> Path:
+    nexrl_directory(tmp_path / "a")
+    nexrl_directory(tmp_path / "same")
+    nexrl_directory(tmp_path / "b", edit=edited)
+    nexrl_directory(tmp_path / "remote", mode="remote_api")
+    nexrl_directory(tmp_path / "weaver", mode="weaver")
+    return tmp_path
+
+
+def test_exit_statuses(dumps: Path) -> None:
+    assert invoke("compare", f"{dumps}/a", f"{dumps}/same").exit_code == 0
+    assert invoke("compare", f"{dumps}/a", f"{dumps}/b").exit_code == 1
+    loose = ("compare", f"{dumps}/a", f"{dumps}/b", "--tolerance", "entropy=0.1")
+    assert invoke(*loose).exit_code == 0
+    for path in sorted((dumps / "same" / "forward_data").iterdir())[:3]:
+        path.unlink()
+    missing = invoke("compare", f"{dumps}/a", f"{dumps}/same")
+    assert missing.exit_code == 2
+    assert "step_000000_rank0_micro0.pt" in missing.stdout
+    assert invoke("compare", f"{dumps}/a").exit_code == 2
+    assert invoke("compare", f"{dumps}/a", f"{dumps}/same", "--tolerance", "x").exit_code == 2
+    assert invoke("compare", f"{dumps}/a", str(dumps / "none")).exit_code == 2
+
+
+def test_a_corrupt_file_is_a_finding(dumps: Path) -> None:
+    path = dumps / "same" / "loss" / "step_000000_rank1_micro1.pt"
+    path.write_bytes(path.read_bytes()[:300])
+    result = invoke("compare", f"{dumps}/a", f"{dumps}/same", "--json")
+    assert result.exit_code == 2
+    findings = json.loads(result.stdout)["pairs"][0]["findings"]
+    assert [(f["kind"], f["items"]) for f in findings] == [("damaged", [str(path)])]
+
+
+def test_the_command_writes_json_and_html(dumps: Path) -> None:
+    files = ("--html", str(dumps / "r.html"), "--output", str(dumps / "r.json"))
+    result = invoke("compare", f"{dumps}/a", f"{dumps}/b", *files)
+    assert result.exit_code == 1, result.output
+    written = json.loads((dumps / "r.json").read_text())
+    assert written["pairs"][0]["first"]["name"] == "entropy"
+    assert "\x1b" not in result.stdout
+    assert (dumps / "r.html").read_text().startswith("<!DOCTYPE html>")
+    printed = invoke("compare", "--schema")
+    assert json.loads(printed.stdout)["title"] == "stagescope compare"
+
+
+def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> None:
+    report = dumps / "report.json"
+    result = invoke(
+        "compare-dumps", "--self_hosted_dir", f"{dumps}/a", "--remote_api_dir", f"{dumps}/remote",
+        "--weaver_dir", f"{dumps}/weaver", "--step", "0", "--num_ranks", "8", "--num_micros", "2",
+        "--output", str(report),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    said = json.loads(report.read_text())
+    jsonschema.validate(said, json.loads(SCHEMA_FILE.read_text()))
+    assert (said["step"], said["num_ranks"], said["num_micros"]) == (0, 2, 2)
+    assert said["remarks"] == ["8 ranks were asked for and 2 are there: all of them were compared"]
+    sections = {section["section"]: section for section in said["sections"]}
+    trajectories = sections["trajectories"]
+    assert trajectories["status"] == "compared"
+    assert trajectories["sh_num_trajectories"] == trajectories["ra_num_trajectories"] == 16
+    assert len(trajectories["trajectory_comparisons"]) == 16
+    first = trajectories["trajectory_comparisons"][0]
+    assert first["tokens_match"] is True
+    assert first["loss_mask_match"] is True
+    assert first["sh_reward"] == first["ra_reward"]
+    assert first["sh_tokens_len"] == first["ra_tokens_len"] > 0
+    forward = sections["forward_data_all"]["comparisons"]
+    assert {(each["rank"], each["micro"]) for each in forward} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    tensors = {each["name"]: each for each in forward[0]["comparisons"]}
+    assert {"log_probs", "entropy", "response_mask"} <= tensors.keys()
+    assert tensors["entropy"]["is_close"] is True
+    assert tensors["entropy"]["t1_shape"] == [4, 16]
+    losses = sections["loss_data_all"]["comparisons"][0]["comparisons"]
+    assert {each["name"] for each in losses} >= {"loss", "pg_loss", "entropy_loss"}
+    assert all(each["diff"] == 0 for each in losses if each["status"] == "compared")
+    intermediates = sections["is_loss_debug_all"]["comparisons"][0]["comparisons"]
+    by_name = {each["name"]: each["status"] for each in intermediates}
+    assert by_name["log_probs"] == "compared"
+    assert by_name["advantages"] == "not_compared"
+    datums = sections["datums_analysis"]
+    assert (datums["status"], datums["num_datums"]) == ("analyzed", 16)
+    assert "input_tokens" in datums["first_datum_keys"]
