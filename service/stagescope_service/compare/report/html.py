@@ -76,7 +76,8 @@ def _pair(said: _Said, pair: _Said) -> Iterator[str]:
     for section in pair["sections"]:
         keys = ", ".join(pair["keys"].get(section["section"], ()))
         paired = f" (rows paired by {keys})" if keys else ""
-        yield f"<h3>{_text(TITLES.get(section['section'], section['section']) + paired)}</h3>"
+        title = TITLES.get(section["section"], section["section"])
+        yield f"<h3>{_text(f'{title}{paired}')}</h3>"
         yield _tensors(section["tensors"])
 
 
