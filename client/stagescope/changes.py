@@ -48,7 +48,7 @@ class Changes(Table):
             if row["weight"] != head:
                 head = row["weight"]
                 lines.append(f"{_HEADS.get(head, head)}:")
-            lines += _described(row, width)
+            lines += change_lines(row, width)
         if not len(self):
             lines.append("nothing that is known differs")
         left = len(self) - len(shown)
@@ -58,7 +58,8 @@ class Changes(Table):
         yield from (self.about["a"], self.about["b"])
 
 
-def _described(row: Mapping[str, Any], width: int) -> Iterator[str]:
+def change_lines(row: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield what one thing was on both sides, as lines of at most `width` columns."""
     label = f"  {row['area']} {row['name']}: "
     values = [_value(row[side]) for side in ("a", "b")]
     line = render.printable(f"{label}{values[0]} -> {values[1]}")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import html
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stagescope import nonfinite
 from stagescope.answers import Record
+from stagescope.changes import change_lines
+from stagescope.errors import InvalidInput
 from stagescope.render import format_bytes, printable, wrapped
 
 SHOWN: Final = 8
@@ -47,14 +50,27 @@ class Compared(Record):
     """Two or three dumps held against each other; see the schema of `stagescope compare`.
 
     Usage:
-        >>> compared = session.compare("qwen3-8b:5", "qwen3-8b@2:5")
-        >>> compared["verdict"], compared["pairs"][0]["first"]
+        >>> found = session.compare("qwen3-8b@1:5", "qwen3-8b@2:5")
+        >>> found.verdict                # 'same', 'within noise', 'different', 'not comparable'
+        >>> found.first                  # where they first differ, in the order of the data's flow
+        >>> found.save("report.html")    # one page with pictures, readable anywhere
     """
 
-    __slots__ = ()
+    __slots__ = ("_save",)
 
-    def __init__(self, said: _Mapping) -> None:
+    def __init__(self, said: _Mapping, *, save: Callable[[Path], None] | None = None) -> None:
         super().__init__(_numbers(said), title=f"comparison: {said.get('verdict')}")
+        self._save = save
+
+    @property
+    def verdict(self) -> str:
+        """Of everything that was compared: one of `MARKS`."""
+        return str(self["verdict"])
+
+    @property
+    def first(self) -> _Mapping | None:
+        """The first thing that differs, in the order in which data flows; None where none does."""
+        return next((pair["first"] for pair in self["pairs"] if pair["first"] is not None), None)
 
     @property
     def exit_status(self) -> int:
@@ -64,6 +80,20 @@ class Compared(Record):
     def lines(self, *, width: int = 80) -> list[str]:
         """Return it as lines of at most `width` columns (where words are not longer)."""
         return [line.text for line in as_lines(self, width=width)]
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as one self-contained HTML page with pictures; return the page's path.
+
+        Raises:
+            InvalidInput: it did not come from a service, which draws the pictures.
+        """
+        if self._save is None:
+            raise InvalidInput(
+                "this comparison came from no service", advice="stagescope compare --html FILE"
+            )
+        found = Path(path)
+        self._save(found)
+        return found
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
@@ -78,6 +108,12 @@ def as_lines(said: _Mapping, *, width: int = 80, everything: bool = False) -> li
         everything: whether long lists are shown whole.
     """
     return list(_Writer(said, width, None if everything else SHOWN).lines())
+
+
+def deciding_changes(said: _Mapping) -> list[_Mapping]:
+    """Return what differs in the fingerprints of two attempts and may decide numbers."""
+    rows = (said.get("changes") or {}).get("rows", ())
+    return [row for row in rows if row["weight"] == "numbers"]
 
 
 def place_text(place: _Mapping) -> str:
@@ -116,10 +152,16 @@ class _Writer:
                 f"{format_bytes(side['bytes'])}",
             )
         yield from self._wrap("", said["reason"])
+        yield from self._changes(deciding_changes(said))
         for pair in said["pairs"]:
             yield from self._pair(pair)
         yield Line("")
         yield Line(f"{format_bytes(said['bytes'])} read in {said['seconds']:.2f} s")
+
+    def _changes(self, rows: Sequence[_Mapping]) -> Iterator[Line]:
+        if rows:
+            yield from self._title("Changed between the attempts (stagescope diff lists all)")
+        yield from self._cut([Line(line) for row in rows for line in change_lines(row, self.width)])
 
     def _pair(self, pair: _Mapping) -> Iterator[Line]:
         a, b = (SIDES[side] for side in pair["sides"])

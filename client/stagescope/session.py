@@ -13,6 +13,7 @@ Usage::
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from urllib.parse import quote, urlencode
 from stagescope import discovery, nonfinite
 from stagescope.answers import Record
 from stagescope.changes import CHANGE_ORDER, Changes
+from stagescope.compared import Compared
 from stagescope.engines.http import engine_url
 from stagescope.errors import (
     CatalogueUnavailable,
@@ -576,19 +578,57 @@ class Session:
         Raises:
             NotReady: msprobe was not done in time; the same may be asked again.
         """
-        deadline = time.monotonic() + wait
         body = {"a": dict(a), "b": dict(b), "limit": limit}
-        while True:
-            try:
-                answer = self._transport.ask("/operators/tensors", body, patient=False)
-                break
-            except NotReady:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_ASK_AGAIN)
+        answer = self._patiently("/operators/tensors", body, wait)
         about = {name: value for name, value in answer.items() if name != "rows"}
         found = Table.from_rows(answer["rows"], order=ORDER, title="tensors", about=about)
         return Tensors.of(found)
+
+    def _patiently(self, path: str, body: Any, wait: float) -> Any:
+        """Ask a long question again until it is answered, for `wait` seconds at most."""
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                return self._transport.ask(path, body, patient=False)
+            except NotReady:  # noqa: PERF203 - it is being computed
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_ASK_AGAIN)
+
+    def compare(
+        self,
+        a: str | Mapping[str, Any],
+        b: str | Mapping[str, Any],
+        c: str | Mapping[str, Any] | None = None,
+        *,
+        tolerances: Sequence[str] = (),
+        wait: float = 900.0,
+    ) -> Compared:
+        """Hold what is kept of two or three steps, attempts or runs against each other.
+
+        Args:
+            a, b, c: `run[@attempt][:step]` (without a step: all that every side still holds), or
+                `{"directory": path}` on the service's machine.
+            tolerances: `PATTERN=ATOL[,RTOL]`: what counts as noise, beside the defaults.
+            wait: seconds.
+
+        Raises:
+            NotFound: no such run or step, or nothing of it is kept.
+            NotReady: it was not done in time; the same may be asked again.
+        """
+        body = {"a": a, "b": b, "c": c, "tolerances": [*tolerances]}
+        answer = self._patiently("/comparisons", body, wait)
+        return Compared(answer, save=functools.partial(self._save_page, body, wait))
+
+    def _save_page(self, asked: Mapping[str, Any], wait: float, path: Path) -> None:
+        sides = {name: asked[name] for name in ("a", "b", "c")}
+        if not all(isinstance(side, str | None) for side in sides.values()):
+            raise InvalidInput("a page is made of runs only", expected="RUN[@ATTEMPT][:STEP]")
+        params = {**sides, "tolerances": ";".join(asked["tolerances"]) or None}
+        with path.open("wb") as file:
+            self._transport.download(
+                "/comparisons/page", params, lambda piece, _: file.write(piece), timeout=wait
+            )
 
     def engines(self, *, check: bool = False, limit: int = LIMIT) -> Table:
         """Return the registered long-lived engines, and how each answered last.

@@ -38,7 +38,7 @@ def write_llama(folder: Path, seed: int = 0, *, template: bool = True) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = _tokenizer()
     if template:
         tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -48,8 +48,7 @@ def write_llama(folder: Path, seed: int = 0, *, template: bool = True) -> Path:
     return folder
 
 
-def tiny_tokenizer() -> Any:
-    """Return the tokenizer; `<s>` is added in front of every text."""
+def _tokenizer() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

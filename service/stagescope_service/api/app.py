@@ -16,6 +16,7 @@ from fastapi.security import HTTPBearer
 from stagescope_service.api import (
     batches,
     captures,
+    compare,
     diff,
     divergence,
     engines,
@@ -116,25 +117,16 @@ def make_app(
     )
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
-    stations = (
-        health,
-        runs,
-        steps,
-        batches,
-        operators,
-        divergence,
-        tensors,
-        captures,
-        triggers,
-        weights,
-        engines,
-    )
-    for router in (station.router for station in (*stations, hangs, diff, kept, live)):
+    for router in (station.router for station in _STATIONS):
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
+_STATIONS: Final = (
+    health, runs, steps, batches, operators, divergence, tensors, captures, triggers, weights,
+    engines, hangs, diff, compare, kept, live,
+)  # fmt: skip
 _PROBLEM: Final[dict[str, Any]] = {"schema": problems.PROBLEM_SCHEMA}
 
 # For the OpenAPI document alone: the guard has checked the token before any route is looked up.

@@ -34,7 +34,9 @@ Grade = Literal["read", "operate"]
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 """Answered without a token: what a supervisor asks."""
 READ_METHODS: Final = frozenset({"GET", "HEAD"})
-QUESTIONS: Final = frozenset({"/operators/divergence", "/operators/tensors", "/triggers/test"})
+QUESTIONS: Final = frozenset(
+    {"/comparisons", "/operators/divergence", "/operators/tensors", "/triggers/test"}
+)
 """Questions that are too long for a query: POST, and the read token is enough."""
 USER_HEADER: Final = "x-stagescope-user"
 TOKEN_BYTES: Final = 32

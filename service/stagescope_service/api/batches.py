@@ -13,29 +13,21 @@ from fastapi.responses import StreamingResponse
 
 from stagescope.batch import Batch, Gap
 from stagescope.batch_file import pieces
-from stagescope.errors import Forbidden, InvalidInput, NotFound, StagescopeError, Unreachable
+from stagescope.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.schema import PART_FIELDS, RECENT_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.desk import AtDesk, Desk, Row, StepTarget
+from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.steps import stages_of
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.batch_join import join
 from stagescope_service.dumps.payload_files import PayloadFile, PayloadFiles
-from stagescope_service.store.artifacts import confine
-from stagescope_service.store.rollouts import side_by_side
 from stagescope_service.store.scratch import Scratch
-from stagescope_service.store.tensorfile import disk_errors
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 MEDIA_TYPE: Final = "application/octet-stream"
 _PIECE: Final = 4 << 20
-_KEEP: Final = (
-    "keep it: init(keep={'what': ['trajectories', 'is_loss'], 'every_n_steps': 10}), or "
-    "stagescope capture --keep trajectories; the ring holds the newest steps, and pinned ones"
-)
-_SEEN: Final = ("kept", "ring")
-"""Kinds of artifacts, those that are preferred first."""
 
 
 @router.get("/batch", response_class=StreamingResponse)
@@ -78,14 +70,14 @@ def batch_of(
     step = _number(target)
     place = desk.settings.data_path / "copies"
     with Scratch(place) as scratch, tempfile.TemporaryDirectory(dir=place) as copies:
-        rows = _artifacts(desk, target)
+        rows = payload_artifacts(desk, target, step)
         files, gaps = _files(desk, target, rows, Path(copies))
         if not files:
             reasons = "; ".join(gap.message for gap in gaps)
             raise NotFound(
                 f"no tensors of step {step} of {target.run} are kept"
                 + (reasons and f": {reasons}"),
-                advice=_KEEP,
+                advice=KEEP_ADVICE,
             )
         dump = PayloadFiles(files, name=f"{target.run}@{target.number}:{step}")
         heading = {n: v for n, v in target.heading().items() if n != "also_live"}
@@ -100,21 +92,6 @@ def batch_of(
         )
 
 
-def _artifacts(desk: Desk, target: Target) -> list[Row]:
-    """Return the step's payload files, and those of rollouts of no step that it consumed."""
-    step = _number(target)
-    rows = desk.catalogue.artifacts(target.attempt_id, step, kind=_SEEN, limit=ALL_ROWS)
-    beside = side_by_side(desk.catalogue.attempts(target.run), target.attempt_id)
-    consumed = desk.catalogue.payloads(beside, consumed_step=step, limit=ALL_ROWS)
-    if consumed:
-        keys = {(row["incarnation"], row["seq"]) for row in consumed if row["step"] is None}
-        more = desk.catalogue.artifacts(
-            incarnation=sorted({key[0] for key in keys}), kind=_SEEN, limit=ALL_ROWS
-        )
-        rows += [row for row in more if (row["incarnation"], row["seq"]) in keys]
-    return sorted(rows, key=lambda row: (_SEEN.index(row["kind"]), row["artifact_id"]))
-
-
 def _files(
     desk: Desk, target: Target, rows: Sequence[Row], copies: Path
 ) -> tuple[list[PayloadFile], list[Gap]]:
@@ -123,7 +100,7 @@ def _files(
     gaps: list[Gap] = []
     for row in rows:
         try:
-            path = _local(desk, row, copies)
+            path = local_file(desk, row, copies)
         except StagescopeError as error:
             gaps.append(Gap("file", str(error)))
             continue
@@ -135,25 +112,6 @@ def _files(
             )
         )
     return found, gaps
-
-
-def _local(desk: Desk, row: Row, copies: Path) -> Path:
-    """Return a local file with an artifact's content: in its place, or fetched from its node."""
-    try:
-        here = confine(row["path"], desk.settings.roots)
-        if here.stat().st_size == row["bytes"]:
-            return here
-    except (OSError, Forbidden):
-        pass
-    if row["node_id"] is None:
-        raise Unreachable(f"{row['path']} is gone, and its node is not known")
-    copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
-    with disk_errors(copy), copy.open("wb") as file:
-        while piece := desk.commands.read_artifact(
-            node_id=row["node_id"], path=row["path"], offset=file.tell(), size=_PIECE
-        ):
-            file.write(piece)
-    return copy
 
 
 def _scalars(desk: Desk, target: Target) -> dict[tuple[Any, ...], dict[str, float]]:

@@ -17,10 +17,12 @@ import click
 from stagescope import nonfinite, terminal
 from stagescope.compared import as_lines
 from stagescope.errors import InvalidInput, StagescopeError, StoreError
+from stagescope.targets import read_target
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.records import Dump
 
+_SECONDS: Final = 30.0
 COULD_NOT: Final = 2
 """Exit status where nothing could be compared, by an error too."""
 _TONES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -121,17 +123,30 @@ def compare_dumps(ctx: click.Context, /, **options: Any) -> None:
 
 
 def compare_targets(sides: tuple[str, ...], options: _Options) -> _Said:
-    """Ask the service to compare runs' steps, which may stand beside directories.
+    """Ask the service to compare runs' steps, which may stand beside directories in its roots.
 
     Raises:
-        InvalidInput: a side is neither a path here nor can the service be asked.
+        InvalidInput: a side is neither a path here nor names a run.
     """
-    unknown = [side for side in sides if not Path(side).exists()]
-    raise InvalidInput(
-        f"{', '.join(map(repr, unknown))} is no directory or file here",
-        expected="directories or files of dumps",
-        advice="runs of a service cannot be compared by this command yet",
-    )
+    from stagescope.session import attach
+
+    asked = [_target(side, options["step"]) for side in sides]
+    with attach(timeout=_SECONDS) as session:
+        return dict(session.compare(*asked, tolerances=options["tolerances"]))
+
+
+def _target(side: str, step: int | None) -> str | dict[str, str]:
+    path = Path(side)
+    if path.exists():
+        return {"directory": str(path.resolve())}
+    try:
+        target = read_target(side)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"{side!r} is no directory or file here, and names no run",
+            expected="a directory of dumps, or RUN[@ATTEMPT][:STEP]",
+        ) from error
+    return str(target if target.step is not None else target._replace(step=step))
 
 
 def _open(sides: Sequence[Path], options: _Options) -> list[Dump]:

@@ -93,9 +93,8 @@ def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
         if path.suffix == ".jsonl":
             with path.open("rb") as file:
                 return _first(json.loads(file.readline(MOST_LINE_BYTES)), most)
-        with path.open("rb") as file:
-            is_ours = file.read(len(_CONVERTED) + 2).endswith(_CONVERTED.encode())
-        return _first(parse_json(_text(path), path)["content"], most) if is_ours else []
+        tree = parse_json(_text(path), path)
+        return _first(tree["content"] if _CONVERTED in tree else None, most)
     except (OSError, ValueError, RecursionError, TypeError, KeyError, StagescopeError):
         return []
 
@@ -233,7 +232,7 @@ class _Decoded:
             return value
         try:
             return self._reference(value, depth)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InvalidTensor(
                 f"{self._path} refers to {value!r:.100}, which is not beside it"
             ) from error

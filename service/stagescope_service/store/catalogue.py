@@ -475,6 +475,19 @@ class Catalogue:
             where.append(column.is_not(None) if deleted else column.is_(None))
         return self._page("artifacts", where, "step stage rank artifact_id", limit, offset)
 
+    def kept_steps(self, attempt_id: int) -> list[int]:
+        """Return the steps of which payload files are there, the newest first."""
+        table = TABLES["artifacts"].c
+        query = (
+            sa.select(table.step)
+            .where(table.attempt_id == attempt_id, table.step.is_not(None))
+            .where(table.kind.in_(("kept", "ring")), table.deleted_wall.is_(None))
+            .distinct()
+            .order_by(table.step.desc())
+        )
+        with connect.explained(self._where), self._connect() as connection:
+            return [int(step) for step in connection.scalars(query)]
+
     def engines(self) -> list[Row]:
         """Return the engines that were registered, by name."""
         return self._page("engines", [], "name")

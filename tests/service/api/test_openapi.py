@@ -21,7 +21,7 @@ ROUTES = {
     "/triggers", "/triggers/defaults", "/triggers/firings", "/triggers/test", "/steps/{step}/pin",
     "/operators/tensors", "/weights", "/weights/{version}", "/steps/{step}/weights", "/devices",
     "/diff", "/steps/{step}/batch",
-    "/engines", "/engines/{name}", "/steps/{step}/kept",
+    "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
 }  # fmt: skip
 
 

@@ -10,7 +10,15 @@ from typing import Any, Final
 from plotly.offline import get_plotlyjs
 
 from stagescope import nonfinite
-from stagescope.compared import SIDES, TITLES, Compared, number_text, place_text
+from stagescope.changes import change_lines
+from stagescope.compared import (
+    SIDES,
+    TITLES,
+    Compared,
+    deciding_changes,
+    number_text,
+    place_text,
+)
 from stagescope_service.compare.figures import COLOURS, pictures
 
 _STYLE: Final = """
@@ -24,6 +32,7 @@ code{background:#f4f4f4;padding:0 .2em;overflow-wrap:anywhere}.box{background:#f
 """
 
 _Said = Mapping[str, Any]
+_WIDE: Final = 200
 
 
 def as_html(said: _Said) -> str:
@@ -49,6 +58,9 @@ def _head(said: _Said) -> Iterator[str]:
         for letter, side in zip(SIDES, said["sides"], strict=False)
     ]  # fmt: skip
     yield _table(("", "dump", "kind", "steps", "ranks", "sections"), rows)
+    if changes := deciding_changes(said):
+        yield "<h3>Changed between the attempts</h3>"
+        yield _list([line.strip() for row in changes for line in change_lines(row, _WIDE)])
 
 
 def _pair(said: _Said, pair: _Said) -> Iterator[str]:

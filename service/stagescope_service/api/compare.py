@@ -1,0 +1,126 @@
+"""Two or three steps, attempts, runs or directories held against each other, tensor by tensor."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+
+from stagescope.errors import InvalidInput, NotReady
+from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.diff import attempts_apart
+from stagescope_service.api.operator_tables import check_fields
+from stagescope_service.api.requests import Answer, read_json
+from stagescope_service.api.sides import Side, check_sides, find_sides, open_side
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.report import as_json
+from stagescope_service.compare.report.html import as_html
+from stagescope_service.compare.results import Comparison
+from stagescope_service.compare.tolerances import Tolerances
+
+router = APIRouter(tags=["comparison"])
+
+WAIT_SECONDS: Final = 5.0
+"""How long a question waits for the comparison before it is told to ask again."""
+
+_SIDE: Final[dict[str, Any]] = {
+    "oneOf": [
+        {"type": "string", "description": "RUN[@ATTEMPT][:STEP]"},
+        {"type": "object", "properties": {"directory": {"type": "string"}}},
+    ]
+}
+_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["a", "b"],
+                "properties": {
+                    **dict.fromkeys("abc", _SIDE),
+                    "tolerances": {"type": "array", "items": {"type": "string"}},
+                },
+            }
+        }
+    },
+}
+_SideText = Annotated[str, Query(max_length=200, description="`RUN[@ATTEMPT][:STEP]`.")]
+
+
+@router.post("/comparisons", openapi_extra={"requestBody": _BODY})
+async def comparisons(request: Request, desk: AtDesk) -> Answer:
+    """Compare what is kept of two or three steps: a verdict, the first difference, likely causes.
+
+    A side is `RUN[@ATTEMPT][:STEP]` (without a step: all steps that every side still holds, 50 at
+    most), or `{"directory": PATH}` in the service's roots. Trajectories are paired by sample;
+    every rank, part and tensor that any side has counts. `changes` says what differs in the
+    attempts' fingerprints. `tolerances`: `PATTERN=ATOL[,RTOL]`. While it is computed the answer is
+    503, and the same question may be asked again.
+    """
+    said = await read_json(request, desk.settings)
+    check_fields(said, "a", "b", "c", "tolerances")
+    found, changes = await _answer(desk, said)
+    return Answer({**as_json(found), "changes": changes})
+
+
+@router.get("/comparisons/page", response_class=HTMLResponse)
+async def page(
+    desk: AtDesk,
+    a: _SideText,
+    b: _SideText,
+    c: Annotated[str | None, Query(max_length=200, description="A third side.")] = None,
+    tolerances: Annotated[
+        str | None, Query(max_length=2000, description="`PATTERN=ATOL[,RTOL]`, joined by `;`.")
+    ] = None,
+) -> HTMLResponse:
+    """Return what `POST /comparisons` answers as one self-contained page, with pictures."""
+    said = {"a": a, "b": b, "c": c, "tolerances": tolerances.split(";") if tolerances else None}
+    found, _ = await _answer(desk, said)
+    return HTMLResponse(await asyncio.to_thread(lambda: as_html(as_json(found))))
+
+
+async def _answer(desk: Desk, said: Mapping[str, Any]) -> tuple[Comparison, dict[str, Any] | None]:
+    began, future = await asyncio.to_thread(_begin, desk, said)
+    waiting = asyncio.wrap_future(future)
+    done, _ = await asyncio.wait([waiting], timeout=WAIT_SECONDS)
+    if not done:
+        # Whoever asks again hears of its error; asyncio need not complain that nobody did.
+        waiting.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
+        raise NotReady(
+            f"they have been compared for {time.monotonic() - began:.0f} s",
+            advice="ask the same again in a moment",
+        )
+    return future.result()
+
+
+def _begin(
+    desk: Desk, said: Mapping[str, Any]
+) -> tuple[float, Future[tuple[Comparison, dict[str, Any] | None]]]:
+    texts = said.get("tolerances") or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidInput(f"tolerances is {texts!r:.200}", expected="a list of PATTERN=ATOL")
+    tolerances = Tolerances.parse(texts)
+    sides = find_sides(desk, list(check_sides(said)))
+    # A step that still grows, or a file that went, is another question.
+    key = ("comparison", *(side.mark() for side in sides), *texts)
+    return desk.long_comparisons.once(key, _compared, desk, sides, tolerances)
+
+
+def _compared(
+    desk: Desk, sides: list[Side], tolerances: Tolerances
+) -> tuple[Comparison, dict[str, Any] | None]:
+    root = desk.settings.data_path / "copies"
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as copies:
+        dumps = [open_side(desk, side, Path(copies)) for side in sides]
+        found = compare(dumps, tolerances=tolerances)
+    targets = [side.target for side in sides if side.target is not None]
+    apart = attempts_apart(desk, targets[0], targets[1]) if len(targets) > 1 else None
+    return found, apart

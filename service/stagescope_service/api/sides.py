@@ -1,0 +1,208 @@
+"""What a comparison holds against each other: kept files of runs, or directories of dumps."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.targets import Target as Asked
+from stagescope.targets import read_target
+from stagescope_service.api.desk import Desk, Row
+from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
+from stagescope_service.api.target import Target
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.listing import FileDump, files_below
+from stagescope_service.dumps.own import open_files
+from stagescope_service.dumps.records import Dump, Place, Problem
+from stagescope_service.store.artifacts import confine
+
+MOST_STEPS: Final = 50
+"""Steps of a comparison that names none: the newest that all of its runs hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One side as it was asked for: an attempt of a run, or a directory.
+
+    Attributes:
+        name: for a reader.
+        target: None of a directory.
+        steps: of the run, newest first, of which payloads are kept; of a directory none.
+        is_chosen: whether the asker named the step.
+        path: the directory.
+        files: rows of the catalogue's artifacts of these steps, each with its step.
+    """
+
+    name: str
+    target: Target | None = None
+    steps: tuple[int, ...] = ()
+    is_chosen: bool = False
+    path: Path | None = None
+    files: tuple[tuple[int, Row], ...] = ()
+
+    def mark(self) -> str:
+        """Return what changes with the files: the same mark, the same answer."""
+        if self.path is not None:
+            found, _ = files_below(self.path)
+            told = [f"{each.name} {each.bytes} {_written(each.path)}" for each in found]
+        else:
+            told = [f"{row['artifact_id']} {row['bytes']} {row['wall']}" for _, row in self.files]
+        text = "\n".join([self.name, *sorted(told)])
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def find_sides(desk: Desk, said: Sequence[Any]) -> list[Side]:
+    """Return the sides of a comparison; runs that name no step get the steps that all hold.
+
+    Args:
+        desk: the collaborators.
+        said: `run[@attempt][:step]`, or {"directory": path} in the service's roots.
+
+    Raises:
+        NotFound: no such run, attempt or step, or nothing of it is kept.
+        Forbidden: a directory outside the roots.
+        InvalidInput: neither.
+    """
+    sides = [_find(desk, each) for each in said]
+    free = [set(side.steps) for side in sides if side.target is not None and not side.is_chosen]
+    chosen = {side.steps[0] for side in sides if side.is_chosen}
+    if not free:
+        return [_with_files(desk, side) for side in sides]
+    common = set.intersection(*free)
+    if chosen:
+        common &= chosen
+    if not common:
+        raise NotFound(
+            "the runs have kept no step in common: "
+            + "; ".join(
+                f"{side.name} holds {_listed(side.steps)}" for side in sides if side.target
+            ),
+            advice=f"name a step of each: RUN@ATTEMPT:STEP; {KEEP_ADVICE}",
+        )
+    newest = tuple(sorted(common, reverse=True)[:MOST_STEPS])
+    free_ones = (side.target is not None and not side.is_chosen for side in sides)
+    return [
+        _with_files(desk, _of_steps(side, newest) if is_free else side)
+        for side, is_free in zip(sides, free_ones, strict=True)
+    ]
+
+
+def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
+    """Return a side's dump; files of other nodes are copied to `copies`, which is the caller's."""
+    if side.path is not None:
+        return open_dump(side.path)
+    assert side.target is not None
+    files: dict[str, list[tuple[Path, Place]]] = {"kept": [], "ring": []}
+    problems: list[Problem] = []
+    for step, row in side.files:
+        try:
+            path = local_file(desk, row, copies)
+        except StagescopeError as error:
+            problems.append(Problem(Path(row["path"]), "missing", str(error)))
+            continue
+        files[row["kind"]].append((path, _place(row, step)))
+    dump = _both(side.name, files)
+    about = {**dump.about, **_noise_floor(desk, side)}
+    return dataclasses.replace(dump, about=about, problems=[*dump.problems, *problems])
+
+
+def _find(desk: Desk, said: Any) -> Side:
+    if isinstance(said, Mapping) and set(said) == {"directory"}:
+        path = confine(str(said["directory"]), desk.settings.roots)
+        return Side(str(path), path=path)
+    asked = read_target(said)
+    if asked.step is not None:
+        target = desk.finder.step(asked.run, asked.attempt, asked.step)
+        name = str(Asked(target.run, target.number, asked.step))
+        return Side(name, target, (asked.step,), is_chosen=True)
+    target = desk.finder.attempt(asked.run, asked.attempt)
+    steps = desk.catalogue.kept_steps(target.attempt_id)
+    if not steps:
+        raise NotFound(
+            f"nothing of attempt {target.number} of {target.run} is kept", advice=KEEP_ADVICE
+        )
+    return Side(str(Asked(target.run, target.number)), target, tuple(steps))
+
+
+def _of_steps(side: Side, steps: tuple[int, ...]) -> Side:
+    name = f"{side.name}:{steps[0]}" if len(steps) == 1 else side.name
+    return dataclasses.replace(side, steps=steps, name=name)
+
+
+def _with_files(desk: Desk, side: Side) -> Side:
+    """Return the side with the files of its steps.
+
+    Raises:
+        NotFound: nothing of a step that was named is kept.
+    """
+    if side.target is None:
+        return side
+    found = [
+        (step, row)
+        for step in sorted(side.steps)
+        for row in payload_artifacts(desk, side.target, step)
+    ]
+    if not found:
+        raise NotFound(f"no tensors of {side.name} are kept", advice=KEEP_ADVICE)
+    return dataclasses.replace(side, files=tuple(found))
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _place(row: Row, step: int) -> Place:
+    return Place(step, row["stage"], row["role"], row["rank"])
+
+
+def _both(name: str, files: Mapping[str, Sequence[tuple[Path, Place]]]) -> FileDump:
+    """Return kept files as a dump, with what they lack from the ring: both are of one payload."""
+    kept, ring = (open_files(name, files[kind]) for kind in ("kept", "ring"))
+    there = {(entry.section, entry.place) for entry in kept.entries}
+    more = [entry for entry in ring.entries if (entry.section, entry.place) not in there]
+    return dataclasses.replace(
+        kept,
+        entries=[*kept.entries, *more],
+        problems=[*kept.problems, *ring.problems],
+        about={**ring.about, **kept.about},
+    )
+
+
+def _noise_floor(desk: Desk, side: Side) -> Row:
+    """Return how far the trainer is from itself, where a run's one step has measured it."""
+    if side.target is None or side.target.step is None:
+        return {}
+    try:
+        floor = desk.measures.of(side.target.attempt_id, side.target.step).noise_floor
+    except NotFound:
+        return {}
+    if floor is None:
+        return {}
+    return {"noise_floor": {n: floor[f"logprob_abs_diff/{n}"] for n in ("mean", "max")}}
+
+
+def _listed(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(steps)[-8:]))
+    return f"{len(steps)} steps ({shown})" if steps else "none"
+
+
+def check_sides(said: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield what `a`, `b` and, where there is one, `c` are.
+
+    Raises:
+        InvalidInput: one of the first two is missing.
+    """
+    for name in ("a", "b"):
+        if said.get(name) is None:
+            raise InvalidInput(
+                f"a comparison needs {name}",
+                expected="RUN[@ATTEMPT][:STEP], or {'directory': PATH}",
+            )
+    yield from (said[name] for name in ("a", "b", "c") if said.get(name) is not None)

@@ -1,0 +1,162 @@
+"""Runs, steps and directories held against each other: over HTTP and by the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+from tests.support.dump_files import nexrl_directory
+from tests.support.step_dumps import WholeStep
+
+import stagescope
+from stagescope.errors import Forbidden, InvalidInput, NotFound
+from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.store.ring import Ring
+
+WHOLE = WholeStep([9, 2, 4, 3])
+STAGE = "actor_compute_log_prob"
+
+
+def payload(rows: list[int], **changed: Any) -> dict[str, Any]:
+    ids = WHOLE.ids(rows)
+    tensors = WHOLE.piece(rows)
+    for name, change in changed.items():
+        tag, shape, values, offsets = tensors[name]
+        tensors[name] = (tag, shape, change(values.copy()), offsets)
+    strings = {"sample_ids": ids["samples"], "group_ids": ids["groups"]}
+    return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
+
+
+def nudged(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    values[0, 0] += 64 if values.dtype == np.uint16 else 0.5  # of bfloat16 the bits
+    return values
+
+
+def train(running: Service, run: str, split: list[list[int]], **changed: Any) -> None:
+    """Steps 5 and 6 of as many ranks as `split` has; what is changed is so in step 6 alone."""
+    packages = {"packages": {"torch": "2.13.0" if changed else "2.12.0"}}
+    for at, rows in enumerate(split):
+        rank = Rank(running, run=run, rank=at, world_size=len(split), fingerprint=packages)
+        for step in (5, 6):
+            rank.stage(STAGE, step, payload(rows, **(changed if step == 6 and not at else {})))
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(tmp_path_factory.mktemp("home")) as made:
+        data = made.settings.data_path
+        ring = Ring(data / "ring" / "here", 1 << 24, reserve_bytes=0)
+        made.engine.intake = Intake(data, "here", ring)
+        train(made, "one", [[0, 1, 2, 3]])
+        train(made, "split", [[3, 1], [0, 2]])
+        train(made, "other", [[0, 1, 2, 3]], rollout_log_probs=nudged)
+        Rank(made, run="empty").stage(STAGE, 5)
+        nexrl_directory(data / "nexrl")
+        yield made
+
+
+@pytest.fixture
+def session(running: Service) -> Iterator[stagescope.Session]:
+    assert running.tokens is not None
+    with stagescope.attach(running.server.url, token=running.tokens.read) as found:
+        yield found
+
+
+def test_another_split_over_ranks_is_the_same(session: stagescope.Session) -> None:
+    found = session.compare("one:5", "split:5")
+    assert (found.verdict, found.exit_status, found.first) == ("same", 0, None)
+    assert [side["name"] for side in found["sides"]] == ["one@1:5", "split@1:5"]
+
+
+def test_the_first_difference_and_what_changed_in_the_attempts(session: stagescope.Session) -> None:
+    found = session.compare("one:6", "other:6")
+    assert (found.verdict, found.exit_status) == ("different", 1)
+    assert found.first is not None
+    assert found.first["name"] == "rollout_log_probs"
+    changed = {(row["area"], row["name"]): (row["a"], row["b"]) for row in found["changes"]["rows"]}
+    assert changed == {("packages", "torch"): ("2.12.0", "2.13.0")}
+    text = "\n".join(found.lines())
+    assert "different" in text
+    assert "rollout_log_probs" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_tolerances_travel(session: stagescope.Session) -> None:
+    wide = session.compare("one:6", "other:6", tolerances=["*rollout_log_probs=1"])
+    assert wide.verdict == "within noise"
+    with pytest.raises(InvalidInput, match="tolerance"):
+        session.compare("one:6", "other:6", tolerances=["x"])
+
+
+def test_without_a_step_all_that_both_hold_is_compared(session: stagescope.Session) -> None:
+    found = session.compare("one", "other")
+    assert [side["steps"] for side in found["sides"]] == [[5, 6], [5, 6]]
+    assert found.first is not None
+    assert (found.verdict, found.first["location"]["a"]["place"]["step"]) == (
+        "different", 6,
+    )  # fmt: skip
+    assert session.compare("one:5", "other").verdict == "same"
+
+
+def test_three_sides(session: stagescope.Session) -> None:
+    found = session.compare("one:6", "split:6", "other:6")
+    assert [pair["verdict"] for pair in found["pairs"]] == ["same", "different", "different"]
+
+
+def test_directories_in_the_roots_alone(session: stagescope.Session, running: Service) -> None:
+    nexrl = {"directory": str(running.settings.data_path / "nexrl")}
+    assert session.compare(nexrl, nexrl).verdict == "same"
+    with pytest.raises(Forbidden, match="outside"):
+        session.compare(nexrl, {"directory": "/etc"})
+    with pytest.raises(InvalidInput, match="runs only"):
+        session.compare(nexrl, nexrl).save("never.html")
+
+
+def test_what_is_not_there_says_what_to_do(session: stagescope.Session) -> None:
+    with pytest.raises(NotFound, match="keep"):
+        session.compare("one", "empty")
+    with pytest.raises(NotFound, match="step"):
+        session.compare("one:7", "other:7")
+    with pytest.raises(InvalidInput, match="RUN"):
+        session.compare("one@x", "other")
+
+
+def test_a_page_that_needs_no_network(session: stagescope.Session, tmp_path: Path) -> None:
+    page = session.compare("one:6", "other:6").save(tmp_path / "report.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    assert "rollout_log_probs" in page
+    assert 'src="http' not in page
+
+
+def test_a_step_that_grew_is_compared_anew(running: Service, session: stagescope.Session) -> None:
+    train(running, "grows", [[0, 1, 2, 3]])
+    assert session.compare("one:6", "grows:6").verdict == "same"
+    later = Rank(running, run="grows", rank=0, key="a2", world_size=1)
+    later.stage(STAGE, 6, payload([0, 1, 2, 3], old_log_probs=nudged))
+    assert session.compare("one:6", "grows:6").verdict == "different"
+    assert session.compare("one:6", "grows@1:6").verdict == "same"
+
+
+def test_the_command_says_by_its_exit_status_what_it_found(
+    running: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert running.tokens is not None
+    monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.read)
+    page = tmp_path / "report.html"
+    different = invoke("compare", "one:6", "other:6", "--html", str(page))
+    assert different.exit_code == 1, different.output
+    lines = different.stdout.splitlines()
+    assert lines[0].endswith("DIFFERENT")
+    assert any("packages torch: 2.12.0 -> 2.13.0" in line for line in lines)
+    assert max(len(line) for line in lines if str(page) not in line) <= 80
+    assert "packages torch" in page.read_text()
+    assert invoke("compare", "one", "split", "--step", "5").exit_code == 0
+    nowhere = invoke("compare", "one:6", str(tmp_path / "nothing"))
+    assert nowhere.exit_code == 2
+    assert "names no run" in nowhere.stderr
