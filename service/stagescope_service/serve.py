@@ -23,6 +23,7 @@ from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api_actor import ApiServer
 from stagescope_service.engine.coordinator import NAME, NAMESPACE, DebugCoordinator
 from stagescope_service.engine.ingestor import ingestor_name
+from stagescope_service.engine.orders.standing import read_standing
 from stagescope_service.settings import Settings
 from stagescope_service.triggers.rules import read_yaml
 
@@ -62,7 +63,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
             itself ends with it, and is joined only by its address.
 
     Raises:
-        InvalidInput: the file of triggers cannot be read, or a rule in it.
+        InvalidInput: the file of triggers, or of what is kept, cannot be read, or a rule in it.
         Unreachable: no cluster at `address`.
         Conflict: the port is taken, or this home's service runs in another cluster.
         NotReady: the service did not begin to answer in time.
@@ -70,6 +71,8 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
     tokens = Tokens.load(settings) if settings.auth else None
     check_bind(settings, tokens)
     _check_triggers(settings)
+    if settings.keep is not None:
+        read_standing(settings.keep)
     before = clusters.of_home(settings)
     with service_file.kept_on_failure(settings), clusters.chosen(settings, address) as cluster:
         running = _actor(API_NAME) is not None

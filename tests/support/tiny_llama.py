@@ -38,7 +38,7 @@ def write_llama(folder: Path, seed: int = 0, *, template: bool = True) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer()
     if template:
         tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -48,7 +48,8 @@ def write_llama(folder: Path, seed: int = 0, *, template: bool = True) -> Path:
     return folder
 
 
-def _tokenizer() -> Any:
+def tiny_tokenizer() -> Any:
+    """Return the tokenizer; `<s>` is added in front of every text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -65,6 +65,22 @@ def test_a_capture_of_the_plan_is_wanted_as_soon_as_it_is_heard_of(
     wait_for(lambda: not probe.wants("prob_ratio", stage="actor_update", step=7))
 
 
+def test_what_the_service_has_runs_keep_is_wanted_too(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe(keep={"steps": [1], "what": ["loss"]})
+    keep = {"every_n_steps": 2, "what": ["is_loss"], "parameters": ["bias"]}
+    coordinator.plan = {"revision": 1, "captures": [], "keep": keep}
+    coordinator.tick()
+    wait_for(lambda: probe.wants("prob_ratio", stage="actor_update", step=4))
+    assert not probe.wants("prob_ratio", stage="actor_update", step=1)
+    assert probe.wants("loss", stage="actor_update", step=1)
+    with probe.stage("actor_update", step=4, model=torch.nn.Linear(3, 2)):
+        pass
+    (taken,) = payloads(coordinator, 1)
+    assert [*taken["tensors"]] == ["parameter/bias"]
+
+
 def test_numbers_alone_make_a_payload_only_where_they_are_kept(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:

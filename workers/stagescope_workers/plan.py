@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stagescope.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.errors import InvalidPlan
-from stagescope.keeping import shard_capture, wanted_by, words_of
+from stagescope.keeping import read_keep, shard_capture, wanted_by, words_of
 
 _HISTORY: Final = 1000  # steps remembered to tell a late capture
 _WANTED: Final = 64  # stages whose words are remembered
@@ -42,6 +42,7 @@ class PlanWatch:
         self.role = role
         self.rank = rank
         self._keep = keep
+        self._standing: dict[str, Any] | None = None
         shards = None if keep is None else shard_capture(keep)
         ours = (*local, *(() if shards is None else (shards,)))
         self._local = ours if is_carried_out else ()
@@ -105,7 +106,9 @@ class PlanWatch:
         place: dict[str, Any] = {
             "stage": stage, "role": self.role, "rank": self.rank, "step": step
         }  # fmt: skip
-        words = set(() if self._keep is None else wanted_by(self._keep, **place))
+        words: set[str] = set()
+        for keep in (self._keep, self._standing):
+            words.update(() if keep is None else wanted_by(keep, **place))
         for capture in self._captures:
             if capture.get("run") in (None, self.run) and matches(capture, **place):
                 words.update(words_of(capture))
@@ -129,7 +132,10 @@ class PlanWatch:
                     asked += [capture] if self._concerns(capture) else []
                 else:
                     missed += [(capture, *late) for late in self._too_late(capture)]
-            self._captures = (*self._local, *captures)
+            self._standing = read_keep(plan.get("keep"))
+            shards = None if self._standing is None else shard_capture(self._standing)
+            ordered = () if shards is None or not self._is_carried_out else (shards,)
+            self._captures = (*self._local, *captures, *ordered)
             self._wanted.clear()
             self._revision = int(plan["revision"])
             self.data_dir = plan.get("data_dir") or self.data_dir

@@ -22,6 +22,7 @@ from stagescope_service.dumps.listing import (
     entry_order,
     files_of,
     is_companion,
+    is_saved,
     unknown,
 )
 from stagescope_service.dumps.records import Entry, Place, Record
@@ -52,9 +53,7 @@ def is_areal(values: Sequence[str | int]) -> bool:
 
 def holds_areal(found: Sequence[Found]) -> bool:
     """Say whether any of the files is AReaL's."""
-    return any(
-        each.path.suffix == ".pt" and is_areal(first_values(each.path, _PEEKED)) for each in found
-    )
+    return any(is_areal(first_values(each.path, _PEEKED)) for each in found if is_saved(each))
 
 
 def open_areal(path: Path, *, step: int | None = None) -> FileDump:
@@ -71,17 +70,19 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
     """
     found, problems = files_of(path)
     names = {each.name for each in found}
-    entries: list[Entry] = []
+    ours: dict[Found, Sequence[str | int]] = {}
     for each in found:
-        known = each.path.suffix in (".pt", ".json")
-        values = first_values(each.path, _PEEKED) if known else []
+        values = first_values(each.path, _PEEKED) if is_saved(each) else []
         if is_areal(values):
-            sections = ["trajectories"]
-            sections += [s for s, others in _SECTIONS.items() if any(o in values for o in others)]
-            place = Place(stage=None if len(found) == 1 else each.path.stem)
-            entries += [Entry(s, place, each.path, each.bytes, s) for s in sections]
+            ours[each] = values
         elif not is_companion(each, names):
             problems.append(unknown(each, "AReaL's batches"))
+    entries = [
+        Entry(section, Place(stage=each.path.stem if len(ours) > 1 else None), each.path,
+              each.bytes, section)
+        for each, values in ours.items()
+        for section in _sections_of(values)
+    ]  # fmt: skip
     if not entries:
         raise NotFound(
             f"{path} holds no batch of AReaL's",
@@ -89,6 +90,13 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
         )
     chosen = [entry for entry in entries if step in (None, entry.place.step)]
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+
+
+def _sections_of(values: Sequence[str | int]) -> list[str]:
+    others = [
+        section for section, names in _SECTIONS.items() if any(name in values for name in names)
+    ]
+    return ["trajectories", *others]
 
 
 def read_entry(entry: Entry) -> Record:

@@ -17,6 +17,7 @@ from stagescope_service.store.tensorfile import WireTensor
 _NUMBERS: Final = frozenset({int, float, bool})
 _DEPTH: Final = 16
 _MOST_TEXT: Final = 100_000
+_MOST_LISTED: Final = 10_000
 
 
 @dataclasses.dataclass
@@ -77,11 +78,22 @@ class Columns:
 
     def add_about(self, name: str, value: Any) -> None:
         """Keep a plain value beside the others; what is not plain is named as left out."""
-        found = json_text(value)
-        if found is None:
+        value = _without_tensors(value)
+        if json_text(value) is None:
             self.left_out[name] = f"a {type(value).__name__} that holds more than plain values"
         else:
             self.about[name] = value
+
+
+def _without_tensors(value: Any, depth: int = 0) -> Any:
+    """Return a tree with the lists of a converted file as lists again."""
+    if isinstance(value, FileTensor) and value.wire[2].size <= _MOST_LISTED:
+        return value.wire[2].tolist()
+    if depth < _DEPTH and isinstance(value, dict):
+        return {name: _without_tensors(item, depth + 1) for name, item in value.items()}
+    if depth < _DEPTH and isinstance(value, list):
+        return [_without_tensors(item, depth + 1) for item in value]
+    return value
 
 
 def number_of(tag: str, values: np.ndarray[Any, Any]) -> float | int:

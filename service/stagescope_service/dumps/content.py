@@ -93,8 +93,9 @@ def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
         if path.suffix == ".jsonl":
             with path.open("rb") as file:
                 return _first(json.loads(file.readline(MOST_LINE_BYTES)), most)
-        tree = parse_json(_text(path), path)
-        return _first(tree["content"] if _CONVERTED in tree else None, most)
+        with path.open("rb") as file:
+            is_ours = file.read(len(_CONVERTED) + 2).endswith(_CONVERTED.encode())
+        return _first(parse_json(_text(path), path)["content"], most) if is_ours else []
     except (OSError, ValueError, RecursionError, TypeError, KeyError, StagescopeError):
         return []
 
@@ -232,7 +233,7 @@ class _Decoded:
             return value
         try:
             return self._reference(value, depth)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InvalidTensor(
                 f"{self._path} refers to {value!r:.100}, which is not beside it"
             ) from error

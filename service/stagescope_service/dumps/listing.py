@@ -93,6 +93,11 @@ def files_of(path: Path) -> tuple[list[Found], list[Problem]]:
     return files_below(path)
 
 
+def is_saved(found: Found) -> bool:
+    """Say whether a file may be one that torch.save wrote, or a converted one, by its name."""
+    return found.path.suffix in (".pt", ".json")
+
+
 def is_companion(found: Found, names: Container[str]) -> bool:
     """Say whether a file holds the tensors of a converted one."""
     stem, _, suffix = found.name.rpartition(".")

@@ -80,7 +80,7 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
         each
         for each in found
         if each.name in known and each.path.parent.name == TENSOR_FOLDER
-        and each.path.suffix == ".pt"
+        and each.path.suffix in (".pt", ".json")
     ]  # fmt: skip
     entries = [_entry_of(each) for each in tensors]
     chosen = [entry for entry in entries if step in (None, entry.place.step)]

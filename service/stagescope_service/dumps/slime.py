@@ -23,6 +23,7 @@ from stagescope_service.dumps.listing import (
     entry_order,
     files_of,
     is_companion,
+    is_saved,
     unknown,
 )
 from stagescope_service.dumps.records import Entry, Place, Record
@@ -55,7 +56,7 @@ def is_slime(values: Sequence[str | int]) -> bool:
 
 def holds_slime(found: Sequence[Found]) -> bool:
     """Say whether any of the files is slime's."""
-    return any(each.path.suffix == ".pt" and is_slime(first_values(each.path)) for each in found)
+    return any(is_slime(first_values(each.path)) for each in found if is_saved(each))
 
 
 def open_slime(path: Path, *, step: int | None = None) -> FileDump:
@@ -74,7 +75,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
     names = {each.name for each in found}
     entries: list[Entry] = []
     for each in found:
-        values = first_values(each.path) if each.path.suffix in (".pt", ".json") else []
+        values = first_values(each.path) if is_saved(each) else []
         if is_slime(values):
             entries += _entries_of(each, values)
         elif not is_companion(each, names):
@@ -128,8 +129,9 @@ def read_entry(entry: Entry) -> Record:
         _add_versions(found, rows)
         removed = sum(bool(row.get("remove_sample")) for row in rows)
         found.about |= {"removed_samples": removed} if removed else {}
-        for name in data.keys() - {"samples", "format_version"}:
+        for name in data.keys() - {"samples", "format_version", "raw_reward"}:
             found.add_about(name, data[name])
+        found.add("raw_rewards", data.get("raw_reward"))
     found.about["alignment"] = "responses alone, not shifted"
     mask = "response_mask" if "response_mask" in found.tensors else None
     groups, samples = _names(rows, found)

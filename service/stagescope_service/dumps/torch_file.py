@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import enum
+import os
 import pickle
 import pickletools
 import stat
@@ -83,6 +86,21 @@ def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     size = _size_of_file(path, most_bytes)
     is_zip = _check_zip(path, size)
     return _Plain(path, size)(_load(path, mapped=is_zip))
+
+
+def load_running_code(path: Path) -> Any:
+    """Load a file with full unpickling: this RUNS whatever code the file holds.
+
+    Only for a process of its own, after somebody said that he trusts the file; see `unpickling`.
+
+    Returns:
+        As `read_torch_file`; objects of classes are dicts of their attributes.
+    """
+    import torch
+
+    size = _size_of_file(path, MOST_BYTES)
+    loaded = torch.load(path, map_location="cpu", weights_only=False)
+    return _Plain(path, size, objects=True)(loaded)
 
 
 def save_torch_file(path: Path, content: Any) -> None:
@@ -276,8 +294,9 @@ def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, Any | None, i
 class _Plain:
     """Turns what torch loaded into plain values; bounded by the size of the file."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, *, objects: bool = False) -> None:
         self._path = path
+        self._objects = objects
         self._size = size
         # No element takes less than a byte of a pickle, unless it is told many times over.
         self._nodes = size
@@ -301,9 +320,28 @@ class _Plain:
             if set(map(type, value)) <= SCALARS:  # long lists of token ids are not walked
                 return value if kind is list else list(value)
             return [self(item, depth + 1) for item in value]
-        if hasattr(value, "detach"):
+        if hasattr(value, "detach") and hasattr(value, "layout"):
             return self._tensor(value)
+        if self._objects:
+            return self._object(value, depth)
         return Unreadable(f"a {kind.__module__}.{kind.__qualname__}")
+
+    def _object(self, value: Any, depth: int) -> Any:
+        """Return what an object of a class holds, as far as it is plain."""
+        if isinstance(value, np.ndarray):
+            is_number = value.dtype.kind in "fiub"
+            found = np.ascontiguousarray(value) if is_number else value.tolist()
+            return self._numpy(found, str(found.dtype)) if is_number else self(found, depth + 1)
+        if isinstance(value, np.generic | enum.Enum):
+            return self(value.item() if isinstance(value, np.generic) else value.value, depth + 1)
+        if isinstance(value, os.PathLike | datetime.date):
+            return str(value)
+        if hasattr(value, "to_dict") and hasattr(value, "batch_size"):  # a TensorDict
+            return self(value.to_dict(), depth + 1)
+        held = getattr(value, "__dict__", None)
+        if held is None or callable(value):
+            return Unreadable(f"a {type(value).__module__}.{type(value).__qualname__}")
+        return self(dict(held), depth + 1)
 
     def _count(self, elements: int) -> None:
         self._nodes -= elements

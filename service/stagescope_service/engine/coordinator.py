@@ -24,6 +24,7 @@ from stagescope_service.engine.floor import RayFloor
 from stagescope_service.engine.instructions import Assemble, Put
 from stagescope_service.engine.orders.bench import with_bench
 from stagescope_service.engine.orders.plans import Plan
+from stagescope_service.engine.orders.standing import Standing, read_standing
 from stagescope_service.engine.orders.worst import with_ranks
 from stagescope_service.engine.reception import Reception, describe
 from stagescope_service.engine.restore import restore
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 NAME: Final = "DebugCoordinator"
 NAMESPACE: Final = "stagescope"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_STANDING: Final = "standing_keep"
+"""Key of `meta`: what the settings' file has runs keep, and since which revision."""
 _LONGEST_WAIT: Final = 60.0
 """Seconds that one call waits for an agreement."""
 
@@ -307,12 +310,13 @@ class DebugCoordinator:
                 pause = min(2 * pause, _LONGEST_PAUSE)
         state = State(lease_seconds=settings.lease_seconds)
         restore(state, snapshot, time.monotonic())
+        standing, revision, rows = await _standing(settings, snapshot)
         in_force = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
         floor = self._floor = RayFloor(settings, self._ordered)
         floor.reception = Reception(
             state,
             store,
-            Plan(in_force, revision=snapshot.last_revision),
+            Plan(in_force, revision=revision, standing=standing),
             floor,
             coordinator=self._coordinator,
             poll_seconds=settings.poll_seconds,
@@ -320,6 +324,7 @@ class DebugCoordinator:
         )
         floor.reception.hangs.adopt(snapshot.findings)
         state.stack_requests.adopt(snapshot.asked_stacks)
+        await floor.reception.write(rows)
         floor.open(settings)
         for order in _unformed(snapshot):
             floor.assemble(order)
@@ -327,6 +332,28 @@ class DebugCoordinator:
         for row in snapshot.undigested:
             floor.digest(digests.again(row, runs[row["attempt_id"]]))
         return floor.reception
+
+
+async def _standing(settings: Settings, snapshot: Snapshot) -> tuple[Standing, int, list[Put]]:
+    """Return what the settings' file has runs keep, and the revision under which ranks know it.
+
+    A file that cannot be read any more changes nothing, and the audit says so.
+    """
+    stored = snapshot.meta.get(_STANDING) or {"revision": 0, "keep": {}}
+    known, revision = stored["keep"], max(snapshot.last_revision, stored["revision"])
+    try:
+        found: Standing = {}
+        if settings.keep is not None:
+            found = await asyncio.to_thread(read_standing, settings.keep)
+    except StagescopeError as error:
+        logger.warning("what is to be kept is as before: %s", error)
+        refused = _audit(f"file {settings.keep}", "keep_refused", {"problem": str(error)})
+        return known, revision, [refused]
+    if found == known:
+        return known, revision, []
+    value = {"revision": revision + 1, "keep": found}
+    audit = _audit(f"file {settings.keep}", "set_keep", {"keep": found})
+    return found, revision + 1, [Put("meta", {"key": _STANDING, "value": value}), audit]
 
 
 def _unformed(snapshot: Snapshot) -> list[Assemble]:

@@ -169,10 +169,19 @@ def read_yaml(text: str) -> Rules:
     Raises:
         InvalidPlan: no YAML, or not such a document.
     """
+    return Rules.parse(load_yaml(text))
+
+
+def load_yaml(text: str) -> Any:
+    """Return what YAML says, without aliases, tags or objects.
+
+    Raises:
+        InvalidPlan: no YAML, or too much of it.
+    """
     if len(text) > MOST_BYTES:
         raise InvalidPlan(f"{len(text)} characters", expected=f"at most {MOST_BYTES}")
     try:
-        document = yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         # Without the text round the mistake, which may hold a webhook's secret.
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
@@ -180,7 +189,6 @@ def read_yaml(text: str) -> Rules:
         raise InvalidPlan(
             f"the rules are no YAML: {problem or type(error).__name__}{line}", expected="YAML"
         ) from None
-    return Rules.parse(document)
 
 
 class _Loader(yaml.SafeLoader):

@@ -115,7 +115,7 @@ def test_trajectories_of_other_formats(tmp_path: Path) -> None:
         assert [each["tokens"] for each in found] == [batch.tokens(row) for row in range(8)]
         assert [each["loss_mask"] for each in found] == [batch.loss_mask(row) for row in range(8)]
         assert [each["reward"] for each in found] == batch.rewards.tolist()
-    assert path.name == "step_-00001.jsonl"
+    assert (tmp_path / "ragged/trajectory/step_-00001.jsonl").exists()
     found = json.loads((tmp_path / "slime/trajectory/step_000000.jsonl").read_text())
     assert found["trajectories"][5]["extra_fields"] == {"group_id": "1", "run_id": 5}
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from stagescope.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.errors import Conflict, NotFound
-from stagescope.keeping import words_of
+from stagescope.keeping import wanted_by, words_of
 from stagescope_service.engine.orders.agreement import ASKED, Agreement
+from stagescope_service.engine.orders.standing import Standing, standing_of
 
 __all__ = ["Entry", "Plan", "matches", "validate_capture"]
 
@@ -65,9 +66,16 @@ class Publication(NamedTuple):
 class Plan:
     """The captures in force, with a revision that grows at every change."""
 
-    def __init__(self, captures: Iterable[Mapping[str, Any]] = (), *, revision: int = 0) -> None:
+    def __init__(
+        self,
+        captures: Iterable[Mapping[str, Any]] = (),
+        *,
+        revision: int = 0,
+        standing: Standing | None = None,
+    ) -> None:
         self.entries = {str(item["capture_id"]): Entry.of(item) for item in captures}
         self._allotted = revision
+        self._standing = standing or {}
         self._wire: list[dict[str, Any]] = []
         self._published = Publication(revision, ())
         self.publish(self.publication())
@@ -140,7 +148,9 @@ class Plan:
 
     def wire(self, run: str) -> dict[str, Any]:
         """Return the plan as it travels to the ranks of a run."""
-        return {"revision": self.revision, "captures": self.for_run(run)}
+        keep = standing_of(self._standing, run)
+        said = {} if keep is None else {"keep": keep}
+        return {"revision": self.revision, "captures": self.for_run(run), **said}
 
     def stored(self) -> dict[str, Any]:
         """Return the plan as answers show it."""
@@ -158,4 +168,7 @@ class Plan:
             wanted = words_of(capture)
             if wanted and matches(capture, stage=stage, role=role, rank=rank, step=step):
                 words.update(dict.fromkeys(wanted))
+        if (keep := standing_of(self._standing, run)) is not None:
+            own = wanted_by(keep, stage=stage, role=role, rank=rank, step=step)
+            words.update(dict.fromkeys(own))
         return list(words)

@@ -1,0 +1,261 @@
+"""`stagescope convert`: what it refuses to do unasked, and what comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.command_line import invoke
+from tests.support.dump_files import (
+    Batch,
+    areal_file,
+    hostile_torch_file,
+    make_batch,
+    nexrl_directory,
+    slime_rollout_file,
+    slime_train_file,
+)
+
+from stagescope.errors import Conflict, InvalidInput, InvalidTensor, NotFound
+from stagescope_service.dumps import unpickling
+from stagescope_service.dumps.content import read_content
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import Record
+from stagescope_service.dumps.torch_file import FileTensor, Unreadable, load_running_code
+
+
+def converted(source: Path, target: Path) -> unpickling.Conversion:
+    plan = unpickling.plan_conversion(source)
+    unpickling.convert_files(plan, target)
+    return plan
+
+
+def same(one: Record, other: Record) -> None:
+    assert one.entry.place == other.entry.place
+    assert {*one.tensors} == {*other.tensors}
+    for name, (tag, shape, values, offsets) in one.tensors.items():
+        assert other.tensors[name][:2] == (tag, shape), name
+        np.testing.assert_array_equal(other.tensors[name][2], values)
+        np.testing.assert_array_equal(other.tensors[name][3], offsets)
+    np.testing.assert_equal(dict(other.numbers), dict(one.numbers))
+    assert (other.samples, other.groups, other.mask) == (one.samples, one.groups, one.mask)
+    assert (other.row_texts, other.about) == (one.row_texts, one.about)
+
+
+def make(kind: str, path: Path, batch: Batch) -> Path:
+    if kind.startswith("nexrl"):
+        return nexrl_directory(path, mode=kind.removeprefix("nexrl_"))
+    if kind == "slime":
+        slime_rollout_file(path / "rollout/0.pt", batch)
+        slime_train_file(path / "train/0.pt", batch)
+        return path
+    areal_file(path / "batch_data.pt", batch, form=kind)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["nexrl_self_hosted", "nexrl_remote_api", "nexrl_weaver", "slime", "dict", "list",
+     "tensordict"],
+)  # fmt: skip
+def test_a_converted_dump_is_the_same_dump(tmp_path: Path, kind: str) -> None:
+    source = make(kind, tmp_path / "a", make_batch(8, 24))
+    plan = converted(source, tmp_path / "b")
+    assert (plan.unsafe, plan.failed) == ({}, {})
+    assert not list((tmp_path / "b").rglob("*.pt"))
+    one, other = open_dump(source), open_dump(tmp_path / "b")
+    assert (one.kind, len(one.entries)) == (other.kind, len(other.entries))
+    assert len(other.problems) == len(one.problems)
+    for first, second in zip(one.entries, other.entries, strict=True):
+        same(one.read(first), other.read(second))
+
+
+def test_every_plain_value_comes_back(tmp_path: Path) -> None:
+    value = {
+        "number": 1, "real": float("-inf"), "nan": float("nan"), "text": "ü\ud800", "none": None,
+        "ints": list(range(20)), "floats": [0.5] * 20, "few": [1, 2], "big": [1 << 70] * 9,
+        "mixed": [1, "a", {"$tensor": "5"}], "t": torch.ones(2, 3, dtype=torch.bfloat16),
+        "$ints": 3, "complex": torch.zeros(2, dtype=torch.complex64), "bytes": b"x",
+    }  # fmt: skip
+    torch.save(value, tmp_path / "a.pt")
+    converted(tmp_path / "a.pt", tmp_path / "b")
+    found = read_content(tmp_path / "b/a.json")
+    assert isinstance(found["ints"], FileTensor)
+    assert found["ints"].wire[2].tolist() == value["ints"]
+    assert found["floats"].wire[2].tolist() == value["floats"]
+    assert found["t"].wire[0] == "bfloat16"
+    assert isinstance(found["complex"], Unreadable)
+    assert isinstance(found["bytes"], Unreadable)
+    for name in ("number", "real", "text", "none", "few", "big", "mixed", "$ints"):
+        assert found[name] == value[name]
+    assert np.isnan(found["nan"])
+
+
+def test_code_of_a_file_runs_only_after_yes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    marker = tmp_path / "made"
+    hostile_torch_file(tmp_path / "a/x.pt", marker)
+    torch.save({"fine": torch.ones(2)}, tmp_path / "a/y.pt")
+    result = invoke("convert", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert result.exit_code == 1
+    assert "RUNS whatever code" in " ".join(result.stderr.split())
+    assert "posix.system" in result.stderr
+    assert not marker.exists()
+    assert not (tmp_path / "b").exists()
+    result = invoke("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--yes", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert marker.exists()
+    said = json.loads(result.stdout)
+    assert (said["files"], said["ran_code_of"]) == (2, [str(tmp_path / "a/x.pt")])
+    found = read_content(tmp_path / "b/x.json")
+    assert found["log_probs"].wire[1] == (2,)
+    assert found["more"] == 0  # what os.system returned
+
+
+def test_files_that_are_safe_are_converted_without_a_question(tmp_path: Path) -> None:
+    source = nexrl_directory(tmp_path / "a")
+    result = invoke("convert", str(source), str(tmp_path / "b"))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"14 files in {tmp_path / 'b'}\n"
+
+
+class Look:
+    """Pickles as an expression that is evaluated when it is loaded."""
+
+    def __init__(self, expression: str) -> None:
+        self.expression = expression
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (self.expression,)
+
+
+def test_the_process_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGESCOPE_TOKEN", "secret")
+    looks = {"env": "dict(__import__('os').environ)", "cwd": "__import__('os').listdir()"}
+    torch.save({name: Look(text) for name, text in looks.items()}, tmp_path / "a.pt")
+    plan = unpickling.plan_conversion(tmp_path / "a.pt")
+    unpickling.convert_files(plan, tmp_path / "b", run_code=True)
+    found = read_content(tmp_path / "b/a.json")
+    assert "STAGESCOPE_TOKEN" not in found["env"]
+    assert "secret" not in found["env"].values()
+    assert found["cwd"] == []
+
+
+def test_a_file_that_fails_or_hangs_is_named_and_the_others_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    torch.save(Look("1 / 0"), tmp_path / "a/fails.pt")
+    torch.save(Look("__import__('os').abort()"), tmp_path / "a/dies.pt")
+    torch.save({"a": 1}, tmp_path / "a/fine.pt")
+    (tmp_path / "a/broken.pt").write_bytes(b"PK\x03\x04")
+    result = invoke("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--yes", "--json")
+    assert result.exit_code == 1
+    said = json.loads(result.stdout)
+    assert said["files"] == 1
+    assert {Path(path).stem for path in said["failed"]} == {"fails", "dies", "broken"}
+    assert "ZeroDivisionError" in said["failed"][str(tmp_path / "a/fails.pt")]
+    (tmp_path / "c").mkdir()
+    torch.save(Look("__import__('threading').Event().wait()"), tmp_path / "c/hangs.pt")
+    monkeypatch.setattr(unpickling, "SECONDS", 0.5)
+    plan = unpickling.plan_conversion(tmp_path / "c")
+    unpickling.convert_files(plan, tmp_path / "d", run_code=True)
+    assert "within 0 s" in plan.failed[tmp_path / "c/hangs.pt"]
+
+
+class Status(enum.Enum):
+    DONE = "done"
+
+
+@dataclasses.dataclass
+class Sample:
+    tokens: list[int]
+    status: Status
+    where: Path
+    when: datetime.date
+    mask: Any
+
+
+def test_objects_are_dicts_of_their_attributes(tmp_path: Path) -> None:
+    when = datetime.date(2026, 1, 2)
+    sample = Sample([1, 2], Status.DONE, tmp_path, when, np.ones(3, np.float32))
+    more = {"dates": np.array(["2026-01-02"], "datetime64[D]"), "f": print, "n": np.int64(3)}
+    torch.save({"samples": [sample], "rollout_id": 1, **more}, tmp_path / "a.pt")
+    found = load_running_code(tmp_path / "a.pt")
+    (one,) = found["samples"]
+    assert one["mask"].wire[2].tolist() == [1, 1, 1]
+    del one["mask"]
+    assert one == {"tokens": [1, 2], "status": "done", "where": str(tmp_path), "when": "2026-01-02"}
+    assert found["dates"] == ["2026-01-02"]
+    assert found["n"] == 3
+    assert isinstance(found["f"], Unreadable)
+
+
+def test_nothing_is_written_over_or_into_itself(tmp_path: Path) -> None:
+    source = nexrl_directory(tmp_path / "a")
+    plan = unpickling.plan_conversion(source)
+    with pytest.raises(Conflict):
+        unpickling.convert_files(plan, source)
+    with pytest.raises(InvalidInput, match="lies in"):
+        unpickling.convert_files(plan, source / "new")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match=r"no \.pt file"):
+        unpickling.plan_conversion(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": {"$tensor": "../../etc/passwd"}},
+        {"content": {"$ints": 99}},
+        {"content": {"$ints": -1}},
+        {"content": {"$ints": "a"}},
+        {"content": {"$dict": 5}},
+        {"stagescope_converted": 2},
+        {},
+    ],
+)
+def test_a_converted_file_that_was_changed_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    torch.save({"a": list(range(20))}, tmp_path / "a.pt")
+    converted(tmp_path / "a.pt", tmp_path / "b")
+    path = tmp_path / "b/a.json"
+    tree = json.loads(path.read_text())
+    path.write_text(json.dumps({**tree, **change} if change else []))
+    with pytest.raises(InvalidTensor):
+        read_content(path)
+
+
+def test_exports_by_the_command_line(tmp_path: Path) -> None:
+    slime_rollout_file(tmp_path / "a.pt", make_batch(8, 16), rollout_id=3)
+    result = invoke("export", str(tmp_path / "a.pt"), str(tmp_path / "b"), "--format", "jsonl")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("1 file, ")
+    assert (tmp_path / "b/trajectory/step_000003.jsonl").exists()
+    result = invoke("export", str(tmp_path / "a.pt"), str(tmp_path / "b"))
+    assert "not empty" in result.stderr
+    result = invoke("export", str(tmp_path / "a.pt"), str(tmp_path / "c"), "--step", "9", "--json")
+    assert result.exit_code == 4
+    assert "its steps: 3" in " ".join(result.stderr.split())
+
+
+def test_help_loads_neither_torch_nor_the_readers() -> None:
+    script = (
+        "import sys; from stagescope_service.commands import dumping; "
+        "assert not {'torch', 'numpy.random'} & {*sys.modules}, sys.modules.keys()"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": path}
+    )
