@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import mmap
 import os
@@ -20,6 +21,7 @@ import numpy as np
 
 from stagescope.errors import InvalidTensor, NotFound, StoreError
 from stagescope.tensorfile import (
+    Entry,
     TensorFile,
     WireTensor,
     assemble,
@@ -150,11 +152,11 @@ def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
     """
     with _opened(path, most_bytes) as (file, size):
-        header, start = read_header(file, path, size)
-        entries = check_entries(header, path, size - start)
+        known = _known(path, os.fstat(file.fileno()).st_mtime_ns, size)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    start = known.start
     data = np.frombuffer(mapped, np.uint8, offset=start) if size > start else np.empty(0, np.uint8)
-    return assemble(data, entries, read_metadata(header, path))
+    return assemble(data, known.entries, known.strings)
 
 
 def describe_file(path: Path) -> Description:
@@ -164,10 +166,24 @@ def describe_file(path: Path) -> Description:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
     """
     with _opened(path, MOST_BYTES) as (file, size):
+        known = _known(path, os.fstat(file.fileno()).st_mtime_ns, size)
+    empty = assemble(np.empty(0, np.uint8), [], known.strings)
+    shapes = {each.name: (each.tag, each.shape) for each in known.entries}
+    return Description(shapes, empty.metadata)
+
+
+class _Known(NamedTuple):
+    entries: list[Entry]
+    start: int
+    strings: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=64)  # a file is asked once for each of its sections
+def _known(path: Path, _written: int, size: int) -> _Known:
+    with _opened(path, size) as (file, _):
         header, start = read_header(file, path, size)
         entries = check_entries(header, path, size - start)
-    empty = assemble(np.empty(0, np.uint8), [], read_metadata(header, path))
-    return Description({each.name: (each.tag, each.shape) for each in entries}, empty.metadata)
+        return _Known(entries, start, read_metadata(header, path))
 
 
 def check_file(path: Path) -> int:

@@ -56,6 +56,42 @@ def test_a_payload_is_split_into_sections(tmp_path: Path) -> None:
     assert one(dump, "metrics").numbers == {"grad_norm": 1.5}
 
 
+def test_shards_datums_and_texts(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        rows = len(data["strings"]["sample_ids"])
+        data["tensors"]["datums/loss_fn_inputs.advantages"] = np.ones((rows, 2), np.float32)
+        data["strings"] |= {"answers": ["a"] * rows, "datums/kind": ["b"] * rows}
+        place = {"shape": [8, 4], "offset": [4, 0], "placements": ["Shard(0)"], "mesh": [2]}
+        data["meta"]["shards"] = {"gradient/lm_head.weight": place}
+
+    dump = open_dump(own_directory(tmp_path, edit=edit))
+    gradients = one(dump, "gradients")
+    assert gradients.about["shards"] == {
+        "lm_head.weight": {"global_shape": [8, 4], "offset": [4, 0]}
+    }
+    assert gradients.samples is None
+    datums = one(dump, "datums")
+    assert {*datums.tensors} == {"loss_fn_inputs/advantages"}
+    assert datums.row_texts == {"kind": ("b",) * 4}
+    assert one(dump, "trajectories").row_texts == {"answers": ("a",) * 4}
+    assert one(dump, "old_log_probs").row_texts == {}
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    found = []
+    for value in (1.0, 2.0):
+        write_tensors(path, {"loss": wire(np.array(value)), f"x{value}": wire(np.zeros(1))}, {})
+        os.utime(path, (value, value))
+        dump = open_files("a", [(path, Place(0))])
+        records = [dump.read(entry) for entry in dump.entries]
+        found.append([(dict(record.numbers), [*record.tensors]) for record in records])
+    assert found == [
+        [({"loss": 1.0}, []), ({}, ["x1.0"])],
+        [({"loss": 2.0}, []), ({}, ["x2.0"])],
+    ]
+
+
 def test_nan_losses_stay(tmp_path: Path) -> None:
     loss = one(open_dump(own_directory(tmp_path)), "loss")
     assert np.isnan(loss.numbers["pg_loss"])
