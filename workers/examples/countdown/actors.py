@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from examples.countdown.config import NONE, Settings, Troubles
@@ -16,7 +16,10 @@ from stagescope_workers import Probe, init
 if TYPE_CHECKING:
     import numpy as np
 
+    import stagescope
     from examples.countdown.batch import Batch
+    from examples.countdown.replay import ReplayedRollout
+    from examples.countdown.rollout import Rollout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,15 +76,26 @@ class RankActor:
 
 
 class RolloutActor:
-    """The process that holds the engine."""
+    """The process that holds the engine, or in its place stored rollouts."""
 
-    def __init__(self, settings: Settings, report: Report, troubles: Troubles = NONE) -> None:
-        layout = {"engine": f"ctranslate2 {settings.engine}"}
+    def __init__(
+        self,
+        settings: Settings,
+        report: Report,
+        troubles: Troubles = NONE,
+        stored: Sequence[stagescope.Batch] = (),
+    ) -> None:
+        layout = {"engine": "stored rollouts" if stored else f"ctranslate2 {settings.engine}"}
         self._probe = _probe(settings, "rollout", 0, report, layout)
+        self._rollout: Rollout | ReplayedRollout
+        if stored:
+            from examples.countdown.replay import ReplayedRollout
 
-        from examples.countdown.rollout import Rollout
+            self._rollout = ReplayedRollout(settings, self._probe, stored)
+        else:
+            from examples.countdown.rollout import Rollout
 
-        self._rollout = Rollout(settings, self._probe, troubles)
+            self._rollout = Rollout(settings, self._probe, troubles)
 
     def pid(self) -> int:
         """Return this process's id."""

@@ -63,6 +63,11 @@ class Batch:
             "results": [np.array(found, np.int64) for found in self.results],
         }
 
+    def counts(self) -> dict[str, float]:
+        """Rounds and tokens of a response, on average."""
+        tokens = float((self.turn_ids >= 0).sum() / len(self))
+        return {"rounds": float(self.round_counts.mean()), "response_tokens": tokens}
+
     @property
     def round_counts(self) -> np.ndarray:
         """Rounds of each row, int64 [rows]."""

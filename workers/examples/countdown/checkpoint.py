@@ -49,14 +49,29 @@ def latest(root: Path, settings: dict[str, Any]) -> tuple[int, Path] | None:
         ValueError: it was written under other settings.
     """
     folders = _complete(root)
-    if not folders:
-        return None
-    meta = json.loads((folders[-1] / "meta.json").read_text())
+    return _opened(folders[-1], settings) if folders else None
+
+
+def after(root: Path, step: int, settings: dict[str, Any]) -> Path:
+    """Return the folder of the checkpoint after `step`.
+
+    Raises:
+        ValueError: there is none, or it was written under other settings.
+    """
+    for folder in _complete(root):
+        if folder.name == f"{_PREFIX}{step:06d}":
+            return _opened(folder, settings)[1]
+    there = ", ".join(folder.name for folder in _complete(root)) or "none"
+    raise ValueError(f"{root} has no checkpoint after step {step} any more: it holds {there}")
+
+
+def _opened(folder: Path, settings: dict[str, Any]) -> tuple[int, Path]:
+    meta = json.loads((folder / "meta.json").read_text())
     mine = json.loads(json.dumps(settings))
     if meta["settings"] != mine:
         differ = sorted(k for k in mine if meta["settings"].get(k) != mine[k])
-        raise ValueError(f"{folders[-1]} was written with other settings: {', '.join(differ)}")
-    return meta["step"], folders[-1]
+        raise ValueError(f"{folder} was written with other settings: {', '.join(differ)}")
+    return meta["step"], folder
 
 
 def save_weights(path: Path, module: torch.nn.Module) -> None:

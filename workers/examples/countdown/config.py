@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 from examples.countdown.tokenizer import ANSWER_ID, PAD_ID, VOCABULARY_SIZE
@@ -75,6 +76,15 @@ class Settings:
                 f"{self.groups} groups do not divide into {self.minibatches} mini-batches on "
                 f"{self.world_size} ranks"
             )
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Settings:
+        """Read what `dataclasses.asdict` gave, also where JSON was between."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        found: dict[str, Any] = {name: said[name] for name in names if name in said}
+        if "rounds" in found:
+            found["rounds"] = tuple(found["rounds"])
+        return cls(**found)
 
     @property
     def samples(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from examples.countdown.config import Settings
@@ -152,6 +152,27 @@ class Sample:
         self.mask += [mask] * len(ids)
         # The environment's answer belongs to the turn that asked for it.
         self.turns += [self._round - (mask == 0)] * len(ids)
+
+
+def samples_of(settings: Settings, step: int) -> list[Sample]:
+    """Return a step's puzzles, `group_size` times each; they depend on seed and step alone."""
+    generator = random.Random(f"puzzles {settings.seed} {step}")
+    samples: list[Sample] = []
+    for group in range(settings.groups):
+        puzzle = make_puzzle(generator)
+        uids = (f"s{step}g{group}-{index}" for index in range(settings.group_size))
+        samples += [Sample(puzzle, uid, settings) for uid in uids]
+    return samples
+
+
+def play(
+    samples: Sequence[Sample],
+    write: Callable[[Sequence[Sample]], Sequence[tuple[Sequence[int], Sequence[float]]]],
+) -> None:
+    """Play samples to their ends; `write` gives the next round of each: ids and log-probs."""
+    while playing := [sample for sample in samples if not sample.done]:
+        for sample, (ids, log_probs) in zip(playing, write(playing), strict=True):
+            sample.take_round(ids, log_probs)
 
 
 def score(puzzle: Puzzle, answer: int | None, results: Sequence[int]) -> float:

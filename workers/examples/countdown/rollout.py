@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 from examples.countdown.batch import Batch, make_batch
 from examples.countdown.config import NONE, Settings, Troubles
 from examples.countdown.engine import Engine, Weights
-from examples.countdown.environment import Sample, make_puzzle
+from examples.countdown.environment import play, samples_of
 from stagescope_workers import Probe
 
 
@@ -36,27 +34,17 @@ class Rollout:
             self.policy_version = step - 1
 
     def generate(self, step: int) -> Batch:
-        """Play this step's puzzles, `group_size` times each; depends on seed and step alone."""
-        settings = self.settings
-        generator = random.Random(f"puzzles {settings.seed} {step}")
+        """Play this step's puzzles; depends on seed, step and the policy alone."""
+        budget = self.settings.round_tokens
         with self.probe.stage(
             "rollout_generate", step=step, policy_version=self.policy_version
         ) as stage:
-            samples: list[Sample] = []
-            for group in range(settings.groups):
-                puzzle = make_puzzle(generator)
-                uids = (f"s{step}g{group}-{index}" for index in range(settings.group_size))
-                samples += [Sample(puzzle, uid, settings) for uid in uids]
-            while playing := [sample for sample in samples if not sample.done]:
-                rounds = self._engine.generate(
-                    [sample.context for sample in playing], settings.round_tokens
-                )
-                for sample, (ids, log_probs) in zip(playing, rounds, strict=True):
-                    sample.take_round(ids, log_probs)
-            batch = make_batch(samples, self.policy_version)
-            stage.record(batch.trajectories(), **self._engine.sampling(settings.round_tokens))
-            stage.log(
-                rounds=float(batch.round_counts.mean()),
-                response_tokens=float((batch.turn_ids >= 0).sum() / len(batch)),
+            samples = samples_of(self.settings, step)
+            play(
+                samples,
+                lambda playing: self._engine.generate([s.context for s in playing], budget),
             )
+            batch = make_batch(samples, self.policy_version)
+            stage.record(batch.trajectories(), **self._engine.sampling(budget))
+            stage.log(**batch.counts())
         return batch

@@ -22,6 +22,7 @@ if "ray" not in sys.modules and (Path.home() / ".ray" / "auth_token").exists():
 
 import ray
 
+import stagescope
 from examples.countdown import checkpoint
 from examples.countdown.actors import RankActor, Report, RolloutActor
 from examples.countdown.advantages import critic_advantages, group_advantages
@@ -37,13 +38,20 @@ from examples.countdown.config import (
     SkippedSync,
     Troubles,
 )
+from examples.countdown.replay import Source, loss_of, verdict
 from stagescope_workers import finish
 
 
 class Job:
     """The processes of one attempt and the order in which a step goes through them."""
 
-    def __init__(self, settings: Settings, report: Report, troubles: Troubles = NONE) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        report: Report,
+        troubles: Troubles = NONE,
+        stored: Sequence[stagescope.Batch] = (),
+    ) -> None:
         self.settings = settings
         # No CPU slot: a step is a chain, in which the processes mostly wait for each other.
         remote: Any = ray.remote(num_cpus=0)
@@ -52,7 +60,7 @@ class Job:
             rank_actor.remote(settings, rank, report, troubles)
             for rank in range(settings.world_size)
         ]
-        self.rollout = rollout_actor.remote(settings, report, troubles)
+        self.rollout = rollout_actor.remote(settings, report, troubles, stored)
         port = ray.get(self.ranks[0].listen.remote())
         ray.get([rank.join.remote(port) for rank in self.ranks])
 
@@ -175,6 +183,52 @@ def train(
         ray.shutdown()
 
 
+def replay(
+    stored: Sequence[stagescope.Batch],
+    *,
+    address: str,
+    run: str,
+    root: Path,
+    attempt_key: str | None = None,
+    keep: Mapping[str, Any] | None = None,
+) -> bool:
+    """Train once more from stored rollouts, with no engine; nothing is saved.
+
+    Args:
+        stored: batches of steps that follow each other.
+        address: the Ray cluster.
+        run: under which name it reports.
+        root: checkpoints of the run that was stored: it begins before the first step.
+        attempt_key, keep: see the command's options.
+
+    Returns:
+        Whether every loss is the stored one, bit by bit.
+    """
+    settings = Settings.of(stored[0].meta["settings"])
+    first = stored[0].step or 0
+    folder = None
+    if first > 1:
+        folder = checkpoint.after(root, first - 1, dataclasses.asdict(settings))
+    ray.init(
+        address=address, namespace="countdown", log_to_driver=True, logging_level=logging.WARNING
+    )
+    same = True
+    try:
+        job = Job(settings, Report(run, attempt_key, keep=keep), stored=stored)
+        job.prepare(folder)
+        for each in stored:
+            begin = time.monotonic()
+            batch, scalars = job.step(each.step or 0)
+            print(describe(each.step or 0, batch, scalars, time.monotonic() - begin))
+            print(verdict(scalars["loss"], each), flush=True)
+            same &= scalars["loss"] == loss_of(each)
+        job.close(timeout=30)
+        finish(run=run, timeout=30)
+    finally:
+        ray.shutdown()
+    return same
+
+
 def _write_pids(path: Path, job: Job) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"driver": os.getpid(), "workers": job.pids()})
@@ -200,6 +254,20 @@ def _write_pids(path: Path, job: Job) -> None:
     "--keep",
     metavar="WORDS",
     help="Have the service keep this of every step: 'all', or 'trajectories,is_loss,loss'.",
+)
+@click.option(
+    "--replay",
+    "source",
+    metavar="RUN:STEP",
+    type=Source.parse,
+    help="Train from the stored rollouts of this step (or FIRST-LAST) of a run, with no engine, "
+    "as RUN.replay; exit status 1 where a loss is not the stored one.",
+)
+@click.option(
+    "--replay-from",
+    type=click.Path(path_type=Path, exists=True),
+    help="Where they are stored: a file of `stagescope batch`, or a data_dir [default: the "
+    "service].",
 )
 @click.option("--pause-at-step", type=int, help="Make a stage of this step last --pause-seconds.")
 @click.option("--pause-stage", default="actor_update", show_default=True)
@@ -237,6 +305,8 @@ def main(
     attempt_key: str | None,
     capture: str | None,
     keep: str | None,
+    source: Source | None,
+    replay_from: Path | None,
     pause_at_step: int | None,
     pause_stage: str,
     pause_seconds: float,
@@ -246,6 +316,17 @@ def main(
     pid_file: Path | None,
 ) -> None:
     """Train a small Qwen2 to reach targets by arithmetic, reporting to stagescope."""
+    kept = None if keep is None else {"what": keep.split(",")}
+    if source is not None:
+        same = replay(
+            source.batches(replay_from),
+            address=address,
+            run=f"{source.run}.replay",
+            root=checkpoint_dir / source.run,
+            attempt_key=attempt_key,
+            keep=kept,
+        )
+        sys.exit(0 if same else 1)
     settings = Settings(algorithm=algorithm, engine=engine, world_size=ranks, seed=seed)
     pause = Pause(pause_at_step, pause_stage, pause_seconds) if pause_at_step else None
     train(
@@ -260,7 +341,7 @@ def main(
         capture=capture,
         troubles=Troubles(pause, plant_nan, switch_engine, skip_sync),
         pid_file=pid_file,
-        keep=None if keep is None else {"what": keep.split(",")},
+        keep=kept,
     )
 
 

@@ -1,0 +1,162 @@
+"""Stored rollouts in the place of the engine: the same batch, the same loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import stagescope
+from examples.countdown import checkpoint
+from examples.countdown.actors import Report
+from examples.countdown.batch import Batch
+from examples.countdown.config import Settings
+from examples.countdown.replay import ReplayedRollout, Source, loss_of, verdict
+from examples.countdown.rollout import Rollout
+from examples.countdown.train import Job
+from examples.countdown.trainer import Trainer
+from stagescope.batch import BatchPart, Tensor
+from stagescope.schema import Part
+from stagescope_workers import Probe
+
+SETTINGS = Settings(groups=2, world_size=1, warmup_steps=2, warmup_rows=4)
+
+
+def stored(batch: Batch, step: int, settings: Settings = SETTINGS) -> stagescope.Batch:
+    """What the service gives back of a rollout."""
+    said: dict[str, Any] = batch.trajectories()
+    arrays = {name: value for name, value in said.items() if isinstance(value, np.ndarray)}
+    texts = {name: value for name, value in said.items() if _is_texts(value)}
+    return stagescope.Batch(
+        rows=len(batch),
+        tensors={name: Tensor(value.dtype.name, value) for name, value in arrays.items()},
+        strings={name: tuple(value) for name, value in texts.items()},
+        meta={"settings": dataclasses.asdict(settings)},
+        source={"run": "countdown", "step": step},
+    )
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+@pytest.fixture
+def rollout(make_trainer: Callable[..., Trainer], probe: Probe) -> Batch:
+    """A rollout of a real engine."""
+    made = Rollout(SETTINGS, probe)
+    made.weight_sync(3, make_trainer(warmup_steps=20).weight_sync(3) or {})
+    return made.generate(3)
+
+
+def test_the_same_batch_without_an_engine(rollout: Batch, probe: Probe, tmp_path: Path) -> None:
+    path = stored(rollout, 3).save(tmp_path / "step.safetensors")
+    replayed = ReplayedRollout(SETTINGS, probe, [stagescope.Batch.load(path)])
+    replayed.weight_sync(3, {})
+    again = replayed.generate(3)
+    for field in dataclasses.fields(Batch):
+        mine, theirs = getattr(rollout, field.name), getattr(again, field.name)
+        same = np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
+        assert same, field.name
+
+
+def test_what_is_missing_or_was_changed_ends_it(rollout: Batch, probe: Probe) -> None:
+    whole = stored(rollout, 3)
+    fewer = whole.take(np.arange(len(rollout) - 1))
+    with pytest.raises(stagescope.NotFound, match="group_id 's3g1', run_id '3' of step 3"):
+        ReplayedRollout(SETTINGS, probe, [fewer]).generate(3)
+    ids = rollout.responses.copy()
+    row, at = np.argwhere((rollout.response_mask == 0) & (rollout.turn_ids >= 0))[0]
+    ids[row, at] += 1  # what the environment said
+    other = dataclasses.replace(whole, tensors={**whole.tensors, "responses": Tensor("int64", ids)})
+    with pytest.raises(RuntimeError, match="responses of step 3 are not what was stored"):
+        ReplayedRollout(SETTINGS, probe, [other]).generate(3)
+    with pytest.raises(stagescope.InvalidInput, match="has another prompt"):
+        ReplayedRollout(dataclasses.replace(SETTINGS, seed=1), probe, [whole]).generate(3)
+
+
+def test_no_engine_is_loaded() -> None:
+    text = "import sys; import examples.countdown.replay; print('ctranslate2' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "source"), [("a:b:5", Source("a:b", 5, 5)), ("r:5-7", Source("r", 5, 7))]
+)
+def test_a_source_is_read(text: str, source: Source) -> None:
+    assert Source.parse(text) == source
+
+
+@pytest.mark.parametrize("text", ["r", "r:", ":5", "r:x", "r:5-x"])
+def test_what_is_no_source_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected RUN:STEP"):
+        Source.parse(text)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, object_store_memory=200_000_000,
+        log_to_driver=False, namespace="countdown-replay",
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_replayed_step_has_the_same_loss_bit_by_bit(
+    cluster: None, tmp_path: Path, first: int
+) -> None:
+    settings = Settings(algorithm="ppo", groups=4, warmup_steps=3, warmup_rows=8)
+    job = Job(settings, Report("countdown-test", "first"))
+    job.prepare(None)
+    steps = []
+    for step in (1, 2):
+        steps.append(job.step(step))
+        job.save(tmp_path, step)
+    job.close(5.0)
+
+    batches = [
+        stored(batch, step, settings) for step, (batch, _) in enumerate(steps, 1) if step >= first
+    ]
+    again = Job(settings, Report("countdown-test.replay", "second"), stored=batches)
+    folder = (
+        checkpoint.after(tmp_path, first - 1, dataclasses.asdict(settings)) if first > 1 else None
+    )
+    again.prepare(folder)
+    for each in batches:
+        assert each.step is not None
+        batch, scalars = steps[each.step - 1]
+        batch_again, scalars_again = again.step(each.step)
+        assert scalars_again == scalars
+        assert np.array_equal(batch_again.columns["old_log_probs"], batch.columns["old_log_probs"])
+    again.close(5.0)
+    with pytest.raises(ValueError, match="no checkpoint after step 7"):
+        checkpoint.after(tmp_path, 7, said)
+
+
+def test_the_verdict_is_on_bits(rollout: Batch) -> None:
+    rows = np.arange(len(rollout))
+    losses = [0.1, 0.2, 0.7]
+    parts = tuple(
+        BatchPart("actor_update", "actor", rank, Part(minibatch=at), rows, numbers={"loss": loss})
+        for at, loss in enumerate(losses)
+        for rank in (0, 1)
+    )
+    whole = dataclasses.replace(stored(rollout, 3), parts=parts)
+    assert loss_of(whole) == (0.1 + 0.2 + 0.7) / 3
+    assert "is the stored one, bit by bit" in verdict((0.1 + 0.2 + 0.7) / 3, whole)
+    assert "is not the stored" in verdict(1 / 3 + 1e-12, whole)
+    assert "nothing to compare" in verdict(1.0, stored(rollout, 3))

@@ -1,0 +1,135 @@
+"""Training from stored rollouts: no engine, the same numbers.
+
+`train --replay RUN:STEP` begins at the checkpoint before the step, takes its rollouts from the
+service (`--replay-from` from a file or directory) and says whether the losses are the stored ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+import stagescope
+from examples.countdown.batch import Batch, make_batch
+from examples.countdown.config import Settings
+from examples.countdown.environment import Sample, play, samples_of
+from examples.countdown.tokenizer import PAD_ID
+from stagescope_workers import Probe
+
+_NOTHING: Final = ([PAD_ID], [0.0])
+"""The round of a sample that plays on where the stored one had ended: it is no answer."""
+
+
+class ReplayedRollout:
+    """Plays the puzzles of stored steps with the tokens that an engine wrote then."""
+
+    def __init__(
+        self, settings: Settings, probe: Probe, stored: Sequence[stagescope.Batch]
+    ) -> None:
+        self.settings = settings
+        self.probe = probe
+        self.policy_version = -1
+        self._rollouts = stagescope.ReplayRollouts(*stored)
+        self._stored = {batch.step: batch for batch in stored}
+
+    def weight_sync(self, step: int, weights: Mapping[str, np.ndarray]) -> None:
+        """Note the version of the trainer's weights: nothing is generated with them."""
+        with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
+            self.policy_version = step - 1
+
+    def generate(self, step: int) -> Batch:
+        """Play this step's puzzles again.
+
+        Raises:
+            NotFound: a sample is not stored.
+            RuntimeError: the environment answers otherwise than it did.
+        """
+        with self.probe.stage(
+            "rollout_generate", step=step, policy_version=self.policy_version
+        ) as stage:
+            samples = samples_of(self.settings, step)
+            rounds = {sample.uid: self._rounds(step, sample) for sample in samples}
+            play(samples, lambda playing: [next(rounds[s.uid], _NOTHING) for s in playing])
+            batch = make_batch(samples, self.policy_version)
+            check_same(batch, self._stored[step])
+            stage.record(batch.trajectories())
+            stage.log(**batch.counts())
+        return batch
+
+    def _rounds(self, step: int, sample: Sample) -> Iterator[tuple[list[int], list[float]]]:
+        group, _, index = sample.uid.rpartition("-")
+        found = self._rollouts.get(group, index, step=step, prompt=sample.prompt)
+        assert found is not None  # strict
+        ids, mask = found.tensor("responses"), found.tensor("response_mask")
+        turns, log_probs = found.tensor("turn_ids"), found.tensor("rollout_log_probs")
+        model = [np.flatnonzero((turns == turn) & (mask == 1)) for turn in range(turns.max() + 1)]
+        return iter([(ids[at].tolist(), log_probs[at].tolist()) for at in model if len(at)])
+
+
+class Source(NamedTuple):
+    """Which steps of which run are replayed."""
+
+    run: str
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """Read `RUN:STEP` or `RUN:FIRST-LAST`."""
+        run, _, steps = text.rpartition(":")
+        first, _, last = steps.partition("-")
+        if not (run and first.isdecimal() and (last or first).isdecimal()):
+            raise ValueError(f"{text!r}: expected RUN:STEP or RUN:FIRST-LAST")
+        return cls(run, int(first), int(last or first))
+
+    def batches(self, place: Path | None) -> list[stagescope.Batch]:
+        """Return the stored steps: from the service, or from a file or directory.
+
+        Raises:
+            NotFound: one of them is not kept (any more).
+        """
+        steps = range(self.first, self.last + 1)
+        if place is None:
+            with stagescope.attach() as session:
+                return [session.step(step, run=self.run).batch() for step in steps]
+        from stagescope_service.dumps.batches import read_batch
+
+        return [read_batch(place, step, run=self.run) for step in steps]
+
+
+def check_same(batch: Batch, stored: stagescope.Batch) -> None:
+    """Raise RuntimeError where the replayed rollouts are not the stored ones, bit by bit."""
+    rows = {uid: row for row, uid in enumerate(batch.sample_ids)}
+    index = [rows[uid] for uid in stored.sample_ids or ()]
+    for name in ("responses", "response_mask", "rollout_log_probs"):
+        again = np.asarray(getattr(batch, name))[index]
+        if not np.array_equal(again, stored[name]):
+            raise RuntimeError(
+                f"{name} of step {stored.step} are not what was stored: the environment, or the "
+                "settings of the run, changed since"
+            )
+
+
+def loss_of(stored: stagescope.Batch) -> float | None:
+    """Return the loss of a stored step as the trainer reports it; None where none was stored."""
+    if "actor_update" not in stored.stages():
+        return None
+    parts = stored.parts_of("actor_update")
+    losses = [p.numbers["loss"] for p in parts if p.rank == 0 and "loss" in p.numbers]
+    total = 0.0
+    for each in losses:  # in the order of the updates: another order rounds otherwise
+        total += each
+    return total / len(losses) if losses else None
+
+
+def verdict(loss: float, stored: stagescope.Batch) -> str:
+    """Say whether a replayed step's loss is the stored one, bit by bit."""
+    before = loss_of(stored)
+    if before is None:
+        return f"step {stored.step} was stored without its loss: nothing to compare with"
+    if loss == before:
+        return f"step {stored.step}: loss {loss!r} is the stored one, bit by bit"
+    return f"step {stored.step}: loss {loss!r} is not the stored {before!r}"
