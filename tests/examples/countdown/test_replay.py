@@ -132,10 +132,8 @@ def test_a_replayed_step_has_the_same_loss_bit_by_bit(
         stored(batch, step, settings) for step, (batch, _) in enumerate(steps, 1) if step >= first
     ]
     again = Job(settings, Report("countdown-test.replay", "second"), stored=batches)
-    folder = (
-        checkpoint.after(tmp_path, first - 1, dataclasses.asdict(settings)) if first > 1 else None
-    )
-    again.prepare(folder)
+    said = dataclasses.asdict(settings)
+    again.prepare(checkpoint.after(tmp_path, first - 1, said) if first > 1 else None)
     for each in batches:
         assert each.step is not None
         batch, scalars = steps[each.step - 1]
