@@ -1,0 +1,178 @@
+"""Orders: captures on live runs, rules that fire, steps that stay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from stagescope.answers import Record
+from stagescope.asking import Asking, segment, step_word
+from stagescope.frames import Table
+from stagescope.progress import Ordered, Progress
+from stagescope.step import LIMIT
+from stagescope.triggers import FIRING_ORDER, Triggers, dry_run
+
+_BETWEEN_QUESTIONS: Final = 0.5
+_PLAN_ORDER: Final = (
+    "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
+)  # fmt: skip
+
+
+class Orders(Asking):
+    """What changes while a run is live; most of it needs the operate token."""
+
+    def plan(self, run: str | None = None) -> Table:
+        """Return the captures in force, with `run` those that concern it.
+
+        `about["revision"]` is the plan's revision.
+        """
+        answer = self.get("/plan")
+        captures = answer.get("captures") or []
+        if run is not None:
+            captures = [each for each in captures if each.get("run") in (None, run)]
+        rows = [{**each, **_standing(each.get("agreement") or {})} for each in captures]
+        about = {name: value for name, value in answer.items() if name != "captures"}
+        title = f"plan, revision {answer.get('revision')}"
+        return Table.from_rows(rows, order=_PLAN_ORDER, title=title, about=about)
+
+    def captures(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+        """Return the captures that were ever ordered, newest first, withdrawn ones too."""
+        return self.table(
+            "/captures", {"run": run}, title="captures", order=_PLAN_ORDER, limit=limit
+        )
+
+    def capture(self, **spec: Any) -> Ordered:
+        """Order a capture: `stagescope.captures` has its CAPTURE_FIELDS and SHORTHANDS.
+
+        Without `steps` it is of the next. Every asked rank acknowledges first, and then the step
+        is fixed on which it starts: the answer is of the moment after, or of 2 s later; `wait_for`
+        waits until the dumps lie there.
+
+        Usage:
+            >>> ordered = session.capture(stages=["actor_update"], level="L1")
+            >>> session.wait_for(ordered["capture_id"]).dumps()
+
+        Raises:
+            InvalidPlan: a field that cannot be carried out.
+            Conflict: the same order is in force, or its steps have begun.
+            Forbidden: the token may only read, or a path lies outside the allowed roots.
+        """
+        steps = spec.setdefault("steps", "next")
+        if isinstance(steps, int) and not isinstance(steps, bool):
+            spec["steps"] = [steps]
+        return Ordered(self._transport.change("POST", "/captures", spec) or {})
+
+    def progress(self, capture_id: str) -> Progress:
+        """Return how far a capture has come.
+
+        Raises:
+            NotFound: no such capture.
+        """
+        return Progress(self.get(f"/captures/{segment(capture_id)}"))
+
+    def wait_for(
+        self,
+        capture_id: str,
+        *,
+        timeout: float | None = None,
+        told: Callable[[Progress], None] = lambda progress: None,
+    ) -> Progress:
+        """Wait until a capture has collected all it will; return how far it has come.
+
+        It returns as well where no rank that the capture asks is there (any more).
+
+        Args:
+            capture_id: the capture.
+            timeout: seconds after which to return all the same; None: as long as it takes.
+            told: called with each change.
+
+        Raises:
+            NotFound: no such capture.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        said: list[str] | None = None
+        while True:
+            found = self.progress(capture_id)
+            if (now := found.lines()) != said:
+                said = now
+                told(found)
+            over = found.ended or found.is_abandoned
+            if over or (deadline is not None and time.monotonic() >= deadline):
+                return found
+            time.sleep(_BETWEEN_QUESTIONS)
+
+    def remove_capture(self, capture_id: str) -> Record:
+        """Take a capture out of the plan and return it; what it has collected stays.
+
+        Raises:
+            NotFound: no such capture is in force.
+        """
+        answer = self._transport.change("DELETE", f"/captures/{segment(capture_id)}")
+        return Record(answer or {"capture_id": capture_id}, title="withdrawn capture")
+
+    def triggers(self, run: str | None = None) -> Triggers:
+        """Return the rules in force, when each fired last (in `run`), budgets and pinned steps."""
+        return Triggers.of_answer(self.get("/triggers", run=run))
+
+    def set_triggers(self, document: Mapping[str, Any] | str) -> Record:
+        """Put rules in force for the steps that close from now on; needs the operate token.
+
+        Args:
+            document: `{"rules": [...], "runs": {...}}`, or the same as YAML.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        body = {"yaml": document} if isinstance(document, str) else dict(document)
+        return Record(self._transport.change("PUT", "/triggers", body) or {}, title="triggers")
+
+    def test_triggers(
+        self,
+        run: str | None = None,
+        document: Mapping[str, Any] | str | None = None,
+        *,
+        steps: int | None = None,
+    ) -> Table:
+        """Return which stored steps of a run would have fired, and with which values.
+
+        Nothing follows of it. Without a `document` the rules in force are tried; `steps` says how
+        many of the newest are looked at (1000).
+        """
+        body = {"yaml": document} if isinstance(document, str) else dict(document or {})
+        asked = {"run": run, "steps": steps}
+        body |= {name: value for name, value in asked.items() if value is not None}
+        return dry_run(self._transport.ask("/triggers/test", body))
+
+    def default_triggers(self) -> str:
+        """Return the rules that ship, as YAML."""
+        return str(self.get("/triggers/defaults")["yaml"])
+
+    def firings(
+        self, run: str | None = None, rule: str | None = None, *, limit: int = LIMIT
+    ) -> Table:
+        """Return what fired, the last first, with what became of its actions."""
+        params = {"run": run, "rule": rule}
+        path = "/triggers/firings"
+        return self.table(path, params, title="firings", order=FIRING_ORDER, limit=limit)
+
+    def pin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
+        """Let the kept files and recent payloads of a step stay; needs the operate token."""
+        path = _pin_path(step, run, attempt)
+        return Record(self._transport.change("PUT", path) or {}, title="pinned")
+
+    def unpin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
+        """Let what is held of a pinned step go when room is needed; needs the operate token."""
+        path = _pin_path(step, run, attempt)
+        return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
+
+
+def _standing(agreement: Mapping[str, Any]) -> dict[str, Any]:
+    return {"state": agreement.get("phase"), "start": agreement.get("start")}
+
+
+def _pin_path(step: int, run: str | None, attempt: int | None) -> str:
+    asked = {"run": run, "attempt": attempt}
+    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    return f"/steps/{step_word(step)}/pin" + (f"?{query}" if query else "")
