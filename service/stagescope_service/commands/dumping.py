@@ -91,7 +91,7 @@ def export(
 
 def _ask(plan: Conversion) -> None:
     """Say what would be run and ask; anything but yes ends the command."""
-    click.echo(f"{_files(len(plan.unsafe))} hold more than tensors and plain values:", err=True)
+    click.echo(f"more than tensors and plain values is in {_files(len(plan.unsafe))}:", err=True)
     for path, why in [*plan.unsafe.items()][:_SHOWN]:
         for line in render.wrapped("  ", why or str(path), terminal.width()):
             click.echo(render.printable(line), err=True)

@@ -35,6 +35,9 @@ ROLLOUT_STAGE: Final = "rollout_generate"
 EVAL_STAGE: Final = "eval"
 TRAIN_STAGE: Final = "actor_update"
 
+_PEEKED: Final = 400
+"""Values at the head of a train file, among which are the names in its first sample."""
+
 _NAMES: Final = {"loss_mask": "response_mask", "loss_masks": "response_mask", "reward": "rewards"}
 _TRAIN_NAMES: Final = {**_NAMES, "log_probs": "old_log_probs"}  # before the step's updates
 _SKIPPED: Final = frozenset(
@@ -97,7 +100,10 @@ def _entries_of(found: Found, values: Sequence[str | int]) -> list[Entry]:
     if not is_train and "eval_" in found.path.stem:
         stage = EVAL_STAGE
     place = Place(step if isinstance(step, int) else None, stage)
-    sections = ["trajectories", *(_SECTIONS if is_train else ())]
+    sections = ["trajectories"]
+    if is_train:
+        theirs = {_TRAIN_NAMES.get(str(v), str(v)) for v in first_values(found.path, _PEEKED)}
+        sections += [name for name, tensors in _SECTIONS.items() if not theirs.isdisjoint(tensors)]
     return [Entry(section, place, found.path, found.bytes, section) for section in sections]
 
 

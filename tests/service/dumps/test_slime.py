@@ -84,7 +84,7 @@ def test_a_train_file_pairs_with_its_rollout(tmp_path: Path, batch: Batch) -> No
     assert places == [
         ("trajectories", "actor_update"), ("trajectories", "eval"),
         ("trajectories", "rollout_generate"), ("old_log_probs", "actor_update"),
-        ("forward_data", "actor_update"), ("advantages", "actor_update"),
+        ("advantages", "actor_update"),
     ]  # fmt: skip
     rollout = read(dump, "trajectories", "rollout_generate")
     train = read(dump, "trajectories", "actor_update")
