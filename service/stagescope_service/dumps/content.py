@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidTensor, NotFound, StagescopeError
-from stagescope_service.dumps.torch_file import FileTensor, Unreadable, peek, read_torch_file
+from stagescope_service.dumps.pickle_scan import peek
+from stagescope_service.dumps.torch_file import FileTensor, Unreadable, read_torch_file
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tensorfile import (
     WireTensor,
@@ -83,7 +84,7 @@ def read_whole(path: Path) -> Any:
 
 
 def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
-    """Return the first texts and whole numbers that a file holds, cheaply; see `torch_file.peek`.
+    """Return the first texts and whole numbers that a file holds, cheaply; see `pickle_scan.peek`.
 
     Of a .jsonl file those of its first line; [] where nothing can be told.
     """

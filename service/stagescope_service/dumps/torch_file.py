@@ -13,32 +13,26 @@ import datetime
 import enum
 import os
 import pickle
-import pickletools
-import stat
+import re
 import threading
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
+from stagescope.errors import Forbidden, InvalidTensor, MissingExtra
 from stagescope.schema import DTYPE_BYTES
+from stagescope_service.dumps.pickle_scan import check_zip, globals_of, size_of_file
 from stagescope_service.dumps.torch_stand_ins import SCALARS, STAND_INS, Array, TensorDict
-from stagescope_service.store.tensorfile import MOST_BYTES, WireTensor, disk_errors
+from stagescope_service.store.tensorfile import MOST_BYTES, WireTensor
 
-MOST_PICKLE_BYTES: Final = 512 << 20
-MOST_MEMBERS: Final = 200_000
 MOST_COPIED_BYTES: Final = 4 << 30
 """Bytes that a file's tensors may take beyond what lies in the file: those that are no plain
 stretch of it (expanded, transposed) are copied."""
 _DEPTH: Final = 64
-_LEGACY_PICKLES: Final = 4
-"""Before torch 1.6: a magic number, a version, what the machine was, and what was saved."""
-_VALUES: Final = frozenset(
-    {"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "GLOBAL", "SHORT_BINUNICODE"}
-)
+_TOLD: Final = re.compile(r"GLOBAL ([A-Za-z_][\w.]*\w) ")
+"""What torch's own refusal names."""
 _WIDER: Final = {"uint16": "int32", "uint32": "int64"}
 
 _globals_lock = threading.Lock()
@@ -83,8 +77,8 @@ def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
         MissingExtra: torch is not installed.
         StoreError: the disk refused.
     """
-    size = _size_of_file(path, most_bytes)
-    is_zip = _check_zip(path, size)
+    size = size_of_file(path, most_bytes)
+    is_zip = check_zip(path, size)
     return _Plain(path, size)(_load(path, mapped=is_zip))
 
 
@@ -98,7 +92,7 @@ def load_running_code(path: Path) -> Any:
     """
     import torch
 
-    size = _size_of_file(path, MOST_BYTES)
+    size = size_of_file(path, MOST_BYTES)
     loaded = torch.load(path, map_location="cpu", weights_only=False)
     return _Plain(path, size, objects=True)(loaded)
 
@@ -130,70 +124,6 @@ def save_torch_file(path: Path, content: Any) -> None:
         return torch.from_numpy(values)
 
     torch.save(with_tensors(content), path)
-
-
-def peek(path: Path, most: int = 64) -> list[str | int]:
-    """Return the first texts and whole numbers of what was saved, and the names of its globals.
-
-    Nothing is loaded, so it tells cheaply whose file it may be; [] where it is no such file.
-    """
-    found: list[str | int] = []
-    try:
-        for opcode, argument, _ in _opcodes(path):
-            if opcode.name in _VALUES and isinstance(argument, str | int):
-                found.append(argument)
-            if len(found) >= most:
-                break
-    except Exception:  # no pickle, or a damaged one: reading it will say so
-        pass
-    return found
-
-
-def _size_of_file(path: Path, most_bytes: int) -> int:
-    with disk_errors(path):
-        try:
-            found = path.stat()
-        except FileNotFoundError as error:
-            raise NotFound(f"there is no file {path}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise InvalidTensor(f"{path} is no file", expected="a file that torch.save wrote")
-    if found.st_size > most_bytes:
-        raise InvalidTensor(f"{path} has {found.st_size} bytes", expected=f"at most {most_bytes}")
-    return found.st_size
-
-
-def _check_zip(path: Path, size: int) -> bool:
-    """Say whether it is a zip file, and hold its claims against its size."""
-    with disk_errors(path), path.open("rb") as file:
-        begins = file.read(4)
-        if begins != b"PK\x03\x04":
-            return False
-        try:
-            members = zipfile.ZipFile(file).infolist()
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-            raise InvalidTensor(
-                f"{path} ({size} bytes) is no whole zip file: {error}",
-                expected="a file that torch.save wrote",
-                advice="it was cut off, or is still being written: look at its disk and copy it "
-                "again",
-            ) from error
-    pickles = [each.file_size for each in members if each.filename.endswith("data.pkl")]
-    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
-        raise InvalidTensor(
-            f"{path} holds compressed members", expected="stored ones, as torch.save writes them"
-        )
-    if sum(each.file_size for each in members) > size:
-        raise InvalidTensor(
-            f"{path} has {size} bytes and claims "
-            f"{sum(each.file_size for each in members)} bytes of members",
-            expected="no more than it has",
-        )
-    if len(members) > MOST_MEMBERS or max(pickles, default=0) > MOST_PICKLE_BYTES:
-        raise InvalidTensor(
-            f"{path} holds {len(members)} members and a pickle of {max(pickles, default=0)} bytes",
-            expected=f"at most {MOST_MEMBERS} and {MOST_PICKLE_BYTES}",
-        )
-    return True
 
 
 def _load(path: Path, *, mapped: bool) -> Any:
@@ -235,10 +165,14 @@ def _of_torch(allowed: Any) -> bool:
 
 
 def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
-    needed = _unknown_globals(path) if isinstance(error, pickle.UnpicklingError) else []
+    needed: list[str] = []
+    if isinstance(error, pickle.UnpicklingError):
+        told = _TOLD.findall(str(error))
+        needed = [name for name in (*globals_of(path), *told) if not _is_known(name)]
     if needed:
+        names = ", ".join([*dict.fromkeys(needed)][:10])
         return Forbidden(
-            f"{path} needs {', '.join(needed)} to be loaded, which may run code",
+            f"{path} needs {names} to be loaded, which may run code",
             expected="tensors, numpy arrays, TensorDicts, numbers and texts alone",
             advice="if you trust who wrote it: stagescope convert makes a safe copy",
         )
@@ -252,43 +186,12 @@ def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
     )
 
 
-def _unknown_globals(path: Path) -> list[str]:
-    """Return what a file names beyond what may be loaded, without loading anything."""
-    found: dict[str, None] = {}
-    texts: list[str] = []
-    try:
-        for opcode, argument, _ in _opcodes(path):
-            if opcode.name in ("GLOBAL", "INST"):
-                found[str(argument).replace(" ", ".")] = None
-            elif opcode.name == "STACK_GLOBAL":
-                found[".".join(texts[-2:])] = None
-            elif opcode.name == "PROTO" and argument is not None and int(argument) > 2:
-                found[f"pickle protocol {argument}"] = None
-            elif isinstance(argument, str):
-                texts = [*texts[-1:], argument]
-    except Exception:  # a damaged pickle: what was named before stands
-        pass
-    return [name for name in found if name not in STAND_INS and not _is_known(name)][:10]
-
-
 def _is_known(name: str) -> bool:
     try:
         from torch._weights_only_unpickler import _get_allowed_globals
     except ImportError:
         return name.startswith(("torch.", "collections.", "_codecs."))
-    return name in _get_allowed_globals()
-
-
-def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, Any | None, int | None]]:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as members:
-            name = next(each for each in members.namelist() if each.endswith("data.pkl"))
-            with members.open(name) as pickled:
-                yield from pickletools.genops(pickled)
-        return
-    with path.open("rb") as file:
-        for _ in range(_LEGACY_PICKLES):
-            yield from pickletools.genops(file)
+    return name in STAND_INS or name in _get_allowed_globals()
 
 
 class _Plain:

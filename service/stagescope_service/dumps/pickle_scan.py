@@ -1,0 +1,133 @@
+"""What a file of torch.save's claims and names, told without loading anything of it."""
+
+from __future__ import annotations
+
+import itertools
+import pickletools
+import stat
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import InvalidTensor, NotFound
+from stagescope_service.store.tensorfile import MOST_BYTES, disk_errors
+
+MOST_PICKLE_BYTES: Final = 512 << 20
+MOST_MEMBERS: Final = 200_000
+_MOST_OPCODES: Final = 2_000_000
+_LEGACY_PICKLES: Final = 4
+"""Before torch 1.6: a magic number, a version, what the machine was, and what was saved."""
+_VALUES: Final = frozenset(
+    {"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "GLOBAL", "SHORT_BINUNICODE"}
+)
+
+
+def peek(path: Path, most: int = 64) -> list[str | int]:
+    """Return the first texts and whole numbers of what was saved, and the names of its globals.
+
+    Nothing is loaded, so it tells cheaply whose file it may be; [] where it is no such file.
+    """
+    found: list[str | int] = []
+    try:
+        for opcode, argument, _ in _opcodes(path):
+            if opcode.name in _VALUES and isinstance(argument, str | int):
+                found.append(argument)
+            if len(found) >= most:
+                break
+    except Exception:  # no pickle, or a damaged one: reading it will say so
+        pass
+    return found
+
+
+def size_of_file(path: Path, most_bytes: int) -> int:
+    """Return the bytes of a plain file.
+
+    Raises:
+        NotFound: there is none.
+        InvalidTensor: it is a directory, a pipe or a device, or larger than `most_bytes`.
+        StoreError: the disk refused.
+    """
+    with disk_errors(path):
+        try:
+            found = path.stat()
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no file {path}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidTensor(f"{path} is no file", expected="a file that torch.save wrote")
+    if found.st_size > most_bytes:
+        raise InvalidTensor(f"{path} has {found.st_size} bytes", expected=f"at most {most_bytes}")
+    return found.st_size
+
+
+def check_zip(path: Path, size: int) -> bool:
+    """Say whether it is a zip file, and hold its claims against its size.
+
+    Raises:
+        InvalidTensor: cut off, compressed, or claiming more than it has.
+        StoreError: the disk refused.
+    """
+    with disk_errors(path), path.open("rb") as file:
+        begins = file.read(4)
+        if begins != b"PK\x03\x04":
+            return False
+        try:
+            members = zipfile.ZipFile(file).infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+            raise InvalidTensor(
+                f"{path} ({size} bytes) is no whole zip file: {error}",
+                expected="a file that torch.save wrote",
+                advice="it was cut off, or is still being written: look at its disk and copy it "
+                "again",
+            ) from error
+    pickles = [each.file_size for each in members if each.filename.endswith("data.pkl")]
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+        raise InvalidTensor(
+            f"{path} holds compressed members", expected="stored ones, as torch.save writes them"
+        )
+    if sum(each.file_size for each in members) > size:
+        raise InvalidTensor(
+            f"{path} has {size} bytes and claims "
+            f"{sum(each.file_size for each in members)} bytes of members",
+            expected="no more than it has",
+        )
+    if len(members) > MOST_MEMBERS or max(pickles, default=0) > MOST_PICKLE_BYTES:
+        raise InvalidTensor(
+            f"{path} holds {len(members)} members and a pickle of {max(pickles, default=0)} bytes",
+            expected=f"at most {MOST_MEMBERS} and {MOST_PICKLE_BYTES}",
+        )
+    return True
+
+
+def globals_of(path: Path) -> list[str]:
+    """Return what a file's pickle names (`module.name`), and a protocol that torch does not load.
+
+    Of a damaged or very long pickle what its head names.
+    """
+    found: dict[str, None] = {}
+    texts: list[str] = []
+    try:
+        for opcode, argument, _ in itertools.islice(_opcodes(path), _MOST_OPCODES):
+            if opcode.name in ("GLOBAL", "INST"):
+                found[str(argument).replace(" ", ".")] = None
+            elif opcode.name == "STACK_GLOBAL":
+                found[".".join(texts[-2:])] = None
+            elif opcode.name == "PROTO" and argument is not None and int(argument) > 2:
+                found[f"pickle protocol {argument}"] = None
+            elif isinstance(argument, str):
+                texts = [*texts[-1:], argument]
+    except Exception:  # a damaged pickle: what was named before stands
+        pass
+    return [*found]
+
+
+def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, Any | None, int | None]]:
+    if check_zip(path, size_of_file(path, MOST_BYTES)):
+        with zipfile.ZipFile(path) as members:
+            name = next(each for each in members.namelist() if each.endswith("data.pkl"))
+            with members.open(name) as pickled:
+                yield from pickletools.genops(pickled)
+        return
+    with path.open("rb") as file:
+        for _ in range(_LEGACY_PICKLES):
+            yield from pickletools.genops(file)
