@@ -19,6 +19,7 @@ from examples.countdown.actors import Report
 from examples.countdown.batch import Batch
 from examples.countdown.config import Settings
 from examples.countdown.replay import ReplayedRollout, Source, loss_of, verdict
+from examples.countdown.rescore import RescoredRollout
 from examples.countdown.rollout import Rollout
 from examples.countdown.train import Job
 from examples.countdown.trainer import Trainer
@@ -64,6 +65,28 @@ def test_the_same_batch_without_an_engine(rollout: Batch, probe: Probe, tmp_path
         mine, theirs = getattr(rollout, field.name), getattr(again, field.name)
         same = np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
         assert same, field.name
+
+
+def test_another_engine_scores_the_same_tokens(
+    rollout: Batch, probe: Probe, make_trainer: Callable[..., Trainer]
+) -> None:
+    weights = make_trainer(warmup_steps=20).weight_sync(3) or {}
+    found = {}
+    for engine in ("int8", "float32"):
+        rescored = RescoredRollout(SETTINGS, probe, [stored(rollout, 3)], engine)
+        rescored.weight_sync(3, weights)
+        found[engine] = rescored.generate(3)
+        assert np.array_equal(found[engine].responses, rollout.responses)
+        assert np.array_equal(found[engine].response_mask, rollout.response_mask)
+    inside = rollout.response_mask == 1
+    distance = {
+        engine: np.abs(batch.rollout_log_probs - rollout.rollout_log_probs)
+        for engine, batch in found.items()
+    }
+    # The engine that wrote them scores them as it did, up to the order of its sums.
+    assert distance[SETTINGS.engine][inside].max() < 0.05
+    assert distance["float32"][inside].mean() > 2 * distance["int8"][inside].mean()
+    assert not any(each[~inside].any() for each in distance.values())
 
 
 def test_what_is_missing_or_was_changed_ends_it(rollout: Batch, probe: Probe) -> None:

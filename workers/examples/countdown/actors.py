@@ -84,11 +84,17 @@ class RolloutActor:
         report: Report,
         troubles: Troubles = NONE,
         stored: Sequence[stagescope.Batch] = (),
+        rescore: str | None = None,
     ) -> None:
-        layout = {"engine": "stored rollouts" if stored else f"ctranslate2 {settings.engine}"}
+        engine = f"ctranslate2 {rescore or settings.engine}"
+        layout = {"engine": engine if rescore or not stored else "stored rollouts"}
         self._probe = _probe(settings, "rollout", 0, report, layout)
         self._rollout: Rollout | ReplayedRollout
-        if stored:
+        if stored and rescore:
+            from examples.countdown.rescore import RescoredRollout
+
+            self._rollout = RescoredRollout(settings, self._probe, stored, rescore)
+        elif stored:
             from examples.countdown.replay import ReplayedRollout
 
             self._rollout = ReplayedRollout(settings, self._probe, stored)

@@ -89,6 +89,13 @@ class Engine:
         )
         return rows
 
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return of each row the log-probability of every token after the first, given those
+        before it (natural logarithm, temperature 1, whole vocabulary).
+        """
+        words = [[TOKENS[index] for index in row] for row in rows]
+        return [scored.log_probs for scored in self._generator.score_batch(words)]
+
 
 def convert(weights: Weights, compute_type: str) -> Any:
     """Return the CTranslate2 specification of a Qwen2 state dict (a few milliseconds).

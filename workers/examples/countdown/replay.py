@@ -50,13 +50,18 @@ class ReplayedRollout:
         with self.probe.stage(
             "rollout_generate", step=step, policy_version=self.policy_version
         ) as stage:
-            samples = samples_of(self.settings, step)
-            rounds = {sample.uid: self._rounds(step, sample) for sample in samples}
-            play(samples, lambda playing: [next(rounds[s.uid], _NOTHING) for s in playing])
-            batch = make_batch(samples, self.policy_version)
-            check_same(batch, self._stored[step])
+            batch = self.play(step)
             stage.record(batch.trajectories())
             stage.log(**batch.counts())
+        return batch
+
+    def play(self, step: int) -> Batch:
+        """Return the stored step as the environment plays it again; raises as `generate`."""
+        samples = samples_of(self.settings, step)
+        rounds = {sample.uid: self._rounds(step, sample) for sample in samples}
+        play(samples, lambda playing: [next(rounds[s.uid], _NOTHING) for s in playing])
+        batch = make_batch(samples, self.policy_version)
+        check_same(batch, self._stored[step])
         return batch
 
     def _rounds(self, step: int, sample: Sample) -> Iterator[tuple[list[int], list[float]]]:

@@ -51,6 +51,7 @@ class Job:
         report: Report,
         troubles: Troubles = NONE,
         stored: Sequence[stagescope.Batch] = (),
+        rescore: str | None = None,
     ) -> None:
         self.settings = settings
         # No CPU slot: a step is a chain, in which the processes mostly wait for each other.
@@ -60,7 +61,7 @@ class Job:
             rank_actor.remote(settings, rank, report, troubles)
             for rank in range(settings.world_size)
         ]
-        self.rollout = rollout_actor.remote(settings, report, troubles, stored)
+        self.rollout = rollout_actor.remote(settings, report, troubles, stored, rescore)
         port = ray.get(self.ranks[0].listen.remote())
         ray.get([rank.join.remote(port) for rank in self.ranks])
 
@@ -191,6 +192,7 @@ def replay(
     root: Path,
     attempt_key: str | None = None,
     keep: Mapping[str, Any] | None = None,
+    rescore: str | None = None,
 ) -> bool:
     """Train once more from stored rollouts, with no engine; nothing is saved.
 
@@ -199,7 +201,7 @@ def replay(
         address: the Ray cluster.
         run: under which name it reports.
         root: checkpoints of the run that was stored: it begins before the first step.
-        attempt_key, keep: see the command's options.
+        attempt_key, keep, rescore: see the command's options.
 
     Returns:
         Whether every loss is the stored one, bit by bit.
@@ -214,7 +216,8 @@ def replay(
     )
     same = True
     try:
-        job = Job(settings, Report(run, attempt_key, keep=keep), stored=stored)
+        report = Report(run, attempt_key, keep=keep)
+        job = Job(settings, report, stored=stored, rescore=rescore)
         job.prepare(folder)
         for each in stored:
             begin = time.monotonic()
@@ -269,6 +272,11 @@ def _write_pids(path: Path, job: Job) -> None:
     help="Where they are stored: a file of `stagescope batch`, or a data_dir [default: the "
     "service].",
 )
+@click.option(
+    "--rescore",
+    type=click.Choice(ENGINES),
+    help="With --replay: this engine gives the stored tokens log-probs of its own; as RUN.ENGINE.",
+)
 @click.option("--pause-at-step", type=int, help="Make a stage of this step last --pause-seconds.")
 @click.option("--pause-stage", default="actor_update", show_default=True)
 @click.option("--pause-seconds", default=120.0, show_default=True)
@@ -307,6 +315,7 @@ def main(
     keep: str | None,
     source: Source | None,
     replay_from: Path | None,
+    rescore: str | None,
     pause_at_step: int | None,
     pause_stage: str,
     pause_seconds: float,
@@ -321,10 +330,11 @@ def main(
         same = replay(
             source.batches(replay_from),
             address=address,
-            run=f"{source.run}.replay",
+            run=f"{source.run}.{rescore or 'replay'}",
             root=checkpoint_dir / source.run,
             attempt_key=attempt_key,
             keep=kept,
+            rescore=rescore,
         )
         sys.exit(0 if same else 1)
     settings = Settings(algorithm=algorithm, engine=engine, world_size=ranks, seed=seed)
