@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.engines import Generation
-from stagescope_workers.consistency.scored import Scored
+from stagescope_workers.consistency.scored import Float64, Scored
 
 _ENOUGH: Final = 16
 """Neighbouring tokens below which a shift cannot be told from chance."""
@@ -105,16 +105,17 @@ def _same_text(made: Generation, tokenizer: Any) -> bool:
 
 def check_shift(rows: Sequence[Scored]) -> Check:
     """Say whether log-probs lie at their tokens: mean |d| at the own place and one off it."""
-    spans = [
-        row for row in rows
-        if len(row.q) > 1 and np.isfinite(row.q).all() and np.isfinite(row.p).all()
-    ]  # fmt: skip
-    pairs = sum(len(row.q) - 1 for row in spans)
-    if pairs < _ENOUGH:
-        return Check("shift", None, f"only {pairs} neighbouring tokens: too few to say")
-    own = _mean(np.abs(row.p - row.q) for row in spans)
-    later = _mean(np.abs(row.p[1:] - row.q[:-1]) for row in spans)
-    earlier = _mean(np.abs(row.p[:-1] - row.q[1:]) for row in spans)
+    if not rows:
+        return Check("shift", None, "no token has two log-probs")
+    # Pairs of neighbours that both count, so that all three means are over the same tokens.
+    p, q, next_p, next_q = (
+        np.concatenate(each) for each in zip(*map(_neighbours, rows), strict=True)
+    )
+    if len(p) < _ENOUGH:
+        return Check("shift", None, f"only {len(p)} neighbouring tokens: too few to say")
+    own = float(np.abs(p - q).mean())
+    later = float(np.abs(next_p - q).mean())
+    earlier = float(np.abs(p - next_q).mean())
     numbers = f"mean |d| {own:.3g} at its own token, {earlier:.3g} one before, {later:.3g} after"
     if min(later, earlier) < own:
         side = "after" if later < earlier else "before"
@@ -122,6 +123,8 @@ def check_shift(rows: Sequence[Scored]) -> Check:
     return Check("shift", True, f"{numbers}: aligned")
 
 
-def _mean(pieces: Any) -> float:
-    values = np.concatenate(list(pieces))
-    return float(values.mean())
+def _neighbours(row: Scored) -> tuple[Float64, Float64, Float64, Float64]:
+    """Return p and q of the tokens whose next one counts, too, and p and q of that next one."""
+    there = row.counted & np.isfinite(row.q) & np.isfinite(row.p)
+    both = there[:-1] & there[1:]
+    return row.p[:-1][both], row.q[:-1][both], row.p[1:][both], row.q[1:][both]

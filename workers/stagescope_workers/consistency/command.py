@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from stagescope import terminal
-from stagescope.engines import Sampling
-from stagescope.errors import StagescopeError, Unreachable
+from stagescope.engines import Engine, Sampling
+from stagescope.errors import MissingExtra, NotFound, StagescopeError, Unreachable
 from stagescope_workers.consistency.answers import MATCHES, Marking
 from stagescope_workers.consistency.comparison import Comparison, Options, compare
 from stagescope_workers.consistency.opening import EXPECTED, open_engine, read_config
 from stagescope_workers.consistency.prompts import Item, built_in, read_items
 from stagescope_workers.consistency.report import Report
+from stagescope_workers.consistency.stored import STORED, read_batch, rescore
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -24,7 +26,6 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command()
 @click.option(
     "--model",
-    required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="The model's directory as transformers has it (config.json, *.safetensors, tokenizer).",
 )
@@ -52,6 +53,11 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="When an answer to --dataset is right.",
 )
 @click.option("--pattern", help="--match regex: its last find (first group) must be the answer.")
+@click.option(
+    "--batch",
+    metavar="FILE|RUN:STEP",
+    help="Score a kept step's tokens again instead; --against also stored[:NAME].",
+)
 @click.option("--chat", is_flag=True, help="Render texts by the model's chat template.")
 @click.option("--as-text", is_flag=True, help="Send texts; the engine tokenises them itself.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
@@ -84,11 +90,12 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 def consistency(
     ctx: click.Context,
     /,
-    model: Path,
+    model: Path | None,
     engine: str,
     against: str,
     prompts: Path | None,
     dataset: Path | None,
+    batch: str | None,
     run: str | None,
     step: int,
     no_record: bool,
@@ -109,22 +116,23 @@ def consistency(
     stagescope consistency --model DIR --engine http://HOST:PORT
     stagescope consistency --model DIR --engine ctranslate2:DIR8 --against transformers:float32
     stagescope consistency --model DIR --engine llm --dataset FILE.jsonl --match exact
+    stagescope consistency --engine ctranslate2:DIR8 --batch RUN:5 --against stored
     """
-    if prompts is not None and dataset is not None:
-        raise click.UsageError("give --prompts or --dataset, not both")
-    items = _items(prompts or dataset, limit)
-    options = _options(drawn, answers=dataset is not None)
+    if sum(each is not None for each in (prompts, dataset, batch)) > 1:
+        raise click.UsageError("give one of --prompts, --dataset and --batch")
     with contextlib.ExitStack() as stack:
-        ours = open_engine(engine, model, key_file=key_file, timeout=timeout)
-        stack.callback(ours.close)
-        theirs = open_engine(against, model, key_file=key_file, timeout=timeout)
-        stack.callback(theirs.close)
-        from stagescope_workers.consistency.transformers_engine import load_tokenizer
 
-        found = compare(
-            items, ours, theirs, load_tokenizer(model), options,
-            config=read_config(model), tell=lambda text: click.echo(text, err=True),
-        )  # fmt: skip
+        def opened(text: str) -> Engine:
+            found = open_engine(text, model, key_file=key_file, timeout=timeout)
+            stack.callback(found.close)
+            return found
+
+        if batch is not None:
+            found = _rescored(batch, opened, engine, against, model, limit)
+        else:
+            items = _items(prompts or dataset, limit)
+            options = _options(drawn, answers=dataset is not None)
+            found = _compared(items, opened, engine, against, model, options)
     name = run or _run_name(model)
     recorded = "not recorded" if no_record else _recorded(found, name, step, url)
     report = Report(found, recorded)
@@ -133,6 +141,53 @@ def consistency(
     else:
         terminal.show(report)
     ctx.exit(0 if found.aligned else 1)
+
+
+def _compared(
+    items: Sequence[Item],
+    opened: Callable[[str], Engine],
+    engine: str,
+    against: str,
+    model: Path | None,
+    options: Options,
+) -> Comparison:
+    if model is None:
+        raise click.UsageError("prompts need the --model, whose tokenizer makes tokens of them")
+    ours, theirs = opened(engine), opened(against)
+    from stagescope_workers.consistency.transformers_engine import load_tokenizer
+
+    tokenizer, config = load_tokenizer(model), read_config(model)
+    return compare(items, ours, theirs, tokenizer, options, config=config, tell=_tell)
+
+
+def _rescored(
+    batch: str,
+    opened: Callable[[str], Engine],
+    engine: str,
+    against: str,
+    model: Path | None,
+    limit: int | None,
+) -> Comparison:
+    kept = read_batch(batch)
+    kind, _, name = against.partition(":")
+    ours = opened(engine)
+    theirs = (name or STORED) if kind == "stored" else opened(against)
+    tokenizer = None if model is None else _tokenizer(model)
+    return rescore(kept, ours, theirs, tokenizer=tokenizer, limit=limit, tell=_tell)
+
+
+def _tokenizer(model: Path) -> Any:
+    """Return the tokenizer, or None: for given tokens it is only a convenience."""
+    try:
+        from stagescope_workers.consistency.transformers_engine import load_tokenizer
+
+        return load_tokenizer(model)
+    except (MissingExtra, NotFound):
+        return None
+
+
+def _tell(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def _items(file: Path | None, limit: int | None) -> list[Item]:
@@ -158,8 +213,8 @@ def _options(drawn: dict[str, Any], *, answers: bool) -> Options:
     )
 
 
-def _run_name(model: Path) -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model.resolve().name)
+def _run_name(model: Path | None) -> str:
+    name = "stored" if model is None else re.sub(r"[^A-Za-z0-9._-]+", "-", model.resolve().name)
     return f"consistency-{name}"[:100]
 
 

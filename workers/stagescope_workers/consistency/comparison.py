@@ -84,6 +84,7 @@ class Comparison:
         streams: provenance of "rollout" (the engine's) and "old" (the other side's).
         agreement: of both sides' answers; None where only one answered.
         warnings: what else people should know.
+        stored: which stored step the tokens are of; "" where the engine sampled them here.
     """
 
     engine: EngineInfo
@@ -97,6 +98,7 @@ class Comparison:
     streams: Mapping[str, Mapping[str, Any]]
     agreement: Agreement | None = None
     warnings: tuple[str, ...] = ()
+    stored: str = ""
 
     @property
     def aligned(self) -> bool:
@@ -236,7 +238,7 @@ def _scored(
         )
         for (item, prompt, ids, each), values in zip(usable, scores, strict=True)
     ]
-    return rows, left_out, _streams(engine, other.info, options, scaled)
+    return rows, left_out, streams_of(engine, other.info, options.sampling, scaled)
 
 
 def _ids_of(made: Generation, tokenizer: Any) -> tuple[int, ...]:
@@ -248,10 +250,16 @@ def _ids_of(made: Generation, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids) if own == list(made.tokens) else ()
 
 
-def _streams(
-    engine: EngineInfo, other: EngineInfo, options: Options, scaled: bool
+def streams_of(
+    engine: EngineInfo, other: EngineInfo, drawn: Sampling, scaled: bool
 ) -> dict[str, dict[str, Any]]:
-    drawn = options.sampling
+    """Return the provenance of both sides' log-probs, as payloads say it.
+
+    Args:
+        engine, other: the two sides.
+        drawn: how the tokens were drawn.
+        scaled: whether the other side's are after the temperature, too.
+    """
     rollout = {
         **_side(engine),
         "processed": bool(engine.processed),

@@ -18,13 +18,13 @@ _MOST_CONFIG: Final = 16 << 20
 
 
 def open_engine(
-    text: str, model: Path, *, key_file: Path | None = None, timeout: float = 120.0
+    text: str, model: Path | None, *, key_file: Path | None = None, timeout: float = 120.0
 ) -> Engine:
     """Return the engine that `text` names.
 
     Args:
         text: see EXPECTED.
-        model: the model's directory, for transformers.
+        model: the model's directory, for transformers alone.
         key_file, timeout: of an engine over HTTP.
 
     Raises:
@@ -33,6 +33,8 @@ def open_engine(
     """
     kind, _, rest = text.partition(":")
     if kind == "transformers":
+        if model is None:
+            raise InvalidInput("transformers has no model", expected="--model DIR")
         from stagescope_workers.consistency.transformers_engine import TransformersEngine
 
         return TransformersEngine(model, rest or "auto")

@@ -60,10 +60,16 @@ def _in_ray() -> bool:
 
 def _payload(found: Comparison) -> dict[str, Any]:
     rows = found.rows
+    known: dict[str, Any] = {}
+    if all(row.group is not None for row in rows):
+        known["group_ids"] = [row.group for row in rows]
+    if all(row.reward is not None for row in rows):
+        known["rewards"] = np.array([row.reward for row in rows], np.float32)
     return {
+        **known,
         "rollout_log_probs": [row.q.astype(np.float32) for row in rows],
         "old_log_probs": [row.p.astype(np.float32) for row in rows],
-        "response_mask": [np.ones(len(row.ids), np.int8) for row in rows],
+        "response_mask": [row.counted.astype(np.int8) for row in rows],
         "responses": [np.array(row.ids, np.int64) for row in rows],
         "prompts": [np.array(row.prompt, np.int64) for row in rows],
         "sample_ids": [row.name for row in rows],

@@ -46,7 +46,10 @@ class Report:
         how = "greedily" if drawn.temperature == 0 else f"at temperature {drawn.temperature:g}"
         counts = f"{len(found.rows)} answers, {found.numbers['counts/tokens']:.0f} tokens"
         yield from self._places()
-        yield f"{counts}, sampled {how} by {found.engine.kind}"
+        if found.stored:
+            yield f"{counts} of the stored {found.stored}"
+        else:
+            yield f"{counts}, sampled {how} by {found.engine.kind}"
         for warning in found.warnings:
             yield f"warning: {warning}"
         for check in found.checks:
@@ -92,6 +95,7 @@ class Report:
             "engine": _plain(found.engine),
             "against": _plain(found.other),
             "sampling": dataclasses.asdict(found.sampling),
+            "stored": found.stored or None,
             "aligned": found.aligned,
             "checks": [dataclasses.asdict(check) for check in found.checks],
             "warnings": list(found.warnings),

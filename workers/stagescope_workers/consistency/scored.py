@@ -22,9 +22,12 @@ class Scored:
     Attributes:
         name: the prompt's.
         prompt: its token ids.
-        ids: the tokens that the engine sampled.
+        ids: the tokens of the answer.
         q: the engine's log-prob of each.
         p: the other side's, of the same tokens after the same prompt.
+        mask: which of them the model sampled (others are the environment's); None: all.
+        group: the prompt's group, where it is known.
+        reward: of the answer, where it is known.
     """
 
     name: str
@@ -32,6 +35,14 @@ class Scored:
     ids: tuple[int, ...]
     q: Float64
     p: Float64
+    mask: npt.NDArray[np.bool_] | None = None
+    group: str | None = None
+    reward: float | None = None
+
+    @property
+    def counted(self) -> npt.NDArray[np.bool_]:
+        """The mask, also where every token counts."""
+        return np.ones(len(self.ids), np.bool_) if self.mask is None else self.mask
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +63,8 @@ def numbers(rows: Sequence[Scored]) -> dict[str, float]:
 
     Over tokens of which both values are finite; the others are counted.
     """
-    q = np.concatenate([row.q for row in rows]) if rows else np.empty(0)
-    p = np.concatenate([row.p for row in rows]) if rows else np.empty(0)
+    q = np.concatenate([row.q[row.counted] for row in rows]) if rows else np.empty(0)
+    p = np.concatenate([row.p[row.counted] for row in rows]) if rows else np.empty(0)
     finite = np.isfinite(q) & np.isfinite(p)
     odd = {
         f"nonfinite/{stream}": float(np.count_nonzero(~np.isfinite(values)))
@@ -78,12 +89,20 @@ def numbers(rows: Sequence[Scored]) -> dict[str, float]:
 
 
 def worst_tokens(rows: Sequence[Scored], tokenizer: Any, most: int = WORST) -> list[WorstToken]:
-    """Return the tokens that differ most, the worst first; not finite ones before all."""
+    """Return the tokens that differ most, the worst first; not finite ones before all.
+
+    Args:
+        rows: the answers.
+        tokenizer: of the model; None: tokens are shown by their ids alone.
+        most: how many.
+    """
     if not rows:
         return []
+    counted = np.concatenate([row.counted for row in rows])
     with np.errstate(invalid="ignore"):
         gaps = np.concatenate([np.abs(row.p - row.q) for row in rows])
-    keys = np.where(np.isfinite(gaps), gaps, np.inf)
+    keys = np.where(counted, np.where(np.isfinite(gaps), gaps, np.inf), -1.0)
+    most = min(most, int(np.count_nonzero(counted)))
     starts = np.cumsum([0, *(len(row.ids) for row in rows)])
     found = []
     for index in np.argsort(-keys, kind="stable")[:most]:
@@ -95,7 +114,7 @@ def worst_tokens(rows: Sequence[Scored], tokenizer: Any, most: int = WORST) -> l
                 sample=rows[row].name,
                 position=at,
                 token_id=token,
-                token=tokenizer.decode([token]),
+                token="" if tokenizer is None else tokenizer.decode([token]),
                 q=float(rows[row].q[at]),
                 p=float(rows[row].p[at]),
                 abs_diff=float(gaps[index]),
