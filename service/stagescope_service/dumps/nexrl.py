@@ -225,7 +225,19 @@ def _read_tensors(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
         found.add(_TENSOR_NAMES.get(name, name), value)
     masks = _MASKS.get(entry.key, ())
     mask = next((name for name in masks if name in found.tensors), None)
-    return Record(entry, found.tensors, found.numbers, mask=mask, about=found.remarks())
+    samples = _said_samples(found)
+    return Record(entry, found.tensors, found.numbers, samples, mask=mask, about=found.remarks())
+
+
+def _said_samples(found: Columns) -> tuple[str, ...] | None:
+    """Return the sample_uids that our own export says beside the rows; NexRL says none."""
+    for name in ("extra_info", "batch_info"):
+        said = found.about.get(name)
+        names = said.get("sample_ids") if isinstance(said, dict) else None
+        if isinstance(names, list) and all(isinstance(each, str) for each in names):
+            rows = {wire[1][0] for wire in found.tensors.values() if wire[1]}
+            return tuple(names) if rows == {len(names)} else None
+    return None
 
 
 def _read_metrics(entry: Entry, data: dict[str, Any], found: Columns) -> Record:

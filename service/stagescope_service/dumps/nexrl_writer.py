@@ -3,8 +3,8 @@
 Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and `batch_inputs`, of
 its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and knows no other parts:
 where a dump has several stages, epochs or mini-batches, they are numbered on in that order, those
-of the update first, and `extra_info` says which each was. A file of `param` or `gradient` is of one
-parameter; further ones stand under `more`.
+of the update first, and `extra_info` says which each was, and the sample_uids of its rows. A file
+of `param` or `gradient` is of one parameter; further ones stand under `more`.
 """
 
 from __future__ import annotations
@@ -213,6 +213,7 @@ class _Writer:
         """Write the whole batch as one tensor: each sample once, rows padded on the right."""
         rows: list[np.ndarray[Any, Any]] = []
         tags: set[str] = set()
+        samples: list[str] = []
         seen: set[str] = set()
         for record in self._read(entries):
             if "old_log_probs" not in record.tensors:
@@ -224,6 +225,7 @@ class _Writer:
                 sample = record.samples[row] if record.samples else ""
                 if not sample or sample not in seen:
                     rows.append(values)
+                    samples.append(sample)
                 seen.add(sample)
         if not rows:
             return
@@ -232,7 +234,9 @@ class _Writer:
             return
         values = padded(rows)
         data = {"old_log_probs": FileTensor((tags.pop(), values.shape, values, None))}
-        info = {"batch_size": len(rows)}
+        info: dict[str, Any] = {"batch_size": len(rows)}
+        if all(samples):
+            info["sample_ids"] = samples
         self._save("old_log_probs", step, {**data, "shape": [*values.shape], "batch_info": info})
 
     def _write_rows(self, step: int, entries: Sequence[Entry]) -> None:
@@ -286,9 +290,11 @@ def _numbered(entries: Iterable[Entry]) -> dict[Entry, int]:
 
 
 def _extra_info(record: Record) -> dict[str, Any]:
-    """Return what NexRL's own files said besides, or the stage and part that a file is of."""
+    """Return what NexRL's own files said besides, or whose the rows of a file are and of what."""
     said = record.about.get("extra_info")
     found = dict(said) if isinstance(said, dict) else {}
+    if record.samples is not None:
+        found["sample_ids"] = list(record.samples)
     place = record.entry.place
     if place.stage is not None:
         found |= {"stage": place.stage, "part": str(place.part)}

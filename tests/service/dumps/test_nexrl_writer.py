@@ -83,7 +83,7 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
     assert sum(first["loss_mask"]) == batch.response_mask[0].sum()
     old = torch.load(tmp_path / "out/old_log_probs/step_000005.pt", weights_only=True)
     np.testing.assert_array_equal(old["old_log_probs"].numpy(), batch.old_log_probs)
-    assert old["batch_info"] == {"batch_size": 16}
+    assert old["batch_info"] == {"batch_size": 16, "sample_ids": batch.samples}
     loss = torch.load(tmp_path / "out/loss/step_000005_rank1_micro1.pt", weights_only=True)
     assert (loss["rank"], loss["micro_idx"], loss["loss"]) == (1, 1, 0.5)
     assert np.isnan(loss["pg_loss"])
@@ -97,6 +97,12 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
     assert (gradient["param_name"], gradient["norm"]) == ("lm_head.weight", 8.0)
     assert torch.equal(gradient["more"]["lm_head.weight#1"], torch.full((4, 4), 3.0))
     again = open_dump(tmp_path / "out")
+    for entry in again.entries:
+        if entry.section in ("forward_data", "is_loss"):
+            first = 8 * (entry.place.rank or 0) + 4 * entry.place.part.microbatch
+            assert again.read(entry).samples == tuple(batch.samples[first : first + 4])
+        if entry.section == "old_log_probs":
+            assert again.read(entry).samples == tuple(batch.samples)
     entry = next(e for e in again.entries if e.section == "gradients" and e.place.rank == 1)
     assert {*again.read(entry).tensors} == {"lm_head.weight", "lm_head.weight#1"}
 
