@@ -4,7 +4,8 @@ Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and 
 its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and knows no other parts:
 where a dump has several stages, epochs or mini-batches, they are numbered on in that order, those
 of the update first, and `extra_info` says which each was, and the sample_uids of its rows. A file
-of `param` or `gradient` is of one parameter; further ones stand under `more`.
+of `param` or `gradient` is of one parameter; further ones, and those of further parts
+(`name@part`), stand under `more`.
 """
 
 from __future__ import annotations
@@ -198,7 +199,10 @@ class _Writer:
     def _write_shards(self, folder: str, step: int, entries: Sequence[Entry]) -> None:
         ranks: dict[int, dict[str, WireTensor]] = defaultdict(dict)
         for record in self._read(entries):
-            ranks[record.entry.place.rank or 0] |= record.tensors
+            place = record.entry.place
+            held = ranks[place.rank or 0]
+            for name, tensor in record.tensors.items():
+                held[name if name not in held else f"{name}@{place.part}"] = tensor
         for rank, tensors in sorted(ranks.items()):
             if not tensors:
                 continue
