@@ -69,8 +69,10 @@ def rows_of(record: Record) -> Iterator[dict[str, Any]]:
         yield {name: values[row] for name, values in columns.items()}
 
 
-def trajectory(row: Mapping[str, Any]) -> dict[str, Any]:
+def trajectory(row: Mapping[str, Any], *, is_val: bool = False) -> dict[str, Any]:
     """Return one trajectory as NexRL's DataDumper writes it, and its `advantages` where it has.
+
+    `is_val` is said of a row that does not say it itself.
 
     A mask of the response alone is put behind zeros for the prompt; what `attention_mask` leaves
     out is padding.
@@ -85,7 +87,7 @@ def trajectory(row: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": tokens.tolist(),
         "loss_mask": mask.astype(np.int64).tolist(),
         "reward": float(np.sum(row["rewards"])) if "rewards" in row else math.nan,
-        "is_val": bool(row.get("is_val", False)),
+        "is_val": bool(row.get("is_val", is_val)),
     }
     extra = {name: _plain(name, row[name]) for name in _EXTRA_FIELDS if name in row}
     if extra:

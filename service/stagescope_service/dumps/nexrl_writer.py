@@ -4,8 +4,8 @@ Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and 
 its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and knows no other parts:
 where a dump has several stages, epochs or mini-batches, they are numbered on in that order, those
 of the update first, and `extra_info` says which each was, and the sample_uids of its rows. A file
-of `param` or `gradient` is of one parameter; further ones, and those of further parts
-(`name@part`), stand under `more`.
+of `param` or `gradient` is of one parameter; further ones, and those of further stages and parts
+(`name@stage.part`), stand under `more`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from stagescope_service.dumps.nexrl_rows import (
     widened,
 )
 from stagescope_service.dumps.records import Dump, Entry, Record
+from stagescope_service.dumps.slime import EVAL_STAGE
 from stagescope_service.dumps.torch_file import FileTensor, save_torch_file
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -111,7 +112,7 @@ class _Writer:
         self._write_trajectories(step, sections["trajectories"])
         alone = [entry for entry in sections["metrics"] if entry.place.rank is None]
         for record in self._read(alone):
-            self._save("training_metrics", number, {"metrics": dict(record.numbers)})
+            self._save("training_metrics", number, {"metrics": _metrics(record)})
         for section in ("advantages", "other"):
             if sections[section]:
                 count = len(sections[section])
@@ -183,7 +184,7 @@ class _Writer:
         for record in self._read([*losses, *ranked]):
             at = (record.entry.place.rank or 0, micros[record.entry])
             data, others = found[at], found[at].setdefault("metrics", {})
-            for name, value in record.numbers.items():
+            for name, value in _metrics(record).items():
                 short = name.rpartition("/")[2]
                 if record.entry.section == "loss" and short in _LOSSES and short not in data:
                     data[short] = float(value)
@@ -201,8 +202,9 @@ class _Writer:
         for record in self._read(entries):
             place = record.entry.place
             held = ranks[place.rank or 0]
+            part = f"{place.stage}.{place.part}" if place.stage else str(place.part)
             for name, tensor in record.tensors.items():
-                held[name if name not in held else f"{name}@{place.part}"] = tensor
+                held[name if name not in held else f"{name}@{part}"] = tensor
         for rank, tensors in sorted(ranks.items()):
             if not tensors:
                 continue
@@ -254,11 +256,18 @@ class _Writer:
         plain = [entry for entry in entries if entry.key != "prepared_trajectories"]
         for folder, chosen in (("trajectory", plain), ("prepared_trajectories", prepared)):
             found: list[dict[str, Any]] = []
+            seen: set[tuple[bool, str]] = set()
             for record in self._read(chosen):
                 if "tokens" not in record.tensors or not record.mask:
                     found = self._joined(step)
                     break
-                found += map(trajectory, rows_of(record))
+                is_val = record.entry.place.stage == EVAL_STAGE
+                rows = list(rows_of(record))
+                names = record.samples or ("",) * len(rows)
+                for name, row in zip(names, rows, strict=True):
+                    if not name or (is_val, name) not in seen:
+                        found.append(trajectory(row, is_val=is_val))
+                    seen.add((is_val, name))
             if not found:
                 continue
             data: dict[str, Any] = {"num_trajectories": len(found), "trajectories": found}
@@ -291,6 +300,11 @@ def _numbered(entries: Iterable[Entry]) -> dict[Entry, int]:
         return {entry: entry.place.part.microbatch for entry in chosen}
     numbers = {each: number for number, each in enumerate(pieces)}
     return {entry: numbers[piece(entry)] for entry in chosen}
+
+
+def _metrics(record: Record) -> dict[str, Any]:
+    lists = {name: lists_in(FileTensor(wire)) for name, wire in record.tensors.items()}
+    return {**record.numbers, **lists}
 
 
 def _extra_info(record: Record) -> dict[str, Any]:

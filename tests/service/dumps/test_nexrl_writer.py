@@ -15,6 +15,7 @@ from tests.support.dump_files import (
     nexrl_directory,
     own_directory,
     slime_rollout_file,
+    slime_train_file,
 )
 
 from stagescope.errors import Conflict, InvalidInput
@@ -104,7 +105,7 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
         if entry.section == "old_log_probs":
             assert again.read(entry).samples == tuple(batch.samples)
     entry = next(e for e in again.entries if e.section == "gradients" and e.place.rank == 1)
-    more = "@0.0.0.1"
+    more = "@actor_update.0.0.0.1"
     names = ("lm_head.weight", "lm_head.weight#1")
     assert {*again.read(entry).tensors} == {*names, *(name + more for name in names)}
 
@@ -126,6 +127,31 @@ def test_trajectories_of_other_formats(tmp_path: Path) -> None:
     assert (tmp_path / "ragged/trajectory/step_-00001.jsonl").exists()
     found = json.loads((tmp_path / "slime/trajectory/step_000000.jsonl").read_text())
     assert found["trajectories"][5]["extra_fields"] == {"group_id": "1", "run_id": 5}
+
+
+def test_slime_rollouts_count_once_and_evaluations_are_said(tmp_path: Path) -> None:
+    batch = make_batch(8, 16)
+    slime_rollout_file(tmp_path / "a/rollout/2.pt", batch, rollout_id=2)
+    slime_rollout_file(tmp_path / "a/rollout/eval_2.pt", batch, rollout_id=2)
+    slime_train_file(tmp_path / "a/train/2.pt", batch, rollout_id=2)
+    write_nexrl(open_dump(tmp_path / "a"), tmp_path / "b")
+    found = torch.load(tmp_path / "b/trajectory/step_000002.pt", weights_only=True)
+    assert sorted(each["is_val"] for each in found["trajectories"]) == [False] * 8 + [True] * 8
+    old = torch.load(tmp_path / "b/old_log_probs/step_000002.pt", weights_only=True)
+    assert old["batch_info"]["sample_ids"] == [str(row) for row in range(8)]
+    width = batch.lengths.max()
+    np.testing.assert_array_equal(old["old_log_probs"].numpy(), batch.old_log_probs[:, :width])
+
+
+def test_metrics_that_are_lists_stay(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "training_metrics":
+            data["metrics"]["by_layer"] = [1.0, 2.0]
+
+    nexrl_directory(tmp_path / "a", mode="remote_api", edit=edit)
+    write_nexrl(open_dump(tmp_path / "a"), tmp_path / "b")
+    found = torch.load(tmp_path / "b/training_metrics/step_000000.pt", weights_only=True)
+    assert found["metrics"]["by_layer"] == [1.0, 2.0]
 
 
 def test_several_stages_and_epochs_are_numbered_on(tmp_path: Path) -> None:
