@@ -183,9 +183,10 @@ def _compare_row_tensor(
     )  # fmt: skip
     places = (a.record.entry.place, b.record.entry.place)
     finder = Finder(taken, pairing, layouts, places)
-    table = RowTable(
-        pairing.labels, numbers, taken.lengths, taken.states, _row_values(layouts, pairing)
-    )
+    lengths = taken.lengths
+    if lengths is None:
+        lengths = np.repeat(numbers[:, :1], 2, axis=1).astype(np.int64)
+    table = RowTable(pairing.labels, numbers, lengths, taken.states, _row_values(layouts, pairing))
     piece = Piece(
         section, name, places, dtypes, (one.shape, other.shape), found, rows=table,
         largest=finder.locate(found.largest), unequal=finder.locate(found.unequal),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.rows import Extent, Layout, Rows, chosen, count_by_row, cumulative
+from stagescope_service.compare.rows import Extent, Layout, Rows, chosen, cumulative
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Number, Spot, value_of
 
@@ -68,7 +68,7 @@ class Taken:
         index_a, index_b: their places in the flat tensors, None where all lie as they pair.
         edges: int64 [rows + 1] of each pair of rows among them.
         mask: which of them count, None = all.
-        lengths: int64 [rows, 2], values that count on each side.
+        lengths: int64 [rows, 2], values that count on each side; None: as many on both as pair.
         states: of each pair of rows.
         kind: how values were chosen: 'full', 'mask', 'span', 'row' or 'positions'.
     """
@@ -77,7 +77,7 @@ class Taken:
     index_b: Int64 | None
     edges: Int64
     mask: Array | None
-    lengths: Int64
+    lengths: Int64 | None
     states: States
     kind: str
 
@@ -96,16 +96,17 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
         are, also what both sides have of the others, from the front.
     """
     layouts = one, other = a.known(name), b.known(name)
+    direct = not pairing.by_position and not bad.any() and _is_direct(pairing, layouts)
+    if direct and is_structural(name) and b.shares(a, name):
+        # Equal with all their padding: which of it counts makes no difference.
+        return _as_they_lie(one, None, "full")
     kind, of_a, of_b = _extents(a.extents(name), b.extents(name))
     keep_a, keep_b, mask_a, mask_b = of_a.keep, of_b.keep, None, None
     if kind == "row" and of_a.kind != of_b.kind:  # only one side says which values count
         mask_a, mask_b, keep_a, keep_b = keep_a, keep_b, None, None
-    direct = not pairing.by_position and not bad.any() and _is_direct(pairing, layouts)
     if direct and (keep_a is keep_b or _equal(keep_a, keep_b)):
         keep = next((each for each in (keep_a, mask_a, mask_b) if each is not None), None)
-        counts = one.lengths if keep is None else count_by_row(keep, one.offsets)
-        states = np.zeros(len(counts), np.int8)
-        return Taken(None, None, one.offsets, keep, np.stack([counts] * 2, 1), states, kind)
+        return _as_they_lie(one, keep, kind)
     index_a, edges_a = chosen(one, keep_a, pairing.rows_a)
     index_b, edges_b = chosen(other, keep_b, pairing.rows_b)
     if pairing.by_position:
@@ -123,6 +124,11 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
     mask = mask_b[index_b] if mask_b is not None else mask
     lengths = np.stack([counts_a, counts_b], axis=1)
     return Taken(index_a, index_b, cumulative(length), mask, lengths, states, kind)
+
+
+def _as_they_lie(layout: Layout, keep: Array | None, kind: str) -> Taken:
+    states = np.zeros(len(layout.offsets) - 1, np.int8)
+    return Taken(None, None, layout.offsets, keep, None, states, kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,6 +164,7 @@ class Finder:
     def end_of(self, pair: int, keeps: tuple[Array | None, Array | None]) -> Location:
         """Return the first value that only one side of a pair of rows has."""
         rows = (self.pairing.rows_a[pair : pair + 1], self.pairing.rows_b[pair : pair + 1])
+        assert self.taken.lengths is not None
         common = int(self.taken.lengths[pair].min())
         coordinates: list[tuple[int, ...]] = []
         values: list[Number | None] = []

@@ -11,10 +11,14 @@ import functools
 import hashlib
 import pathlib
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numba
 
+_SOURCES: Final = (
+    "jit", "cell", "segments", "blocks", "counts", "kernel",
+    "pair_cell", "pair_blocks", "pairwise_kernel",
+)  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -72,6 +76,6 @@ def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Functio
 def _sources_digest() -> str:
     here = pathlib.Path(__file__).parent
     hashed = hashlib.blake2b(digest_size=16)
-    for name in ("jit", "cell", "segments", "blocks", "counts", "kernel", "pairwise_kernel"):
+    for name in _SOURCES:
         hashed.update((here / f"{name}.py").read_bytes())
     return hashed.hexdigest()

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.dump_files import nexrl_directory
+from tests.support.memory_dumps import MemoryDump, batch, record, split
+
+from stagescope.errors import InvalidInput
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.flow import STATIONS, order, station
+from stagescope_service.compare.results import PairResult
+from stagescope_service.compare.tolerances import Tolerances, severity
+from stagescope_service.dumps.discover import open_dump
+
+
+def pair(*sides: MemoryDump) -> PairResult:
+    return compare(sides).pairs[0]
+
+
+def titles(result: PairResult) -> list[str]:
+    return [cause.title for cause in result.causes]
+
+
+def checks(result: PairResult) -> str:
+    return "\n".join(check for cause in result.causes for check in cause.checks)
+
+
+def losses(**values: float) -> MemoryDump:
+    return MemoryDump([record("loss", numbers=values, rank=rank) for rank in range(2)])
+
+
+def test_a_loss_whose_terms_agree_has_another_coefficient() -> None:
+    terms = {"pg_loss": 0.5, "entropy_loss": 2.0}
+    found = pair(losses(loss=0.48, **terms), losses(loss=0.49, **terms))
+    assert found.causes[0].title.startswith("entropy_coeff")
+    assert "-0.01 and -0.005" in found.causes[0].evidence
+    other = pair(losses(loss=0.48, **terms), losses(loss=0.49, pg_loss=0.51, entropy_loss=2.0))
+    assert not any(title.startswith("entropy_coeff") for title in titles(other))
+    assert "whether the random seed is fixed" in checks(other)
+    assert "is_loss, in its order" in checks(other)
+
+
+def test_equal_tokens_and_masks_exclude_the_sampling() -> None:
+    samples = batch()
+    moved = [
+        dataclasses.replace(s, values={**s.values, "entropy": s.values["entropy"] + np.float32(1)})
+        for s in samples
+    ]
+    found = pair(split(samples), split(moved))
+    said = "\n".join(found.excluded)
+    for text in ("not the sampling", "not padding", "not the inference engine", "not the reward"):
+        assert text in said
+    assert "numerical precision" in checks(found)
+    sampled = [dataclasses.replace(s, response=s.response + 1) for s in samples]
+    found = pair(split(samples), split(sampled))
+    assert not any("sampling" in text for text in found.excluded)
+    assert "the two sides sampled differently" in titles(found)
+    assert "temperature" in checks(found)
+
+
+def test_other_precisions_and_overflow_are_named() -> None:
+    values = np.array([1.0, 2.0, 3.0], np.float32)
+    half = MemoryDump([record("other", {"x": values.astype(np.float16) + np.float16(1)})])
+    found = pair(MemoryDump([record("other", {"x": values})]), half)
+    assert "the two sides compute in other precisions" in titles(found)
+    assert "float32 on one side and float16 on the other" in found.causes[0].evidence
+    broken = MemoryDump([record("other", {"x": np.array([1.0, math.inf, 3.0], np.float32)})])
+    found = pair(MemoryDump([record("other", {"x": values})]), broken)
+    assert "a side overflows or divides by zero" in titles(found)
+
+
+def test_other_widths_without_a_mask_name_padding_and_max_length() -> None:
+    def side(width: int) -> MemoryDump:
+        return MemoryDump([
+            record("old_log_probs", {"old_log_probs": np.ones((2, width))}, samples=("a", "b"))
+        ])  # fmt: skip
+
+    result = compare([side(4), side(6)])
+    assert result.exit_status == 2
+    found = result.pairs[0]
+    assert "no mask says what is padding" in found.tensors[0].reason
+    assert "sequence lengths differ" in titles(found)
+    assert "max_length" in checks(found)
+
+
+def test_settings_that_differ_come_first() -> None:
+    one, other = losses(loss=1.0), losses(loss=2.0)
+    one.about = {"settings": {"rollout": {"temperature": 1.0, "seed": 1}, "lr": 1e-6}}
+    other.about = {"settings": {"rollout": {"temperature": 0.7, "seed": 1}, "lr": 1e-6}}
+    first = pair(one, other).causes[0]
+    assert first.evidence == "rollout.temperature: 1.0 and 0.7"
+
+
+def test_missing_sections_name_the_options_that_write_them(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path / "a")
+    nexrl_directory(tmp_path / "weaver", mode="weaver")
+    found = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "weaver")]).pairs[0]
+    said = checks(found)
+    assert "trajectory: true, old_log_probs: true" in said
+    assert "WEAVER_DEBUG_DUMP_ENABLED=1" in said
+    alone = [finding for finding in found.findings if finding.kind == "section"]
+    assert {finding.section for finding in alone} >= {"trajectories", "is_loss", "batch_inputs"}
+
+
+def test_a_missing_file_is_a_finding_with_its_name(tmp_path: Path) -> None:
+    nexrl_directory(tmp_path / "a")
+    nexrl_directory(tmp_path / "b")
+    gone = tmp_path / "b" / "loss" / "step_000000_rank1_micro0.pt"
+    gone.unlink()
+    result = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "b")])
+    assert result.exit_status == 2
+    missing = next(each for each in result.pairs[0].findings if each.kind == "missing")
+    assert missing.items == (str(gone),)
+
+
+def test_every_step_is_compared_from_the_first_on(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "loss" and name.startswith("step_000000"):
+            data["loss"] += 1
+
+    nexrl_directory(tmp_path / "a", steps=(0, 1))
+    nexrl_directory(tmp_path / "b", steps=(0, 1), edit=edit)
+    result = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "b")])
+    different = [t for t in result.pairs[0].tensors if t.verdict == "different"]
+    assert [(t.step, t.name) for t in different] == [(0, "loss")]
+    later = [open_dump(tmp_path / side, step=1) for side in "ab"]
+    assert compare(later).exit_status == 0
+
+
+def test_more_trajectories_than_five_are_compared(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "trajectory":
+            data["trajectories"].reverse()
+            data["trajectories"][3]["tokens"][-1] += 1  # the thirteenth of the other side
+
+    nexrl_directory(tmp_path / "a")
+    nexrl_directory(tmp_path / "b", edit=edit)
+    result = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "b")])
+    assert result.first is not None
+    assert result.first.location is not None
+    assert result.first.name == "tokens"
+    assert result.first.location.sample == "g3_0"
+    assert result.pairs[0].tensors[0].samples["unequal"] == 1
+
+
+@pytest.mark.parametrize("text", ["", "x", "=1", "x=", "x=a", "x=-1", "x=nan", "x=1,2,3"])
+def test_a_tolerance_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        Tolerances.parse([text])
+
+
+def test_the_first_pattern_that_fits_wins() -> None:
+    tolerances = Tolerances.parse(["loss/*=0.5", "*loss=0.25,0.125"])
+    both = ("float32", "float32")
+    assert tolerances.of("loss", "pg_loss", both).atol == 0.5
+    assert tolerances.of("is_loss", "pg_loss", both).rtol == 0.125
+    assert Tolerances().of("forward_data", "response_mask", both).atol == 0.0
+    assert Tolerances().of("x", "log_probs", ("bfloat16", "float32")).rtol == 2.0**-7
+    assert Tolerances().of("gradients", "w", ("bfloat16", "bfloat16")).relative == 1e-5
+
+
+def test_names_lie_on_the_flow_in_the_order_of_the_stations() -> None:
+    named = [
+        ("trajectories", "tokens"), ("trajectories", "response_mask"),
+        ("trajectories", "rollout_log_probs"), ("trajectories", "rewards"),
+        ("old_log_probs", "old_log_probs"), ("advantages", "values"),
+        ("advantages", "advantages"), ("forward_data", "entropy"), ("is_loss", "prob_ratio"),
+        ("loss", "loss"), ("gradients", "w"), ("parameters", "w"), ("other", "strange"),
+    ]  # fmt: skip
+    assert [station(*each) for each in named] == list(STATIONS)
+    assert sorted(named, key=lambda each: order(*each)) == named
+
+
+def test_severities_are_those_of_the_guide() -> None:
+    words = [severity(value) for value in (0.0, 1e-6, 1e-4, 1e-2, 0.5, math.nan)]
+    assert words == ["identical", "equivalent", "minor", "likely bug", "severe", ""]
