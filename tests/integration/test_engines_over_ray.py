@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stagescope.engines import EngineInfo, Sampling
+from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
 from stagescope.errors import NotFound
 from stagescope_workers.consistency.comparison import Comparison
 from stagescope_workers.consistency.record import record
 from stagescope_workers.consistency.scored import Scored, numbers
+from stagescope_workers.consistency.stored import rescore
 
 pytest.importorskip("ray")
 from tests.support.cluster import Service, eventually
@@ -25,6 +26,27 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     service = Service.start(tmp_path_factory.mktemp("home"), address)
     yield service
     service.stop()
+
+
+class Scorer:
+    """An engine that scores the rows of a comparison as its other side did."""
+
+    info = EngineInfo("scorer", "here", scores=True)
+
+    def __init__(self, found: Comparison) -> None:
+        self._rows = iter(found.rows)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        raise AssertionError("nothing is sampled")
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        # A prompt of three tokens stands before each answer.
+        return [(0.0, 0.0, 0.0, *next(self._rows).p) for _ in rows]
+
+    def close(self) -> None:
+        pass
 
 
 def comparison() -> Comparison:
@@ -75,5 +97,15 @@ def test_a_comparison_is_a_step_like_any_other(service: Service) -> None:
         assert metrics.complete == "complete"
         rollout = metrics.about["streams"]["rollout"]
         assert (rollout["engine"], rollout["temperature"]) == ("vllm", 0.7)
+        kept = session.step(3, run="consistency").batch()
+        assert kept.rows == 6
+        assert kept["rollout_log_probs"].sum() == pytest.approx(
+            sum(row.q.sum() for row in found.rows), rel=1e-6
+        )
+        again = rescore(kept, Scorer(found), "rollout_log_probs")
+        assert again.numbers["logprob_abs_diff/mean"] == pytest.approx(
+            found.numbers["logprob_abs_diff/mean"], rel=1e-9
+        )
+        assert [row.prompt for row in again.rows] == [(1, 2, 3)] * 6
         session.add_engine("http://127.0.0.1:9", name="llm")
         assert session.engines()["used_by"] == (["consistency"],)

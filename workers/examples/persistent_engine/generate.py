@@ -72,7 +72,14 @@ def generate(model: Path, engine: str, output: Path, run: str, step: int, max_to
     """Generate GROUP answers to each prompt and write them to OUTPUT."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
     rollout = stagescope.engine(engine)
-    probe = init(run, role="rollout", rank=0, world_size=1, settings={"engine": engine})
+    probe = init(
+        run,
+        role="rollout",
+        rank=0,
+        world_size=1,
+        settings={"engine": engine},
+        keep={"what": ["trajectories"]},
+    )
     with probe.stage("rollout_generate", step=step) as stage:
         prompts = [tokenizer(text)["input_ids"] for text in PROMPTS for _ in range(GROUP)]
         made = [

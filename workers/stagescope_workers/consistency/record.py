@@ -41,6 +41,7 @@ def record(
         attempt_key=f"consistency-{uuid.uuid4().hex}",
         layout={"engine": found.engine.kind, "engine_version": found.engine.version},
         settings={"engine": found.engine.place, "against": found.other.place},
+        keep={"what": ["trajectories", "old_log_probs"]},  # to be compared or scored again
         captures=False,
         watchdog=0,
         strict=True,
