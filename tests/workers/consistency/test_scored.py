@@ -13,11 +13,8 @@ from stagescope_workers.consistency.scored import Scored, numbers, worst_tokens
 from stagescope_workers.payload import host_tensor
 
 
-class Letters:
-    """A tokenizer whose token 0 is `a`."""
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + token) for token in ids)
+def letter(token: int) -> str:
+    return chr(97 + token)
 
 
 def rows(*lengths: int, seed: int = 0) -> list[Scored]:
@@ -57,19 +54,19 @@ def test_nothing_measured_is_no_zero() -> None:
     found = numbers([])
     assert math.isnan(found["logprob_abs_diff/mean"])
     assert found["counts/tokens"] == 0
-    assert worst_tokens([], Letters()) == []
+    assert worst_tokens([], letter) == []
 
 
 def test_the_worst_token_is_found_with_its_place() -> None:
     of = rows(5, 9, 4)
     of[1].q[6] -= 30.0
-    first, *others = worst_tokens(of, Letters(), 3)
+    first, *others = worst_tokens(of, letter, 3)
     assert (first.sample, first.position) == ("s1", 6)
     assert first.token_id == of[1].ids[6]
-    assert first.token == chr(97 + first.token_id)
+    assert first.token == letter(first.token_id)
     assert first.abs_diff == pytest.approx(abs(of[1].p[6] - of[1].q[6]))
     assert [each.abs_diff for each in others] == sorted(
         (each.abs_diff for each in others), reverse=True
     )
     of[2].p[0] = math.nan
-    assert worst_tokens(of, Letters(), 1)[0].sample == "s2"
+    assert worst_tokens(of, letter, 1)[0].sample == "s2"

@@ -82,6 +82,7 @@ def test_a_token_that_was_stored_wrong_is_the_worst(stored: Batch, converted: Pa
     first = found.worst[0]
     assert (first.sample, first.position) == ("b-0", 1)
     assert first.abs_diff == pytest.approx(3.0, abs=1e-3)
+    assert first.token == CTranslate2Engine(converted).vocabulary[first.token_id]
     assert found.worst[1].abs_diff < 1e-3
 
 

@@ -159,7 +159,7 @@ def compare(
         sampling=options.sampling,
         rows=tuple(rows),
         numbers=numbers(rows),
-        worst=tuple(worst_tokens(rows, tokenizer)),
+        worst=tuple(worst_tokens(rows, lambda token: tokenizer.decode([token]))),
         checks=checks,
         left_out=left_out,
         streams=streams,

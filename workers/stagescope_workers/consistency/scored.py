@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -88,12 +88,14 @@ def numbers(rows: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-def worst_tokens(rows: Sequence[Scored], tokenizer: Any, most: int = WORST) -> list[WorstToken]:
+def worst_tokens(
+    rows: Sequence[Scored], text_of: Callable[[int], str], most: int = WORST
+) -> list[WorstToken]:
     """Return the tokens that differ most, the worst first; not finite ones before all.
 
     Args:
         rows: the answers.
-        tokenizer: of the model; None: tokens are shown by their ids alone.
+        text_of: a token's text by its id.
         most: how many.
     """
     if not rows:
@@ -114,7 +116,7 @@ def worst_tokens(rows: Sequence[Scored], tokenizer: Any, most: int = WORST) -> l
                 sample=rows[row].name,
                 position=at,
                 token_id=token,
-                token="" if tokenizer is None else tokenizer.decode([token]),
+                token=text_of(token),
                 q=float(rows[row].q[at]),
                 p=float(rows[row].p[at]),
                 abs_diff=float(gaps[index]),

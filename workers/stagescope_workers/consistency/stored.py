@@ -52,7 +52,7 @@ def rescore(
         batch: with prompts, responses and response_mask.
         engine: scores them.
         other: scores them, too; or the name of the stored log-probs that stand for it.
-        tokenizer: of the model, for the texts of tokens; None: none.
+        tokenizer: of the model, for the texts of tokens; None: the engine's own words, if any.
         limit: most trajectories.
         tell: called with what is being done.
 
@@ -93,7 +93,7 @@ def rescore(
         sampling=sampling,
         rows=tuple(scored),
         numbers=numbers(scored),
-        worst=tuple(worst_tokens(scored, tokenizer)),
+        worst=tuple(worst_tokens(scored, _texts(engine, tokenizer))),
         checks=(Check("sent", True, text), check_shift(scored)),
         left_out={},
         streams=streams_of(engine.info, info, sampling, scaled=False),
@@ -107,6 +107,14 @@ def _responses(scores: Sequence[Sequence[float]], kept: Sequence[Trajectory]) ->
         width = len(each.tensor("responses"))
         found.append(np.array(values[len(values) - width :], np.float64))
     return found
+
+
+def _texts(engine: Engine, tokenizer: Any) -> Callable[[int], str]:
+    """Return what says a token's text."""
+    words: Sequence[str] = getattr(engine, "vocabulary", ())
+    if tokenizer is not None:
+        return lambda token: str(tokenizer.decode([token]))
+    return lambda token: words[token] if token < len(words) else ""
 
 
 def _sampling(batch: Batch) -> Sampling:
