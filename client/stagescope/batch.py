@@ -339,6 +339,9 @@ def check_rows(batch: Batch) -> Batch:
             raise InvalidInput(
                 f"tensor {name} has shape {tensor.values.shape}", expected=f"{batch.rows} rows"
             )
+    for name, lengths in batch.lengths.items():
+        if name not in batch.tensors or lengths.shape != (batch.rows,):
+            raise InvalidInput(f"lengths of {name} are {lengths.shape}", expected=f"{batch.rows}")
     for name, texts in batch.strings.items():
         if len(texts) != batch.rows:
             raise InvalidInput(f"{name} has {len(texts)} texts", expected=f"{batch.rows}")

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 FORMAT: Final = 1
+_MALFORMED: Final = (
+    LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
+    InvalidInput,
+)  # fmt: skip
 LENGTHS: Final = "lengths/"
 ROWS: Final = "rows/"
 PARTS: Final = "part/"
@@ -59,7 +63,7 @@ def parse(data: Array, where: object) -> Batch:
     file = tensorfile.parse(data, where)
     try:
         return _read(file.tensors, file.metadata)
-    except (KeyError, TypeError, ValueError, AttributeError, InvalidInput) as error:
+    except _MALFORMED as error:
         raise InvalidTensor(
             f"{where} holds no batch: {error}",
             expected="a file of `stagescope batch --output` or Batch.save",
@@ -198,7 +202,10 @@ def _read(tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any])
             others[name.removeprefix(OTHERS)] = Tensor(tag, values)
         else:
             columns[name] = Tensor(tag, values)
-    padding = {n: Padding(str(s), nonfinite.number(f)) for n, (s, f) in said["padding"].items()}
+    padding = {
+        name: Padding({"left": "left", "right": "right"}[side], _number(fill))
+        for name, (side, fill) in said["padding"].items()
+    }
     batch = Batch(
         rows=int(said["rows"]),
         tensors=columns,
@@ -206,9 +213,9 @@ def _read(tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any])
         lengths=lengths,
         padding=padding,
         others=others,
-        numbers=nonfinite.numbers(said["numbers"]),
-        meta=said["meta"],
-        source=said["source"],
+        numbers={name: _number(value) for name, value in said["numbers"].items()},
+        meta=_object(said["meta"]),
+        source=_object(said["source"]),
         gaps=tuple(Gap(str(kind), str(message)) for kind, message in said["gaps"]),
         parts=tuple(
             _part(rows[at], part, of_parts.get(at, {})) for at, part in enumerate(said["parts"])
@@ -224,12 +231,25 @@ def _part(rows: Tensor, said: Mapping[str, Any], own: Mapping[str, Tensor]) -> B
         raise ValueError(f"the rows of a part are {rows.dtype} {rows.values.shape}")
     return BatchPart(
         stage=str(said["stage"]),
-        role=said["role"],
-        rank=said["rank"],
+        role=None if said["role"] is None else str(said["role"]),
+        rank=None if said["rank"] is None else int(said["rank"]),
         part=Part(*map(int, said["part"])),
         rows=rows.values,
         names=tuple(map(str, said["names"])),
         widths={str(name): int(width) for name, width in said["widths"].items()},
         own=own,
-        numbers=nonfinite.numbers(said["numbers"]),
+        numbers={name: _number(value) for name, value in said["numbers"].items()},
     )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it has {value!r:.100} where an object is")
+    return value
+
+
+def _number(value: Any) -> float:
+    found = nonfinite.number(value)
+    if type(found) not in (int, float):
+        raise ValueError(f"it has {value!r:.100} where a number is")
+    return found  # type: ignore[no-any-return]

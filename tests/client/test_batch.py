@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 import safetensors.numpy
 import tensordict
 import torch
+from hypothesis import given, settings
+from tests.support.mutated import mutated
 from tests.support.step_batches import step_batch
 
 from stagescope.batch import Batch, Tensor
@@ -64,6 +68,22 @@ def test_a_file_that_is_no_batch_is_refused(
     path = batch.save(tmp_path / "batch.safetensors")
     with pytest.raises(InvalidTensor, match=message):
         Batch.load(path)
+
+
+@settings(deadline=None, max_examples=150)
+@given(mutated(json.loads(json.dumps(describe(step_batch())))))
+def test_whatever_its_metadata_say_it_is_a_batch_or_refused(said: Any) -> None:
+    batch = step_batch()
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as directory:
+        patched.setattr("stagescope.batch_file.describe", lambda _: said)
+        path = batch.save(Path(directory) / "batch.safetensors")
+        try:
+            found = Batch.load(path)
+        except InvalidTensor:
+            return
+        assert len(repr(found)) > 0
+        for part in found.parts:
+            found.microbatch(part)
 
 
 def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path) -> None:

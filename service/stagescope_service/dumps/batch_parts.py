@@ -163,7 +163,11 @@ class _Scan:
             )
             return
         part.count = part.count or count
-        part.samples = part.samples or record.samples
+        if record.samples is not None and len(record.samples) != count:
+            ids = f"{len(record.samples)} sample ids for {count} rows"
+            self.gaps.append(Gap("joined", f"{part} has {ids}: its rows are joined by place"))
+        else:
+            part.samples = part.samples or record.samples
         part.texts |= {name: each for name, each in texts.items() if len(each) == count}
         for name, (tag, shape, values, offsets) in tensors.items():
             if offsets is not None and len(offsets) == count + 1:
@@ -254,16 +258,23 @@ def _absent(parts: Iterable[FoundPart]) -> list[Gap]:
 
 
 def _count(record: Record, tensors: Mapping[str, WireTensor]) -> int:
+    """Return the rows: as many as there are sample ids, unless no tensor has so many."""
     if record.samples is not None:
-        return len(record.samples)
+        count = len(record.samples)
+        rows = {_rows_of(each) for each in tensors.values() if each[1] or each[3] is not None}
+        if rows and count not in rows:
+            return _count(dataclasses.replace(record, samples=None), tensors)
+        return count
     named = [*([record.mask] if record.mask else ()), *sorted(tensors, key=order_of)]
     for name in named:
-        _, shape, _, offsets = tensors[name]
-        if offsets is not None:
-            return len(offsets) - 1
-        if shape:
-            return int(shape[0])
+        if tensors[name][1] or tensors[name][3] is not None:
+            return _rows_of(tensors[name])
     return 0
+
+
+def _rows_of(wire: WireTensor) -> int:
+    _, shape, _, offsets = wire
+    return len(offsets) - 1 if offsets is not None else shape[0]
 
 
 def _stage(entry: Entry) -> str:

@@ -57,19 +57,24 @@ class PayloadFiles:
         """Read a file; see `records.Dump.read`."""
         file = self._files[entry.path]
         tensors, said = map_tensors(entry.path)
-        strings = {str(n): tuple(map(str, texts)) for n, texts in said["strings"].items()}
-        job = said["job"]
+        strings = {
+            str(name): tuple(map(str, texts))
+            for name, texts in _mapping(said, "strings").items()
+            if isinstance(texts, list)
+        }
+        job, scalars = _mapping(said, "job"), numbers(_mapping(said, "scalars"))
+        plain = {n: v for n, v in scalars.items() if type(v) in (int, float)}
         return Record(
             entry,
             tensors,
-            numbers={**numbers(said.get("scalars") or {}), **file.numbers},
+            numbers={**plain, **file.numbers},
             samples=strings.get("sample_ids"),
             groups=strings.get("group_ids"),
             row_texts={n: texts for n, texts in strings.items() if n not in _OF_ROWS},
             mask="response_mask" if "response_mask" in tensors else None,
             about={
-                "meta": said.get("meta") or {},
-                "settings": said.get("settings") or job.get("settings") or {},
+                "meta": _mapping(said, "meta"),
+                "settings": _mapping(said, "settings") or _mapping(job, "settings"),
                 "job": job,
                 "wall": file.wall or entry.path.stat().st_mtime,
                 "path": file.where or str(entry.path),
@@ -83,16 +88,43 @@ class PayloadFiles:
             with disk_errors(file.path):
                 size = file.path.stat().st_size
             job = describe_file(file.path).metadata.get("job")
-            if not isinstance(job, Mapping):
-                raise InvalidTensor("it does not say of which work it is")
-            part = Part(*(int(job.get(name) or 0) for name in PART_FIELDS))
-            step = job.get("step") if file.consumed_step is None else file.consumed_step
-            place = Place(step, job.get("stage"), job.get("role"), job.get("rank"), part)
-        except (StagescopeError, ValueError, TypeError) as error:
+            place = _place(job)
+        except StagescopeError as error:
             self._problems.append(Problem(file.path, "damaged", str(error)))
             return None
+        assert isinstance(job, Mapping)
+        if file.consumed_step is not None:
+            place = place._replace(step=file.consumed_step)
         self.jobs[file.path] = job
         return Entry("other", place, file.path, size)
+
+
+def _place(job: object) -> Place:
+    """Return where a file says that it was made.
+
+    Raises:
+        InvalidTensor: it does not say it.
+    """
+    if not isinstance(job, Mapping):
+        raise InvalidTensor("it does not say of which work it is")
+    counts = [job.get(name) or 0 for name in PART_FIELDS]
+    whole = [
+        *counts,
+        *(job.get(name) for name in ("step", "rank", "data_rank", "attempt_id", "seq")),
+    ]
+    texts = [job.get(name) for name in ("stage", "role", "incarnation")]
+    if any(type(number) not in (int, type(None)) for number in whole) or any(
+        not isinstance(text, str | None) for text in texts
+    ):
+        raise InvalidTensor(
+            f"it says {str(dict(job))[:200]} of its work", expected="names and ints"
+        )
+    return Place(job.get("step"), texts[0], texts[1], job.get("rank"), Part(*counts))
+
+
+def _mapping(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = said.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _order(entry: Entry) -> tuple[Any, ...]:

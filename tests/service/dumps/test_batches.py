@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.mutated import mutated
 from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
 
 from stagescope.batch import Batch, Tensor
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.schema import Part
 from stagescope_service.dumps.batch_join import join
 from stagescope_service.dumps.batches import read_batch
@@ -21,6 +23,7 @@ from stagescope_service.dumps.records import Record
 from stagescope_service.engine.ingestion.intake import Intake
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.store.ring import Ring
+from stagescope_service.store.tensorfile import write_tensors
 
 LATER = ("response_mask", "old_log_probs")
 
@@ -241,6 +244,20 @@ def test_without_ids_rows_are_joined_by_place_or_not_at_all() -> None:
     assert batch.rows == 3
 
 
+def test_ids_of_other_rows_are_not_believed() -> None:
+    whole = WholeStep([4, 4])
+    batch = join(MemoryDump([record(whole.piece([0, 1]), samples=["only"])]), 5)
+    assert batch.rows == 2
+    assert batch.sample_ids is None
+    ((kind, message),) = batch.gaps
+    assert (kind, "1 sample ids for 2 rows: its rows are joined by place" in message) == (
+        "joined",
+        True,
+    )
+    alone = {"loss": wire(np.asarray(np.float32(0.5)))}
+    assert join(MemoryDump([record(alone, samples=["a", "b"])]), 5).rows == 2
+
+
 def test_pieces_of_samples_stay_in_their_parts() -> None:
     tensors = {"response_mask": wire(np.ones((1, 2), np.int64)),
                "positions": wire(np.array([[0, 1]]))}  # fmt: skip
@@ -337,6 +354,30 @@ def test_a_damaged_file_is_a_gap(tmp_path: Path) -> None:
     (gap,) = batch.gaps
     assert gap.kind == "file"
     assert str(path) in gap.message
+
+
+SAID = {
+    "strings": {"sample_ids": ["a", "b"], "group_ids": ["g", "g"]},
+    "meta": {"temperature": 0.7, "policy_version": 4},
+    "settings": {"clip": 0.2},
+    "scalars": {"loss": 0.5, "kl": "nan"},
+    "job": {**job(0), "incarnation": "i", "seq": 1, "data_rank": None},
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(mutated(SAID))
+def test_whatever_a_file_says_of_itself_it_is_read_or_refused(said: dict[str, Any]) -> None:
+    whole = WholeStep([3, 2])
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "step_5" / "actor_rank0_0123456789ab_1.safetensors"
+        write_tensors(path, whole.piece([0, 1]), said, durable=False)
+        try:
+            batch = read_batch(directory, 5)
+        except StagescopeError:
+            return
+        assert batch.rows == 2
+        assert len(repr(batch)) > 0
 
 
 def test_a_batch_saved_is_read_as_it_was(tmp_path: Path) -> None:
