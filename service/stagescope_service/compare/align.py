@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagescope_service.compare.pieces import Box
-from stagescope_service.compare.shards import (
+from stagescope_service.compare.index import (
     KEYS,
     PROMPT,
     RESPONSE,
@@ -22,10 +21,11 @@ from stagescope_service.compare.shards import (
     RUN,
     SAMPLE,
     NamedShard,
-    Part,
     ShardIndex,
     row_label,
 )
+from stagescope_service.compare.pieces import Box
+from stagescope_service.compare.shards import Part
 from stagescope_service.compare.taking import Pairing
 from stagescope_service.dumps.records import Place
 

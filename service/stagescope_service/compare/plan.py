@@ -30,6 +30,12 @@ class Unit(NamedTuple):
     occurrence: int
     epoch: int
 
+    def __str__(self) -> str:
+        words = ["" if self.step is None else f"step {self.step}", self.stage or ""]
+        words += [f"occurrence {self.occurrence}"] if self.occurrence else []
+        words += [f"epoch {self.epoch}"] if self.epoch else []
+        return ", ".join(word for word in words if word) or "epoch 0"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
@@ -51,6 +57,12 @@ class Match:
         """Return in which unit an entry lies."""
         place = self.places[entry.place]
         return Unit(place.step, place.stage, place.part.occurrence, place.part.epoch)
+
+    def unit_of(self, couple: Couple) -> Unit:
+        """Return in which unit a couple lies."""
+        entry = couple[0] or couple[1]
+        assert entry is not None
+        return self.unit(entry)
 
     def couples(self) -> Iterator[Couple]:
         """Yield entries of one place, one of each side; None where a side has no such."""

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from stagescope.errors import InvalidTensor
 from stagescope_service.compare.flow import MASKS, NAMED, TOKENS, is_structural
 from stagescope_service.dumps.records import Record
 
@@ -106,7 +107,11 @@ class Rows:
         flat = np.ascontiguousarray(values).reshape(-1)
         if offsets is not None:
             bounds = np.asarray(offsets, np.int64)
-            return Layout(tag, flat, bounds, None, shape) if len(bounds) == self.count + 1 else None
+            if len(bounds) != self.count + 1:
+                return None
+            if bounds[0] != 0 or bounds[-1] != len(flat) or (np.diff(bounds) < 0).any():
+                raise InvalidTensor(f"{self.record.entry.path}: rows of {name} overlap or lack")
+            return Layout(tag, flat, bounds, None, shape)
         if not shape or shape[0] != self.count:
             return None
         width = math.prod(shape[1:])

@@ -8,14 +8,26 @@ which rows pair. `compare_joined` then compares one shard with the parts of othe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import Forbidden, NotFound, StagescopeError
 from stagescope_service.compare.flow import NAMED
+from stagescope_service.compare.index import (
+    RESPONSE,
+    ROW,
+    RUN,
+    SAMPLE,
+    ShardIndex,
+    describe,
+    mapping,
+    named_shard,
+    row_label,
+    runs_of,
+    samples_of,
+)
 from stagescope_service.compare.pieces import (
     Box,
     Piece,
@@ -27,53 +39,10 @@ from stagescope_service.compare.pieces import (
 from stagescope_service.compare.rows import Rows
 from stagescope_service.compare.taking import Pairing
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
+from stagescope_service.dumps.records import Dump, Entry, Problem, Record
 from stagescope_service.statistics.pairwise import Pairwise
 
 Int64 = npt.NDArray[np.int64]
-
-SAMPLE: Final = "sample id"
-RUN: Final = "group_id and run_id"
-RESPONSE: Final = "response tokens"
-PROMPT: Final = "prompt and place among its trajectories"
-ROW: Final = "place and row"
-KEYS: Final = (SAMPLE, RUN, RESPONSE, PROMPT, ROW)
-"""By what rows are paired, the surest first."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NamedShard:
-    """A shard of a named tensor: its shape, that of the whole, and where it lies in it."""
-
-    shape: tuple[int, ...]
-    whole: tuple[int, ...] | None = None
-    offset: tuple[int, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardIndex:
-    """What a record holds, without its values.
-
-    Attributes:
-        entry: which.
-        rows: how many.
-        keys: of each row by kind (KEYS); a kind that is unknown is absent.
-        digests: of all that counts of each row: equal rows are replicas.
-        counted: tokens of each row that count.
-        fragments: whether its rows may be fragments of samples, with positions.
-        row_tensors, numbers: names.
-        named: tensors that have no rows.
-    """
-
-    entry: Entry
-    rows: int = 0
-    keys: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    digests: tuple[str, ...] = ()
-    counted: tuple[int, ...] = ()
-    fragments: bool = False
-    row_tensors: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-    named: Mapping[str, NamedShard] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,8 +109,16 @@ class JoinTask:
 
 
 def run_task(task: PairTask | JoinTask) -> Outcome:
-    """Do one task; every error of a file is in its answer."""
-    return compare_pair(task) if isinstance(task, PairTask) else compare_joined(task)
+    """Do one task; every error is in its answer, so that the others go on."""
+    try:
+        return compare_pair(task) if isinstance(task, PairTask) else compare_joined(task)
+    except Exception as error:  # what a reader let through may still make no sense
+        entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
+        side = 0 if entries[0] is not None else 1
+        entry = entries[side]
+        assert entry is not None
+        text = f"{entry.path} could not be compared: {type(error).__name__}: {error}"
+        return Outcome(problems=((side, Problem(entry.path, "damaged", text, entry)),))
 
 
 def compare_pair(task: PairTask) -> Outcome:
@@ -157,7 +134,7 @@ def compare_pair(task: PairTask) -> Outcome:
         (side, name, str(why))
         for side, record in enumerate(records)
         if record is not None
-        for name, why in _mapping(record.about.get("left_out")).items()
+        for name, why in mapping(record.about.get("left_out")).items()
     )
     if one is None or other is None:
         described = tuple(None if each is None else describe(Rows(each)) for each in records)
@@ -192,19 +169,29 @@ def compare_joined(task: JoinTask) -> Outcome:
     problems: list[tuple[int, Problem]] = []
     one = _read(task.dumps[0], task.entry, 0, problems)
     pieces: list[Piece] = []
-    for part in task.parts if one is not None else ():
-        other = _read(task.dumps[1], part.entry, 1, problems)
-        if one is None or other is None:
-            continue
-        if part.pairing is not None:
-            pieces += compare_rows(
-                Rows(one), Rows(other), part.pairing, task.tolerances, exclude=task.exclude
-            )
-        for name, boxes in part.boxes:
-            pieces.append(compare_boxes(one, other, name, boxes, task.tolerances))
+    if one is not None:
+        a = Rows(one)
+        for part in task.parts:
+            pieces += _compare_part(task, a, part, problems)
     size = task.entry.bytes + sum(part.entry.bytes for part in task.parts)
     moved = tuple(dataclasses.replace(piece, section=task.section) for piece in pieces)
     return Outcome(pieces=moved, problems=tuple(problems), bytes=size)
+
+
+def _compare_part(
+    task: JoinTask, a: Rows, part: Part, problems: list[tuple[int, Problem]]
+) -> list[Piece]:
+    """Compare with one other shard, which is let go before the next is read."""
+    other = _read(task.dumps[1], part.entry, 1, problems)
+    if other is None:
+        return []
+    pieces = [
+        compare_boxes(a.record, other, name, boxes, task.tolerances) for name, boxes in part.boxes
+    ]
+    if part.pairing is not None:
+        b = Rows(other)
+        pieces += compare_rows(a, b, part.pairing, task.tolerances, exclude=task.exclude)
+    return pieces
 
 
 def pair_alike(a: Rows, b: Rows) -> Pairing | None:
@@ -220,7 +207,7 @@ def pair_alike(a: Rows, b: Rows) -> Pairing | None:
         if name in a.names or name in b.names
     ):
         return None
-    for kind, keys in ((SAMPLE, _samples), (RUN, _runs)):
+    for kind, keys in ((SAMPLE, samples_of), (RUN, runs_of)):
         ids_a, ids_b = keys(a.record), keys(b.record)
         if ids_a is None or ids_b is None:
             continue
@@ -241,46 +228,6 @@ def pair_alike(a: Rows, b: Rows) -> Pairing | None:
     if _same_values(a, b, tokens[0]) or a.content()[0] == b.content()[0]:
         return _identity(a.count, labels, RESPONSE)
     return None
-
-
-def describe(rows: Rows) -> ShardIndex:
-    """Return what a record holds."""
-    record = rows.record
-    keys: dict[str, tuple[str, ...]] = {}
-    if rows.count is not None:
-        responses, prompts = rows.content()
-        found = {
-            SAMPLE: _samples(record), RUN: _runs(record), RESPONSE: responses, PROMPT: prompts,
-        }  # fmt: skip
-        keys = {kind: tuple(each) for kind, each in found.items() if each is not None}
-    return ShardIndex(
-        record.entry, rows.count or 0, keys,
-        digests=tuple(rows.digests()) if rows.count and rows.names else (),
-        counted=tuple(rows.counted().tolist()),
-        fragments=rows.has_fragments,
-        row_tensors=rows.names, numbers=tuple(record.numbers),
-        named={
-            name: named_shard(record, name) for name in record.tensors if name not in rows.names
-        },
-    )  # fmt: skip
-
-
-def named_shard(record: Record, name: str) -> NamedShard:
-    """Read where a shard lies from `about["shards"][name]`: {global_shape, offset}."""
-    said = _mapping(_mapping(record.about.get("shards")).get(name))
-    shape = tuple(record.tensors[name][1])
-    whole = _shape(said.get("global_shape"), len(shape))
-    offset = _shape(said.get("offset"), len(shape))
-    if whole is None or offset is None:
-        return NamedShard(shape)
-    inside = all(o + s <= w for o, s, w in zip(offset, shape, whole, strict=True))
-    return NamedShard(shape, whole, offset) if inside else NamedShard(shape)
-
-
-def row_label(place: Place, row: int) -> str:
-    """Return what to call a row that has no id."""
-    where = str(place._replace(step=None))
-    return f"row {row}" if where == "one file" else f"{where}, row {row}"
 
 
 def _read(
@@ -308,27 +255,6 @@ def _identity(count: int, labels: Sequence[str], kind: str) -> Pairing:
     return Pairing(every, every, tuple(labels), kind)
 
 
-def _samples(record: Record) -> tuple[str, ...] | None:
-    return record.samples
-
-
-def _runs(record: Record) -> tuple[str, ...] | None:
-    groups, runs = record.groups, record.row_texts.get("run_id")
-    if groups is None or runs is None:
-        return None
-    return tuple(f"{group}_{run}" for group, run in zip(groups, runs, strict=True))
-
-
 def _same_values(a: Rows, b: Rows, name: str) -> bool:
     one, other = a.known(name), b.known(name)
     return np.array_equal(one.offsets, other.offsets) and np.array_equal(one.flat, other.flat)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _shape(value: Any, dimensions: int) -> tuple[int, ...] | None:
-    if not isinstance(value, list | tuple) or len(value) != dimensions:
-        return None
-    return tuple(value) if all(isinstance(each, int) and each >= 0 for each in value) else None

@@ -10,6 +10,7 @@ from stagescope_service.compare import flow
 from stagescope_service.compare.align import Join, join
 from stagescope_service.compare.assemble import assemble, heaviest
 from stagescope_service.compare.causes import likely
+from stagescope_service.compare.index import ShardIndex
 from stagescope_service.compare.mappers import Mapper
 from stagescope_service.compare.pieces import Piece
 from stagescope_service.compare.plan import Couple, Match, Unit, plan
@@ -18,7 +19,6 @@ from stagescope_service.compare.shards import (
     JoinTask,
     Outcome,
     PairTask,
-    ShardIndex,
     run_task,
 )
 from stagescope_service.compare.taking import COMPARED
@@ -44,9 +44,7 @@ class _Work:
 
     @property
     def unit(self) -> _UnitKey:
-        entry = self.couple[0] or self.couple[1]
-        assert entry is not None
-        return (self.match.section, self.match.borrowed, self.match.unit(entry))
+        return (self.match.section, self.match.borrowed, self.match.unit_of(self.couple))
 
     @property
     def has_rows(self) -> bool:
@@ -107,7 +105,9 @@ class TwoSides:
 
     def _compare_all(self, matches: Sequence[Match]) -> None:
         """Compare shard with shard where all shards lie alike, and join the rows of the others."""
-        works = [_Work(match, couple) for match in matches for couple in match.couples()]
+        works = [
+            _Work(match, couple) for match in matches for couple in self._without_lone_units(match)
+        ]
         apart = {work.unit for work in works if None in work.couple}
         alike = [work for work in works if work.unit not in apart]
         outcomes = list(zip(alike, self._run_pairs(alike, joined=False), strict=True))
@@ -131,6 +131,21 @@ class TwoSides:
         ]
         for (match, _), outcome in zip(joins, self._map([t for _, t in joins]), strict=True):
             self._take(outcome, match)
+
+    def _without_lone_units(self, match: Match) -> list[Couple]:
+        """Leave out, and name, the stages, steps and epochs that one side alone has."""
+        units = [{match.unit(entry) for entry in entries} for entries in match.entries]
+        shared = units[0] & units[1]
+        for side in range(2) if not match.borrowed else ():
+            for unit in sorted(units[side] - shared, key=str):
+                entries = [e for e in match.entries[side] if match.unit(e) == unit]
+                # Another stage is another pass; a step or epoch of a shared stage is missing.
+                known = unit.stage in {other.stage for other in units[1 - side]}
+                text = f"{match.section} of {unit} is on one side only"
+                files = tuple(str(entry.path) for entry in entries)
+                verdict = Verdict.NOT_COMPARABLE if known else Verdict.SAME
+                self._note(Finding("only", text, side, match.section, files, verdict))
+        return [couple for couple in match.couples() if match.unit_of(couple) in shared]
 
     def _run_pairs(self, works: Sequence[_Work], *, joined: bool) -> Iterable[Outcome]:
         return self._map([

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.mappers import threads
 from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Problem, Record
+from stagescope_service.dumps.records import Entry, Problem, Record
 
 
 def tensor(result: Comparison, name: str, section: str | None = None) -> TensorResult:
@@ -450,3 +453,71 @@ def test_tasks_and_answers_can_be_pickled() -> None:
     )  # fmt: skip
     assert result.verdict is Verdict.SAME
     assert told[-1][0] == told[-1][1] == len(told)
+
+
+def test_a_stage_on_one_side_only_is_named_and_the_shared_one_compared() -> None:
+    def side(*stages: str) -> MemoryDump:
+        return MemoryDump([
+            record("forward_data", {"entropy": np.ones((1, 2))}, stage=stage, samples=("a",),
+                   rank=rank)
+            for rank, stage in enumerate(stages)
+        ])  # fmt: skip
+
+    result = compare([side("x", "y"), side("x", "y", "y")])
+    assert result.exit_status == 0, result.reason
+    result = compare([side("x", "y"), side("x")])
+    assert result.exit_status == 0
+    only = next(each for each in result.pairs[0].findings if each.kind == "only")
+    assert only.message == "forward_data of y is on one side only"
+
+
+def test_a_file_whose_rows_make_no_sense_is_a_finding() -> None:
+    samples = batch()
+
+    def overlap(made: Record) -> Record:
+        tag, shape, values, offsets = made.tensors["response_mask"]
+        assert offsets is not None
+        wrong = (tag, shape, values, offsets[::-1].copy())
+        return dataclasses.replace(made, tensors={**made.tensors, "response_mask": wrong})
+
+    result = compare([split(samples, ragged=True), split(samples, ragged=True, edit=overlap)])
+    assert result.exit_status == 2
+    damaged = [each for each in result.pairs[0].findings if each.kind == "damaged"]
+    assert len(damaged) == 2
+    assert "could not be compared" in damaged[0].message
+
+
+class Counting(MemoryDump):
+    """Counts the records that are in memory: each reading makes new ones."""
+
+    alive = 0
+    most = 0
+    lock = threading.Lock()
+
+    def read(self, entry: Entry) -> Record:
+        made = copy.copy(super().read(entry))
+        with Counting.lock:
+            Counting.alive += 1
+            Counting.most = max(Counting.most, Counting.alive)
+        weakref.finalize(made, self._gone)
+        return made
+
+    @staticmethod
+    def _gone() -> None:
+        with Counting.lock:
+            Counting.alive -= 1
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_two_shards_for_each_worker_are_in_memory_at_a_time(workers: int) -> None:
+    samples = batch(24)
+    shares = [list(range(at, at + 2)) for at in range(0, 24, 2)]
+    a, b = (
+        split(samples, shares),
+        split(samples, [[*reversed(range(24))][at::5] for at in range(5)]),
+    )
+    Counting.most = 0
+    result = compare([Counting(a.records), Counting(b.records, name="b")], mapper=threads(workers))
+    assert result.verdict is Verdict.SAME, result.reason
+    assert 2 <= Counting.most <= 2 * workers
+    assert Counting.alive == 0
