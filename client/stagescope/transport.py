@@ -138,6 +138,7 @@ class Transport:
         """
         deadline = time.monotonic() + timeout
         request = self._request("GET", path, params=params, body=None, operate=False)
+        request.headers["accept-encoding"] = "identity"  # its size is what will come
         request.extensions["timeout"] = httpx.Timeout(timeout).as_dict()
         while True:
             try:

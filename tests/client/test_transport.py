@@ -5,9 +5,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.support.answering import OPERATE, READ, Answering
+from tests.support.step_batches import step_batch
 
 import stagescope
 from stagescope import Session, errors
@@ -142,6 +144,37 @@ def test_something_else_at_the_url(answer: bytes) -> None:
         stagescope.attach(url, token=READ, timeout=5.0)
     assert url in str(caught.value)
     assert READ not in str(caught.value)
+
+
+BUSY = http(b'{"code": "not_ready", "wrong": "two are being computed"}', "503 Busy")
+
+
+def test_a_download_waits_for_a_busy_service_and_comes_whole(tmp_path: Path) -> None:
+    batch = step_batch()
+    whole = batch.save(tmp_path / "here.safetensors").read_bytes()
+    stages = http(b'{"step": 5, "run": "r", "attempt": 1}')
+    with (
+        answering_bytes(stages, BUSY, http(whole)) as url,
+        Session(Place(url, "the test", READ)) as session,
+    ):
+        found = session.step(5).save_batch(tmp_path / "there.safetensors")
+    assert (tmp_path / "there.safetensors").read_bytes() == whole
+    assert found.sample_ids == batch.sample_ids
+
+
+def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    stages = http(b'{"step": 5, "run": "r", "attempt": 1}')
+    broken = http(b"x" * 100)[:-60]
+    with (
+        answering_bytes(stages, broken, BUSY) as url,
+        Session(Place(url, "the test", READ)) as session,
+    ):
+        step = session.step(5)
+        with pytest.raises(errors.Unreachable):
+            step.save_batch(tmp_path / "there.safetensors")
+        assert not list(tmp_path.iterdir())
+        with pytest.raises(errors.NotReady, match="two are being computed"):
+            step.batch(timeout=0.1)
 
 
 def test_a_service_that_never_answers_ends_at_the_deadline() -> None:

@@ -150,6 +150,26 @@ def test_ragged_and_packed_rows_keep_their_lengths() -> None:
         assert "cu_seqlens" not in batch
 
 
+def test_tensors_of_more_dimensions_are_padded_in_their_tokens() -> None:
+    top = np.arange(2 * 4 * 3, dtype=np.float32).reshape(2, 4, 3)
+    masks = [np.ones((1, 4), np.int64), np.ones((1, 2), np.int64)]
+    records = [
+        record({"response_mask": wire(masks[0]), "top_log_probs": wire(top[:1])}, samples=["a"]),
+        record(
+            {"response_mask": wire(masks[1]), "top_log_probs": wire(top[1:, :2])},
+            rank=1, samples=["b"],
+        ),
+    ]  # fmt: skip
+    batch = join(MemoryDump(records), 5)
+    assert (batch["top_log_probs"][0] == top[0]).all()
+    assert (batch["top_log_probs"][1, :2] == top[1, :2]).all()
+    assert not batch["top_log_probs"][1, 2:].any()
+    assert [micro["top_log_probs"].shape for micro in batch.microbatches()] == [
+        (1, 4, 3),
+        (1, 2, 3),
+    ]
+
+
 def test_every_pass_over_the_rows_is_there() -> None:
     whole = WholeStep([4, 4])
     parts = [Part(epoch=epoch) for epoch in range(2)]
