@@ -238,17 +238,8 @@ class _Writer:
             yield from self._wrap("      ", tensor["reason"])
         if verdict == "same" or not found["finite"]:
             return
-        yield from self._wrap(
-            "      ",
-            f"max |d| {found['max_abs']:.6e}, mean |d| {found['mean_abs']:.6e}, relative "
-            f"{found['relative']:.3g} ({found['severity']}), cosine {found['cosine']:.9g}",
-        )
-        a, b = found["a"], found["b"]
-        yield from self._wrap(
-            "      ",
-            f"mean {a['mean']:.6g} and {b['mean']:.6g}, std {a['std']:.4g} and {b['std']:.4g}; "
-            f"allowed: {tensor['tolerance']['reason']}",
-        )
+        if tensor["station"] not in ("tokens", "masks"):  # ids have no distance
+            yield from self._numbers(tensor)
         if len(tensor["places"]) > 1:
             yield from self._places(tensor["places"])
         yield from self._cut(
@@ -259,6 +250,20 @@ class _Writer:
                 )
                 for each in tensor["differing_samples"]
             ]
+        )
+
+    def _numbers(self, tensor: _Mapping) -> Iterator[Line]:
+        found = tensor["statistics"]
+        yield from self._wrap(
+            "      ",
+            f"max |d| {found['max_abs']:.6e}, mean |d| {found['mean_abs']:.6e}, relative "
+            f"{found['relative']:.3g} ({found['severity']}), cosine {found['cosine']:.9g}",
+        )
+        a, b = found["a"], found["b"]
+        yield from self._wrap(
+            "      ",
+            f"mean {a['mean']:.6g} and {b['mean']:.6g}, std {a['std']:.4g} and {b['std']:.4g}; "
+            f"allowed: {tensor['tolerance']['reason']}",
         )
 
     def _places(self, places: Sequence[_Mapping]) -> Iterator[Line]:

@@ -65,10 +65,17 @@ class Match:
         return self.unit(entry)
 
     def couples(self) -> Iterator[Couple]:
-        """Yield entries of one place, one of each side; None where a side has no such."""
+        """Yield entries of one place, one of each side; None where a side has no such.
+
+        What lies in a unit that one side alone has is left out.
+        """
+        units = [{self.unit(entry) for entry in entries} for entries in self.entries]
+        shared = units[0] & units[1]
         by_place: dict[Place, tuple[list[Entry], list[Entry]]] = {}
         for side in range(2):
             for entry in self.entries[side]:
+                if self.unit(entry) not in shared:
+                    continue
                 by_place.setdefault(self.places[entry.place], ([], []))[side].append(entry)
         for one, other in by_place.values():
             yield from _couples(one, other)
@@ -100,7 +107,7 @@ def plan(a: Dump, b: Dump) -> tuple[list[Match], list[Finding]]:
         beside = "".join(f", {each.borrowed}" for each in borrowed)
         message = f"{section} is there on one side only"
         if beside:
-            message += f"; held against the other side's {beside[2:]}"
+            message += f"; looked for in the other side's {beside[2:]}"
         files = tuple(str(entry.path) for entry in sections[side][section])
         findings.append(Finding("section", message, side, section, files))
     return matches, findings

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.align import Join, join
+from stagescope_service.compare.align import join
 from stagescope_service.compare.assemble import assemble, heaviest
 from stagescope_service.compare.causes import likely
 from stagescope_service.compare.index import ShardIndex
 from stagescope_service.compare.mappers import Mapper
+from stagescope_service.compare.notes import Notes
 from stagescope_service.compare.pieces import Piece
 from stagescope_service.compare.plan import Couple, Match, Unit, plan
 from stagescope_service.compare.results import Finding, First, PairResult, TensorResult, Verdict
@@ -23,7 +24,7 @@ from stagescope_service.compare.shards import (
 )
 from stagescope_service.compare.taking import COMPARED
 from stagescope_service.compare.tolerances import Floor, Tolerances, declared_floor
-from stagescope_service.dumps.records import Dump, Problem
+from stagescope_service.dumps.records import Dump
 from stagescope_service.statistics.pairwise import Pairwise
 
 Progress = Callable[[int, int], None]
@@ -66,12 +67,9 @@ class TwoSides:
         self._mapper = mapper
         self._progress = progress
         self._pieces: list[Piece] = []
-        self._findings: list[Finding] = []
+        self._notes = Notes()
         self._keys: dict[str, dict[str, None]] = {}
         self._floors: list[Pairwise | None] = [None, None]
-        self._problems: dict[tuple[int, str, str], Problem] = {}
-        self._left_out: dict[tuple[int, str], str] = {}
-        self._alone: tuple[set[str], set[str]] = (set(), set())
         self._tokens_differ: frozenset[str] = frozenset()
         self._every_sample_differs = False
         self._tasks = [0, 0]
@@ -80,18 +78,19 @@ class TwoSides:
     def run(self, sides: tuple[int, int]) -> PairResult:
         """Compare them; `sides` are their places in the answer."""
         matches, findings = plan(*self._dumps)
-        self._findings += findings
+        for finding in findings:
+            self._notes.add(finding)
         sampling = [match for match in matches if match.section in flow.SAMPLING]
         self._compare_all(sampling)
         self._remember_differing_tokens()
         self._compare_all([match for match in matches if match.section not in flow.SAMPLING])
-        self._add_problems()
+        self._notes.of_dumps(self._dumps)
         floor = self._floor()
         tensors = assemble(
             self._pieces, self._tolerances, floor,
             unmatched=_UNMATCHED if self._every_sample_differs else "",
         )  # fmt: skip
-        findings = [*self._findings, *_non_finite(tensors)]
+        findings = [*self._notes.findings, *_non_finite(tensors)]
         first = _first(tensors, findings)
         verdict = heaviest([*(t.verdict for t in tensors), *(f.verdict for f in findings)])
         if not tensors and verdict is not Verdict.DIFFERENT:
@@ -105,9 +104,9 @@ class TwoSides:
 
     def _compare_all(self, matches: Sequence[Match]) -> None:
         """Compare shard with shard where all shards lie alike, and join the rows of the others."""
-        works = [
-            _Work(match, couple) for match in matches for couple in self._without_lone_units(match)
-        ]
+        works = [_Work(match, couple) for match in matches for couple in match.couples()]
+        for match in matches:
+            self._notes.of_match(match)
         apart = {work.unit for work in works if None in work.couple}
         alike = [work for work in works if work.unit not in apart]
         outcomes = list(zip(alike, self._run_pairs(alike, joined=False), strict=True))
@@ -120,7 +119,7 @@ class TwoSides:
         of_unit = {work.unit: work.match for work in works}
         for work, outcome in outcomes:
             self._take(outcome, work.match)
-            self._note_only(outcome, work)
+            self._notes.of_outcome(outcome, work.couple, work.match)
             for side in range(2):
                 if (index := outcome.index[side]) is not None:
                     indexes.setdefault(work.unit, ([], []))[side].append(index)
@@ -131,21 +130,7 @@ class TwoSides:
         ]
         for (match, _), outcome in zip(joins, self._map([t for _, t in joins]), strict=True):
             self._take(outcome, match)
-
-    def _without_lone_units(self, match: Match) -> list[Couple]:
-        """Leave out, and name, the stages, steps and epochs that one side alone has."""
-        units = [{match.unit(entry) for entry in entries} for entries in match.entries]
-        shared = units[0] & units[1]
-        for side in range(2) if not match.borrowed else ():
-            for unit in sorted(units[side] - shared, key=str):
-                entries = [e for e in match.entries[side] if match.unit(e) == unit]
-                # Another stage is another pass; a step or epoch of a shared stage is missing.
-                known = unit.stage in {other.stage for other in units[1 - side]}
-                text = f"{match.section} of {unit} is on one side only"
-                files = tuple(str(entry.path) for entry in entries)
-                verdict = Verdict.NOT_COMPARABLE if known else Verdict.SAME
-                self._note(Finding("only", text, side, match.section, files, verdict))
-        return [couple for couple in match.couples() if match.unit_of(couple) in shared]
+            self._notes.of_outcome(outcome, (None, None), match)
 
     def _run_pairs(self, works: Sequence[_Work], *, joined: bool) -> Iterable[Outcome]:
         return self._map([
@@ -164,14 +149,13 @@ class TwoSides:
             yield outcome
 
     def _take(self, outcome: Outcome, match: Match) -> None:
-        self._pieces += outcome.pieces
+        pieces = outcome.pieces
+        if match.borrowed:  # its tokens and masks are compared where they belong
+            pieces = tuple(piece for piece in pieces if not flow.is_structural(piece.name))
+        self._pieces += pieces
         self.bytes += outcome.bytes
         keys = self._keys.setdefault(match.section, {})
-        keys.update(dict.fromkeys(piece.key for piece in outcome.pieces if piece.rows is not None))
-        for side, problem in outcome.problems:
-            self._problems[side, str(problem.path), problem.kind] = problem
-        for side, name, why in outcome.left_out:
-            self._left_out[side, f"{match.section}/{name}"] = why
+        keys.update(dict.fromkeys(piece.key for piece in pieces if piece.rows is not None))
         for side, floor in enumerate(outcome.floors):
             known = self._floors[side]
             if floor is not None:
@@ -179,7 +163,7 @@ class TwoSides:
 
     def _join_tasks(self, match: Match, a: list[ShardIndex], b: list[ShardIndex]) -> list[JoinTask]:
         joined = join(a, b, match.places)
-        self._note_join(joined, match)
+        self._notes.of_join(joined, match)
         return [
             JoinTask(
                 self._dumps, a[at].entry, parts, match.section, self._tolerances,
@@ -200,89 +184,6 @@ class TwoSides:
                 (equal if same else differ).add(label)
         self._tokens_differ = frozenset(differ)
         self._every_sample_differs = bool(differ) and not equal - differ
-
-    # What is said beside the numbers.
-
-    def _note(self, finding: Finding) -> None:
-        if finding not in self._findings:
-            self._findings.append(finding)
-
-    def _note_only(self, outcome: Outcome, work: _Work) -> None:
-        """Say which names, and which places' numbers, one side alone has."""
-        match = work.match
-        if match.borrowed:
-            return
-        for side, names in enumerate(outcome.only):
-            if names and match.section not in flow.NAMED:
-                items = tuple(f"{match.section}/{name}" for name in names)
-                text = f"on one side only: {', '.join(items)}"
-                self._note(Finding("only", text, side, match.section, items))
-        for side in range(2):
-            index, other = outcome.index[side], work.couple[1 - side]
-            if index is not None and other is None and index.numbers:
-                where = str(index.entry.place)
-                text = f"{', '.join(index.numbers)} of {where}: on one side only"
-                self._note(
-                    Finding("only", text, side, match.section, (where,), Verdict.NOT_COMPARABLE)
-                )
-
-    def _note_join(self, joined: Join, match: Match) -> None:
-        quiet = bool(match.borrowed)
-        sampled = match.section in flow.SAMPLING
-        for side in range(2):
-            known = self._alone[side]
-            new = [label for label in joined.alone[side] if label not in known]
-            if new and not quiet:
-                verdict = Verdict.DIFFERENT if sampled else Verdict.NOT_COMPARABLE
-                text = f"{len(new)} samples of {match.section} are on one side only"
-                self._note(Finding("only", text, side, match.section, tuple(new), verdict))
-            if sampled:
-                known.update(new)
-            if joined.unknown[side]:
-                text = (
-                    f"{joined.unknown[side]} rows of {match.section} have neither ids nor tokens "
-                    "and no counterpart at their place: nothing says which rows they are"
-                )
-                verdict = Verdict.SAME if quiet else Verdict.NOT_COMPARABLE
-                self._note(Finding("only", text, side, match.section, verdict=verdict))
-            if joined.replicas[side]:
-                text = (
-                    f"{joined.replicas[side]} rows of {match.section} are there again: once counted"
-                )
-                self._note(Finding("replicas", text, side, match.section))
-            if joined.names_alone[side] and not quiet:
-                names = joined.names_alone[side]
-                text = f"{len(names)} {match.section} are on one side only"
-                self._note(
-                    Finding("only", text, side, match.section, names, Verdict.NOT_COMPARABLE)
-                )
-        if joined.conflicts:
-            text = (
-                f"{len(joined.conflicts)} samples of {match.section} are there several times with "
-                "other contents and no positions; each was compared"
-            )
-            self._note(Finding("conflict", text, None, match.section, joined.conflicts))
-        for label, one, other in joined.coverage:
-            text = f"{match.section}: the fragments of {label} hold {one} and {other} tokens"
-            self._note(Finding("coverage", text, None, match.section, (label,), Verdict.DIFFERENT))
-        for name, *shapes in joined.shapes:
-            text = f"{match.section}/{name} has shapes {list(shapes[0])} and {list(shapes[1])}"
-            self._note(Finding("shapes", text, None, match.section, (name,), Verdict.DIFFERENT))
-
-    def _add_problems(self) -> None:
-        for side, dump in enumerate(self._dumps):
-            for problem in dump.problems:
-                self._problems.setdefault((side, str(problem.path), problem.kind), problem)
-            if not dump.entries:
-                text = f"{dump.name} holds nothing that can be compared"
-                self._note(Finding("empty", text, side, verdict=Verdict.NOT_COMPARABLE))
-        for (side, path, kind), problem in self._problems.items():
-            harmless = kind in ("unknown", "superseded")
-            verdict = Verdict.SAME if harmless else Verdict.NOT_COMPARABLE
-            section = problem.entry.section if problem.entry is not None else None
-            self._note(Finding(kind, problem.message, side, section, (path,), verdict))
-        for (side, name), why in self._left_out.items():
-            self._note(Finding("left out", f"{name} was not compared: {why}", side, None, (name,)))
 
     def _floor(self) -> Floor | None:
         found = []

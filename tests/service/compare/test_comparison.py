@@ -338,6 +338,10 @@ def test_loss_intermediates_find_their_counterparts_in_other_sections() -> None:
     assert tensor(result, "log_probs", "is_loss").verdict is Verdict.SAME
     assert tensor(result, "loss", "is_loss").verdict is Verdict.SAME
     assert tensor(result, "old_log_probs", "is_loss").verdict is Verdict.DIFFERENT
+    names = {each.name for each in result.pairs[0].tensors if each.section == "is_loss"}
+    assert names == {"log_probs", "old_log_probs", "loss"}
+    looked = next(each for each in result.pairs[0].findings if each.section == "is_loss")
+    assert looked.message.endswith("the other side's forward_data, old_log_probs, loss")
 
 
 def test_named_tensors_are_joined_from_shards() -> None:

@@ -1,0 +1,126 @@
+"""What a comparison says beside the numbers: what is missing, on which side, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stagescope_service.compare import flow
+from stagescope_service.compare.align import Join
+from stagescope_service.compare.plan import Couple, Match
+from stagescope_service.compare.results import Finding, Verdict
+from stagescope_service.compare.shards import Outcome
+from stagescope_service.dumps.records import Dump, Problem
+
+_HARMLESS = ("unknown", "superseded")
+"""Kinds of problems that leave nothing out."""
+
+
+class Notes:
+    """The findings of two sides, each once, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._problems: dict[tuple[int, str, str], Problem] = {}
+        self._left_out: dict[tuple[int, str], str] = {}
+        self._alone: tuple[set[str], set[str]] = (set(), set())
+
+    def add(self, finding: Finding) -> None:
+        """Keep a finding, unless it was made before."""
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def of_match(self, match: Match) -> None:
+        """Name the stages, steps and epochs of a section that one side alone has."""
+        units = [{match.unit(entry) for entry in entries} for entries in match.entries]
+        for side in range(2) if not match.borrowed else ():
+            for unit in sorted(units[side] - units[1 - side], key=str):
+                files = [str(e.path) for e in match.entries[side] if match.unit(e) == unit]
+                # Another stage is another pass; a step or epoch of a shared stage is missing.
+                known = unit.stage in {other.stage for other in units[1 - side]}
+                verdict = Verdict.NOT_COMPARABLE if known else Verdict.SAME
+                self._only(f"{match.section} of {unit} is", side, match, files, verdict)
+
+    def of_outcome(self, outcome: Outcome, couple: Couple, match: Match) -> None:
+        """Remember what could not be read; name tensors and numbers that one side alone has."""
+        for side, problem in outcome.problems:
+            self._problems[side, str(problem.path), problem.kind] = problem
+        for side, name, why in outcome.left_out:
+            self._left_out[side, f"{match.section}/{name}"] = why
+        if match.borrowed:
+            return
+        for side, names in enumerate(outcome.only):
+            if names and match.section not in flow.NAMED:
+                items = [f"{match.section}/{name}" for name in names]
+                self._only(f"{', '.join(items)}:", side, match, items)
+        for side, index in enumerate(outcome.index):
+            if index is not None and couple[1 - side] is None and index.numbers:
+                where = str(index.entry.place)
+                text = f"{', '.join(index.numbers)} of {where}:"
+                self._only(text, side, match, [where], Verdict.NOT_COMPARABLE)
+
+    def of_join(self, joined: Join, match: Match) -> None:
+        """Name what has no counterpart once rows and named tensors are joined."""
+        for side in range(2):
+            self._of_join_side(joined, match, side)
+        section = match.section
+        if joined.conflicts:
+            text = (
+                f"{len(joined.conflicts)} samples of {section} are there several times with other "
+                "contents and no positions; each was compared"
+            )
+            self.add(Finding("conflict", text, None, section, joined.conflicts))
+        for label, one, other in joined.coverage:
+            text = f"{section}: the fragments of {label} hold {one} and {other} tokens"
+            self.add(Finding("coverage", text, None, section, (label,), Verdict.DIFFERENT))
+        for name, *shapes in joined.shapes:
+            text = f"{section}/{name} has shapes {list(shapes[0])} and {list(shapes[1])}"
+            self.add(Finding("shapes", text, None, section, (name,), Verdict.DIFFERENT))
+
+    def of_dumps(self, dumps: Sequence[Dump]) -> None:
+        """Name every file that was missing, damaged or refused, and what readers left out."""
+        for side, dump in enumerate(dumps):
+            for problem in dump.problems:
+                self._problems.setdefault((side, str(problem.path), problem.kind), problem)
+            if not dump.entries:
+                text = f"{dump.name} holds nothing that can be compared"
+                self.add(Finding("empty", text, side, verdict=Verdict.NOT_COMPARABLE))
+        for (side, path, kind), problem in self._problems.items():
+            verdict = Verdict.SAME if kind in _HARMLESS else Verdict.NOT_COMPARABLE
+            section = problem.entry.section if problem.entry is not None else None
+            self.add(Finding(kind, problem.message, side, section, (path,), verdict))
+        for (side, name), why in self._left_out.items():
+            self.add(Finding("left out", f"{name} was not compared: {why}", side, None, (name,)))
+
+    def _of_join_side(self, joined: Join, match: Match, side: int) -> None:
+        section, quiet = match.section, bool(match.borrowed)
+        sampled = section in flow.SAMPLING
+        new = [label for label in joined.alone[side] if label not in self._alone[side]]
+        if new and not quiet:
+            verdict = Verdict.DIFFERENT if sampled else Verdict.NOT_COMPARABLE
+            self._only(f"{len(new)} samples of {section} are", side, match, new, verdict)
+        if sampled:
+            self._alone[side].update(new)
+        if joined.unknown[side]:
+            text = (
+                f"{joined.unknown[side]} rows of {match.borrowed or section} have neither ids nor "
+                "tokens and no counterpart at their place: nothing says which rows they are"
+            )
+            verdict = Verdict.SAME if quiet else Verdict.NOT_COMPARABLE
+            self.add(Finding("only", text, side, section, verdict=verdict))
+        if joined.replicas[side]:
+            text = f"{joined.replicas[side]} rows of {section} are there again: once counted"
+            self.add(Finding("replicas", text, side, section))
+        names = joined.names_alone[side]
+        if names and not quiet:
+            self._only(f"{len(names)} {section} are", side, match, names, Verdict.NOT_COMPARABLE)
+
+    def _only(
+        self,
+        what: str,
+        side: int,
+        match: Match,
+        items: Sequence[str],
+        verdict: Verdict = Verdict.SAME,
+    ) -> None:
+        text = f"{what} on one side only"
+        self.add(Finding("only", text, side, match.section, tuple(items), verdict))
