@@ -158,6 +158,9 @@ PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
 }
 """Lists of one id a row; other lists of texts (answers, prompts) may be recorded, too."""
 
+WRITTEN: Final = "written_after_hand_over"
+"""In a payload's metadata: tensors that are missing since their owner wrote them too early."""
+
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,

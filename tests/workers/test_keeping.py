@@ -12,6 +12,8 @@ from tests.support.coordinators import FakeCoordinator, wait_for
 
 from stagescope.errors import InvalidPlan, InvalidTensor
 from stagescope_workers.datums import datum_columns
+from stagescope_workers.device import PinnedPool
+from stagescope_workers.draft import Draft
 from stagescope_workers.options import checked_options
 from stagescope_workers.probe import Probe
 
@@ -111,6 +113,42 @@ def test_gradients_by_configuration_are_no_dump(
     first, second = (each["tensors"]["gradient/weight"][2] for each in taken)
     assert (first[0, 0], second[0, 0]) == (3.0, 4.0)  # nobody cleared them between
     assert coordinator.of_kind("dump") == []
+
+
+def test_what_is_handed_over_is_copied_later_and_is_as_it_was(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe(strict=True)
+    given = {
+        "prob_ratio": torch.rand(4, 6, requires_grad=True), "half": torch.rand(3).bfloat16(),
+        "turned": torch.rand(4, 6).t(), "numbers": np.arange(3), "rows": [[1], [2, 3]],
+    }  # fmt: skip
+    with probe.stage("actor_update", step=1) as stage:
+        stage.hand_over(given, sample_ids=["a"] * 4)
+    (payload,) = payloads(coordinator, 1)
+    tensors = payload["tensors"]
+    assert {*tensors} == {*given}
+    ratio = given["prob_ratio"]
+    assert isinstance(ratio, torch.Tensor)
+    assert np.array_equal(tensors["prob_ratio"][2], ratio.detach().numpy())
+    assert not np.shares_memory(tensors["prob_ratio"][2], ratio.detach().numpy())
+    assert (tensors["half"][0], tensors["half"][2].dtype) == ("bfloat16", np.uint16)
+    assert tensors["turned"][1] == (6, 4)
+    assert tensors["rows"][3].tolist() == [0, 1, 3]
+    assert payload["strings"]["sample_ids"] == ["a"] * 4
+    assert payload["meta"] == {}
+
+
+def test_what_is_written_after_it_was_handed_over_is_missing_and_named() -> None:
+    draft = Draft(PinnedPool(0))
+    good, bad = torch.zeros(5), torch.zeros(5)
+    assert [*draft.add({"good": good, "bad": bad}, lent=True)] == []
+    bad[2] = 1.0
+    payload = draft.finish()
+    assert {*payload["tensors"]} == {"good"}
+    assert payload["meta"] == {"written_after_hand_over": ["bad"]}
+    assert draft.finish() == payload  # offered again, it is the same
+    assert draft.description()["tensors"]["good"] == ["float32", [5], None]
 
 
 def test_datums_are_columns(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:

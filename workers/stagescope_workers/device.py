@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidTensor
+from stagescope.schema import DTYPE_BYTES
 from stagescope_workers.payload import (
     Array,
     Spec,
@@ -56,6 +57,41 @@ class HostCopy:
             self._pinned = self._offsets = self._event = None
             self._pool.release(self.spec.nbytes)
         return self._wire
+
+
+class LentTensor:
+    """A tensor on the host whose owner promised not to write it: copied when there is time."""
+
+    def __init__(self, name: str, tensor: Any) -> None:
+        tensor = tensor.detach()
+        tag = str(tensor.dtype).removeprefix("torch.")
+        self.spec = Spec(tag, tuple(int(size) for size in tensor.shape), None)
+        self._name = name
+        self._tensor: Any = tensor
+        self._version = tensor._version
+        self._wire: WireTensor | None = None
+
+    def finish(self) -> WireTensor | None:
+        """Return a copy; None where torch counted a write since. Not for training."""
+        if self._tensor is not None:
+            wire = owned_tensor(self._name, self._tensor)
+            # After the copy: what was written before or meanwhile is counted by then.
+            self._wire = wire if self._tensor._version == self._version else None
+            self._tensor = None
+        return self._wire
+
+
+def lend_tensor(name: str, value: object, pool: PinnedPool) -> WireTensor | HostCopy | LentTensor:
+    """Hold a dense torch tensor of the host without a copy; of anything else own one.
+
+    Raises:
+        InvalidTensor: see `payload.host_tensor`.
+    """
+    if not is_torch(value) or _on_device(value) or getattr(value, "is_nested", False):
+        return take_tensor(name, value, pool)
+    check_torch(name, value)
+    tag = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    return LentTensor(name, value) if tag in DTYPE_BYTES else take_tensor(name, value, pool)
 
 
 class PinnedPool:

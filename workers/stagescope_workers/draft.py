@@ -8,8 +8,15 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.schema import DTYPE_BYTES, PAYLOAD_STRINGS, PAYLOAD_TENSORS, SCHEMA, STREAM_TENSORS
-from stagescope_workers.device import HostCopy, PinnedPool, take_tensor
+from stagescope.schema import (
+    DTYPE_BYTES,
+    PAYLOAD_STRINGS,
+    PAYLOAD_TENSORS,
+    SCHEMA,
+    STREAM_TENSORS,
+    WRITTEN,
+)
+from stagescope_workers.device import HostCopy, LentTensor, PinnedPool, lend_tensor, take_tensor
 from stagescope_workers.payload import Spec, WireTensor, describe, is_tensor_like, strings_of
 from stagescope_workers.payload import spec_of as wire_spec
 
@@ -28,18 +35,23 @@ class Draft:
 
     def __init__(self, pool: PinnedPool) -> None:
         self._pool = pool
-        self._tensors: dict[str, WireTensor | HostCopy] = {}
+        self._tensors: dict[str, WireTensor | HostCopy | LentTensor] = {}
         self._strings: dict[str, list[str]] = {}
         self._meta: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tensors or self._strings or self._meta)
 
-    def add(self, values: Mapping[str, object]) -> Iterator[StagescopeError]:
-        """Take `values` in; yield what is wrong with single ones, the others are taken."""
+    def add(self, values: Mapping[str, object], *, lent: bool = False) -> Iterator[StagescopeError]:
+        """Take `values` in; yield what is wrong with single ones, the others are taken.
+
+        Args:
+            values: names and values.
+            lent: nobody writes them from now on: tensors of the host are not copied here.
+        """
         for name, value in values.items():
             try:
-                self._add(name, value)
+                self._add(name, value, lent)
             except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
                 yield error
             except Exception as error:  # out of memory, or a tensor of a kind unknown here
@@ -48,7 +60,7 @@ class Draft:
                     expected="a tensor whose data can be read",
                 )
 
-    def _add(self, name: str, value: object) -> None:
+    def _add(self, name: str, value: object, lent: bool) -> None:
         if value is None:
             return
         if name in self._tensors or name in self._strings:
@@ -62,14 +74,15 @@ class Draft:
         if strings is not None:
             self._strings[name] = strings
         elif name in _KNOWN_TENSORS or is_tensor_like(value):
-            self._tensors[name] = take_tensor(name, value, self._pool)
+            take = lend_tensor if lent else take_tensor
+            self._tensors[name] = take(name, value, self._pool)
         else:
             self._meta[name] = plain(value)
 
     def specs(self) -> dict[str, Spec]:
         """Return the description of each tensor."""
         return {
-            name: item.spec if isinstance(item, HostCopy) else wire_spec(item)
+            name: wire_spec(item) if isinstance(item, tuple) else item.spec
             for name, item in self._tensors.items()
         }
 
@@ -96,16 +109,20 @@ class Draft:
         }
 
     def finish(self) -> dict[str, Any]:
-        """Return the payload as it travels; waits for a device that still writes."""
-        return {
-            "schema": SCHEMA,
-            "tensors": {
-                name: item.finish() if isinstance(item, HostCopy) else item
-                for name, item in self._tensors.items()
-            },
-            "strings": dict(self._strings),
-            "meta": dict(self._meta),
-        }
+        """Return the payload as it travels; waits for a device that still writes.
+
+        A tensor that was written after it was handed over is left out, and named in the metadata.
+        """
+        tensors: dict[str, WireTensor] = {}
+        written = []
+        for name, item in self._tensors.items():
+            wire = item if isinstance(item, tuple) else item.finish()
+            if wire is None:
+                written.append(name)
+            else:
+                tensors[name] = wire
+        meta = {**self._meta, **({WRITTEN: written} if written else {})}
+        return {"schema": SCHEMA, "tensors": tensors, "strings": dict(self._strings), "meta": meta}
 
     def problems(self) -> list[InvalidTensor]:
         """Return what is wrong between the tensors, by their shapes and dtypes alone."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from stagescope.errors import InvalidTensor
 from stagescope.schema import DTYPE_BYTES, PAYLOAD_STRINGS
+from stagescope_workers.buffers import POOL
 
 WireTensor: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any], IntArray | None]"
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -66,7 +67,7 @@ def owned_tensor(name: str, value: object) -> WireTensor:
     """Return `host_tensor(name, value)` in memory that nobody else writes: one copy, no more."""
     tag, shape, buffer, offsets = host_tensor(name, value)
     if not _is_fresh(value):
-        buffer = np.array(buffer, order="C", copy=True)
+        buffer = POOL.copy(buffer)
         offsets = None if offsets is None else offsets.copy()
     return tag, shape, np.ascontiguousarray(buffer).reshape(shape), offsets
 

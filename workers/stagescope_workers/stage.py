@@ -107,6 +107,23 @@ class Stage:
             for error in self._draft.add({**(values or {}), **named}):
                 self._probe.refuse("record", error, self.work)
 
+    def hand_over(self, values: Mapping[str, object] | None = None, /, **named: object) -> None:
+        """Hand over tensors that nobody writes from now on: as `record`, without its copy.
+
+        For what a computation left behind, such as the intermediates of a loss. On the host dense
+        torch tensors are held until the background thread has copied them. One that was written
+        all the same, as torch counts it, is not kept, and a finding names it; of anything else a
+        copy is made at once.
+
+        Raises:
+            InvalidInput: only when the probe is strict.
+        """
+        if self.work is None or self._ended or self._probe.is_inert:
+            return
+        with self._probe.guard("hand_over", self.work):
+            for error in self._draft.add({**(values or {}), **named}, lent=True):
+                self._probe.refuse("hand_over", error, self.work)
+
     def record_datums(self, datums: Sequence[Mapping[str, object]]) -> None:
         """Hand over what is sent to a remote trainer: a list of dicts of lists, a row each.
 

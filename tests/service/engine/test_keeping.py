@@ -170,3 +170,11 @@ def test_other_files_are_no_kept_ones(tmp_path: Path) -> None:
         read_kept(tmp_path / "a.safetensors")
     with pytest.raises(NotFound):
         read_kept(tmp_path / "b.safetensors")
+
+
+def test_a_tensor_that_was_written_too_early_is_a_finding(node: Node) -> None:
+    taken = payload()
+    taken["meta"] = {"written_after_hand_over": ["prob_ratio"]}
+    (said,) = findings(node.take(value=taken), "tensor_written")
+    assert "prob_ratio" in said["message"]
+    assert (said["step"], said["stage"]) == (5, "actor_update")

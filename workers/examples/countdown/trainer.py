@@ -233,7 +233,7 @@ class Trainer:
         norm = self._descend(result.loss / tokens, self.policy, self.optimizer)
         loss, pg_loss, entropy_mean, kl, clipped = (value / tokens for value in sums)
         if stage.wants("is_loss"):
-            stage.record(
+            stage.hand_over(
                 old_log_probs=part.columns["old_log_probs"],
                 ref_log_probs=part.columns["ref_log_probs"],
                 prob_ratio=result.prob_ratio,

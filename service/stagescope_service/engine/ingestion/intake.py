@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import InvalidTensor, StagescopeError
-from stagescope.schema import RECENT_TENSORS, STREAM_TENSORS
+from stagescope.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.ingestion.keeping import Keeper, artifact_row, plain_job
 from stagescope_service.engine.ingestion.samples import sample_rows
@@ -81,6 +81,7 @@ class Intake:
         rows += self._keep(key, job, payload)
         rows += _stream_rows(job, payload)
         rows += sample_rows(job, payload)
+        rows += _written_rows(job, payload)
         rows += [self._refusal(job, error) for error in problems]
         columns = {"digest": digest, "bytes": payload.nbytes, "node_id": self.node_id}
         wrong = next((error for error in problems if isinstance(error, InvalidTensor)), None)
@@ -215,6 +216,19 @@ def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
 def _place(job: Mapping[str, Any]) -> Row:
     names = ("run", "attempt_id", "step", "stage", "role", "rank")
     return {**{name: job.get(name) for name in names}, "wall": time.time()}
+
+
+def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+    """Say which tensors are missing since they were written after they were handed over."""
+    written = payload.meta.get(WRITTEN)
+    if written:
+        yield finding(
+            "tensor_written",
+            f"tensors were written after they were handed over: {', '.join(map(str, written))}",
+            **_place(job),
+            severity="error",
+            advice="give them to `stage.record`, which copies, or write other tensors",
+        )
 
 
 def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
