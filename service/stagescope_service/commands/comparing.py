@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stagescope import nonfinite, terminal
+from stagescope import discovery, nonfinite, terminal
 from stagescope.compared import as_lines
 from stagescope.errors import InvalidInput, StagescopeError, StoreError
 from stagescope.targets import read_target
@@ -60,6 +60,8 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
     help="Write the JSON to a file as well.",
 )  # fmt: skip
 @click.option("--ray", is_flag=True, help="Compare shards as tasks of the Ray cluster.")
+@click.option("--url", help="The service of the runs, such as http://head:8700.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of --json, and end.")
 @_outputs
 @click.pass_context
@@ -131,7 +133,9 @@ def compare_targets(sides: tuple[str, ...], options: _Options) -> _Said:
     from stagescope.session import attach
 
     asked = [_target(side, options["step"]) for side in sides]
-    with attach(timeout=_SECONDS) as session:
+    file = options["token_file"]
+    token = None if file is None else discovery.read_token(file)
+    with attach(options["url"], token=token, timeout=_SECONDS) as session:
         return dict(session.compare(*asked, tolerances=options["tolerances"]))
 
 
