@@ -18,7 +18,7 @@ import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.errors import InvalidInput, InvalidTensor
-from stagescope_workers import lifecycle
+from stagescope_workers import identity, lifecycle
 from stagescope_workers.probe import Probe
 
 MakeProbe = Callable[..., Probe]
@@ -290,6 +290,32 @@ def test_close_does_not_wait_for_a_service_that_never_was(
     began = time.monotonic()
     assert not probe.close(60.0)
     assert time.monotonic() - began < 10.0
+
+
+def test_close_gives_up_only_after_a_look_for_the_service(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(settings: object) -> dict[str, Any]:
+        begun.set()
+        assert go_on.wait(30)
+        return {}
+
+    monkeypatch.setattr(identity, "fingerprint", slow)
+    probe = make_probe()
+    assert begun.wait(30)
+    probe._made -= 10.0  # so long did the fingerprint take
+    with probe.stage("s", step=1):
+        pass
+    arrived: list[bool] = []
+    closing = threading.Thread(target=lambda: arrived.append(probe.close(30.0)))
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(30)
+    assert arrived == [True]
 
 
 def test_close_waits_for_payload_receipts(

@@ -90,6 +90,8 @@ class Courier:
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
+        self.has_looked = False
+        """Whether the service was looked for at least once."""
         self._condition = threading.Condition()
         self._awake = False
         self._stopping = False
@@ -210,6 +212,7 @@ class Courier:
             self._link = self._connect()
         except Exception as error:
             self._warn("connect", f"looking for the service failed: {error!r:.300}")
+        self.has_looked = True
         if self._link is None:
             self._connecting.fail()
             return False

@@ -291,7 +291,9 @@ class Probe:
         """Say whether there is nothing more to wait for."""
         if self.outbox.is_empty:
             return not self.outbox.has_drops
-        nobody = self._courier is not None and self._courier.link is None
+        courier = self._courier
+        # On a busy machine what comes before the first look (the fingerprint) takes seconds.
+        nobody = courier is not None and courier.has_looked and courier.link is None
         return nobody and time.monotonic() - self._made > _SEARCH_SECONDS
 
     def forget(self) -> None:
