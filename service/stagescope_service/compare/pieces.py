@@ -179,7 +179,7 @@ def _compare_row_tensor(
         one.flat if taken.index_a is None else one.flat[taken.index_a],
         other.flat if taken.index_b is None else other.flat[taken.index_b],
         dtypes=dtypes, mask=taken.mask, offsets=taken.edges,
-        tolerance=(tolerance.atol, tolerance.rtol),
+        tolerance=(tolerance.atol, tolerance.rtol), same=taken.same,
     )  # fmt: skip
     places = (a.record.entry.place, b.record.entry.place)
     finder = Finder(taken, pairing, layouts, places)

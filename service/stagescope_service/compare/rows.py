@@ -128,7 +128,7 @@ class Rows:
     def shares(self, other: Rows, name: str) -> bool:
         """Whether a tensor is the same as another record's, with all its padding."""
         one, its = self.known(name), other.known(name)
-        if one.dtype != its.dtype or not np.array_equal(one.offsets, its.offsets):
+        if one.dtype != its.dtype or not same_offsets(one, its):
             return False
         same = np.array_equal(one.flat, its.flat)
         if same and name in MASKS:
@@ -143,7 +143,7 @@ class Rows:
         )
         for mask in candidates:
             there = self.layout(mask)
-            if there is not None and _same_offsets(there, layout):
+            if there is not None and same_offsets(there, layout):
                 return mask
         return None
 
@@ -285,9 +285,10 @@ def _before_first(ones: Array, offsets: Int64) -> Array:
     return position < np.repeat(first - offsets[:-1], lengths)
 
 
-def _same_offsets(one: Layout, other: Layout) -> bool:
+def same_offsets(one: Layout, other: Layout) -> bool:
+    """Whether two tensors have as many values in every row."""
     if one.width is not None and other.width is not None:
-        return one.width == other.width
+        return one.width == other.width and len(one.offsets) == len(other.offsets)
     return np.array_equal(one.offsets, other.offsets)
 
 

@@ -252,7 +252,7 @@ def _named_apart(one: Rows, other: Rows, apart: set[str]) -> ShardIndex | None:
 
 def _identity(count: int, labels: Sequence[str], kind: str) -> Pairing:
     every = np.arange(count)
-    return Pairing(every, every, tuple(labels), kind)
+    return Pairing(every, every, tuple(labels), kind, in_order=True)
 
 
 def _same_values(a: Rows, b: Rows, name: str) -> bool:

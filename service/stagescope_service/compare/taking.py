@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.rows import Extent, Layout, Rows, chosen, cumulative
+from stagescope_service.compare.rows import Extent, Layout, Rows, chosen, cumulative, same_offsets
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Number, Spot, value_of
 
@@ -33,6 +33,7 @@ class Pairing:
         labels: what to call each pair.
         key: by what they were paired; one of `align.KEYS`.
         by_position: rows are fragments: values pair by their token positions.
+        in_order: every row pairs with the one at its own place.
     """
 
     rows_a: Int64
@@ -40,6 +41,7 @@ class Pairing:
     labels: tuple[str, ...]
     key: str
     by_position: bool = False
+    in_order: bool = False
 
 
 class Location(NamedTuple):
@@ -71,6 +73,7 @@ class Taken:
         lengths: int64 [rows, 2], values that count on each side; None: as many on both as pair.
         states: of each pair of rows.
         kind: how values were chosen: 'full', 'mask', 'span', 'row' or 'positions'.
+        same: the tensors are known to be the same bytes.
     """
 
     index_a: Int64 | None
@@ -80,6 +83,7 @@ class Taken:
     lengths: Int64 | None
     states: States
     kind: str
+    same: bool = False
 
 
 def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool_]) -> Taken:
@@ -99,7 +103,7 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
     direct = not pairing.by_position and not bad.any() and _is_direct(pairing, layouts)
     if direct and is_structural(name) and b.shares(a, name):
         # Equal with all their padding: which of it counts makes no difference.
-        return _as_they_lie(one, None, "full")
+        return _as_they_lie(one, None, "full", same=True)
     kind, of_a, of_b = _extents(a.extents(name), b.extents(name))
     keep_a, keep_b, mask_a, mask_b = of_a.keep, of_b.keep, None, None
     if kind == "row" and of_a.kind != of_b.kind:  # only one side says which values count
@@ -126,9 +130,9 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
     return Taken(index_a, index_b, cumulative(length), mask, lengths, states, kind)
 
 
-def _as_they_lie(layout: Layout, keep: Array | None, kind: str) -> Taken:
+def _as_they_lie(layout: Layout, keep: Array | None, kind: str, *, same: bool = False) -> Taken:
     states = np.zeros(len(layout.offsets) - 1, np.int8)
-    return Taken(None, None, layout.offsets, keep, None, states, kind)
+    return Taken(None, None, layout.offsets, keep, None, states, kind, same)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,14 +202,7 @@ def _extents(a: dict[str, Extent], b: dict[str, Extent]) -> tuple[str, Extent, E
 
 def _is_direct(pairing: Pairing, layouts: Layouts) -> bool:
     """Whether the rows lie alike: the same order, the same lengths, padding included."""
-    one, other = layouts
-    count = len(one.offsets) - 1
-    every = np.arange(count)
-    return (
-        np.array_equal(one.offsets, other.offsets)
-        and np.array_equal(pairing.rows_a, every)
-        and np.array_equal(pairing.rows_b, every)
-    )
+    return pairing.in_order and same_offsets(*layouts)
 
 
 def _equal(one: Array | None, other: Array | None) -> bool:

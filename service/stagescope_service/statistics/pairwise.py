@@ -53,13 +53,13 @@ class Pairwise:
     there are none.
 
     Attributes:
-        cell: float64, see `PairField`.
+        cell: by `PairField`, as plain numbers: they are read more often than merged.
         largest: the largest |d|; the first of several. None without a finite pair.
         unequal: the first pair that is not equal, by origin and coordinate.
         over: the first pair that is over the tolerance.
     """
 
-    cell: Float64
+    cell: tuple[float, ...]
     largest: Spot | None = None
     unequal: Spot | None = None
     over: Spot | None = None
@@ -69,14 +69,14 @@ class Pairwise:
         """Return the summary of no values."""
         cell = np.empty(WIDTH)
         empty(cell)
-        return cls(cell)
+        return cls(tuple(cell.tolist()))
 
     def merge(self, other: Pairwise) -> Pairwise:
         """Return the summary of both; the order does not matter, but for rounding."""
-        cell, added = self.cell.copy(), other.cell.copy()
+        cell, added = np.array(self.cell), np.array(other.cell)
         merge_into(cell, added)
         return Pairwise(
-            cell,
+            tuple(cell.tolist()),
             largest=_larger(self, other),
             unequal=_earlier(self.unequal, other.unequal),
             over=_earlier(self.over, other.over),
@@ -119,7 +119,7 @@ class Pairwise:
     @property
     def max_abs(self) -> float:
         """The largest |d|."""
-        return float(self.cell[_AT.D_ABS_MAX]) if self.finite else math.nan
+        return self.cell[_AT.D_ABS_MAX] if self.finite else math.nan
 
     @property
     def mean_abs(self) -> float:
@@ -140,7 +140,7 @@ class Pairwise:
         both = self._squares(_AT.X_SUM, _AT.X_M2) + self._squares(_AT.Y_SUM, _AT.Y_M2)
         if not self.finite:
             return math.nan
-        return float(self.cell[_AT.D_SQUARES] / both) if both > 0.0 else 0.0
+        return self.cell[_AT.D_SQUARES] / both if both > 0.0 else 0.0
 
     @property
     def cosine(self) -> float:
@@ -150,16 +150,16 @@ class Pairwise:
             return math.nan
         if not self.cell[_AT.D_SQUARES]:
             return 1.0
-        x, y, c = (float(self.cell[f]) for f in (_AT.X_SUM, _AT.Y_SUM, _AT.XY_C))
+        x, y, c = (self.cell[f] for f in (_AT.X_SUM, _AT.Y_SUM, _AT.XY_C))
         return (c + x * (y / self.finite)) / (math.sqrt(xx) * math.sqrt(yy))
 
     @property
     def correlation(self) -> float:
         """Pearson's, of x and y; NaN where a side is constant."""
-        xx, yy = float(self.cell[_AT.X_M2]), float(self.cell[_AT.Y_M2])
+        xx, yy = self.cell[_AT.X_M2], self.cell[_AT.Y_M2]
         if not (xx > 0.0 and yy > 0.0):
             return math.nan
-        return float(self.cell[_AT.XY_C]) / (math.sqrt(xx) * math.sqrt(yy))
+        return self.cell[_AT.XY_C] / (math.sqrt(xx) * math.sqrt(yy))
 
     def side(self, which: str) -> dict[str, float]:
         """Return min, max, mean and std (with n) of side 'x' or 'y', of the finite pairs."""
@@ -170,8 +170,8 @@ class Pairwise:
         )
         if not self.finite:
             return dict.fromkeys(("min", "max", "mean", "std"), math.nan)
-        minimum, maximum = float(self.cell[low]), float(self.cell[high])
-        spread = math.ldexp(math.sqrt(float(self.cell[second]) / self.finite), self._exponent)
+        minimum, maximum = self.cell[low], self.cell[high]
+        spread = math.ldexp(math.sqrt(self.cell[second] / self.finite), self._exponent)
         constant = minimum == maximum
         return {
             "min": minimum,
@@ -192,14 +192,14 @@ class Pairwise:
     def _mean(self, field: PairField) -> float:
         if not self.finite:
             return math.nan
-        return math.ldexp(float(self.cell[field]) / self.finite, self._exponent)
+        return math.ldexp(self.cell[field] / self.finite, self._exponent)
 
     def _squares(self, total: PairField, second: PairField) -> float:
         """Return sum(v^2) / 2^2e from the mean and the second moment around it."""
         if not self.finite:
             return 0.0
-        value = float(self.cell[total])
-        return float(self.cell[second]) + value * (value / self.finite)
+        value = self.cell[total]
+        return self.cell[second] + value * (value / self.finite)
 
 
 def compare_values(
@@ -211,6 +211,7 @@ def compare_values(
     offsets: npt.NDArray[np.int64] | None = None,
     tolerance: tuple[float, float] = (0.0, 0.0),
     origin: int = 0,
+    same: bool = False,
 ) -> tuple[Pairwise, Float64]:
     """Compare two arrays value by value.
 
@@ -222,6 +223,7 @@ def compare_values(
         offsets: int64 [rows + 1]: the rows of the second result; all is one row without them.
         tolerance: (atol, rtol): a pair is over it where |d| > atol + rtol * max(|x|, |y|).
         origin: put in the spots that are found.
+        same: the two are known to be the same bytes.
 
     Returns:
         The summary, and float64 [rows, len(ROW_COLUMNS)].
@@ -241,7 +243,8 @@ def compare_values(
     cell = np.empty(WIDTH)
     accumulate_pairs(
         x.view(np.uint8), KINDS.index(dtypes[0]), y.view(np.uint8), KINDS.index(dtypes[1]),
-        _same_bytes(x, y, dtypes), chosen, offsets, np.array(tolerance, np.float64), rows, cell,
+        same or _same_bytes(x, y, dtypes), chosen, offsets, np.array(tolerance, np.float64),
+        rows, cell,
     )  # fmt: skip
     places = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])
     spots = {
@@ -251,13 +254,14 @@ def compare_values(
         for name, at in zip(_PLACES, places, strict=True)
         if at >= 0.0
     }
-    return Pairwise(cell, **spots), rows
+    return Pairwise(tuple(cell.tolist()), **spots), rows
 
 
 def _same_bytes(x: Array, y: Array, dtypes: tuple[str, str]) -> bool:
     if dtypes[0] != dtypes[1] or not len(x):
         return False
-    one, other = (values.view(f"u{values.dtype.itemsize}") for values in (x, y))
+    word = np.uint64 if x.nbytes % 8 == 0 else np.uint8
+    one, other = x.view(word), y.view(word)
     # Most that differ do at once; the whole is looked at only where the beginning is equal.
     return np.array_equal(one[:_BEGIN], other[:_BEGIN]) and np.array_equal(one, other)
 
