@@ -242,21 +242,23 @@ def _places(d: Any, at: Any, n: int, base: int, highest: float, cell: Any) -> No
 
 @exact
 def take_block(
-    x: Any, y: Any, d: Any, at: Any, n: int, base: int, known: bool, rule: Any, highest: float,
-    cell: Any,
+    x: Any, y: Any, d: Any, at: Any, n: int, base: int, same: bool, known: bool,
+    rule: Any, highest: float, cell: Any,
 ) -> None:  # fmt: skip
     """Take n pairs into an empty cell.
 
-    `known`: d is there already. `highest`: the largest |d| so far. y may be x itself.
+    `same`: y is x. `known`: d is there already. `highest`: the largest |d| so far.
     """
     cell[AT.PAIRS] = n
     if not all_finite(x, y, n):
         n = _set_apart(x, y, d, at, n, base, cell)
     if n == 0:
         return
-    if not known:
-        _subtract(x, y, d, n)
-    unequal = _count_unequal(d, n)
+    unequal = 0.0
+    if not same:
+        if not known:
+            _subtract(x, y, d, n)
+        unequal = _count_unequal(d, n)
     cell[AT.X_MIN], cell[AT.X_MAX] = _range(x, n)
     cell[AT.Y_MIN], cell[AT.Y_MAX] = cell[AT.X_MIN], cell[AT.X_MAX]
     if unequal > 0.0:

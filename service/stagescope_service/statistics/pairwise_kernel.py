@@ -88,8 +88,7 @@ def accumulate_pairs(
             if kept < n:
                 select(mask, base, n, x, other, d, at)
             empty(part)
-            known = whole or same
-            take_block(x, other, d, at, kept, base, known, rule, cell[AT.D_ABS_MAX], part)
+            take_block(x, other, d, at, kept, base, same, whole, rule, cell[AT.D_ABS_MAX], part)
             rows[row, 0] += part[AT.PAIRS]
             rows[row, 1] += part[AT.UNEQUAL]
             rows[row, 2] += part[AT.OVER]
