@@ -31,7 +31,7 @@ ONLY_IN: Final = {
             "service/stagescope_service/embedded.py",
             "service/stagescope_service/ray_mapper.py",
             "workers/stagescope_workers/link.py"),
-    "torch": ("service/stagescope_service/dumps/torch_file.py",
+    "torch": ("service/stagescope_service/dumps/pickles/torch_file.py",
               "client/stagescope/converters/to_torch.py",
               "workers/stagescope_workers/payload.py",
               "workers/stagescope_workers/device.py",

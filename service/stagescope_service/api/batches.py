@@ -20,8 +20,8 @@ from stagescope_service.api.desk import AtDesk, Desk, Row, StepTarget
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.steps import stages_of
 from stagescope_service.api.target import Target
-from stagescope_service.dumps.batch_join import join
-from stagescope_service.dumps.payload_files import PayloadFile, PayloadFiles
+from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.scratch import Scratch
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])

@@ -15,8 +15,8 @@ from stagescope_service.api.desk import Desk, Row
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.listing import FileDump, files_below
-from stagescope_service.dumps.own import open_files
+from stagescope_service.dumps.formats.listing import FileDump, files_below
+from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.records import Dump, Place, Problem
 from stagescope_service.store.artifacts import confine
 

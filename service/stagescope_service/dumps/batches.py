@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from stagescope.batch import Batch, Gap
 from stagescope.errors import InvalidInput, NotFound
-from stagescope_service.dumps.batch_join import join
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.payload_files import PayloadFile, PayloadFiles
+from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.ring import RingKey
 from stagescope_service.store.tensorfile import describe_file

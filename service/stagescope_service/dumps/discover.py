@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagescope.errors import InvalidInput, NotFound
-from stagescope_service.dumps import areal, msprobe_directory, nexrl, own, slime, verl_jsonl
-from stagescope_service.dumps.listing import Found, files_of
+from stagescope_service.dumps.formats import areal, msprobe_directory, nexrl, own, slime, verl_jsonl
+from stagescope_service.dumps.formats.listing import Found, files_of
 from stagescope_service.dumps.records import Dump
 
 

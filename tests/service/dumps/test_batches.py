@@ -17,8 +17,8 @@ from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
 from stagescope.batch import Batch, Tensor
 from stagescope.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.schema import Part
-from stagescope_service.dumps.batch_join import join
 from stagescope_service.dumps.batches import read_batch
+from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.records import Record
 from stagescope_service.engine.ingestion.intake import Intake
 from stagescope_service.engine.instructions import PayloadKey

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.columns import collect_rows
-from stagescope_service.dumps.content import first_values, read_content
-from stagescope_service.dumps.listing import FileDump, Found, entry_order, files_of, unknown
+from stagescope_service.dumps.formats.columns import collect_rows
+from stagescope_service.dumps.formats.content import first_values, read_content
+from stagescope_service.dumps.formats.listing import FileDump, Found, entry_order, files_of, unknown
 from stagescope_service.dumps.records import Entry, Place, Record
 
 KIND: Final = "verl"

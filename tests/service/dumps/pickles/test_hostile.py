@@ -20,8 +20,8 @@ from tests.support.dump_files import (
 )
 
 from stagescope.errors import Forbidden, InvalidTensor, TooLarge
-from stagescope_service.dumps import listing
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats import listing
 from stagescope_service.dumps.records import Dump, Entry
 from stagescope_service.store.tensorfile import write_tensors
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from stagescope_service.dumps.pickles.torch_file import FileTensor
 from stagescope_service.dumps.records import Record
-from stagescope_service.dumps.torch_file import FileTensor
 from stagescope_service.store.tensorfile import WireTensor
 
 Array = np.ndarray[Any, Any]

@@ -18,8 +18,8 @@ from tests.support.batches import from_bfloat16
 from tests.support.dump_files import Runs, areal_file, hostile_torch_file, make_batch, zip_bomb
 
 from stagescope.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
-from stagescope_service.dumps.pickle_scan import globals_of, peek
-from stagescope_service.dumps.torch_file import FileTensor, Unreadable, read_torch_file
+from stagescope_service.dumps.pickles.pickle_scan import globals_of, peek
+from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, read_torch_file
 
 since_2_6 = pytest.mark.skipif(
     torch.__version__ < "2.6", reason="this torch writes no such tensors, or does not load them"

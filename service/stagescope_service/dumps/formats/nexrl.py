@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from stagescope.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.schema import Part
-from stagescope_service.dumps.columns import Columns, collect_rows, flatten, name_samples
-from stagescope_service.dumps.content import SUFFIXES, read_content
-from stagescope_service.dumps.listing import (
+from stagescope_service.dumps.formats.columns import Columns, collect_rows, flatten, name_samples
+from stagescope_service.dumps.formats.content import SUFFIXES, read_content
+from stagescope_service.dumps.formats.listing import (
     FileDump,
     Found,
     entry_order,

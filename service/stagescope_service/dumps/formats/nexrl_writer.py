@@ -22,8 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import Conflict, InvalidInput, NotFound, StagescopeError
-from stagescope_service.dumps.batch_join import join
-from stagescope_service.dumps.nexrl_rows import (
+from stagescope_service.dumps.formats.nexrl_rows import (
     datum,
     lists_in,
     padded,
@@ -32,9 +31,10 @@ from stagescope_service.dumps.nexrl_rows import (
     values_of,
     widened,
 )
+from stagescope_service.dumps.formats.slime import EVAL_STAGE
+from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.pickles.torch_file import FileTensor, save_torch_file
 from stagescope_service.dumps.records import Dump, Entry, Record
-from stagescope_service.dumps.slime import EVAL_STAGE
-from stagescope_service.dumps.torch_file import FileTensor, save_torch_file
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 FORMATS: Final = ("pt", "jsonl")

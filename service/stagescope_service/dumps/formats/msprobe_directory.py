@@ -15,9 +15,15 @@ from typing import Final
 
 from stagescope.errors import NotFound
 from stagescope.schema import Part
-from stagescope_service.dumps.columns import Columns
-from stagescope_service.dumps.content import read_content
-from stagescope_service.dumps.listing import FileDump, Found, entry_order, files_below, unknown
+from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.content import read_content
+from stagescope_service.dumps.formats.listing import (
+    FileDump,
+    Found,
+    entry_order,
+    files_below,
+    unknown,
+)
 from stagescope_service.dumps.records import Entry, Place, Record
 
 KIND: Final = "msprobe"

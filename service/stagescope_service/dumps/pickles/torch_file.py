@@ -23,8 +23,8 @@ import numpy as np
 
 from stagescope.errors import Forbidden, InvalidTensor, MissingExtra
 from stagescope.schema import DTYPE_BYTES
-from stagescope_service.dumps.pickle_scan import check_zip, globals_of, size_of_file
-from stagescope_service.dumps.torch_stand_ins import SCALARS, STAND_INS, Array, TensorDict
+from stagescope_service.dumps.pickles.pickle_scan import check_zip, globals_of, size_of_file
+from stagescope_service.dumps.pickles.torch_stand_ins import SCALARS, STAND_INS, Array, TensorDict
 from stagescope_service.store.tensorfile import MOST_BYTES, WireTensor
 
 MOST_COPIED_BYTES: Final = 4 << 30

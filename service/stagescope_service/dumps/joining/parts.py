@@ -12,8 +12,8 @@ from stagescope.batch import Gap
 from stagescope.errors import NotFound, StagescopeError
 from stagescope.flow import order_of
 from stagescope.schema import STAGES
-from stagescope_service.dumps.batch_columns import Array
-from stagescope_service.dumps.batch_rows import FoundPart, Rows
+from stagescope_service.dumps.joining.columns import Array
+from stagescope_service.dumps.joining.rows import FoundPart, Rows
 from stagescope_service.dumps.records import Dump, Entry, Record
 from stagescope_service.store.tensorfile import WireTensor
 

@@ -15,9 +15,9 @@ import numpy as np
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.errors import NotFound, StagescopeError
 from stagescope.flow import order_of
-from stagescope_service.dumps.batch_columns import Allocate, Array, Column, Piece, piece_of
-from stagescope_service.dumps.batch_parts import find_parts
-from stagescope_service.dumps.batch_rows import FoundPart, Rows
+from stagescope_service.dumps.joining.columns import Allocate, Array, Column, Piece, piece_of
+from stagescope_service.dumps.joining.parts import find_parts
+from stagescope_service.dumps.joining.rows import FoundPart, Rows
 from stagescope_service.dumps.records import Dump, Record
 
 _OF_A_PASS: Final = ("entropy", "values", "loss")

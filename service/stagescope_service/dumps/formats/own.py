@@ -19,8 +19,8 @@ from stagescope import nonfinite
 from stagescope.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.keeping import family, sections_of
 from stagescope.schema import PART_FIELDS, Part
-from stagescope_service.dumps.columns import Columns, number_of, unique_samples
-from stagescope_service.dumps.listing import (
+from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
+from stagescope_service.dumps.formats.listing import (
     FileDump,
     Found,
     entry_order,
@@ -28,7 +28,7 @@ from stagescope_service.dumps.listing import (
     missing_places,
     unknown,
 )
-from stagescope_service.dumps.msprobe_directory import operator_files
+from stagescope_service.dumps.formats.msprobe_directory import operator_files
 from stagescope_service.dumps.records import SECTIONS, Entry, Place, Problem, Record
 from stagescope_service.store.tensorfile import (
     WireTensor,

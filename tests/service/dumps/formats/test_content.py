@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from stagescope_service.dumps.columns import collect_rows
-from stagescope_service.dumps.content import read_content, write_content
-from stagescope_service.dumps.torch_file import FileTensor
+from stagescope_service.dumps.formats.columns import collect_rows
+from stagescope_service.dumps.formats.content import read_content, write_content
+from stagescope_service.dumps.pickles.torch_file import FileTensor
 
 NAMES = st.text(max_size=8)
 SCALARS = (

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.columns import Columns, collect_rows
-from stagescope_service.dumps.content import first_values, read_whole
-from stagescope_service.dumps.listing import (
+from stagescope_service.dumps.formats.columns import Columns, collect_rows
+from stagescope_service.dumps.formats.content import first_values, read_whole
+from stagescope_service.dumps.formats.listing import (
     FileDump,
     Found,
     entry_order,
@@ -25,8 +25,8 @@ from stagescope_service.dumps.listing import (
     is_saved,
     unknown,
 )
+from stagescope_service.dumps.pickles.torch_file import FileTensor
 from stagescope_service.dumps.records import Entry, Place, Record
-from stagescope_service.dumps.torch_file import FileTensor
 
 KIND: Final = "areal"
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO, Final
 
 from stagescope.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
-from stagescope_service.dumps.content import write_content
-from stagescope_service.dumps.listing import files_of
-from stagescope_service.dumps.torch_file import load_running_code, read_torch_file
+from stagescope_service.dumps.formats.content import write_content
+from stagescope_service.dumps.formats.listing import files_of
+from stagescope_service.dumps.pickles.torch_file import load_running_code, read_torch_file
 from stagescope_service.store.tensorfile import disk_errors
 
 SECONDS: Final = 600.0

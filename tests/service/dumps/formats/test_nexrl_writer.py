@@ -20,7 +20,7 @@ from tests.support.dump_files import (
 
 from stagescope.errors import Conflict, InvalidInput
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.nexrl_writer import write_nexrl
+from stagescope_service.dumps.formats.nexrl_writer import write_nexrl
 from stagescope_service.dumps.records import Dump, Record
 
 

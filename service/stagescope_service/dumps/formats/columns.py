@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope_service.dumps.torch_file import FileTensor, Unreadable
+from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable
 from stagescope_service.store.tensorfile import WireTensor
 
 _NUMBERS: Final = frozenset({int, float, bool})

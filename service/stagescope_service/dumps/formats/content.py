@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidTensor, NotFound, StagescopeError
-from stagescope_service.dumps.pickle_scan import peek
-from stagescope_service.dumps.torch_file import FileTensor, Unreadable, read_torch_file
+from stagescope_service.dumps.pickles.pickle_scan import peek
+from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, read_torch_file
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tensorfile import (
     WireTensor,

@@ -27,11 +27,11 @@ from tests.support.dump_files import (
 )
 
 from stagescope.errors import Conflict, InvalidInput, InvalidTensor, NotFound
-from stagescope_service.dumps import unpickling
-from stagescope_service.dumps.content import read_content
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats.content import read_content
+from stagescope_service.dumps.pickles import unpickling
+from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, load_running_code
 from stagescope_service.dumps.records import Record
-from stagescope_service.dumps.torch_file import FileTensor, Unreadable, load_running_code
 
 
 def converted(source: Path, target: Path) -> unpickling.Conversion:

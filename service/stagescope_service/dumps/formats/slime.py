@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.columns import Columns, collect_rows, unique_samples
-from stagescope_service.dumps.content import first_values, read_whole
-from stagescope_service.dumps.listing import (
+from stagescope_service.dumps.formats.columns import Columns, collect_rows, unique_samples
+from stagescope_service.dumps.formats.content import first_values, read_whole
+from stagescope_service.dumps.formats.listing import (
     FileDump,
     Found,
     entry_order,
@@ -26,8 +26,8 @@ from stagescope_service.dumps.listing import (
     is_saved,
     unknown,
 )
+from stagescope_service.dumps.pickles.torch_file import FileTensor
 from stagescope_service.dumps.records import Entry, Place, Record
-from stagescope_service.dumps.torch_file import FileTensor
 from stagescope_service.store.tensorfile import WireTensor
 
 KIND: Final = "slime"

@@ -15,7 +15,7 @@ from tests.support.dump_files import GROUP, make_batch, nexrl_directory
 from stagescope.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.schema import Part
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.nexrl import MICRO_TYPES, place_of
+from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of
 from stagescope_service.dumps.records import Dump, Entry, Place, Record
 
 PARAMETER = "model.layers.0.self_attn.q_proj.weight"

@@ -1,0 +1,1 @@
+"""One reader a format: files in, records out."""

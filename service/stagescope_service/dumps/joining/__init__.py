@@ -1,0 +1,1 @@
+"""The records of a step put together to one batch of whole rows."""
