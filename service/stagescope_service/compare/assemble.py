@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.index import RUN, SAMPLE
-from stagescope_service.compare.pieces import Piece
+from stagescope_service.compare.pairing.index import RUN, SAMPLE
+from stagescope_service.compare.pairing.pieces import Piece
+from stagescope_service.compare.pairing.taking import (
+    COMPARED,
+    LENGTHS_DIFFER,
+    TOKENS_DIFFER,
+    Location,
+)
 from stagescope_service.compare.results import PlaceResult, TensorResult, Verdict
-from stagescope_service.compare.taking import COMPARED, LENGTHS_DIFFER, TOKENS_DIFFER, Location
 from stagescope_service.compare.tolerances import Floor, Tolerances, is_noise
 from stagescope_service.statistics.pairwise import Pairwise
 

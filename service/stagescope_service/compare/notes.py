@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.align import Join
+from stagescope_service.compare.pairing.align import Join
+from stagescope_service.compare.pairing.shards import Outcome
 from stagescope_service.compare.plan import Couple, Match
 from stagescope_service.compare.results import Finding, Verdict
-from stagescope_service.compare.shards import Outcome
 from stagescope_service.dumps.records import Dump, Problem
 
 _HARMLESS = ("unknown", "superseded")

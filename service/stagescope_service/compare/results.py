@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from stagescope_service.compare.pieces import Piece
-from stagescope_service.compare.taking import Location
+from stagescope_service.compare.pairing.pieces import Piece
+from stagescope_service.compare.pairing.taking import Location
 from stagescope_service.compare.tolerances import Floor, Tolerance
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Pairwise

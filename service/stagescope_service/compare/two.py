@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.align import join
 from stagescope_service.compare.assemble import assemble, heaviest
 from stagescope_service.compare.causes import likely
-from stagescope_service.compare.index import ShardIndex
 from stagescope_service.compare.mappers import Mapper
 from stagescope_service.compare.notes import Notes
-from stagescope_service.compare.pieces import Piece
-from stagescope_service.compare.plan import Couple, Match, Unit, plan
-from stagescope_service.compare.results import Finding, First, PairResult, TensorResult, Verdict
-from stagescope_service.compare.shards import (
+from stagescope_service.compare.pairing.align import join
+from stagescope_service.compare.pairing.index import ShardIndex
+from stagescope_service.compare.pairing.pieces import Piece
+from stagescope_service.compare.pairing.shards import (
     JoinTask,
     Outcome,
     PairTask,
     run_task,
 )
-from stagescope_service.compare.taking import COMPARED
+from stagescope_service.compare.pairing.taking import COMPARED
+from stagescope_service.compare.plan import Couple, Match, Unit, plan
+from stagescope_service.compare.results import Finding, First, PairResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import Floor, Tolerances, declared_floor
 from stagescope_service.dumps.records import Dump
 from stagescope_service.statistics.pairwise import Pairwise

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope_service.compare.pairing.taking import COMPARED, Location
 from stagescope_service.compare.results import (
     Comparison,
     Finding,
@@ -19,7 +20,6 @@ from stagescope_service.compare.results import (
     SideResult,
     TensorResult,
 )
-from stagescope_service.compare.taking import COMPARED, Location
 from stagescope_service.compare.tolerances import severity
 from stagescope_service.dumps.records import SECTIONS, Place
 from stagescope_service.statistics.pairwise import Pairwise

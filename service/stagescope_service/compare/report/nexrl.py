@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.errors import StagescopeError
-from stagescope_service.compare.rows import Rows
+from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.dumps.records import Dump
 
 DIRECTORIES: Final = ("self_hosted_dir", "remote_api_dir", "weaver_dir")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope_service.compare.rows import Rows
+from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.dumps.records import Entry, Place, Record
 
 SAMPLE: Final = "sample id"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from stagescope.errors import Forbidden, NotFound, StagescopeError
 from stagescope_service.compare.flow import NAMED
-from stagescope_service.compare.index import (
+from stagescope_service.compare.pairing.index import (
     RESPONSE,
     ROW,
     RUN,
@@ -28,7 +28,7 @@ from stagescope_service.compare.index import (
     runs_of,
     samples_of,
 )
-from stagescope_service.compare.pieces import (
+from stagescope_service.compare.pairing.pieces import (
     Box,
     Piece,
     compare_boxes,
@@ -36,8 +36,8 @@ from stagescope_service.compare.pieces import (
     compare_rows,
     noise_floor,
 )
-from stagescope_service.compare.rows import Rows
-from stagescope_service.compare.taking import Pairing
+from stagescope_service.compare.pairing.rows import Rows
+from stagescope_service.compare.pairing.taking import Pairing
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump, Entry, Problem, Record
 from stagescope_service.statistics.pairwise import Pairwise

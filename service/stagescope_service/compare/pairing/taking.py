@@ -9,7 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.rows import Extent, Layout, Rows, chosen, cumulative, same_offsets
+from stagescope_service.compare.pairing.rows import (
+    Extent,
+    Layout,
+    Rows,
+    chosen,
+    cumulative,
+    same_offsets,
+)
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Number, Spot, value_of
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.rows import Layout, Rows
-from stagescope_service.compare.taking import (
+from stagescope_service.compare.pairing.rows import Layout, Rows
+from stagescope_service.compare.pairing.taking import (
     LENGTHS_DIFFER,
     Finder,
     Location,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagescope_service.compare.index import (
+from stagescope_service.compare.pairing.index import (
     KEYS,
     PROMPT,
     RESPONSE,
@@ -24,9 +24,9 @@ from stagescope_service.compare.index import (
     ShardIndex,
     row_label,
 )
-from stagescope_service.compare.pieces import Box
-from stagescope_service.compare.shards import Part
-from stagescope_service.compare.taking import Pairing
+from stagescope_service.compare.pairing.pieces import Box
+from stagescope_service.compare.pairing.shards import Part
+from stagescope_service.compare.pairing.taking import Pairing
 from stagescope_service.dumps.records import Place
 
 
