@@ -82,16 +82,19 @@ class Compared(Record):
         return [line.text for line in as_lines(self, width=width)]
 
     def save(self, path: str | Path) -> Path:
-        """Write it as one self-contained HTML page with pictures; return the page's path.
+        """Write it, and return the path: `.json` as JSON, else as one page of HTML with pictures.
 
         Raises:
-            InvalidInput: it did not come from a service, which draws the pictures.
+            InvalidInput: a page of what did not come from a service, which draws the pictures.
         """
+        found = Path(path)
+        if found.suffix == ".json":
+            found.write_text(nonfinite.dumps(dict(self)) + "\n", encoding="utf-8")
+            return found
         if self._save is None:
             raise InvalidInput(
                 "this comparison came from no service", advice="stagescope compare --html FILE"
             )
-        found = Path(path)
         self._save(found)
         return found
 
@@ -142,7 +145,7 @@ class _Writer:
 
     def lines(self) -> Iterator[Line]:
         said = self.said
-        yield Line(f"{MARKS[said['verdict']]} {said['verdict'].upper()}", _tone(said["verdict"]))
+        yield Line(f"{MARKS[said['verdict']]} {_title(said)}", _tone(said["verdict"]))
         for letter, side in zip(SIDES, said["sides"], strict=False):
             yield from self._wrap(f"{letter}  ", side["name"])
             steps = f"step {', '.join(map(str, side['steps']))}" if side["steps"] else "no step"
@@ -256,8 +259,8 @@ class _Writer:
         found = tensor["statistics"]
         yield from self._wrap(
             "      ",
-            f"max |d| {found['max_abs']:.6e}, mean |d| {found['mean_abs']:.6e}, relative "
-            f"{found['relative']:.3g} ({found['severity']}), cosine {found['cosine']:.9g}",
+            f"max |d| {found['max_abs']:.6e}, mean |d| {found['mean_abs']:.6e}, relative error "
+            f"{found['relative']:.3g}, cosine {found['cosine']:.9g}",
         )
         a, b = found["a"], found["b"]
         yield from self._wrap(
@@ -300,6 +303,14 @@ class _Writer:
     def _wrap(self, indent: str, text: str, tone: str = "") -> Iterator[Line]:
         for line in wrapped(indent, text, self.width):
             yield Line(line, tone)
+
+
+def _title(said: _Mapping) -> str:
+    """Return the verdict, and that it is not of everything where one side alone has something."""
+    verdict = said["verdict"].upper()
+    alone = any(finding["kind"] == "only" for pair in said["pairs"] for finding in pair["findings"])
+    is_part = alone and said["verdict"] in ("same", "within noise")
+    return f"{verdict} IN WHAT BOTH SIDES HAVE" if is_part else verdict
 
 
 def _numbers(value: Any, name: str = "") -> Any:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-AREAS: Final = ("git", "config", "packages", "drivers", "python", "environment", "layout", "place")
+AREAS: Final = ("git", "config", "layout", "packages", "drivers", "python", "environment", "place")
 """In the order in which they are told: what decides numbers first."""
 
 Weight = Literal["numbers", "place", "start"]
@@ -26,6 +26,9 @@ _OF_A_START: Final = re.compile(
     r"RAY_(JOB|SESSION|RAYLET|NODE|WORKER|CLIENT|LAUNCHER|ADDRESS|GCS)|MASTER_(ADDR|PORT)|"
     r"TORCHELASTIC_|SLURM_(JOB|STEP|TASK|LAUNCH|SRUN)|XDG_|STAGESCOPE_(ATTEMPT|URL|HOME|RUN)"
 )
+_OF_THE_SERVICE: Final = re.compile(r"keep(\.|\Z)")
+"""Settings of what is looked at, which change nothing of what is computed."""
+_RAY_WORKER: Final = "default_worker.py"
 
 
 class Difference(NamedTuple):
@@ -61,15 +64,20 @@ def fingerprint_differences(a: Attempt, b: Attempt) -> list[Difference]:
 def _told(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     for area in ("git", "config", "packages", "drivers", "environment"):
         for name, of_a, of_b in _apart(a.get(area), b.get(area)):
-            is_start = area == "environment" and _OF_A_START.match(name)
+            is_start = (area == "environment" and _OF_A_START.match(name)) or (
+                area == "config" and _OF_THE_SERVICE.match(name)
+            )
             yield Difference(area, name, of_a, of_b, "start" if is_start else "numbers")
     for name, of_a, of_b in _apart(_interpreter(a), _interpreter(b)):
         yield Difference("python", name, of_a, of_b, "start" if name == "argv" else "numbers")
 
 
 def _interpreter(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("python", "platform", "argv")
-    return {name: fingerprint[name] for name in names if fingerprint.get(name) is not None}
+    found = {name: fingerprint.get(name) for name in ("python", "platform", "argv")}
+    argv = found["argv"]
+    if isinstance(argv, list) and any(str(word).endswith(_RAY_WORKER) for word in argv):
+        del found["argv"]  # Ray's own words: sockets and ids, and nothing of the training
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _ranks(a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]]) -> Iterator[Difference]:

@@ -219,7 +219,10 @@ def _reason(verdict: Verdict, tensors: Sequence[TensorResult], findings: Sequenc
     if not tensors:
         text = "the two sides have nothing in common that could be compared"
     why = [f.message for f in findings if f.verdict is verdict and verdict is not Verdict.SAME]
-    return "; ".join([text, *why[:2]])
+    lacking = dict.fromkeys(f.section or f.message for f in findings if f.kind == "only")
+    if lacking:
+        why.append(f"on one side only: {', '.join(lacking)}")
+    return "; ".join([text, *why[:3]])
 
 
 def _non_finite(tensors: Sequence[TensorResult]) -> list[Finding]:

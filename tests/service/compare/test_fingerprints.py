@@ -65,3 +65,15 @@ def test_a_side_without_a_fingerprint_lacks_everything() -> None:
     found = differences(Attempt(None, [process(0), process(1)]))
     assert {each.b for each in found} == {None}
     assert ("packages", "torch") in {(each.area, each.name) for each in found}
+
+
+def test_what_is_kept_and_how_ray_starts_a_worker_decide_no_numbers() -> None:
+    argv = ["/usr/lib/ray/_private/workers/default_worker.py", "--node-ip-address=10.0.0.1"]
+    other = {
+        **FINGERPRINT,
+        "config": {**FINGERPRINT["config"], "keep": {"what": ["is_loss"]}},
+        "argv": argv,
+    }
+    (keep, own_argv) = differences(Attempt(other, [process(0), process(1)]))
+    assert (keep.area, keep.name, keep.weight) == ("config", "keep.what", "start")
+    assert (own_argv.name, own_argv.b) == ("argv", None)

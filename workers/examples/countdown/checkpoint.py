@@ -20,6 +20,10 @@ _PREFIX: Final = "step_"
 _KEEP: Final = 3
 
 
+class NotThere(ValueError):
+    """There is no such checkpoint, or it is of another training."""
+
+
 def begin(root: Path, step: int) -> Path:
     """Make the empty folder into which every rank writes its part of the checkpoint."""
     folder = root / f".writing-{_PREFIX}{step:06d}"
@@ -46,7 +50,7 @@ def latest(root: Path, settings: dict[str, Any]) -> tuple[int, Path] | None:
     """Return the step and folder of the last complete checkpoint, or None.
 
     Raises:
-        ValueError: it was written under other settings.
+        NotThere: it was written under other settings.
     """
     folders = _complete(root)
     return _opened(folders[-1], settings) if folders else None
@@ -56,13 +60,13 @@ def after(root: Path, step: int, settings: dict[str, Any]) -> Path:
     """Return the folder of the checkpoint after `step`.
 
     Raises:
-        ValueError: there is none, or it was written under other settings.
+        NotThere: there is none, or it was written under other settings.
     """
     for folder in _complete(root):
         if folder.name == f"{_PREFIX}{step:06d}":
             return _opened(folder, settings)[1]
     there = ", ".join(folder.name for folder in _complete(root)) or "none"
-    raise ValueError(f"{root} has no checkpoint after step {step} any more: it holds {there}")
+    raise NotThere(f"{root} has no checkpoint after step {step} any more: it holds {there}")
 
 
 def _opened(folder: Path, settings: dict[str, Any]) -> tuple[int, Path]:
@@ -70,7 +74,7 @@ def _opened(folder: Path, settings: dict[str, Any]) -> tuple[int, Path]:
     mine = json.loads(json.dumps(settings))
     if meta["settings"] != mine:
         differ = sorted(k for k in mine if meta["settings"].get(k) != mine[k])
-        raise ValueError(f"{folder} was written with other settings: {', '.join(differ)}")
+        raise NotThere(f"{folder} was written with other settings: {', '.join(differ)}")
     return meta["step"], folder
 
 

@@ -327,15 +327,18 @@ def main(
     """Train a small Qwen2 to reach targets by arithmetic, reporting to stagescope."""
     kept = None if keep is None else {"what": keep.split(",")}
     if source is not None:
-        same = replay(
-            source.batches(replay_from),
-            address=address,
-            run=f"{source.run}.{rescore or 'replay'}",
-            root=checkpoint_dir / source.run,
-            attempt_key=attempt_key,
-            keep=kept,
-            rescore=rescore,
-        )
+        try:
+            same = replay(
+                source.batches(replay_from),
+                address=address,
+                run=f"{source.run}.{rescore or 'replay'}",
+                root=checkpoint_dir / source.run,
+                attempt_key=attempt_key,
+                keep=kept,
+                rescore=rescore,
+            )
+        except (stagescope.StagescopeError, checkpoint.NotThere) as error:
+            raise click.ClickException(str(error)) from error
         sys.exit(0 if same else 1)
     settings = Settings(algorithm=algorithm, engine=engine, world_size=ranks, seed=seed)
     pause = Pause(pause_at_step, pause_stage, pause_seconds) if pause_at_step else None
