@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.bench_compare [--nexrl compare_debug_dumps.py] [rows tokens]
 
-The reference is to read both sides once, on one thread, in the same run: every tensor through its
-reader, every value looked at once. To copy the files' bytes into memory stands beside it. With
+Once both sides hold the same, once every log-prob and ratio differs. The reference is to read both
+sides once, on one thread, in the same run: every tensor through its reader, every value looked at
+once. To copy the files' bytes into memory stands beside it. With
 NexRL's script (its path by --nexrl or NEXRL_SCRIPT) the comparison of its own files does too.
 """
 
@@ -43,14 +44,18 @@ ROUNDS: Final = 7
 GOAL: Final = 2.0
 
 
-def shard(rows: int, tokens: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Tensors of one microbatch, float32 but for the mask: 7.3 MB at 64 x 4096."""
+def shard(rows: int, tokens: int, seed: int, shift: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
+    """Tensors of one microbatch, float32 but for the mask: 7.3 MB at 64 x 4096.
+
+    `shift` moves every log-prob, and so every ratio.
+    """
     random = np.random.default_rng(seed)
     mask = (np.arange(tokens) < random.integers(tokens // 2, tokens, rows)[:, None]).astype(
         np.int64
     )
-    log_probs = -random.standard_exponential((rows, tokens), dtype=np.float32)
-    old = log_probs + np.float32(1e-3) * random.standard_normal((rows, tokens), np.float32)
+    drawn = -random.standard_exponential((rows, tokens), dtype=np.float32)
+    log_probs = drawn + np.float32(shift)
+    old = drawn + np.float32(1e-3) * random.standard_normal((rows, tokens), np.float32)
     return {
         "log_probs": log_probs,
         "entropy": random.random((rows, tokens), np.float32),
@@ -61,11 +66,11 @@ def shard(rows: int, tokens: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def write_own(path: Path, rows: int, tokens: int) -> None:
+def write_own(path: Path, rows: int, tokens: int, shift: float = 0.0) -> None:
     """Kept files, one a rank and microbatch."""
     for rank in range(RANKS):
         for micro in range(MICROS):
-            values = shard(rows, tokens, MICROS * rank + micro)
+            values = shard(rows, tokens, MICROS * rank + micro, shift)
             first = (MICROS * rank + micro) * rows
             samples = [f"{(first + row) // 8}_{(first + row) % 8}" for row in range(rows)]
             job = {"run": "bench", "attempt_key": "1", "role": "actor", "rank": rank, "step": 0,
@@ -125,10 +130,10 @@ def copy_bytes(*sides: Path) -> None:
                     file.readinto(data.data)
 
 
-def compared(*sides: Path, workers: int) -> None:
+def compared(*sides: Path, workers: int, verdict: Verdict = Verdict.SAME) -> None:
     """The whole comparison, from listing the directories to the report."""
     result = compare([open_dump(side) for side in sides], mapper=threads(workers))
-    assert result.verdict is Verdict.SAME, result.reason
+    assert result.verdict is verdict, result.reason
     as_json(result)
 
 
@@ -198,7 +203,13 @@ def table(title: str, works: dict[str, Callable[[], None]]) -> dict[str, float]:
     return middle
 
 
-def measure(kind: str, a: Path, b: Path, script: Callable[[Path, Path], None] | None) -> None:
+def measure(
+    kind: str,
+    a: Path,
+    b: Path,
+    script: Callable[[Path, Path], None] | None,
+    verdict: Verdict = Verdict.SAME,
+) -> None:
     """Print the table of two dumps, whether the goal is met, and the memory."""
     out = sys.stdout
     files = [path for path in a.rglob("*.*") if path.is_file()]
@@ -208,8 +219,12 @@ def measure(kind: str, a: Path, b: Path, script: Callable[[Path, Path], None] | 
     works: dict[str, Callable[[], None]] = {
         reading: functools.partial(read_once, a, b),
         "copy the files' bytes, 1 thread": functools.partial(copy_bytes, a, b),
-        "stagescope compare, 1 thread": functools.partial(compared, a, b, workers=1),
-        "stagescope compare, 2 threads": functools.partial(compared, a, b, workers=2),
+        **{
+            f"stagescope compare, {workers} threads": functools.partial(
+                compared, a, b, workers=workers, verdict=verdict
+            )
+            for workers in (1, 2)
+        },
     }
     if script is not None:
         works["NexRL's compare_debug_dumps.py"] = functools.partial(script, a, b)
@@ -217,7 +232,7 @@ def measure(kind: str, a: Path, b: Path, script: Callable[[Path, Path], None] | 
     ratio = min(middle[name] for name in works if name.startswith("stagescope")) / middle[reading]
     out.write(f"goal: at most {GOAL} x reading once: {'met' if ratio <= GOAL else 'MISSED'}\n")
     with highest_memory() as highest:
-        compared(a, b, workers=2)
+        compared(a, b, workers=2, verdict=verdict)
     out.write(
         f"private memory taken (files are mapped): {highest[0] / 1e6:.1f} MB; the largest file "
         f"has {largest / 1e6:.1f} MB, both sides {2 * size / 1e6:.1f} MB\n"
@@ -237,7 +252,11 @@ def main() -> None:
             a, b = Path(home, str(at), "a"), Path(home, str(at), "b")
             write(a, rows, tokens)
             write(b, rows, tokens)
-            measure(kind, a, b, script if kind == ".pt" else None)
+            measure(f"{kind}, the same", a, b, script if kind == ".pt" else None)
+            if kind == "safetensors":
+                other = Path(home, str(at), "other")
+                write_own(other, rows, tokens, shift=1e-3)
+                measure(f"{kind}, another", a, other, None, Verdict.DIFFERENT)
     if script is None:
         sys.stdout.write("NexRL's script was not given (--nexrl or NEXRL_SCRIPT): not compared\n")
 
