@@ -89,8 +89,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to be written that is there whole or not at all; its directory is made.
 
     Raises:
+        InvalidInput: something else is there, such as a directory or a device.
         StoreError: the disk refused.
     """
+    if path.exists() and not path.is_file():
+        # Its place would be taken by a file: /dev/null, too, for whoever may.
+        raise InvalidInput(f"{path} is there and no file", expected="the name of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)

@@ -87,8 +87,9 @@ def _add(session: Session, url: str, key_file: Path | None, said: dict[str, Any]
         # From here and not from the service: the key stays on this machine.
         engine = connect(url, key_file=key_file, timeout=10.0)
     except EngineError as error:
+        added = session.add_engine(url, **said)
         click.echo(f"registered all the same: {error}", err=True)
-        return session.add_engine(url, **said)
+        return added
     engine.close()
     found = {name: value for name, value in registration(engine.info).items() if name != "url"}
     return session.add_engine(url, **{**found, **said})

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SECONDS: Final = 30.0
 COULD_NOT: Final = 2
 """Exit status where nothing could be compared, by an error too."""
+INTERRUPTED: Final = 130
 _TONES: Final[Mapping[str, Mapping[str, Any]]] = {
     "title": {"bold": True}, "good": {"fg": "green"}, "bad": {"fg": "red"},
 }  # fmt: skip
@@ -205,6 +206,10 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
             raise
         terminal.report(error)
         ctx.exit(COULD_NOT)
+    except KeyboardInterrupt:
+        # click's own answer would be 1, which here says that they differ.
+        click.echo("interrupted", err=True)
+        ctx.exit(INTERRUPTED)
 
 
 @contextmanager

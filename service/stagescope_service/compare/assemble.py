@@ -179,6 +179,9 @@ def _reason(
     words += dict.fromkeys(piece.problem for piece in pieces if piece.problem)
     if verdict is Verdict.NOT_COMPARABLE and unmatched and not words:
         words.append(unmatched)
+    if verdict is Verdict.DIFFERENT and not words:
+        # Replicas count once: what differs may be the others of them.
+        words.append("ranks or parts that hold the same samples differ among themselves")
     if not found.pairs and not words:
         words.append("no values")
     return "; ".join(words)

@@ -75,3 +75,15 @@ def test_a_shift_by_one_is_seen(by: int, side: str) -> None:
     assert found.ok is False
     assert f"one token {side} the other" in found.text
     assert check_shift(rows(3, 3)).ok is None
+
+
+def test_streams_that_have_nothing_to_do_with_each_other_are_not_aligned() -> None:
+    random = np.random.default_rng(3)
+    aligned = rows(40, 40)
+    others = [
+        Scored(row.name, row.prompt, row.ids, row.p, -random.standard_exponential(len(row.p)))
+        for row in aligned
+    ]
+    found = check_shift(others)
+    assert found.ok is False
+    assert "another model" in found.text or "the other" in found.text

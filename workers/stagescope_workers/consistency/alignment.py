@@ -13,6 +13,8 @@ from stagescope_workers.consistency.scored import Float64, Scored
 
 _ENOUGH: Final = 16
 """Neighbouring tokens below which a shift cannot be told from chance."""
+_UNRELATED: Final = 0.8
+"""Share of the distance beside a token from which on its own place says nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +122,9 @@ def check_shift(rows: Sequence[Scored]) -> Check:
     if min(later, earlier) < own:
         side = "after" if later < earlier else "before"
         return Check("shift", False, f"{numbers}: one stream lies one token {side} the other")
+    if own > _UNRELATED * min(later, earlier):
+        text = "no better at its own place than beside it: other weights, or another model?"
+        return Check("shift", False, f"{numbers}: {text}")
     return Check("shift", True, f"{numbers}: aligned")
 
 

@@ -7,6 +7,7 @@ writes step -1, `step_-00001`.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from stagescope_service.dumps.formats.listing import (
     missing_places,
     unknown,
 )
+from stagescope_service.dumps.formats.nexrl_places import NAME, read_places
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
 
 KIND: Final = "nexrl"
@@ -123,11 +125,18 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     names = {each.name for each in found}
     for each in found:
         below = each.path.is_relative_to(root)
-        if below and not _is_nexrl(each) and not is_companion(each, names):
+        known = _is_nexrl(each) or is_companion(each, names) or each.path == root / NAME
+        if below and not known:
             problems.append(unknown(each, "a NexRL dump"))
     entries, twice = _entries_of(ours)
+    places = read_places(root)
+    entries = [_as_it_was(entry, places) for entry in entries]
     chosen = [entry for entry in entries if step in (None, entry.place.step)]
-    problems += [*twice, *(() if path.is_file() else missing_files(root, chosen))]
+    problems += twice
+    if places and not path.is_file():
+        problems += _lost(root, places, step)
+    elif not path.is_file():
+        problems += missing_files(root, chosen)
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
@@ -144,6 +153,21 @@ def _entries_of(found: Iterable[Found]) -> tuple[list[Entry], list[Problem]]:
         else:
             entries[placed] = entry
     return list(entries.values()), problems
+
+
+def _as_it_was(entry: Entry, places: Mapping[str, Place]) -> Entry:
+    """Return an entry of an export at the place that it had before."""
+    place = places.get("/".join(entry.path.parts[-2:]))
+    return entry if place is None else dataclasses.replace(entry, place=place)
+
+
+def _lost(root: Path, places: Mapping[str, Place], step: int | None) -> list[Problem]:
+    """Return the files that an export had and that are not there."""
+    return [
+        _missing(root / name, name.partition("/")[0], place)
+        for name, place in places.items()
+        if step in (None, place.step) and not (root / name).exists()
+    ]
 
 
 def _twice(found: Found, other: Entry) -> Problem:
@@ -181,6 +205,8 @@ def missing_files(root: Path, entries: Iterable[Entry]) -> list[Problem]:
 
 
 def _missing(path: Path, kind: str, place: Place) -> Problem:
+    if kind not in TYPES:
+        raise InvalidTensor(f"{path.parent.parent / NAME} names {kind}/{path.name}")
     return Problem(
         path,
         "missing",

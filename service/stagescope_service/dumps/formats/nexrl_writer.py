@@ -3,7 +3,9 @@
 Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and `batch_inputs`, of
 its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and knows no other parts:
 where a dump has several stages, epochs or mini-batches, they are numbered on in that order, those
-of the update first, and `extra_info` says which each was, and the sample_uids of its rows. A file
+of the update first, and `extra_info` says which each was, and the sample_uids of its rows; what
+each file was is also in `stagescope.json` (`nexrl_places`), by which our reader finds it again. A
+file
 of `param` or `gradient` is of one parameter; further ones, and those of further stages and parts
 (`name@stage.part`), stand under `more`.
 """
@@ -22,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import Conflict, InvalidInput, NotFound, StagescopeError
+from stagescope_service.dumps.formats.nexrl_places import write_places
 from stagescope_service.dumps.formats.nexrl_rows import (
     datum,
     lists_in,
@@ -34,7 +37,7 @@ from stagescope_service.dumps.formats.nexrl_rows import (
 from stagescope_service.dumps.formats.slime import EVAL_STAGE
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.pickles.torch_file import FileTensor, save_torch_file
-from stagescope_service.dumps.records import Dump, Entry, Record
+from stagescope_service.dumps.records import Dump, Entry, Place, Record
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 FORMATS: Final = ("pt", "jsonl")
@@ -84,6 +87,7 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
         steps[entry.place.step].append(entry)
     for step, entries in steps.items():
         writer.write_step(step, entries)
+    write_places(directory, writer.places)
     writer.exported.left_out += [problem.message for problem in dump.problems]
     return writer.exported
 
@@ -94,6 +98,8 @@ class _Writer:
         self._directory = directory
         self._format = format
         self.exported = Exported()
+        self.places: dict[str, Place] = {}
+        """Name below the directory -> what a file of a microbatch was."""
 
     def write_step(self, step: int | None, entries: Sequence[Entry]) -> None:
         """Write everything of one step."""
@@ -132,11 +138,15 @@ class _Writer:
     def _leave_out(self, what: str) -> None:
         self.exported.left_out.append(what)
 
-    def _save(self, folder: str, step: int, data: dict[str, Any], *place: int) -> None:
-        words = ("rank", "micro")[: len(place)]
-        name = "".join(f"_{word}{number}" for word, number in zip(words, place, strict=True))
+    def _save(
+        self, folder: str, step: int, data: dict[str, Any], *at: int, place: Place | None = None
+    ) -> None:
+        words = ("rank", "micro")[: len(at)]
+        name = "".join(f"_{word}{number}" for word, number in zip(words, at, strict=True))
         path = self._directory / folder / f"step_{step:06d}{name}.{self._format}"
-        beside = dict(zip(("rank", "micro_idx"), place, strict=False))
+        if place is not None:
+            self.places[f"{folder}/{path.name}"] = place
+        beside = dict(zip(("rank", "micro_idx"), at, strict=False))
         data = {"step": step, **beside, **data}
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +179,8 @@ class _Writer:
                     data.setdefault("effective_valid", data["response_mask"])
                 if "loss" in losses.get(at, {}):
                     data.setdefault("loss", losses[at]["loss"])
-            self._save(folder, step, {**data, **_extra_info(record)}, *at)
+            data |= _extra_info(record)
+            self._save(folder, step, data, *at, place=record.entry.place)
 
     def _write_losses(
         self,
@@ -180,6 +191,7 @@ class _Writer:
     ) -> Mapping[tuple[int, int], Mapping[str, Any]]:
         """Write the losses of each rank and microbatch, and what it logged beside them."""
         found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+        places: dict[tuple[int, int], Place] = {}
         ranked = [entry for entry in metrics if entry.place.rank is not None]
         for record in self._read([*losses, *ranked]):
             at = (record.entry.place.rank or 0, micros[record.entry])
@@ -191,10 +203,11 @@ class _Writer:
                 else:
                     others[name.removeprefix("metrics/")] = value
             data |= _extra_info(record)
-        for (rank, micro), data in sorted(found.items()):
+            places[at] = record.entry.place
+        for at, data in sorted(found.items()):
             if not data["metrics"]:
                 del data["metrics"]
-            self._save("loss", step, data, rank, micro)
+            self._save("loss", step, data, *at, place=places[at])
         return found
 
     def _write_shards(self, folder: str, step: int, entries: Sequence[Entry]) -> None:

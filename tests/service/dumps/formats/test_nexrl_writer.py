@@ -17,11 +17,15 @@ from tests.support.dump_files import (
     slime_rollout_file,
     slime_train_file,
 )
+from tests.support.step_dumps import MemoryDump
 
-from stagescope.errors import Conflict, InvalidInput
+from stagescope.errors import Conflict, InvalidInput, InvalidTensor
+from stagescope.schema import Part
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl_writer import write_nexrl
-from stagescope_service.dumps.records import Dump, Record
+from stagescope_service.dumps.records import Dump, Entry, Place, Record
 
 
 def same(one: Record, other: Record) -> None:
@@ -49,6 +53,44 @@ def test_its_own_files_come_back_the_same(tmp_path: Path, mode: str, suffix: str
     assert places[0] == places[1]
     for one, other in zip(source.entries, again.entries, strict=True):
         same(source.read(one), again.read(other))
+
+
+def test_parts_that_its_names_do_not_know_are_found_again(tmp_path: Path) -> None:
+    places = [
+        Place(3, stage, "actor", rank, Part(epoch=epoch, minibatch=mini))
+        for stage in ("actor_compute_log_prob", "actor_update")
+        for rank in (0, 1)
+        for epoch in ((0, 1) if stage == "actor_update" else (0,))
+        for mini in ((0, 1) if stage == "actor_update" else (0,))
+    ]
+    records = []
+    for at, place in enumerate(places):
+        values = np.full((2, 3), at, np.float32)
+        tensors = {"log_probs": ("float32", values.shape, values, None)}
+        entry = Entry("forward_data", place, tmp_path / str(at), 1, str(at))
+        records.append(Record(entry, tensors, samples=("g_0", "g_1")))
+    source = MemoryDump(records)
+    write_nexrl(source, tmp_path / "out")
+    again = open_dump(tmp_path / "out")
+    assert again.problems == []
+    assert sorted(entry.place for entry in again.entries) == sorted(places)
+    found = {e.place: again.read(e).tensors["log_probs"][2][0, 0] for e in again.entries}
+    assert found == {place: at for at, place in enumerate(places)}
+    assert compare([source, again]).verdict is Verdict.SAME
+    again.entries[3].path.unlink()
+    (lost,) = open_dump(tmp_path / "out").problems
+    assert (lost.kind, lost.path) == ("missing", again.entries[3].path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"version": 2, "files": {}}', '{"version": 1, "files": {"a": {}}}', "[" * 100_000],
+)
+def test_what_a_spoiled_list_of_places_says_is_not_believed(tmp_path: Path, text: str) -> None:
+    nexrl_directory(tmp_path / "a")
+    (tmp_path / "a" / "stagescope.json").write_text(text)
+    with pytest.raises(InvalidTensor, match=r"stagescope\.json"):
+        open_dump(tmp_path / "a")
 
 
 def files(directory: Path) -> list[str]:
