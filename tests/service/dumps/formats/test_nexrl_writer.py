@@ -113,6 +113,7 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
         ]
         + [f"gradient/step_000005_rank{rank}.pt" for rank in (0, 1)]
         + [f"{kind}/step_000005.pt" for kind in ("old_log_probs", "trajectory")]
+        + ["stagescope.json"]
     )
     assert written.left_out == ["step 5: NexRL has no file for advantages (4 entries)"]
     batch = make_batch(16, 16, step=5)
