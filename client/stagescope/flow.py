@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 FLOW: Final = (
-    "prompts", "responses", "tokens", "input_ids", "position_ids", "positions",
+    "prompts", "responses", "tokens", "prompt_text", "response_text", "input_ids", "position_ids",
+    "positions",
     "attention_mask", "loss_mask", "response_mask", "round_ids", "turn_ids", "versions",
     "rollout_log_probs",
     "rewards",

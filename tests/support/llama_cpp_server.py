@@ -34,7 +34,7 @@ def serve(model: str, key: str) -> None:
     """Serve until standard input ends."""
     import xllamacpp
 
-    params = xllamacpp.CommonParams()
+    params = xllamacpp.CommonParams()  # pyright: ignore[reportAttributeAccessIssue]
     params.model.path = model
     params.n_ctx, params.n_parallel = 1024, 2
     params.cpuparams.n_threads = 1
@@ -42,7 +42,7 @@ def serve(model: str, key: str) -> None:
     params.port = 0
     if key:
         params.api_keys = [key]
-    server = xllamacpp.Server(params)
+    server = xllamacpp.Server(params)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdout.write(f"{server.listening_address}\n")
     sys.stdout.flush()
     sys.stdin.read()

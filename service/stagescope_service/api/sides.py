@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.errors import Forbidden, InvalidInput, NotFound, StagescopeError
 from stagescope.targets import Target as Asked
 from stagescope.targets import read_target
 from stagescope_service.api.desk import Desk, Row
@@ -112,7 +112,15 @@ def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
 
 def _find(desk: Desk, said: Any) -> Side:
     if isinstance(said, Mapping) and set(said) == {"directory"}:
-        path = confine(str(said["directory"]), desk.settings.roots)
+        try:
+            path = confine(str(said["directory"]), desk.settings.roots)
+        except Forbidden as error:
+            raise Forbidden(
+                error.wrong,
+                expected=error.expected,
+                advice="`stagescope import DIRECTORY --run NAME` makes a run of it, which can be "
+                "compared; or add a root to the service's allowed_roots",
+            ) from error
         return Side(str(path), path=path)
     asked = read_target(said)
     if asked.step is not None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from stagescope.flow import FLOW, order_of
 from stagescope_service.dumps.records import SECTIONS
 
-TOKENS: Final = frozenset({"tokens", "prompts", "responses", "input_ids", "input_tokens"})
+TEXTS: Final[Mapping[str, str]] = {
+    "input": "prompt_text", "prompt": "prompt_text",
+    "output": "response_text", "response": "response_text",
+}  # fmt: skip
+"""Texts of rows that stand for tokens where a file has none -> the name under which they count."""
+TOKENS: Final = frozenset({
+    "tokens", "prompts", "responses", "input_ids", "input_tokens", *TEXTS.values(),
+})  # fmt: skip
 MASKS: Final = frozenset({"response_mask", "loss_mask", "attention_mask", "effective_valid"})
 LOG_PROBS: Final = frozenset({
     "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_probs", "recomputed_log_probs",

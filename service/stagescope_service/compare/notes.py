@@ -18,7 +18,9 @@ _HARMLESS = ("unknown", "superseded")
 class Notes:
     """The findings of two sides, each once, in the order in which they were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Verdict) -> None:
+        self._whole = whole
+        """What a stage makes of the comparison that one side alone has; see `plan.of_a_part`."""
         self.findings: list[Finding] = []
         self._problems: dict[tuple[int, str, str], Problem] = {}
         self._left_out: dict[tuple[int, str], str] = {}
@@ -37,7 +39,7 @@ class Notes:
                 files = [str(e.path) for e in match.entries[side] if match.unit(e) == unit]
                 # Another stage is another pass; a step or epoch of a shared stage is missing.
                 known = unit.stage in {other.stage for other in units[1 - side]}
-                verdict = Verdict.NOT_COMPARABLE if known else Verdict.SAME
+                verdict = Verdict.NOT_COMPARABLE if known else self._whole
                 self._only(f"{match.section} of {unit} is", side, match, files, verdict)
 
     def of_outcome(self, outcome: Outcome, couple: Couple, match: Match) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope_service.compare.flow import SAMPLING
-from stagescope_service.compare.results import Finding
+from stagescope_service.compare.results import Finding, Verdict
+from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import SECTIONS, Dump, Entry, Place
 
 COUNTERPARTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -111,6 +112,15 @@ def plan(a: Dump, b: Dump) -> tuple[list[Match], list[Finding]]:
         files = tuple(str(entry.path) for entry in sections[side][section])
         findings.append(Finding("section", message, side, section, files))
     return matches, findings
+
+
+def of_a_part(a: Dump, b: Dump) -> Verdict:
+    """Return what a section or stage makes of the comparison that one side alone has.
+
+    Two runs of this project say the same where they do the same: what one lacks it has not done,
+    or not kept. Other formats have forms that hold different sections.
+    """
+    return Verdict.NOT_COMPARABLE if a.kind == b.kind == OWN else Verdict.SAME
 
 
 def _order(section: str) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from stagescope_service.compare.pairing.shards import (
     run_task,
 )
 from stagescope_service.compare.pairing.taking import COMPARED
-from stagescope_service.compare.plan import Couple, Match, Unit, plan
+from stagescope_service.compare.plan import Couple, Match, Unit, of_a_part, plan
 from stagescope_service.compare.results import Finding, First, PairResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import Floor, Tolerances, declared_floor
 from stagescope_service.dumps.records import Dump
@@ -67,7 +67,7 @@ class TwoSides:
         self._mapper = mapper
         self._progress = progress
         self._pieces: list[Piece] = []
-        self._notes = Notes()
+        self._notes = Notes(of_a_part(*dumps))
         self._keys: dict[str, dict[str, None]] = {}
         self._floors: list[Pairwise | None] = [None, None]
         self._tokens_differ: frozenset[str] = frozenset()

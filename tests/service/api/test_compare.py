@@ -111,8 +111,9 @@ def test_three_sides(session: stagescope.Session) -> None:
 def test_directories_in_the_roots_alone(session: stagescope.Session, running: Service) -> None:
     nexrl = {"directory": str(running.settings.data_path / "nexrl")}
     assert session.compare(nexrl, nexrl).verdict == "same"
-    with pytest.raises(Forbidden, match="outside"):
+    with pytest.raises(Forbidden, match="outside") as refused:
         session.compare(nexrl, {"directory": "/etc"})
+    assert "stagescope import" in refused.value.advice
     with pytest.raises(InvalidInput, match="runs only"):
         session.compare(nexrl, nexrl).save("never.html")
 

@@ -460,15 +460,18 @@ def test_tasks_and_answers_can_be_pickled() -> None:
 
 
 def test_a_stage_on_one_side_only_is_named_and_the_shared_one_compared() -> None:
-    def side(*stages: str) -> MemoryDump:
-        return MemoryDump([
+    def side(*stages: str, kind: str = "nexrl") -> MemoryDump:
+        records = [
             record("forward_data", {"entropy": np.ones((1, 2))}, stage=stage, samples=("a",),
                    rank=rank)
             for rank, stage in enumerate(stages)
-        ])  # fmt: skip
+        ]  # fmt: skip
+        return MemoryDump(records, kind=kind)
 
     result = compare([side("x", "y"), side("x", "y", "y")])
     assert result.exit_status == 0, result.reason
+    runs = [side("x", "y", kind="own"), side("x", kind="own")]
+    assert compare(runs).exit_status == 2  # the one run did not do it, or did not keep it
     result = compare([side("x", "y"), side("x")])
     assert result.exit_status == 0
     only = next(each for each in result.pairs[0].findings if each.kind == "only")

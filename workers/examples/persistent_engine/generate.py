@@ -71,7 +71,10 @@ def to_batch(
 def generate(model: Path, engine: str, output: Path, run: str, step: int, max_tokens: int) -> None:
     """Generate GROUP answers to each prompt and write them to OUTPUT."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    rollout = stagescope.engine(engine)
+    try:
+        rollout = stagescope.engine(engine)
+    except stagescope.StagescopeError as error:
+        raise click.ClickException(str(error)) from error
     probe = init(
         run,
         role="rollout",
@@ -92,7 +95,7 @@ def generate(model: Path, engine: str, output: Path, run: str, step: int, max_to
         stage.record(dict(batch.strings))
         stage.log(reward=float(batch["rewards"].mean()))
     rollout.close()
-    probe.close()
+    probe.close(timeout=30)
     batch.save(output)
     print(f"{len(kept)} answers of {rollout.info.kind}, mean reward {batch['rewards'].mean():.3f}")
     print(f"written to {output}")

@@ -79,7 +79,7 @@ def train(model: Path, path: Path, steps: int, learning_rate: float, run: str) -
             optimizer.step()
             stage.log(loss=loss)
         print(f"step {step}: loss {loss.item():+.6f}")
-    probe.close()
+    probe.close(timeout=30)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ tensors; nothing loops over rows or tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
-from stagescope_service.compare.flow import MASKS, NAMED, TOKENS, is_structural
+from stagescope_service.compare.flow import MASKS, NAMED, TEXTS, TOKENS, is_structural
 from stagescope_service.dumps.records import Record
 
 Array = npt.NDArray[Any]
@@ -71,6 +72,7 @@ class Rows:
     """The row tensors of a record; `count` is None where it has none."""
 
     def __init__(self, record: Record) -> None:
+        record = _with_texts(record)
         self.record = record
         self.count = _row_count(record)
         self._layouts: dict[str, Layout | None] = {}
@@ -290,6 +292,20 @@ def same_offsets(one: Layout, other: Layout) -> bool:
     if one.width is not None and other.width is not None:
         return one.width == other.width and len(one.offsets) == len(other.offsets)
     return np.array_equal(one.offsets, other.offsets)
+
+
+def _with_texts(record: Record) -> Record:
+    """Return a record without tokens with its texts as their bytes in UTF-8."""
+    if not record.row_texts or any(name in TOKENS for name in record.tensors):
+        return record
+    tensors = dict(record.tensors)
+    for name, texts in record.row_texts.items():
+        if name in TEXTS:
+            rows = [text.encode("utf-8", "surrogatepass") for text in texts]
+            flat = np.frombuffer(b"".join(rows), np.uint8)
+            offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+            tensors.setdefault(TEXTS[name], ("uint8", flat.shape, flat, offsets))
+    return dataclasses.replace(record, tensors=tensors)
 
 
 def _row_count(record: Record) -> int | None:

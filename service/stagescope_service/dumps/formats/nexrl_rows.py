@@ -17,6 +17,13 @@ from stagescope_service.store.tensorfile import WireTensor
 Array = np.ndarray[Any, Any]
 
 _EXTRA_FIELDS: Final = ("group_id", "run_id", "uid", "task_id", "score", "temperature")
+SAID_OF_A_TRAJECTORY: Final = frozenset(
+    {
+        "tokens", "loss_mask", "response_mask", "attention_mask", "rewards", "advantages",
+        "is_val", *_EXTRA_FIELDS,
+    }
+)  # fmt: skip
+"""Tensors that find a place in NexRL's trajectories."""
 _NUMBERS: Final = ("run_id", "task_id")
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from stagescope.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope_service.dumps.formats.nexrl_places import write_places
 from stagescope_service.dumps.formats.nexrl_rows import (
+    SAID_OF_A_TRAJECTORY,
     datum,
     lists_in,
     padded,
@@ -46,6 +47,7 @@ _LOSSES: Final = ("loss", "pg_loss", "entropy_loss")
 _MICRO: Final[Mapping[str, str]] = {
     "forward_data": "forward_data", "is_loss": "is_loss_debug", "batch_inputs": "batch_inputs",
 }  # fmt: skip
+_OF_ROLLOUTS: Final = ("rollout_log_probs", "round_ids", "turn_ids", "versions")
 _SHARDS: Final = {"gradients": "gradient", "parameters": "param"}
 
 
@@ -270,10 +272,12 @@ class _Writer:
         for folder, chosen in (("trajectory", plain), ("prepared_trajectories", prepared)):
             found: list[dict[str, Any]] = []
             seen: set[tuple[bool, str]] = set()
+            dropped: set[str] = set()
             for record in self._read(chosen):
                 if "tokens" not in record.tensors or not record.mask:
                     found = self._joined(step)
                     break
+                dropped.update(name for name in record.tensors if name not in SAID_OF_A_TRAJECTORY)
                 is_val = record.entry.place.stage == EVAL_STAGE
                 rows = list(rows_of(record))
                 names = record.samples or ("",) * len(rows)
@@ -288,11 +292,19 @@ class _Writer:
             if folder == "prepared_trajectories" and None not in advantages:
                 data["advantages"] = advantages
             self._save(folder, number, data)
+            if dropped:
+                what = f"NexRL's trajectories do not hold {', '.join(sorted(dropped))}"
+                self._leave_out(f"step {number}: {what}")
 
     def _joined(self, step: int | None) -> list[dict[str, Any]]:
         """Return the trajectories of a step whose prompts and responses are apart."""
         try:
-            return join(self._dump, step).as_nexrl_trajectories()
+            batch = join(self._dump, step)
+            unsaid = [name for name in _OF_ROLLOUTS if name in batch]
+            if unsaid:
+                what = f"NexRL's trajectories do not hold {', '.join(unsaid)}"
+                self._leave_out(f"step {step}: {what}")
+            return batch.as_nexrl_trajectories()
         except NotFound as error:
             self._leave_out(f"step {step}: trajectories: {error}")
             return []

@@ -115,7 +115,10 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
         + [f"{kind}/step_000005.pt" for kind in ("old_log_probs", "trajectory")]
         + ["stagescope.json"]
     )
-    assert written.left_out == ["step 5: NexRL has no file for advantages (4 entries)"]
+    assert written.left_out == [
+        "step 5: NexRL's trajectories do not hold rollout_log_probs",
+        "step 5: NexRL has no file for advantages (4 entries)",
+    ]
     batch = make_batch(16, 16, step=5)
     found = torch.load(tmp_path / "out/trajectory/step_000005.pt", weights_only=True)
     assert found["num_trajectories"] == 16
