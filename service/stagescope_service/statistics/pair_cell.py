@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import math
 from typing import Any, Final
@@ -49,7 +50,9 @@ class PairField(enum.IntEnum):
     OVER_AT = enum.auto()
 
 
-AT: Final = PairField
+_Index = collections.namedtuple("_Index", PairField.__members__)  # type: ignore[misc]
+AT: Final[Any] = _Index(*map(int, PairField))
+"""`PairField` as plain ints, for the compiled loops."""
 WIDTH: Final = len(PairField)
 NO_EXPONENT: Final = -100_000.0
 """That of zeros alone, which fit any scale."""
