@@ -31,9 +31,6 @@ CALL_SECONDS: Final = 10.0
 _LEAST_BETWEEN_POLLS: Final = 0.05
 _MOST_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
-_LINGER: Final = 0.003
-"""Seconds from a wake-up to the work: what comes together goes together, and a stage that hands
-over its tensors at once does not compete with its own beginning for the interpreter."""
 _LONGEST_PAUSE: Final = 1.0
 
 
@@ -184,10 +181,8 @@ class Courier:
 
     def _sleep(self, seconds: float) -> None:
         with self._condition:
-            woken = self._condition.wait_for(lambda: self._awake, seconds)
+            self._condition.wait_for(lambda: self._awake, seconds)
             self._awake = False
-        if woken and not self._stopping:
-            time.sleep(_LINGER)
 
     def _pause(self) -> float:
         """Return how long there is nothing to do unless something wakes us."""
