@@ -22,13 +22,23 @@ LOG_PROB = "actor_compute_log_prob"
 
 
 def answer(
-    value: object = 0.25, *, pending: int = 0, complete: str = "open", missing: object = ()
+    value: object = 0.25,
+    *,
+    pending: int = 0,
+    complete: str = "open",
+    missing: object = (),
+    sequences: int = 4,
+    empty_rows: int = 0,
 ) -> dict[str, Any]:
     return {
         "stage": LOG_PROB,
         "complete": complete,
         "missing": missing,
-        "coverage": {"payloads_pending": pending},
+        "coverage": {
+            "payloads_pending": pending,
+            "sequences": sequences,
+            "empty_rows": empty_rows,
+        },
         "metrics": {"rollout_corr/kl": value},
     }
 
@@ -109,6 +119,26 @@ def test_what_does_not_cover_the_step_is_asked_again(
     feed.want(2)
     wait_for(lambda: len(api.asked) > count + 1)
     assert {step for _, _, step in api.asked[count:]} == {2}
+
+
+def test_rows_that_ranks_have_not_announced_yet_are_waited_for(
+    make_feed: MakeFeed, api: FakeApi
+) -> None:
+    api.answers[1] = answer(0.001, sequences=4)  # the first mini-batch of two, received
+    feed = make_feed()
+    feed.want(1, rows=8)
+    wait_for(lambda: len(api.asked) > 2)
+    assert feed.take(1) == {}
+    api.answers[1] = answer(0.002, sequences=7, empty_rows=1)
+    wait_for(lambda: feed.take(1))
+    assert feed.take(1) == {"rollout_corr/kl": 0.002}
+
+
+def test_a_closed_step_is_taken_with_the_rows_it_has(make_feed: MakeFeed, api: FakeApi) -> None:
+    api.answers[1] = answer(0.001, complete="partial", sequences=4)
+    feed = make_feed()
+    feed.want(1, rows=8)
+    wait_for(lambda: feed.take(1))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from stagescope.errors import NotFound
 from stagescope_workers.calls import Backoff
@@ -31,12 +31,20 @@ _NONFINITE: Final = frozenset({"nan", "inf", "-inf"})
 _STILL_COMING: Final = frozenset({"open", "not begun"})
 
 
+class _Wish(NamedTuple):
+    """What `want` was told: which call of it this was, and how many samples a whole has."""
+
+    call: int
+    rows: int
+
+
 class MetricsFeed:
     """The service's numbers of a run's steps, fetched in the background.
 
     No method waits, and none raises. An answer counts only when nothing that was announced of the
-    step is still on its way: a number in a trainer's log is never corrected. After `close`, in a
-    forked child and where no service runs, there is nothing.
+    step is still on its way, and all rows that were named are in it: a number in a trainer's log
+    is never corrected. After `close`, in a forked child and where no service runs, there is
+    nothing.
 
     Usage:
         >>> feed = MetricsFeed(probe)
@@ -48,7 +56,7 @@ class MetricsFeed:
         self._probe = probe
         self._pid = os.getpid()
         self._condition = threading.Condition()
-        self._wanted: dict[int, int] = {}  # step -> which call of `want` it was, the newest last
+        self._wanted: dict[int, _Wish] = {}  # by step, the newest last
         self._calls = 0
         self._arrived: collections.OrderedDict[int, Mapping[str, float]] = collections.OrderedDict()
         self._backoff = Backoff(most=_MOST_BACKOFF)
@@ -56,20 +64,26 @@ class MetricsFeed:
         self._closed = False
         self._warned: set[type[Exception]] = set()
 
-    def want(self, step: int) -> None:
-        """Begin to ask for a step's numbers; again, after more of it was recorded, asks anew."""
+    def want(self, step: int, rows: int | None = None) -> None:
+        """Begin to ask for a step's numbers; again, after more of it was recorded, asks anew.
+
+        Args:
+            step: The step.
+            rows: How many samples a whole answer holds, where other processes record them: what
+                they have not announced yet, the service cannot miss. None: all was recorded here.
+        """
         if self._closed or os.getpid() != self._pid:
             return
         with self._probe.guard("metrics feed", None, quiet=True):
             number = index("step", step)
             if number is not None:
-                self._want(number)
+                self._want(number, 0 if rows is None else index("rows", rows) or 0)
 
-    def _want(self, step: int) -> None:
+    def _want(self, step: int, rows: int) -> None:
         with self._condition:
             self._calls += 1
             self._wanted.pop(step, None)
-            self._wanted[step] = self._calls
+            self._wanted[step] = _Wish(self._calls, rows)
             self._arrived.pop(step, None)
             while len(self._wanted) > KEPT_STEPS:
                 del self._wanted[next(iter(self._wanted))]
@@ -124,7 +138,7 @@ class MetricsFeed:
         """Ask once for each step that is wanted, the newest first."""
         with self._condition:
             wanted = list(reversed(self._wanted.items()))
-        for step, call in wanted:
+        for step, wish in wanted:
             link = self._probe.service
             if link is None or self._is_over:
                 return
@@ -134,8 +148,8 @@ class MetricsFeed:
                 answer = self._ask(link, step)
             except NotFound:
                 continue
-            if answer is not None and _covers_all(answer):
-                self._keep(step, call, _numbers(answer["metrics"]))
+            if answer is not None and _covers_all(answer, wish.rows):
+                self._keep(step, wish, _numbers(answer["metrics"]))
 
     def _ask(self, link: Link, step: int) -> dict[str, Any] | None:
         """Return the service's answer; None where the feed was closed meanwhile."""
@@ -146,9 +160,9 @@ class MetricsFeed:
             self._condition.wait_for(lambda: future.done() or self._closed)
         return future.result() if future.done() else None
 
-    def _keep(self, step: int, call: int, numbers: Mapping[str, float]) -> None:
+    def _keep(self, step: int, wish: _Wish, numbers: Mapping[str, float]) -> None:
         with self._condition:
-            if self._wanted.get(step) != call:
+            if self._wanted.get(step) != wish:
                 return  # more of the step was recorded since
             del self._wanted[step]
             self._arrived[step] = numbers
@@ -165,11 +179,20 @@ class MetricsFeed:
         _log.log(level, "asking for metrics failed, and is tried again: %r", error)
 
 
-def _covers_all(answer: Mapping[str, Any]) -> bool:
-    """Say whether nothing that was announced is still on its way into these numbers."""
-    if answer["coverage"]["payloads_pending"]:
+def _covers_all(answer: Mapping[str, Any], rows: int) -> bool:
+    """Say whether nothing of the step is still on its way into these numbers.
+
+    A step that is closed has all its announcements: each rank's come in order, and every rank
+    began a later step.
+    """
+    coverage = answer["coverage"]
+    if coverage["payloads_pending"]:
         return False
-    return answer["complete"] != "open" or not any(
+    if answer["complete"] != "open":
+        return True
+    if rows and coverage["sequences"] + coverage["empty_rows"] < rows:
+        return False
+    return not any(
         row["stage"] == answer["stage"] and row["status"] in _STILL_COMING
         for row in answer["missing"]
     )

@@ -95,14 +95,14 @@ class Driver:
             known = batches.one_version(found.policy_version, len(batch))
         stage.record({**batches.ids(batch), **known, **self._told["streams"], **tensors})
 
-    def want_numbers(self) -> None:
-        """Begin to ask for the step's numbers: its streams were handed over."""
+    def want_numbers(self, rows: int | None = None) -> None:
+        """Begin to ask for the step's numbers: its streams were handed over, of `rows` by ranks."""
         found = self.context()
         if found is None or not self.mode.metrics:
             return
         if self._feed is None:
             self._feed = MetricsFeed(self._probe(found, "driver"))
-        self._feed.want(found.step)
+        self._feed.want(found.step, rows)
 
     def log(self, step: int, data: Mapping[str, Any]) -> Mapping[str, float]:
         """Take verl's metrics of this step as scalars; return the service's numbers of it.
