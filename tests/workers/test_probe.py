@@ -19,6 +19,8 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.errors import InvalidInput, InvalidTensor
 from stagescope_workers import identity, lifecycle
+from stagescope_workers import probe as probe_module
+from stagescope_workers.link import Link
 from stagescope_workers.probe import Probe
 
 MakeProbe = Callable[..., Probe]
@@ -316,6 +318,25 @@ def test_close_gives_up_only_after_a_look_for_the_service(
     go_on.set()
     closing.join(30)
     assert arrived == [True]
+
+
+def test_close_joins_no_cluster_any_more_and_takes_the_address(
+    make_probe: MakeProbe, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    def find(*_: object, **said: Any) -> Link | None:
+        waited.append(said["waited"])
+        return service.find() if math.isinf(said["waited"]) else None  # as `find_link` does it
+
+    monkeypatch.setattr(probe_module, "find_link", find)
+    probe = make_probe()
+    with probe.stage("s", step=1):
+        pass
+    wait_for(lambda: waited)
+    probe._made -= 3.0
+    assert probe.close(30.0)
+    assert waited[0] < 60.0
 
 
 def test_close_waits_for_payload_receipts(

@@ -87,8 +87,8 @@ class Courier:
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
-        self.has_looked = False
-        """Whether the service was looked for at least once."""
+        self._search = 1  # the number of the search under way, and of the last that ended
+        self._searched = 0
         self._condition = threading.Condition()
         self._awake = False
         self._stopping = False
@@ -136,6 +136,18 @@ class Courier:
         """Wait, `timeout` seconds at most, until `done()`; checked after each turn."""
         with self._condition:
             return self._condition.wait_for(done, timeout)
+
+    def search_anew(self) -> None:
+        """Look for the service now, if there is no way to it: what was found before is stale."""
+        self._search += 1
+        if self._link is None:
+            self._connecting.succeed()
+        self.wake()
+
+    @property
+    def has_looked(self) -> bool:
+        """Say whether the service was looked for since the start, or since `search_anew`."""
+        return self._searched == self._search
 
     def stop(self) -> None:
         """End the thread after its present turn; waits for nothing."""
@@ -203,11 +215,12 @@ class Courier:
     def _join(self) -> bool:
         if time.monotonic() < self._connecting.until:
             return False
+        search = self._search
         try:
             self._link = self._connect()
         except Exception as error:
             self._warn("connect", f"looking for the service failed: {error!r:.300}")
-        self.has_looked = True
+        self._searched = search
         if self._link is None:
             self._connecting.fail()
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import secrets
 import threading
@@ -274,6 +275,7 @@ class Probe:
             return self._arrived
         self.outbox.put(FINISH, {})
         self.is_inert = True
+        courier.search_anew()
         courier.wait_until(self._is_over, max(0.0, timeout))
         courier.stop()
         self.standing.close()
@@ -426,7 +428,8 @@ class Probe:
             options.token,
             options.namespace,
             url_only=options.url is not None,
-            waited=time.monotonic() - self._made,
+            # Who takes leave joins no cluster any more.
+            waited=math.inf if self.is_inert else time.monotonic() - self._made,
         )
         if link is not None:
             self._locate()
