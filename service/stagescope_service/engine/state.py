@@ -159,9 +159,17 @@ class State:
     def watchdog(
         self, process: Process, fields: Mapping[str, Any], work: Work, wall: float
     ) -> list[Instruction]:
-        """Take in what a silent process's watchdog wrote (the fields of a STACKS event)."""
+        """Take in what a silent process's watchdog wrote (the fields of a STACKS event).
+
+        The step in which it stands may be news: its beginning waits in the process that is held.
+        """
+        out = self._bind(process, work.step, wall)
         attempt = self.registry.attempt_of(process)
-        return self._noted(self.stack_requests.answered(attempt, process, fields, work, wall))
+        if work.step is not None:
+            out += steps.open_step(attempt, work.step, wall)[1]
+            out += steps.advance(attempt, process, work.step)
+            out += steps.close_due(attempt, wall)
+        return self._noted(out + self.stack_requests.answered(attempt, process, fields, work, wall))
 
     def _noted(self, out: list[Instruction]) -> list[Instruction]:
         """Let a finding that is made again keep the time at which it was made first."""

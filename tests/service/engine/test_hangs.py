@@ -335,6 +335,20 @@ def test_the_file_of_a_silent_process_is_read_until_it_says_something(desk: Desk
     assert (row["source"], row["state"]) == ("watchdog", "answered")
 
 
+def test_the_step_in_which_a_watchdog_stands_is_known_though_its_beginning_never_came(
+    desk: Desk,
+) -> None:
+    step = train(desk)
+    written = {"request_id": "watchdog-1", "source": "watchdog", "threads": [], "step": step}
+    desk.run(desk.reception.watchdog("rank-1", {**written, "stage": "actor_update"}))
+    assert step in {row["step"] for row in rows_of(desk.store, "steps")}
+    [closed] = [row for row in rows_of(desk.store, "steps") if row["step"] == step - 1]
+    assert closed["closed_wall"] is None  # the other rank is still in it
+    desk.begin(0, step)
+    [closed] = [row for row in rows_of(desk.store, "steps") if row["step"] == step - 1]
+    assert closed["completeness"] == "complete"
+
+
 def test_a_file_that_says_nothing_is_not_read_for_ever(desk: Desk) -> None:
     train(desk)
     desk.pass_time(200.0, polling=(0,))
