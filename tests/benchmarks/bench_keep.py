@@ -9,7 +9,8 @@ from the training thread. What a kept step takes beyond one that is not kept is 
 themselves mean nothing on a shared machine. A service takes what comes, over Ray.
 
 * hand over: `stage.hand_over`, for tensors that nobody writes any more
-* record: `stage.record`, which owns a copy before it returns
+* record anyway: `stage.record` of tensors that are reported, kept or not, as the streams are
+* record: `stage.record` of what is only reported where it is kept; it owns a copy before it returns
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def report(probe: Probe, step: int, tensors: Mapping[str, torch.Tensor], how: st
     for microbatch in range(MICROBATCHES):
         begin = time.perf_counter()
         with probe.stage("actor_update", step=step, microbatch=microbatch) as stage:
-            if stage.wants("prob_ratio"):
-                getattr(stage, how)(**tensors)
+            if how == "record anyway" or stage.wants("prob_ratio"):
+                (stage.hand_over if how == "hand over" else stage.record)(**tensors)
             stage.log(loss=0.5)
         took += time.perf_counter() - begin
         settle(probe)
@@ -98,7 +99,7 @@ def main() -> None:
     for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
         tensors = intermediates(given.rows, given.tokens, device)
         nbytes = MICROBATCHES * sum(tensor.nbytes for tensor in tensors.values())
-        for how in ("hand_over", "record"):
+        for how in ("hand over", "record anyway", "record"):
             probe = lifecycle.init(
                 "bench",
                 attempt_key=device + how,
@@ -110,15 +111,15 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 kept, plain, saved = measure(probe, Path(folder), given.steps, tensors, how)
             cost = (kept - plain) / saved
-            highest = max(highest, cost if how == "hand_over" else 0.0)
+            highest = max(highest, cost if how != "record" else 0.0)
             sys.stdout.write(
-                f"{device} {how.replace('_', ' '):9}: {nbytes / 1e6:.1f} MB a step, keeping costs "
+                f"{device} {how:13}: {nbytes / 1e6:.1f} MB a step, keeping costs "
                 f"x{cost:.3f} of torch.save, whole x{kept / saved:.3f}; dropped "
                 f"{probe.status()['dropped']}\n"
             )
             probe.close(5.0)
     del handle
-    sys.stdout.write(f"at most x{MOST:g} by hand over: x{highest:.3f}\n")
+    sys.stdout.write(f"at most x{MOST:g} by hand over, and of what is recorded: x{highest:.3f}\n")
     sys.exit(highest > MOST)
 
 

@@ -43,6 +43,15 @@ def test_what_waited_for_a_late_service_arrives_in_order(
     assert len(late.events) == len({seq for _, seq in late.events})
 
 
+def test_a_stage_that_goes_on_is_told_while_it_runs(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    with probe.stage("s", step=1):
+        wait_for(lambda: coordinator.of_kind("begin"))
+        assert not coordinator.of_kind("end")
+
+
 def test_payload_is_held_until_its_own_receipt(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from stagescope.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.draft import Draft
-from stagescope_workers.outbox import Entry, Outbox
+from stagescope_workers.outbox import LINGER, Entry, Outbox
 
 UNIT = 8 * 10  # bytes of the smallest payload below
 
@@ -123,6 +123,23 @@ def test_details_of_drops_are_bounded_and_counts_stay_exact() -> None:
     assert len(reports) == 1001
     assert sum(report["count"] for report in reports) == 1500
     assert [report["count"] for report in reports if "step" not in report] == [500]
+
+
+def test_a_beginning_alone_waits_a_moment_for_company() -> None:
+    outbox = Outbox()
+    first = outbox.put(BEGIN, {"step": 1, "stage": "s"})
+    assert outbox.due == first.mono + LINGER
+    outbox.put(BEGIN, {"step": 1, "stage": "inner"})
+    assert outbox.due == first.mono + LINGER  # no company puts it off
+    outbox.put(LOG, {"scalars": {}})
+    assert outbox.due == 0.0
+    outbox.put(BEGIN, {"step": 2, "stage": "s"})
+    assert outbox.due == 0.0
+    assert len(outbox.take()) == 4
+    late = outbox.put(BEGIN, {"step": 3, "stage": "s"})
+    assert outbox.due == late.mono + LINGER
+    outbox.put_back()
+    assert outbox.due == 0.0  # what was offered before is late as it is
 
 
 def test_batch_in_flight_is_the_same_until_it_ends() -> None:

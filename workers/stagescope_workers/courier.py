@@ -207,7 +207,7 @@ class Courier:
             return max(0.0, min(self._connecting.until - now, self._longest_pause))
         due = [now + self._longest_pause]
         if self._sending is None and self._outbox.waiting:
-            due.append(self._sends.until)
+            due.append(max(self._sends.until, self._outbox.due))
         if self._polling is None or (self._receipts is None and self._unasked()):
             due.append(self._polls.until)
         return max(0.0, min(due) - now)
@@ -357,7 +357,8 @@ class Courier:
         link, now = self._link, time.monotonic()
         if link is None:
             return
-        if self._sending is None and now >= self._sends.until and self._outbox.waiting:
+        due = max(self._sends.until, self._outbox.due)
+        if self._sending is None and now >= due and self._outbox.waiting:
             self._send(link)
         if self._polling is None and now >= self._polls.until:
             # The first poll waits for nothing: it meets the coordinator, whoever it is by now.

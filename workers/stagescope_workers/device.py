@@ -24,6 +24,7 @@ from stagescope_workers.payload import (
     Spec,
     WireTensor,
     check_torch,
+    dtype_tag,
     host_tensor,
     is_torch,
     jagged_parts,
@@ -64,8 +65,7 @@ class LentTensor:
 
     def __init__(self, name: str, tensor: Any) -> None:
         tensor = tensor.detach()
-        tag = str(tensor.dtype).removeprefix("torch.")
-        self.spec = Spec(tag, tuple(int(size) for size in tensor.shape), None)
+        self.spec = Spec(dtype_tag(tensor.dtype), tuple(tensor.shape), None)
         self._name = name
         self._tensor: Any = tensor
         self._version = tensor._version
@@ -90,7 +90,7 @@ def lend_tensor(name: str, value: object, pool: PinnedPool) -> WireTensor | Host
     if not is_torch(value) or _on_device(value) or getattr(value, "is_nested", False):
         return take_tensor(name, value, pool)
     check_torch(name, value)
-    tag = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    tag = dtype_tag(getattr(value, "dtype", None))
     return LentTensor(name, value) if tag in DTYPE_BYTES else take_tensor(name, value, pool)
 
 

@@ -36,6 +36,7 @@ class Draft:
     def __init__(self, pool: PinnedPool) -> None:
         self._pool = pool
         self._tensors: dict[str, WireTensor | HostCopy | LentTensor] = {}
+        self._specs: dict[str, Spec] = {}
         self._strings: dict[str, list[str]] = {}
         self._meta: dict[str, Any] = {}
 
@@ -75,16 +76,14 @@ class Draft:
             self._strings[name] = strings
         elif name in _KNOWN_TENSORS or is_tensor_like(value):
             take = lend_tensor if lent else take_tensor
-            self._tensors[name] = take(name, value, self._pool)
+            taken = self._tensors[name] = take(name, value, self._pool)
+            self._specs[name] = wire_spec(taken) if isinstance(taken, tuple) else taken.spec
         else:
             self._meta[name] = plain(value)
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> Mapping[str, Spec]:
         """Return the description of each tensor."""
-        return {
-            name: wire_spec(item) if isinstance(item, tuple) else item.spec
-            for name, item in self._tensors.items()
-        }
+        return self._specs
 
     def copies(self) -> list[HostCopy]:
         """Return the tensors that a device is still writing."""
@@ -94,17 +93,17 @@ class Draft:
     def nbytes(self) -> int:
         """Bytes of memory that this holds until the payload's receipt."""
         texts = sum(len(text) for texts in self._strings.values() for text in texts)
-        rows = sum((spec.rows or 0) + 1 for spec in self.specs().values())
-        return sum(spec.nbytes for spec in self.specs().values()) + texts + 8 * rows
+        return texts + sum(
+            spec.nbytes + 8 * ((spec.rows or 0) + 1) for spec in self._specs.values()
+        )
 
     def description(self) -> dict[str, Any]:
         """Return the PAYLOAD_FIELDS of an END event."""
-        specs = self.specs()
         return {
             "tensors": {
-                name: [tag, list(shape), rows] for name, (tag, shape, rows) in specs.items()
+                name: [tag, list(shape), rows] for name, (tag, shape, rows) in self._specs.items()
             },
-            "bytes": sum(spec.nbytes for spec in specs.values()),
+            "bytes": sum(spec.nbytes for spec in self._specs.values()),
             "meta": dict(self._meta),
         }
 
@@ -126,7 +125,7 @@ class Draft:
 
     def problems(self) -> list[InvalidTensor]:
         """Return what is wrong between the tensors, by their shapes and dtypes alone."""
-        specs = self.specs()
+        specs = self._specs
         found = list(_wrong_dtypes(specs))
         streams = [name for name in STREAM_NAMES if name in specs]
         if len(streams) > 1 and "response_mask" not in specs:

@@ -22,13 +22,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from stagescope.schema import DROPPED, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
+from stagescope.schema import BEGIN, DROPPED, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
 from stagescope_workers.draft import Draft
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
 DEFAULT_MAX_EVENTS: Final = 100_000
 BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 64 << 20
+LINGER: Final = 0.005
+"""Seconds that a beginning waits for company: a short stage's leaves with its end, in one call, and
+sending it does not compete with the stage itself for the interpreter."""
 
 _STAYS: Final = frozenset({HELLO, FINISH, DROPPED})
 _MAX_DETAILS: Final = 1000  # counts kept by work; what is dropped beyond is counted without it
@@ -87,6 +90,8 @@ class Outbox:
         self.max_bytes = max_bytes
         self.max_events = max_events
         self.bytes = 0
+        self.due = 0.0
+        """When what waits is to leave, as `time.monotonic` has it."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """Everything dropped so far, by kind: event, payload, scalar."""
         self._on_put = on_put
@@ -119,6 +124,10 @@ class Outbox:
             if draft is not None:
                 self._admit_body(entry)
             if kind in _STAYS or self._admit_event(entry):
+                if kind != BEGIN:
+                    self.due = 0.0
+                elif not self._queued:
+                    self.due = mono + LINGER
                 self._queued[entry.seq] = entry
                 if kind == LOG:
                     self._logs[entry.seq] = None
@@ -214,6 +223,7 @@ class Outbox:
                 for entry in self._flight:
                     del self._queued[entry.seq]
                     self._logs.pop(entry.seq, None)
+                self.due = 0.0
             return self._flight
 
     def _choose(self, limit: int, limit_bytes: int) -> list[Entry]:
@@ -300,6 +310,7 @@ class Outbox:
             return len(again)
 
     def _return(self, entries: list[Entry]) -> None:
+        self.due = 0.0
         for entry in reversed(entries):
             self._queued[entry.seq] = entry
             self._queued.move_to_end(entry.seq, last=False)

@@ -10,6 +10,8 @@ torch is never imported here: a value can only be a torch tensor where torch is 
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -27,6 +29,7 @@ IntArray: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 _EXPECTED: Final = f"one of {', '.join(DTYPE_BYTES)}"
 # numpy has unsigned types that the wire lacks; the next wider signed one holds the same values.
 _WIDER: Final = {"uint16": "int32", "uint32": "int64"}
+_TAKEN: Final = frozenset({*DTYPE_BYTES, *_WIDER})
 
 
 class Spec(NamedTuple):
@@ -40,7 +43,7 @@ class Spec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the data (offsets not counted)."""
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPE_BYTES[self.tag]
+        return math.prod(self.shape) * DTYPE_BYTES[self.tag]
 
 
 def host_tensor(name: str, value: object) -> WireTensor:
@@ -83,6 +86,12 @@ def is_torch(value: object) -> bool:
     torch = sys.modules.get("torch")
     kind = getattr(torch, "Tensor", None)
     return kind is not None and isinstance(value, kind)
+
+
+@functools.lru_cache(maxsize=64)
+def dtype_tag(dtype: object) -> str:
+    """Return the name of a torch dtype as it travels, whether or not the wire has it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_tensor_like(value: object) -> bool:
@@ -168,7 +177,7 @@ def check_torch(name: str, tensor: Any) -> None:
         )
     if tensor.device.type == "meta" or tensor.is_sparse or tensor.is_quantized:
         raise _invalid(name, tensor, "a dense or jagged tensor with data")
-    if str(tensor.dtype).removeprefix("torch.") not in {*DTYPE_BYTES, *_WIDER}:
+    if dtype_tag(tensor.dtype) not in _TAKEN:
         raise _invalid(name, tensor, _EXPECTED, "cast it, for example with .float()")
 
 
@@ -187,7 +196,7 @@ def _whole_row(row: Any) -> Any:
 
 
 def _from_dense(name: str, tensor: Any) -> WireTensor:
-    tag = str(tensor.dtype).removeprefix("torch.")
+    tag = dtype_tag(tensor.dtype)
     shape = tuple(int(size) for size in tensor.shape)
     try:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
