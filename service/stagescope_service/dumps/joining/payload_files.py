@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from stagescope.errors import InvalidTensor, StagescopeError
-from stagescope.nonfinite import numbers
-from stagescope.schema import PART_FIELDS, Part
-from stagescope_service.dumps.records import Entry, Place, Problem, Record
-from stagescope_service.store.tensorfile import describe_file, disk_errors, map_tensors
-
-_OF_ROWS: Final = ("sample_ids", "group_ids")
+from stagescope.errors import StagescopeError
+from stagescope_service.dumps.formats.own_file import place_of, read_whole
+from stagescope_service.dumps.records import Entry, Problem, Record
+from stagescope_service.store.tensorfile import describe_file, disk_errors
 
 
 class PayloadFile(NamedTuple):
@@ -55,32 +53,17 @@ class PayloadFiles:
 
     def read(self, entry: Entry) -> Record:
         """Read a file; see `records.Dump.read`."""
-        file = self._files[entry.path]
-        tensors, said = map_tensors(entry.path)
-        strings = {
-            str(name): tuple(map(str, texts))
-            for name, texts in _mapping(said, "strings").items()
-            if isinstance(texts, list)
+        file, record = self._files[entry.path], read_whole(entry)
+        catalogued = {
+            "wall": file.wall or entry.path.stat().st_mtime,
+            "path": file.where or str(entry.path),
+            "checksum": file.checksum,
+            "is_consumed": file.consumed_step is not None,
         }
-        job, scalars = _mapping(said, "job"), numbers(_mapping(said, "scalars"))
-        plain = {n: v for n, v in scalars.items() if type(v) in (int, float)}
-        return Record(
-            entry,
-            tensors,
-            numbers={**plain, **file.numbers},
-            samples=strings.get("sample_ids"),
-            groups=strings.get("group_ids"),
-            row_texts={n: texts for n, texts in strings.items() if n not in _OF_ROWS},
-            mask="response_mask" if "response_mask" in tensors else None,
-            about={
-                "meta": _mapping(said, "meta"),
-                "settings": _mapping(said, "settings") or _mapping(job, "settings"),
-                "job": job,
-                "wall": file.wall or entry.path.stat().st_mtime,
-                "path": file.where or str(entry.path),
-                "checksum": file.checksum,
-                "is_consumed": file.consumed_step is not None,
-            },
+        return dataclasses.replace(
+            record,
+            numbers={**record.numbers, **file.numbers},
+            about={**record.about, **catalogued},
         )
 
     def _entry(self, file: PayloadFile) -> Entry | None:
@@ -88,7 +71,7 @@ class PayloadFiles:
             with disk_errors(file.path):
                 size = file.path.stat().st_size
             job = describe_file(file.path).metadata.get("job")
-            place = _place(job)
+            place = place_of(job)
         except StagescopeError as error:
             self._problems.append(Problem(file.path, "damaged", str(error)))
             return None
@@ -97,34 +80,6 @@ class PayloadFiles:
             place = place._replace(step=file.consumed_step)
         self.jobs[file.path] = job
         return Entry("other", place, file.path, size)
-
-
-def _place(job: object) -> Place:
-    """Return where a file says that it was made.
-
-    Raises:
-        InvalidTensor: it does not say it.
-    """
-    if not isinstance(job, Mapping):
-        raise InvalidTensor("it does not say of which work it is")
-    counts = [job.get(name) or 0 for name in PART_FIELDS]
-    whole = [
-        *counts,
-        *(job.get(name) for name in ("step", "rank", "data_rank", "attempt_id", "seq")),
-    ]
-    texts = [job.get(name) for name in ("stage", "role", "incarnation")]
-    if any(type(number) not in (int, type(None)) for number in whole) or any(
-        not isinstance(text, str | None) for text in texts
-    ):
-        raise InvalidTensor(
-            f"it says {str(dict(job))[:200]} of its work", expected="names and ints"
-        )
-    return Place(job.get("step"), texts[0], texts[1], job.get("rank"), Part(*counts))
-
-
-def _mapping(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = said.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _order(entry: Entry) -> tuple[Any, ...]:
