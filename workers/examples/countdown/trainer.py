@@ -181,8 +181,12 @@ class Trainer:
                 values = self._values(part)
                 loss = value_loss(values, returns, mask)
                 if stage.wants("returns"):
-                    ids = list(part.sample_ids)
-                    stage.record(values=values, returns=returns, response_mask=mask, sample_ids=ids)
+                    stage.record(
+                        values=values,
+                        returns=returns,
+                        response_mask=part.response_mask,
+                        sample_ids=list(part.sample_ids),
+                    )
                 (tokens, loss_sum) = self.collective.total([mask.sum(), loss.detach()])
                 norm = self._descend(loss / tokens, self.critic, self.critic_optimizer)
                 stage.log(loss=loss_sum / tokens, grad_norm=norm)
