@@ -12,7 +12,7 @@ from stagescope.errors import NotFound
 from stagescope.schema import Event, Sender
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait until `condition()` holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

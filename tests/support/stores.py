@@ -26,7 +26,7 @@ def write(store: SqlStore, *puts: Put) -> None:
     store.submit(puts).result(30)
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait until `condition()` is true, and return it."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

@@ -278,8 +278,8 @@ def test_stage_without_a_service_costs_next_to_nothing(
         with probe.stage("s", step=step) as stage:
             stage.log(loss=1.0)
     # Far above what was seen (0.1 ms a stage), far below any network's timeout.
-    assert time.perf_counter() - began < 2.0
-    assert made < 1.0
+    assert time.perf_counter() - began < 5.0
+    assert made < 5.0
     assert probe.outbox.waiting == 401
 
 
