@@ -59,10 +59,10 @@ async def comparisons(request: Request, desk: AtDesk) -> Answer:
     """Compare what is kept of two or three steps: a verdict, the first difference, likely causes.
 
     A side is `RUN[@ATTEMPT][:STEP]` (without a step: all steps that every side still holds, 50 at
-    most), or `{"directory": PATH}` in the service's roots. Trajectories are paired by sample;
-    every rank, part and tensor that any side has counts. `changes` says what differs in the
-    attempts' fingerprints. `tolerances`: `PATTERN=ATOL[,RTOL]`. While it is computed the answer is
-    503, and the same question may be asked again.
+    most), or `{"directory": PATH}` in the service's roots (also a saved batch or another single
+    file). Trajectories are paired by sample; every rank, part and tensor that any side has counts.
+    `changes` says what differs in the attempts' fingerprints. `tolerances`: `PATTERN=ATOL[,RTOL]`.
+    While it is computed the answer is 503, and the same question may be asked again.
     """
     said = await read_json(request, desk.settings)
     check_fields(said, "a", "b", "c", "tolerances")

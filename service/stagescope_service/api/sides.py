@@ -15,7 +15,7 @@ from stagescope_service.api.desk import Desk, Row
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.formats.listing import FileDump, files_below
+from stagescope_service.dumps.formats.listing import FileDump, files_of
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.records import Dump, Place, Problem
 from stagescope_service.store.artifacts import confine
@@ -26,14 +26,14 @@ MOST_STEPS: Final = 50
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One side as it was asked for: an attempt of a run, or a directory.
+    """One side as it was asked for: an attempt of a run, or a directory or file.
 
     Attributes:
         name: for a reader.
         target: None of a directory.
         steps: of the run, newest first, of which payloads are kept; of a directory none.
         is_chosen: whether the asker named the step.
-        path: the directory.
+        path: the directory or file.
         files: rows of the catalogue's artifacts of these steps, each with its step.
     """
 
@@ -47,7 +47,7 @@ class Side:
     def mark(self) -> str:
         """Return what changes with the files: the same mark, the same answer."""
         if self.path is not None:
-            found, _ = files_below(self.path)
+            found, _ = files_of(self.path)
             told = [f"{each.name} {each.bytes} {_written(each.path)}" for each in found]
         else:
             told = [f"{row['artifact_id']} {row['bytes']} {row['wall']}" for _, row in self.files]
@@ -60,7 +60,8 @@ def find_sides(desk: Desk, said: Sequence[Any]) -> list[Side]:
 
     Args:
         desk: the collaborators.
-        said: `run[@attempt][:step]`, or {"directory": path} in the service's roots.
+        said: `run[@attempt][:step]`, or {"directory": path} in the service's roots, which may be
+            a file, too.
 
     Raises:
         NotFound: no such run, attempt or step, or nothing of it is kept.

@@ -65,7 +65,7 @@ def _overall(pairs: Sequence[PairResult]) -> tuple[Verdict, str]:
 
 def _side(dump: Dump) -> SideResult:
     places = [entry.place for entry in dump.entries]
-    files = {entry.path: entry.bytes for entry in dump.entries}
+    files = {(entry.path, entry.place): entry.bytes for entry in dump.entries}
     return SideResult(
         name=dump.name, kind=dump.kind, entries=len(places), bytes=sum(files.values()),
         steps=tuple(sorted({place.step for place in places if place.step is not None})),

@@ -11,7 +11,7 @@ from stagescope_service.compare.plan import Couple, Match
 from stagescope_service.compare.results import Finding, Verdict
 from stagescope_service.dumps.records import Dump, Problem
 
-_HARMLESS = ("unknown", "superseded")
+_HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagescope.errors import InvalidInput, NotFound
-from stagescope_service.dumps.formats import areal, msprobe_directory, nexrl, own, slime, verl_jsonl
+from stagescope_service.dumps.formats import (
+    areal,
+    msprobe_directory,
+    nexrl,
+    own,
+    saved_batch,
+    slime,
+    verl_jsonl,
+)
 from stagescope_service.dumps.formats.listing import Found, files_of
 from stagescope_service.dumps.records import Dump
 
@@ -26,6 +34,9 @@ FORMATS: Final[dict[str, Format]] = {
     ),
     nexrl.KIND: Format(
         nexrl.open_nexrl, nexrl.holds_nexrl, "NexRL's (forward_data/step_000000_rank0_micro0.pt)"
+    ),
+    saved_batch.KIND: Format(
+        saved_batch.open_batch, saved_batch.holds_batch, "a batch (stagescope batch --output FILE)"
     ),
     slime.KIND: Format(
         slime.open_slime, slime.holds_slime, "slime's debug rollout and train data (*.pt)"

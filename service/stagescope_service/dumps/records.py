@@ -68,7 +68,7 @@ class Entry:
         section: one of SECTIONS.
         place: where it was made.
         path: the file.
-        bytes: of the file.
+        bytes: of the file; of a file of several places, of this place alone.
         key: which of several entries of the file, for the reader alone.
     """
 
@@ -138,7 +138,7 @@ class Dump(Protocol):
 
     @property
     def kind(self) -> str:
-        """Whose format: 'own', 'nexrl', 'slime', 'areal', 'verl', 'msprobe'."""
+        """Whose format: 'own', 'batch', 'nexrl', 'slime', 'areal', 'verl', 'msprobe'."""
         ...
 
     @property

@@ -119,6 +119,15 @@ def test_directories_in_the_roots_alone(session: stagescope.Session, running: Se
         session.compare(nexrl, nexrl).save("never.html")
 
 
+def test_a_saved_batch_in_the_roots(session: stagescope.Session, running: Service) -> None:
+    path = running.settings.data_path / "b.safetensors"
+    session.step(5, run="split").save_batch(path)
+    for side, verdict in (("split:5", "same"), ("one:5", "same"), ("other:6", "different")):
+        found = session.compare({"directory": str(path)}, side)
+        assert (found.verdict, found["sides"][0]["kind"]) == (verdict, "batch"), found["reason"]
+        assert "missing" not in {each["kind"] for each in found["pairs"][0]["findings"]}
+
+
 def test_what_is_not_there_says_what_to_do(session: stagescope.Session) -> None:
     with pytest.raises(NotFound, match="keep"):
         session.compare("one", "empty")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +22,7 @@ ROW_OFFSETS: Final = ".row_offsets"
 
 _RENAMED: Final = {"ref_log_prob": "ref_log_probs"}
 _MASKS: Final = ("response_mask", "loss_mask")
-_OF_ROWS: Final = (
+OF_ROWS: Final = (
     "trajectories", "batch_inputs", "old_log_probs", "forward_data", "advantages", "is_loss",
     "other",
 )  # fmt: skip
@@ -43,17 +43,16 @@ def read_section(entry: Entry) -> Record:
         if name in scalars:
             found.numbers[name] = nonfinite.number(scalars[name])
         elif name in tensors and tensors[name][1] == ():
-            found.numbers[_name(name)] = number_of(tensors[name][0], tensors[name][2])
+            found.numbers[name_in_record(name)] = number_of(tensors[name][0], tensors[name][2])
         elif name in tensors:
-            found.tensors[_name(name)] = tensors[name]
+            found.tensors[name_in_record(name)] = tensors[name]
     samples, groups = None, None
-    if entry.section in _OF_ROWS:
+    if entry.section in OF_ROWS:
         samples, groups = _ids(metadata, found)
-    masks = ("effective_valid", *_MASKS) if entry.section == "is_loss" else _MASKS
-    mask = next((each for each in masks if each in found.tensors), None)
     return Record(
         entry, found.tensors, found.numbers, samples, groups,
-        _texts(metadata, entry.section, sections), mask, found.remarks(),
+        _texts(metadata, entry.section, sections), mask_in(entry.section, found.tensors),
+        found.remarks(),
     )  # fmt: skip
 
 
@@ -133,7 +132,7 @@ def sections_in(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
 def _about(metadata: Mapping[str, Any]) -> dict[str, Any]:
     meta, job = dict(mapping(metadata, "meta")), dict(mapping(metadata, "job"))
     shards = {
-        _name(name): {"global_shape": place.get("shape"), "offset": place.get("offset")}
+        name_in_record(name): {"global_shape": place.get("shape"), "offset": place.get("offset")}
         for name, place in mapping(meta, "shards").items()
         if isinstance(place, dict)
     }
@@ -154,7 +153,13 @@ def _packed(tensors: Mapping[str, WireTensor]) -> dict[str, WireTensor]:
     return found
 
 
-def _name(name: str) -> str:
+def mask_in(section: str, names: Container[str]) -> str | None:
+    """Return which of some tensors is the mask of a section's."""
+    masks = ("effective_valid", *_MASKS) if section == "is_loss" else _MASKS
+    return next((mask for mask in masks if mask in names), None)
+
+
+def name_in_record(name: str) -> str:
     """Return the name in the record: of a parameter its own, `#n` from the second update on."""
     first, slash, rest = name.partition("/")
     if not slash or family(name) not in _FAMILIES:
@@ -176,13 +181,13 @@ def _texts(
     metadata: Mapping[str, Any], section: str, sections: Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
     """Return the texts of rows: datums have theirs, the first section of rows all others."""
-    first = next((each for each in sections if each in _OF_ROWS), None)
+    first = next((each for each in sections if each in OF_ROWS), None)
     found: dict[str, tuple[str, ...]] = {}
     for name, texts in _strings(metadata).items():
         of_datums = name.startswith("datums/")
         mine = section == "datums" if of_datums else section == first
         if mine and name not in _IDS:
-            found[_name(name)] = texts
+            found[name_in_record(name)] = texts
     return found
 
 

@@ -1,0 +1,206 @@
+"""A step's batch in one file (`stagescope batch --output`, `Batch.save`), as a dump.
+
+Each part of a stage is there as it was recorded, and each section of it is an entry, as in this
+project's own files: so a batch compares with the run that it was made of, and with any other dump.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.batch import Batch, BatchPart, Tensor
+from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.keeping import sections_of
+from stagescope.schema import Part
+from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
+from stagescope_service.dumps.formats.listing import (
+    FileDump,
+    Found,
+    entry_order,
+    files_of,
+    unknown,
+)
+from stagescope_service.dumps.formats.own_file import OF_ROWS, mask_in, name_in_record
+from stagescope_service.dumps.records import SECTIONS, Entry, Place, Problem, Record
+from stagescope_service.store.tensorfile import WireTensor, describe_file
+
+KIND: Final = "batch"
+
+_WHOLE: Final = "whole"
+"""Key of a batch that has no parts: a microbatch, or rows that were taken out."""
+
+
+def is_batch(found: Found) -> bool:
+    """Say whether a file is a saved batch, by its header."""
+    if found.path.suffix != ".safetensors":
+        return False
+    try:
+        return "stagescope_batch" in describe_file(found.path).metadata
+    except StagescopeError:
+        return False
+
+
+def holds_batch(found: Sequence[Found]) -> bool:
+    """Say whether any of the files is a saved batch."""
+    return any(map(is_batch, found))
+
+
+def open_batch(path: Path, *, step: int | None = None) -> FileDump:
+    """List the parts of a saved batch, or of the one in a directory.
+
+    Args:
+        path: the file, or the directory that holds it.
+        step: only if it is of this step.
+
+    Raises:
+        NotFound: no such path, or no saved batch there.
+        InvalidInput: several batches in the directory.
+        InvalidTensor: the file is damaged.
+        TooLarge: more files than a dump has.
+        StoreError: the disk refused.
+    """
+    found, problems = files_of(path)
+    ours = [each for each in found if is_batch(each)]
+    if not ours:
+        raise NotFound(
+            f"{path} holds no saved batch", expected="what stagescope batch --output wrote"
+        )
+    if len(ours) > 1:
+        raise InvalidInput(
+            f"{path} holds {len(ours)} batches: {', '.join(each.name for each in ours[:5])}",
+            expected="one of these files",
+        )
+    problems += [unknown(each, "a saved batch") for each in found if each not in ours]
+    file = ours[0].path
+    batch = _loaded(file)
+    entries = (
+        [] if step not in (None, batch.step) else sorted(_entries(batch, file), key=entry_order)
+    )
+    problems += [Problem(file, "gap", f"the batch lacks: {gap.message}") for gap in batch.gaps]
+    about = {"settings": batch.meta.get("settings") or {}, "source": _source(batch)}
+    said = {name: value for name, value in about.items() if value}
+    return FileDump(str(path), KIND, entries, problems, read_entry, said)
+
+
+def read_entry(entry: Entry) -> Record:
+    """Read one section of one part; see `records.Dump.read`."""
+    batch = _loaded(entry.path)
+    micro, own = batch, dict[str, Tensor]()
+    if entry.key != _WHOLE:
+        part = batch.parts[int(entry.key)]
+        names = _sections(part.stage, part.names, part.numbers)[entry.section]
+        micro, own = _only(batch, names).microbatch(part), dict(part.own)
+    else:
+        names = _sections(_text(batch, "stage"), [*batch], batch.numbers)[entry.section]
+    found = Columns()
+    for name in names:
+        _take(found, micro, name, own)
+    samples = groups = None
+    if entry.section in OF_ROWS and micro.rows:
+        said = micro.sample_ids
+        samples = None if said is None else unique_samples(said, found)
+        groups = micro.strings.get("group_ids")
+    texts = dict(micro.strings) if entry.section == "trajectories" and micro.rows else {}
+    return Record(
+        entry, found.tensors, found.numbers, samples, groups if groups and all(groups) else None,
+        {n: each for n, each in texts.items() if n not in ("sample_ids", "group_ids")},
+        mask_in(entry.section, found.tensors), found.remarks(),
+    )  # fmt: skip
+
+
+def _loaded(path: Path) -> Batch:
+    try:
+        written = path.stat()
+    except OSError as error:
+        raise NotFound(f"there is no file {path}") from error
+    return _load(path, written.st_mtime_ns, written.st_size)
+
+
+@functools.lru_cache(maxsize=3)
+def _load(path: Path, _written: int, _bytes: int) -> Batch:
+    """Open a file once for all of its entries; its tensors stay in the file."""
+    return Batch.load(path)
+
+
+def _entries(batch: Batch, path: Path) -> Iterator[Entry]:
+    if not batch.parts:
+        text = _text(batch, "part")
+        part = Part(*map(int, text.split("."))) if text else Part()
+        rank = batch.source.get("rank")
+        place = Place(batch.step, _text(batch, "stage"), _text(batch, "role"), rank, part)
+        size = sum(batch.tensor(name).values.nbytes for name in batch)
+        for section in _sections(place.stage, [*batch], batch.numbers):
+            yield Entry(section, place, path, size, _WHOLE)
+    for at, of in enumerate(batch.parts):
+        # What was joined from another project's dump has no stages: its sections stand for them.
+        stage = None if of.stage in SECTIONS else of.stage
+        place = Place(batch.step, stage, of.role, of.rank, of.part)
+        size = sum(_bytes_of(batch, of, name) for name in of.names)
+        for section in _sections(of.stage, of.names, of.numbers):
+            yield Entry(section, place, path, size, str(at))
+
+
+def _sections(
+    stage: str | None, names: Sequence[str], numbers: Mapping[str, float]
+) -> dict[str, list[str]]:
+    """Return section -> names; of a part that stands for a section itself there is the one."""
+    if stage in SECTIONS:
+        return {str(stage): [*names, *numbers]}
+    return sections_of(stage, names, numbers)
+
+
+def _bytes_of(batch: Batch, part: BatchPart, name: str) -> int:
+    if name in part.own:
+        return part.own[name].values.nbytes
+    values = batch[name]
+    shape = (part.widths.get(name, 1), *values.shape[2:])
+    return int(len(part.rows) * math.prod(shape) * values.itemsize)
+
+
+def _only(batch: Batch, names: Sequence[str]) -> Batch:
+    """Return a batch with these tensors alone, so that no others are cut to a part's rows."""
+    return dataclasses.replace(
+        batch,
+        tensors={n: each for n, each in batch.tensors.items() if n in names},
+        lengths={n: each for n, each in batch.lengths.items() if n in names},
+    )
+
+
+def _take(found: Columns, micro: Batch, name: str, own: Mapping[str, Tensor]) -> None:
+    if name in micro.numbers:
+        found.numbers[name] = micro.numbers[name]
+    elif name in micro:
+        tag, values = micro.tensor(name)
+        known = name_in_record(name)
+        if values.ndim == 0:
+            found.numbers[known] = number_of(tag, values)
+        elif name in micro.lengths and name not in own and values.ndim == 2:
+            found.tensors[known] = _ragged(tag, values, micro.lengths[name], micro.side(name))
+        else:
+            found.tensors[known] = (tag, values.shape, values, None)
+
+
+def _ragged(
+    tag: str, values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], side: str
+) -> WireTensor:
+    """Return rows as they were recorded: without the padding that made them one width."""
+    at = np.arange(values.shape[1])
+    at = at[::-1] if side == "left" else at
+    flat = values[at < lengths[:, None]]
+    return tag, flat.shape, flat, np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def _source(batch: Batch) -> dict[str, Any]:
+    return {name: value for name, value in batch.source.items() if name != "files"}
+
+
+def _text(batch: Batch, name: str) -> str | None:
+    value = batch.source.get(name)
+    return value if isinstance(value, str) else None
