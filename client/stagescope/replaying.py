@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from stagescope import render
-from stagescope.batch import Batch, Tensor
+from stagescope.batch import Batch, Tensor, check_rows
 from stagescope.differences import (
     DIFFERENT,
     VERDICTS,
@@ -113,9 +113,10 @@ def replay(
 
     Raises:
         NotFound: nothing that `fn` returns is stored; says what is.
-        InvalidInput: `fn` returns no mapping of names to numbers.
+        InvalidInput: `fn` returns no mapping of names to numbers, or an intermediate of another
+            shape than the stored one; or a batch whose tensors have other rows than it says.
     """
-    batch = batch_of(source)
+    batch = check_rows(batch_of(source))
     rows: list[dict[str, Any]] = []
     not_stored: dict[str, None] = {}
     not_computed: dict[str, None] = {}
@@ -132,6 +133,7 @@ def replay(
                 not_stored[name] = None
                 continue
             made = computed_tensor(name, value)
+            _check_shape(name, place, stored, made)
             found = compare(as_made(stored, made), made, _mask(micro), tolerance)
             rows.append({"name": name, **place, **_row(found, micro)})
         not_computed |= {name: None for name in recorded if name not in computed}
@@ -167,6 +169,19 @@ def _stored(micro: Batch, name: str) -> Tensor | None:
     return None
 
 
+def _check_shape(name: str, place: Mapping[str, Any], stored: Tensor, made: Tensor) -> None:
+    """Raise InvalidInput where an intermediate cannot be held against the stored one."""
+    shapes = [list(tensor.values.shape) for tensor in (made, stored)]
+    if shapes[0] != shapes[1]:
+        where = f"{place['stage']}, rank {place['rank']}, part {place['part']}"
+        raise InvalidInput(
+            f"{name} that the loss function returned has shape {shapes[0]} ({where})",
+            expected=f"{shapes[1]}, as it is stored",
+            advice="the function is called with a microbatch as it was kept: keep its rows and "
+            "its width, padding included",
+        )
+
+
 def _mask(micro: Batch) -> Array | None:
     if "response_mask" not in micro:
         return None
@@ -194,8 +209,6 @@ def _sentence(first: Mapping[str, Any] | None, count: int) -> str:
     ).strip()
     head = "first difference" if first["verdict"] == DIFFERENT else "same within tolerance; first"
     said = f"{head}: {first['name']} ({where})"
-    if first["coordinate"] is None:
-        return f"{said}: another shape than the stored one"
     sample = f" of sample {first['sample_id']}" if first["sample_id"] else ""
     return (
         f"{said} at {first['coordinate']}{sample}: stored {first['stored']:.9g}, computed "

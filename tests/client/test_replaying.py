@@ -146,6 +146,25 @@ def test_what_is_not_stored_or_no_number_is_said() -> None:
     assert found.about["not_stored"] == ["kl_loss"]
 
 
+@pytest.mark.parametrize("wrong", [(2, 7), (2, 1), (2,), (1, 6), (0, 6)])
+def test_an_intermediate_of_another_shape_is_refused(wrong: tuple[int, ...]) -> None:
+    def narrower(micro: Batch) -> dict[str, Any]:
+        return {**loss(micro), "prob_ratio": np.zeros(wrong, np.float32)}
+
+    said = rf"prob_ratio .* has shape \[{', '.join(map(str, wrong))}\] \(actor_update, rank 0"
+    with pytest.raises(InvalidInput, match=rf"{said}.*expected \[2, 6\]"):
+        stagescope.replay(recorded(), narrower)
+    with pytest.raises(InvalidInput, match=r"loss .* has shape \[2\].*expected \[\]"):
+        stagescope.replay(recorded(), lambda micro: {**loss(micro), "loss": np.zeros(2)})
+
+
+def test_a_batch_whose_tensors_have_other_rows_is_refused() -> None:
+    batch = recorded()
+    tensors = {**batch.tensors, "advantages": Tensor("float32", np.zeros((3, 6), np.float32))}
+    with pytest.raises(InvalidInput, match=r"tensor advantages has shape \(3, 6\); expected 4"):
+        stagescope.replay(dataclasses.replace(batch, tensors=tensors), loss)
+
+
 # --- the comparison itself -----------------------------------------------------------------------
 def tensor(values: Any, dtype: str = "float32") -> Tensor:
     return Tensor(dtype, np.asarray(values, dtype if dtype != "bfloat16" else np.uint16))
