@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.index import RUN, SAMPLE
@@ -127,16 +128,27 @@ def _without_replicas(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _samples(pieces: Sequence[Piece]) -> dict[str, int]:
+    """Count trajectories, each once however many passes and fragments of it were compared."""
     tables = [piece.rows for piece in pieces if piece.rows is not None]
     if not tables:
         return {}
     states = np.concatenate([table.states for table in tables])
-    unequal = np.concatenate([table.numbers[:, 1] for table in tables])
+    unequal = np.concatenate([table.numbers[:, 1] for table in tables]) > 0
+    seen: dict[str, int] = {}
+    labels = (label for table in tables for label in table.labels)
+    of_row = np.fromiter((seen.setdefault(label, len(seen)) for label in labels), np.int64)
+
+    def trajectories(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        there = np.zeros(len(seen), bool)
+        there[of_row[rows]] = True
+        return there
+
+    tokens, lengths = trajectories(states == TOKENS_DIFFER), trajectories(states == LENGTHS_DIFFER)
     return {
-        "compared": int((states == COMPARED).sum()),
-        "unequal": int((unequal > 0).sum()),
-        "tokens differ": int((states == TOKENS_DIFFER).sum()),
-        "lengths differ": int((states == LENGTHS_DIFFER).sum()),
+        "compared": int((trajectories(states == COMPARED) & ~tokens & ~lengths).sum()),
+        "unequal": int(trajectories(unequal).sum()),
+        "tokens differ": int(tokens.sum()),
+        "lengths differ": int((lengths & ~tokens).sum()),
     }
 
 

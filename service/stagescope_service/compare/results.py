@@ -83,7 +83,8 @@ class TensorResult:
         places: each pair of shards.
         first: where the first value is that is different (over the tolerance where one is).
         largest: where the largest |d| is.
-        samples: {compared, unequal, tokens differ, lengths differ}, empty of what has no rows.
+        samples: trajectories, each once: {compared, unequal, tokens differ, lengths differ}; empty
+            of what has no rows.
     """
 
     step: int | None

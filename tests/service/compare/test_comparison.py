@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
+from stagescope.compared import as_lines
 from stagescope.errors import InvalidInput
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.mappers import threads
+from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Entry, Problem, Record
@@ -216,6 +218,40 @@ def test_fragments_of_a_sample_join_by_position() -> None:
     result = compare([whole, MemoryDump(zigzag.records[:1])])
     assert result.verdict is Verdict.DIFFERENT
     assert "coverage" in kinds(result.pairs[0])
+
+
+def test_a_trajectory_counts_once_however_often_it_was_compared() -> None:
+    mask = np.ones((2, 4), np.int64)
+    positions = np.tile(np.arange(4), (2, 1))
+
+    def side(change: float = 0.0, token: int = 0) -> MemoryDump:
+        values = np.arange(8.0).reshape(2, 4)
+        later = values.copy()
+        later[1, 0] += change
+        responses = np.array([[1, 2, 3, 4], [5, 6, 7, 8 + token]])
+        passes = [("actor_compute_log_prob", values), ("actor_update", later)]
+        stages = [
+            record("forward_data", {"response_mask": mask, "responses": responses,
+                                    "entropy": each}, stage=stage, samples=("a", "b"),
+                   mask="response_mask")
+            for stage, each in passes
+        ]  # fmt: skip
+        fragments = [
+            record("old_log_probs", {"old_log_probs": values[:, at], "response_mask": mask[:, at],
+                                     "positions": positions[:, at]}, stage="actor_update",
+                   rank=rank, samples=("a", "b"), mask="response_mask")
+            for rank, at in enumerate(([0, 3], [1, 2]))
+        ]  # fmt: skip
+        return MemoryDump([*stages, *fragments])
+
+    result = compare([side(), side()])
+    for name, pairs in (("entropy", 16), ("old_log_probs", 8)):
+        found = tensor(result, name)
+        assert (found.samples["compared"], found.found.pairs) == (2, pairs)
+    assert tensor(compare([side(), side(1.0)]), "entropy").samples["unequal"] == 1
+    assert "16 values of 2 samples" in "\n".join(line.text for line in as_lines(as_json(result)))
+    found = tensor(compare([side(), side(token=1)]), "entropy")
+    assert "the tokens differ in 1 of 2 samples" in found.reason
 
 
 @pytest.mark.parametrize(("ids", "key"), [(True, "sample id"), (False, "group_id and run_id")])
