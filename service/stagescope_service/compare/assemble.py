@@ -68,9 +68,7 @@ def _tensor(
         PlaceResult(_verdict(piece, tolerances, floor, unmatched), piece) for piece in pieces
     )
     once = _without_replicas(pieces)
-    found = Pairwise.nothing()
-    for piece in once:
-        found = found.merge(piece.found)
+    found = Pairwise.union([piece.found for piece in once])
     verdict = heaviest(each.verdict for each in places)
     largest = max(
         (piece for piece in once if piece.largest is not None),
@@ -112,7 +110,7 @@ def _is_sampled(piece: Piece) -> bool:
 
 def _without_replicas(pieces: Sequence[Piece]) -> list[Piece]:
     """Leave out pieces all of whose samples were there before at the same part of the step."""
-    seen: set[tuple[Any, ...]] = set()
+    seen: dict[tuple[Any, ...], set[str]] = collections.defaultdict(set)
     kept = []
     for piece in pieces:
         if piece.rows is None or piece.fragments or piece.key not in (SAMPLE, RUN):
@@ -120,10 +118,10 @@ def _without_replicas(pieces: Sequence[Piece]) -> list[Piece]:
             continue
         place = piece.places[0]
         unit = (place.step, place.stage, place.part.occurrence, place.part.epoch)
-        labels = {(*unit, label) for label in piece.rows.labels}
-        if not labels or not labels <= seen:
+        labels = piece.rows.labels
+        if not labels or not seen[unit].issuperset(labels):
             kept.append(piece)
-            seen |= labels
+            seen[unit].update(labels)
     return kept
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,7 +30,10 @@ class Verdict(str, enum.Enum):
     @property
     def weight(self) -> int:
         """Of two verdicts the heavier one is that of both."""
-        return list(Verdict).index(self)
+        return _WEIGHTS[self]
+
+
+_WEIGHTS: Final = {verdict: weight for weight, verdict in enumerate(Verdict)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,14 +108,20 @@ class TensorResult:
         """The pairs of dtypes, each once."""
         return tuple(dict.fromkeys(each.piece.dtypes for each in self.places))
 
-    def by_sample(self) -> list[tuple[str, np.ndarray[Any, Any]]]:
-        """Return (label, the row's numbers) of all rows that were compared."""
-        return [
-            (label, table.numbers[row])
-            for each in self.places
-            if (table := each.piece.rows) is not None
-            for row, label in enumerate(table.labels)
-        ]
+    def worst_samples(self, most: int) -> list[tuple[str, list[float]]]:
+        """Return (label, `pairwise.ROW_COLUMNS`) of samples that differ, the largest |d| first."""
+        tables = [each.piece.rows for each in self.places if each.piece.rows is not None]
+        if not tables:
+            return []
+        numbers = np.concatenate([table.numbers for table in tables])
+        differ = np.flatnonzero(numbers[:, 1] > 0)
+        order = np.lexsort((-numbers[differ, 1], -numbers[differ, 3]))
+        ends = np.cumsum([len(table.labels) for table in tables])
+        found = []
+        for row in differ[order[:most]].tolist():
+            at = int(np.searchsorted(ends, row, "right"))
+            found.append((tables[at].labels[row - int(ends[at])], numbers[row].tolist()))
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

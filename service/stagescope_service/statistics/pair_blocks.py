@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope_service.statistics.blocks import all_finite, larger, load, smaller
+from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, larger, load, smaller
 from stagescope_service.statistics.jit import exact, reduction
 from stagescope_service.statistics.pair_cell import AT, NO_EXPONENT
 
@@ -21,14 +21,38 @@ KINDS: Final = (
 """Dtype tags; the place of one is its kind in the kernel. The first four are those of `blocks`."""
 
 FIRST_INTEGER: Final = 4
-_INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
+INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
 _LARGE: Final = 1e100
 _SMALL: Final = 1e-100
+_MAGNITUDE: Final = np.int64(0x7FFF_FFFF_FFFF_FFFF)
+
+
+@exact
+def _same_words(x: Any, y: Any, start: int, n: int) -> bool:
+    if x[start] != y[start]:  # most that differ do at once; the loop below never stops early
+        return False
+    one, other = x[start : start + n], y[start : start + n]
+    word = x.dtype.type  # without it the sum is int64, of half or an eighth as many lanes
+    differ = word(0)
+    for i in range(n):
+        differ = word(differ | (one[i] ^ other[i]))
+    return bool(differ == 0)
+
+
+@exact
+def same_bits(x_raw: Any, y_raw: Any, kind: int, start: int, n: int) -> bool:
+    """Whether n values of one kind from `start` on are the same bits on both sides."""
+    if kind in (FLOAT64, INT64):
+        return _same_words(x_raw.view(np.int64), y_raw.view(np.int64), start, n)
+    if kind in (FLOAT32, _INT32):
+        return _same_words(x_raw.view(np.int32), y_raw.view(np.int32), start, n)
+    size = 2 if kind < FIRST_INTEGER or kind == _INT16 else 1
+    return _same_words(x_raw, y_raw, start * size, n * size)
 
 
 @exact
 def _load_integers(raw: Any, kind: int, start: int, out: Any, n: int) -> None:
-    if kind == _INT64:
+    if kind == INT64:
         wide = raw.view(np.int64)[start : start + n]
         for i in range(n):
             out[i] = wide[i]
@@ -71,13 +95,33 @@ def integer_differences(x: Any, y: Any, d: Any, n: int) -> None:
 
 
 @exact
-def select(mask: Any, start: int, n: int, x: Any, y: Any, d: Any, at: Any) -> int:
-    """Keep the values under the mask, in order; `at` says where they were."""
-    kept = 0
+def count_ones(mask: Any, start: int, n: int) -> int:
+    """How many values of a block count, of 0s and 1s."""
+    some, every, chosen = np.uint8(0), np.uint8(1), mask[start : start + n]
     for i in range(n):
-        x[kept], y[kept], d[kept], at[kept] = x[i], y[i], d[i], i
-        kept += 1 if mask[start + i] else 0
-    return kept
+        some, every = np.uint8(some | chosen[i]), np.uint8(every & chosen[i])
+    if some == every:  # most blocks are of one kind
+        return n if every else 0
+    ones = 0
+    for i in range(n):
+        ones += chosen[i]
+    return ones
+
+
+@exact
+def find_ones(mask: Any, start: int, n: int, at: Any) -> None:
+    """Write where in the block the values are that count, in order."""
+    kept, chosen = 0, mask[start : start + n]
+    for i in range(n):
+        at[kept] = i
+        kept += chosen[i]
+
+
+@exact
+def select(x: Any, at: Any, n: int) -> None:
+    """Keep n values of a buffer: those that `at` names, in order."""
+    for i in range(n):
+        x[i] = x[at[i]]
 
 
 @exact
@@ -116,14 +160,58 @@ def _set_apart(x: Any, y: Any, d: Any, at: Any, n: int, base: int, cell: Any) ->
 # Each loop has few sums: one that takes them all at once does not run in vector lanes.
 
 
-@reduction
+def _range_of_bits(word: Any) -> Any:
+    """Make a function (bits of floats, n) -> bits of the lowest and of the highest.
+
+    Bits of floats sort as integers once those of negative ones are turned around; NaN lies beyond
+    the infinities, so that it shows. Of integers such loops run in vector lanes, of floats they
+    do not.
+    """
+    sign, magnitude = word(np.dtype(word).itemsize * 8 - 1), np.iinfo(word).max
+
+    def found(bits: Any, n: int) -> tuple[int, int]:
+        low, high = word(magnitude), word(~magnitude)
+        for i in range(n):
+            key = word(bits[i] ^ ((bits[i] >> sign) & word(magnitude)))
+            low = key if key < low else low
+            high = key if key > high else high
+        return (
+            word(low ^ ((low >> sign) & word(magnitude))),
+            word(high ^ ((high >> sign) & word(magnitude))),
+        )
+
+    return exact(found)
+
+
+_range_of_32: Final = _range_of_bits(np.int32)
+_range_of_64: Final = _range_of_bits(np.int64)
+
+
+@exact
 def _range(x: Any, n: int) -> tuple[float, float]:
-    low = high = x[0]
+    """The lowest and the highest of float64; not finite where any value is not."""
+    low, high = _range_of_64(x.view(np.int64), n)
+    return np.int64(low).view(np.float64), np.int64(high).view(np.float64)
+
+
+@exact
+def _range_of_single(x: Any, n: int) -> tuple[float, float]:
+    """`_range` of float32."""
+    low, high = _range_of_32(x.view(np.int32), n)
+    return (
+        np.float64(np.int32(low).view(np.float32)),
+        np.float64(np.int32(high).view(np.float32)),
+    )
+
+
+@exact
+def _largest(d: Any, n: int) -> float:
+    """The largest |d|, by its bits."""
+    bits, high = d.view(np.int64), np.int64(0)
     for i in range(n):
-        a = x[i]
-        low = a if a < low else low
-        high = a if a > high else high
-    return low, high
+        size = bits[i] & _MAGNITUDE
+        high = size if size > high else high
+    return np.int64(high).view(np.float64)
 
 
 @reduction
@@ -154,11 +242,11 @@ def _count_unequal(d: Any, n: int) -> float:
 
 @reduction
 def _moments(x: Any, n: int) -> tuple[float, float]:
-    """Sums of x and x^2 around the first value."""
-    first = x[0]
+    """Sums of x and x^2 around the first value, in float64."""
+    first = np.float64(x[0])
     total = squares = 0.0
     for i in range(n):
-        a = x[i] - first
+        a = np.float64(x[i]) - first
         total += a
         squares += a * a
     return total, squares
@@ -185,8 +273,7 @@ def _sums(x: Any, y: Any, d: Any, n: int, unequal: float, cell: Any) -> None:
         cell[AT.Y_SUM], cell[AT.Y_M2] = cell[AT.X_SUM], cell[AT.X_M2]
         cell[AT.XY_C], cell[AT.D_ABS_MAX] = cell[AT.X_M2], 0.0
         return
-    low, high = _range(d, n)
-    cell[AT.D_ABS_MAX] = larger(-low, high)
+    cell[AT.D_ABS_MAX] = _largest(d, n)
     absolute, signed, squares = _differences(d, n)
     cell[AT.D_ABS_SUM], cell[AT.D_SUM], cell[AT.D_SQUARES] = absolute, signed, squares
     cell[AT.UNEQUAL] += unequal
@@ -250,21 +337,22 @@ def take_block(
     `same`: y is x. `known`: d is there already. `highest`: the largest |d| so far.
     """
     cell[AT.PAIRS] = n
-    if not all_finite(x, y, n):
+    x_low, x_high = _range(x, n)
+    y_low, y_high = (x_low, x_high) if same else _range(y, n)
+    if not (math.isfinite(x_high - x_low) and math.isfinite(y_high - y_low)):
         n = _set_apart(x, y, d, at, n, base, cell)
-    if n == 0:
-        return
+        if n == 0:
+            return
+        x_low, x_high = _range(x, n)
+        y_low, y_high = (x_low, x_high) if same else _range(y, n)
     unequal = 0.0
     if not same:
         if not known:
             _subtract(x, y, d, n)
         unequal = _count_unequal(d, n)
-    cell[AT.X_MIN], cell[AT.X_MAX] = _range(x, n)
-    cell[AT.Y_MIN], cell[AT.Y_MAX] = cell[AT.X_MIN], cell[AT.X_MAX]
-    if unequal > 0.0:
-        cell[AT.Y_MIN], cell[AT.Y_MAX] = _range(y, n)
-    low = smaller(cell[AT.X_MIN], cell[AT.Y_MIN])
-    size = larger(-low, larger(cell[AT.X_MAX], cell[AT.Y_MAX]))
+    cell[AT.X_MIN], cell[AT.X_MAX] = x_low, x_high
+    cell[AT.Y_MIN], cell[AT.Y_MAX] = y_low, y_high
+    size = larger(-smaller(x_low, y_low), larger(x_high, y_high))
     cell[AT.EXPONENT] = 0.0 if size > 0.0 else NO_EXPONENT
     if size >= _LARGE or 0.0 < size <= _SMALL:
         exponent = math.frexp(size)[1]
@@ -283,3 +371,45 @@ def take_block(
         cell[AT.D_ABS_MAX_AT] = base + at[0]
     if cell[AT.EXPONENT] != NO_EXPONENT:
         cell[AT.D_ABS_MAX] = math.ldexp(cell[AT.D_ABS_MAX], int(cell[AT.EXPONENT]))
+
+
+@exact
+def _take_equal(
+    low: float, high: float, total: float, second: float, n: int, base: int, highest: float,
+    cell: Any,
+) -> None:  # fmt: skip
+    cell[AT.PAIRS] = cell[AT.FINITE] = n
+    cell[AT.EXPONENT] = 0.0 if low != 0.0 or high != 0.0 else NO_EXPONENT
+    cell[AT.X_SUM] = cell[AT.Y_SUM] = total
+    cell[AT.X_M2] = cell[AT.Y_M2] = cell[AT.XY_C] = second
+    cell[AT.X_MIN], cell[AT.X_MAX] = low, high
+    cell[AT.Y_MIN], cell[AT.Y_MAX] = low, high
+    cell[AT.D_ABS_MAX] = 0.0
+    if highest < 0.0:
+        cell[AT.D_ABS_MAX_AT] = base
+
+
+@exact
+def take_equal_single(x: Any, n: int, base: int, highest: float, cell: Any) -> bool:
+    """Take n pairs of equal float32, as they lie; False where some are not finite."""
+    low, high = _range_of_single(x, n)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return False
+    count, first = float(n), float(x[0])
+    total, squares = _moments(x, n)
+    second = larger(squares - total * total / count, 0.0)
+    _take_equal(low, high, total + count * first, second, n, base, highest, cell)
+    return True
+
+
+@exact
+def take_equal_constant(x: Any, n: int, base: int, highest: float, cell: Any) -> bool:
+    """Take n pairs of equal integers where all are the same one, as in a mask; else False."""
+    low = high = x[0]
+    for i in range(n):
+        low = x[i] if x[i] < low else low
+        high = x[i] if x[i] > high else high
+    if low == high:
+        value = float(low)
+        _take_equal(value, value, n * value, 0.0, n, base, highest, cell)
+    return bool(low == high)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,17 +17,16 @@ import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
 from stagescope_service.statistics.pair_blocks import KINDS
-from stagescope_service.statistics.pair_cell import WIDTH, PairField, empty, merge_into
-from stagescope_service.statistics.pairwise_kernel import ROW, accumulate_pairs
+from stagescope_service.statistics.pair_cell import AT as _AT
+from stagescope_service.statistics.pair_cell import WIDTH
+from stagescope_service.statistics.pairwise_kernel import ROW, accumulate_pairs, merge_cells
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 Number = float | int
 
 ROW_COLUMNS: Final = ROW
-_AT: Final = PairField
 _NONE: Final = np.empty(0, np.uint8)
-_BEGIN: Final = 4096
 _PLACES: Final = ("largest", "unequal", "over")
 
 
@@ -67,49 +67,50 @@ class Pairwise:
     @classmethod
     def nothing(cls) -> Pairwise:
         """Return the summary of no values."""
-        cell = np.empty(WIDTH)
-        empty(cell)
-        return cls(tuple(cell.tolist()))
+        return cls.union(())
 
-    def merge(self, other: Pairwise) -> Pairwise:
-        """Return the summary of both; the order does not matter, but for rounding."""
-        cell, added = np.array(self.cell), np.array(other.cell)
-        merge_into(cell, added)
-        return Pairwise(
+    @classmethod
+    def union(cls, parts: Sequence[Pairwise]) -> Pairwise:
+        """Return the summary of all values; the order does not matter, but for rounding."""
+        cell = np.empty(WIDTH)
+        merge_cells(np.array([part.cell for part in parts]).reshape(-1, WIDTH), cell)
+        largest = (part for part in parts if part.largest is not None)
+        first = min(largest, key=_largest_first, default=None)
+        return cls(
             tuple(cell.tolist()),
-            largest=_larger(self, other),
-            unequal=_earlier(self.unequal, other.unequal),
-            over=_earlier(self.over, other.over),
+            largest=None if first is None else first.largest,
+            unequal=_earliest(part.unequal for part in parts),
+            over=_earliest(part.over for part in parts),
         )
 
-    def count(self, field: PairField) -> int:
-        """Return one of the counts."""
-        return int(self.cell[field])
+    def merge(self, other: Pairwise) -> Pairwise:
+        """Return the summary of both."""
+        return Pairwise.union((self, other))
 
     @property
     def pairs(self) -> int:
         """Pairs of values, the non-finite ones too."""
-        return self.count(_AT.PAIRS)
+        return int(self.cell[_AT.PAIRS])
 
     @property
     def finite(self) -> int:
         """Pairs that are finite on both sides."""
-        return self.count(_AT.FINITE)
+        return int(self.cell[_AT.FINITE])
 
     @property
     def unequal_count(self) -> int:
         """Pairs that are not the same value."""
-        return self.count(_AT.UNEQUAL)
+        return int(self.cell[_AT.UNEQUAL])
 
     @property
     def over_count(self) -> int:
         """Pairs over the tolerance; non-finite ones that disagree are."""
-        return self.count(_AT.OVER)
+        return int(self.cell[_AT.OVER])
 
     @property
     def agreeing_non_finite(self) -> int:
         """Pairs that are the same NaN or infinity."""
-        return sum(map(self.count, (_AT.BOTH_NAN, _AT.BOTH_POSINF, _AT.BOTH_NEGINF)))
+        return int(sum(self.cell[_AT.BOTH_NAN : _AT.BOTH_NEGINF + 1]))
 
     @property
     def disagreeing_non_finite(self) -> int:
@@ -151,7 +152,7 @@ class Pairwise:
         if not self.cell[_AT.D_SQUARES]:
             return 1.0
         x, y, c = (self.cell[f] for f in (_AT.X_SUM, _AT.Y_SUM, _AT.XY_C))
-        return (c + x * (y / self.finite)) / (math.sqrt(xx) * math.sqrt(yy))
+        return float((c + x * (y / self.finite)) / (math.sqrt(xx) * math.sqrt(yy)))
 
     @property
     def correlation(self) -> float:
@@ -159,7 +160,7 @@ class Pairwise:
         xx, yy = self.cell[_AT.X_M2], self.cell[_AT.Y_M2]
         if not (xx > 0.0 and yy > 0.0):
             return math.nan
-        return self.cell[_AT.XY_C] / (math.sqrt(xx) * math.sqrt(yy))
+        return float(self.cell[_AT.XY_C] / (math.sqrt(xx) * math.sqrt(yy)))
 
     def side(self, which: str) -> dict[str, float]:
         """Return min, max, mean and std (with n) of side 'x' or 'y', of the finite pairs."""
@@ -189,12 +190,12 @@ class Pairwise:
     def _exponent(self) -> int:
         return int(max(self.cell[_AT.EXPONENT], -5000.0))
 
-    def _mean(self, field: PairField) -> float:
+    def _mean(self, field: int) -> float:
         if not self.finite:
             return math.nan
         return math.ldexp(self.cell[field] / self.finite, self._exponent)
 
-    def _squares(self, total: PairField, second: PairField) -> float:
+    def _squares(self, total: int, second: int) -> float:
         """Return sum(v^2) / 2^2e from the mean and the second moment around it."""
         if not self.finite:
             return 0.0
@@ -243,7 +244,7 @@ def compare_values(
     cell = np.empty(WIDTH)
     accumulate_pairs(
         x.view(np.uint8), KINDS.index(dtypes[0]), y.view(np.uint8), KINDS.index(dtypes[1]),
-        same or _same_bytes(x, y, dtypes), chosen, offsets, np.array(tolerance, np.float64),
+        same, chosen, offsets, np.array(tolerance, np.float64),
         rows, cell,
     )  # fmt: skip
     places = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])
@@ -257,15 +258,6 @@ def compare_values(
     return Pairwise(tuple(cell.tolist()), **spots), rows
 
 
-def _same_bytes(x: Array, y: Array, dtypes: tuple[str, str]) -> bool:
-    if dtypes[0] != dtypes[1] or not len(x):
-        return False
-    word = np.uint64 if x.nbytes % 8 == 0 else np.uint8
-    one, other = x.view(word), y.view(word)
-    # Most that differ do at once; the whole is looked at only where the beginning is equal.
-    return np.array_equal(one[:_BEGIN], other[:_BEGIN]) and np.array_equal(one, other)
-
-
 def value_of(values: Array, dtype: str, at: int) -> Number:
     """Return one value of a flat array as a Python number."""
     value = values[at]
@@ -277,19 +269,19 @@ def value_of(values: Array, dtype: str, at: int) -> Number:
 
 
 def warm() -> None:
-    """Compile the kernel, or load it from disk, before threads ask for it at once."""
+    """Compile the loops, or load them from disk, before threads ask for them at once."""
+    Pairwise.nothing()
     compare_values(np.zeros(1), np.zeros(1), dtypes=("float64", "float64"))
 
 
-def _larger(a: Pairwise, b: Pairwise) -> Spot | None:
-    if a.largest is None or b.largest is None:
-        return a.largest or b.largest
-    if a.max_abs != b.max_abs:
-        return a.largest if a.max_abs > b.max_abs else b.largest
-    return min(a.largest, b.largest, key=lambda spot: spot[:2])
+def _largest_first(part: Pairwise) -> tuple[float, int, int]:
+    assert part.largest is not None
+    return (-part.max_abs, part.largest.origin, part.largest.at)
 
 
-def _earlier(a: Spot | None, b: Spot | None) -> Spot | None:
-    if a is None or b is None:
-        return a or b
-    return min(a, b, key=lambda spot: spot[:2])
+def _earliest(spots: Iterable[Spot | None]) -> Spot | None:
+    return min((each for each in spots if each is not None), key=_order, default=None)
+
+
+def _order(spot: Spot) -> tuple[int, int]:
+    return (spot.origin, spot.at)

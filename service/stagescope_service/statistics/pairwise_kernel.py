@@ -11,13 +11,19 @@ from typing import Any, Final
 import numba
 import numpy as np
 
-from stagescope_service.statistics.blocks import larger
+from stagescope_service.statistics.blocks import FLOAT32, larger
 from stagescope_service.statistics.jit import entry
 from stagescope_service.statistics.pair_blocks import (
     FIRST_INTEGER,
+    INT64,
+    count_ones,
+    find_ones,
     integer_differences,
+    same_bits,
     select,
     take_block,
+    take_equal_constant,
+    take_equal_single,
     widen,
 )
 from stagescope_service.statistics.pair_cell import AT, WIDTH, empty, merge_into
@@ -51,7 +57,7 @@ def accumulate_pairs(
     Args:
         x_raw, y_raw: uint8 views of the values, of dtype `KINDS[kind]`.
         same: the two are the same bytes of one dtype: only the first is read.
-        mask: uint8, one a value: not 0 = it counts; of length 0: all count.
+        mask: uint8, one a value: 1 = it counts, 0 = it does not; of length 0: all count.
         offsets: int64 [rows + 1]: row r is `offsets[r]:offsets[r + 1]`.
         rule: float64 [2], atol and rtol of `OVER`.
         rows: float64 [rows, len(ROW)], written.
@@ -70,33 +76,54 @@ def accumulate_pairs(
         rows[row, :] = 0.0
         while base < stop:
             n = BLOCK if stop - base > BLOCK else stop - base
-            kept = n
-            if masked:
-                kept = 0
-                for i in range(n):
-                    kept += 1 if mask[base + i] else 0
+            kept = count_ones(mask, base, n) if masked else n
             if kept == 0:
                 base += n
                 continue
-            widen(x_raw, x_kind, base, x, xi, n)
-            other = x
-            if not same:
-                other = y
-                widen(y_raw, y_kind, base, y, yi, n)
-                if whole:
-                    integer_differences(xi, yi, d, n)
-            if kept < n:
-                select(mask, base, n, x, other, d, at)
+            equal = same or (x_kind == y_kind and same_bits(x_raw, y_raw, x_kind, base, n))
+            highest = cell[AT.D_ABS_MAX]
             empty(part)
-            take_block(x, other, d, at, kept, base, same, whole, rule, cell[AT.D_ABS_MAX], part)
+            taken = False
+            if equal and kept == n and x_kind == FLOAT32:
+                single = x_raw.view(np.float32)[base : base + n]
+                taken = take_equal_single(single, n, base, highest, part)
+            elif equal and kept == n and x_kind == INT64:
+                wide = x_raw.view(np.int64)[base : base + n]
+                taken = take_equal_constant(wide, n, base, highest, part)
+            if not taken:
+                widen(x_raw, x_kind, base, x, xi, n)
+                other = x
+                if not equal:
+                    other = y
+                    widen(y_raw, y_kind, base, y, yi, n)
+                    if whole:
+                        integer_differences(xi, yi, d, n)
+                if kept < n:
+                    find_ones(mask, base, n, at)
+                    select(x, at, kept)
+                    if not equal:
+                        select(y, at, kept)
+                        select(d, at, kept)
+                take_block(x, other, d, at, kept, base, equal, whole, rule, highest, part)
+                if kept < n or part[AT.FINITE] < kept:
+                    for i in range(BLOCK):
+                        at[i] = i
             rows[row, 0] += part[AT.PAIRS]
             rows[row, 1] += part[AT.UNEQUAL]
             rows[row, 2] += part[AT.OVER]
             rows[row, 3] = larger(rows[row, 3], part[AT.D_ABS_MAX])
             if part[AT.D_ABS_SUM] > 0.0:
                 rows[row, 4] += math.ldexp(part[AT.D_ABS_SUM], int(part[AT.EXPONENT]))
-            if kept < n or part[AT.FINITE] < kept:
-                for i in range(BLOCK):
-                    at[i] = i
             merge_into(cell, part)
             base += n
+
+
+@entry(numba.void(_array(numba.float64, 2), _array(numba.float64, 1)))
+def merge_cells(cells: Any, cell: Any) -> None:
+    """Write the cell of the values of all of `cells`, float64 [any number, WIDTH].
+
+    They may be rescaled.
+    """
+    empty(cell)
+    for each in range(cells.shape[0]):
+        merge_into(cell, cells[each])

@@ -13,6 +13,7 @@ from stagescope.errors import InvalidTensor
 from stagescope_service.statistics.pair_blocks import KINDS
 from stagescope_service.statistics.pair_cell import PairField
 from stagescope_service.statistics.pairwise import Pairwise, Spot, compare_values, warm
+from stagescope_service.statistics.pairwise_kernel import BLOCK
 
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=40)
@@ -157,6 +158,67 @@ def test_every_dtype_has_its_values(dtype: str) -> None:
     assert found.unequal is not None
     assert found.unequal.at == 700
     assert rows[:, 1].tolist() == [0.0, 1.0]
+
+
+def _block_of(kind: str, dtype: str, random: np.random.Generator) -> np.ndarray[Any, Any]:
+    """Return a block of the kernel's: constant, ordinary, or with NaN and infinities in it."""
+    values = np.full(BLOCK, random.integers(0, 2)).astype(dtype)
+    if kind != "constant":
+        values = (5 * random.standard_normal(BLOCK)).astype(dtype)
+    if kind == "non-finite" and values.dtype.kind == "f":
+        values[random.integers(0, BLOCK, 9)] = np.repeat([math.nan, math.inf, -math.inf], 3)
+    return values
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "int32", "int8"])
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_are_equal_add_up_with_those_that_are_not(dtype: str, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    kinds = random.choice(["constant", "ordinary", "non-finite"], 12)
+    x = np.concatenate([_block_of(kind, dtype, random) for kind in kinds])
+    y = x.copy()
+    for at in random.choice(12, 4, replace=False):
+        block = y[at * BLOCK : (at + 1) * BLOCK]
+        block[random.integers(0, BLOCK, 3)] += 1
+    mask = np.repeat(random.integers(0, 3, 24) > 0, BLOCK // 2)
+    mask[random.integers(0, len(x), 5)] ^= True
+    edges = np.array([0, 3 * BLOCK + 1, 3 * BLOCK + 1, len(x)])
+    given: dict[str, Any] = {"mask": mask, "offsets": edges, "tolerance": (0.5, 0.0)}
+    found, rows = compare_values(x, y, dtypes=(dtype, dtype), **given)
+    a, b = x[mask].astype(float), y[mask].astype(float)
+    finite = np.isfinite(a) & np.isfinite(b)
+    agrees = (a == b) | (np.isnan(a) & np.isnan(b))
+    assert (found.pairs, found.finite) == (len(a), finite.sum())
+    assert found.unequal_count == found.over_count == (~agrees).sum()
+    assert found.agreeing_non_finite == (agrees & ~finite).sum()
+    assert found.non_finite("x")["nan"] == np.isnan(a).sum()
+    for name, side in (("x", a[finite]), ("y", b[finite])):
+        said = found.side(name)
+        assert (said["min"], said["max"]) == (side.min(), side.max())
+        assert said["mean"] == pytest.approx(side.mean(), rel=1e-12, abs=1e-12)
+        assert said["std"] == pytest.approx(side.std(), rel=1e-12)
+    d = a[finite] - b[finite]
+    assert found.mean_abs == pytest.approx(np.abs(d).mean(), rel=1e-12)
+    squares = (a[finite] ** 2).sum() + (b[finite] ** 2).sum()
+    assert found.relative == pytest.approx((d * d).sum() / squares, rel=1e-12)
+    assert found.unequal is not None
+    assert found.unequal.at == np.flatnonzero(mask)[np.argmin(agrees)]
+    assert found.largest is not None
+    assert found.largest.at == np.flatnonzero(mask)[finite][np.argmax(np.abs(d))]
+    assert rows[:, 0].tolist() == [mask[s:e].sum() for s, e in itertools.pairwise(edges)]
+    assert rows[:, 1].sum() == found.unequal_count
+    # Nothing of this depends on being told that all is the same.
+    known, found_out = (
+        compare_values(x, x, dtypes=(dtype, dtype), same=same, **given) for same in (True, False)
+    )
+    assert known[0] == found_out[0]
+    assert known[1].tolist() == found_out[1].tolist()
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    found = taken(np.zeros(3 * BLOCK), -np.zeros(3 * BLOCK))
+    assert (found.unequal_count, found.max_abs, found.relative) == (0, 0.0, 0.0)
+    assert found.side("y") == {"min": 0.0, "max": 0.0, "mean": 0.0, "std": 0.0}
 
 
 def test_no_values_are_no_difference() -> None:

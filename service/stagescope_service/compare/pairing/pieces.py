@@ -16,6 +16,7 @@ from stagescope_service.compare.pairing.taking import (
     Finder,
     Location,
     Pairing,
+    coordinate_in,
     keeps_of,
     take,
 )
@@ -263,8 +264,8 @@ def _compare_arrays(
     def locate(spot: Spot | None) -> Location | None:
         if spot is None:
             return None
-        at = np.unravel_index(spot.at, shape)
-        x, y = (tuple(int(s + i) for s, i in zip(start, at, strict=True)) for start in starts)
+        at = coordinate_in(shape, spot.at)
+        x, y = (tuple(s + i for s, i in zip(start, at, strict=True)) for start in starts)
         return Location(None, None, places, (x, y), (spot.x, spot.y))
 
     return Piece(

@@ -156,7 +156,7 @@ def compare_pair(task: PairTask) -> Outcome:
         index = (_named_apart(a, b, apart), _named_apart(b, a, apart))
     names = [set(record.tensors) | set(record.numbers) for record in (one, other)]
     return Outcome(
-        pieces=tuple(dataclasses.replace(piece, section=task.section) for piece in pieces),
+        pieces=_of_section(pieces, task.section),
         index=index,
         only=(tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))),
         floors=(noise_floor(a), noise_floor(b)), problems=tuple(problems), left_out=left_out,
@@ -174,8 +174,14 @@ def compare_joined(task: JoinTask) -> Outcome:
         for part in task.parts:
             pieces += _compare_part(task, a, part, problems)
     size = task.entry.bytes + sum(part.entry.bytes for part in task.parts)
-    moved = tuple(dataclasses.replace(piece, section=task.section) for piece in pieces)
-    return Outcome(pieces=moved, problems=tuple(problems), bytes=size)
+    return Outcome(pieces=_of_section(pieces, task.section), problems=tuple(problems), bytes=size)
+
+
+def _of_section(pieces: Sequence[Piece], section: str) -> tuple[Piece, ...]:
+    return tuple(
+        piece if piece.section == section else dataclasses.replace(piece, section=section)
+        for piece in pieces
+    )
 
 
 def _compare_part(

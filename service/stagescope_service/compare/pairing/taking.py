@@ -268,7 +268,16 @@ def _positions(side: Side, rows: Int64) -> Int64:
     return np.asarray(from_first + np.repeat(shift, np.diff(edges)), np.int64)
 
 
+def coordinate_in(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
+    """Return the coordinate of a value in a tensor whose values lie in memory order."""
+    found = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        found.append(at)
+    return tuple(reversed(found))
+
+
 def _coordinate(layout: Layout, flat: int, row: int) -> tuple[int, ...]:
     if layout.width is None:
         return (row, flat - int(layout.offsets[row]))
-    return tuple(int(each) for each in np.unravel_index(flat, layout.shape))
+    return coordinate_in(layout.shape, flat)

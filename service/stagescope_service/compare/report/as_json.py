@@ -5,6 +5,7 @@ Non-finite numbers are floats here; `stagescope.nonfinite` spells them where JSO
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 def statistics(found: Pairwise) -> dict[str, Any]:
     """Return the numbers of a summary; `a` and `b` are the two sides."""
+    relative = found.relative
     return {
         "pairs": found.pairs,
         "finite": found.finite,
@@ -62,8 +64,8 @@ def statistics(found: Pairwise) -> dict[str, Any]:
         "max_abs": found.max_abs,
         "mean_abs": found.mean_abs,
         "mean_difference": found.mean_difference,
-        "relative": found.relative,
-        "severity": severity(found.relative),
+        "relative": relative,
+        "severity": severity(relative),
         "cosine": found.cosine,
         "correlation": found.correlation,
         "a": found.side("x"),
@@ -73,6 +75,11 @@ def statistics(found: Pairwise) -> dict[str, Any]:
 
 def place(where: Place) -> dict[str, Any]:
     """Return a place and its text."""
+    return dict(_place(where))
+
+
+@functools.lru_cache(maxsize=1024)  # every tensor names the places of all others again
+def _place(where: Place) -> dict[str, Any]:
     part = dict(zip(("occurrence", "epoch", "minibatch", "microbatch"), _part(where), strict=True))
     known = {"step": where.step, "stage": where.stage, "role": where.role, "rank": where.rank}
     return {**known, **part, "text": str(where)}
@@ -189,19 +196,12 @@ def _tensor(order: int, tensor: TensorResult) -> dict[str, Any]:
         "first": _location(tensor.first),
         "largest": _location(tensor.largest),
         "places": [_place_result(each) for each in tensor.places],
-        "differing_samples": worst_samples(tensor)[:MOST_SAMPLES],
+        "differing_samples": [
+            {"sample": label, "pairs": int(pairs), "unequal": int(unequal), "over": int(over),
+             "max_abs": largest, "mean_abs": total / max(int(pairs), 1)}
+            for label, (pairs, unequal, over, largest, total) in tensor.worst_samples(MOST_SAMPLES)
+        ],
     }  # fmt: skip
-
-
-def worst_samples(tensor: TensorResult) -> list[dict[str, Any]]:
-    """Return the samples with values that differ, the largest |d| first."""
-    found = [
-        {"sample": label, "pairs": int(row[0]), "unequal": int(row[1]), "over": int(row[2]),
-         "max_abs": float(row[3]), "mean_abs": float(row[4]) / max(int(row[0]), 1)}
-        for label, row in tensor.by_sample()
-        if row[1] > 0
-    ]  # fmt: skip
-    return sorted(found, key=lambda sample: (-sample["max_abs"], -sample["unequal"]))
 
 
 def _place_result(each: PlaceResult) -> dict[str, Any]:
