@@ -53,7 +53,8 @@ class Span:
     status: str = OPEN
     begin_seq: int | None = None
     end_seq: int | None = None
-    superseded: bool = False
+    #: None where it is not known here.
+    superseded: bool | None = False
     #: When it began, by the service's clock.
     begun: float | None = None
 

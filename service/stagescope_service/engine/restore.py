@@ -226,8 +226,11 @@ def _settle(attempt: Attempt) -> None:
             newest[(process.role, process.rank)] = process
     for process in attempt.processes.values():
         if process.max_step is not None:
-            place = (process.role, process.rank)
-            process.replaced = not process.raw and newest[place] is not process
+            # An attempt ends when nobody is left: who took no leave in one that is over was
+            # replaced, by a process that may be out of memory.
+            stayed = attempt.over and not (process.finished or process.lapsed)
+            is_newest = newest.get((process.role, process.rank)) is process
+            process.replaced = not process.raw and (stayed or not is_newest)
             steps.rejoin(attempt, process)
     closed = sorted(number for number in attempt.steps if number not in attempt.open)
     if len(closed) >= RECENT_STEPS:

@@ -71,6 +71,8 @@ def layout_columns(layout: Mapping[str, Any]) -> dict[str, Any]:
 
 def span_row(attempt_id: int, span: Span, **columns: Any) -> Put:
     """Write the identity and state of a span, and `columns` beside it."""
+    if span.superseded is not None:
+        columns["superseded"] = span.superseded
     return Put(
         "stages",
         {
@@ -82,7 +84,6 @@ def span_row(attempt_id: int, span: Span, **columns: Any) -> Put:
             "rank": span.rank,
             **work_columns(span.work),
             "status": span.status,
-            "superseded": span.superseded,
             **columns,
         },
     )

@@ -224,6 +224,9 @@ def _add(
     attempt: Attempt, step: Step, process: Process, event: Event, work: Work, revision: int
 ) -> tuple[Span, list[Instruction]]:
     span = Span(process.incarnation, process.role, process.rank, work, revision)
+    if step.ghost:
+        # It may be told again: what answers for it now is in the catalogue alone.
+        span.superseded = None
     keep(step, span)
     process.worked = True
     if step.step == attempt.loose.step:

@@ -16,7 +16,7 @@ from tests.support.generated import (
     differences,
     trainings,
 )
-from tests.support.trainings import Bench, Delivery, Rows, check_memory
+from tests.support.trainings import Bench, Delivery, Rank, Rows, check_memory
 
 from stagescope_service.engine.instructions import Delete, Put
 from stagescope_service.engine.restore import restore
@@ -190,6 +190,21 @@ def test_nor_where_processes_overtake_each_other(
     for each in (bench, expected):
         each.silence()
     assert differences(bench.rows, expected.rows) == []
+
+
+def test_what_is_offered_again_after_a_restart_leaves_an_ended_attempt_as_it_was() -> None:
+    bench = Bench()
+    replaced, newest = Rank(key="a", started=1000.0), Rank(key="a", started=1100.0)
+    begun, ended = replaced.work(1, payload=True)
+    bench.give(begun, ended, *newest.work(1), newest.finish(), Rank(key="b").hello())
+    [attempt] = bench.rows.of("attempts", number=1)
+    assert attempt["ended_wall"] is not None
+    assert [row["superseded"] for row in bench.rows.of("stages")] == [True, False]
+    for _ in range(2):
+        bench = crash(bench, bench.rows)
+        bench.give(ended)
+        assert bench.rows.of("attempts", number=1) == [attempt]
+        assert [row["superseded"] for row in bench.rows.of("stages")] == [True, False]
 
 
 @settings(usual, max_examples=8)

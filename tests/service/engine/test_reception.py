@@ -201,6 +201,12 @@ def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
     desk.run(settle_slowly())
 
 
+async def published(reception: Reception) -> None:
+    """Wait until every rank is told an order's agreed step."""
+    while reception.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.002)
+
+
 def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
     sender = Sender("i", "r", "a", "actor", 0).wire()
     place = {"step": 1, "stage": "actor_update"}
@@ -217,6 +223,8 @@ def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
         await reception.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
         await reception.look()
+        # The poll has it looked at, too, and may still be writing.
+        await asyncio.wait_for(published(reception), 30)
         (agreed,) = reception.plan.for_run("r")
         assert (agreed["phase"], agreed["agreement"]) == ("agreed", 1)
         known = reception.plan.revision
