@@ -23,6 +23,10 @@ LOG_PROBS: Final = frozenset({
 LOSSES: Final = frozenset({"loss", "pg_loss", "entropy_loss", "kl_loss", "value_loss"})
 SAMPLING: Final = ("trajectories", "batch_inputs")
 """Sections that say which tokens were sampled: compared before the others."""
+TELLING: Final = ("forward_data",)
+"""Sections whose shards may say which rows others of their ranks and parts hold."""
+COUNTED: Final = ("loss", "metrics")
+"""Sections of numbers: each is of all the rows of its part."""
 NAMED: Final = frozenset({"gradients", "parameters"})
 """Sections whose tensors are known by name; they have no rows."""
 STATIONS: Final = (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.align import Join
+from stagescope_service.compare.pairing.dealt import Dealt
+from stagescope_service.compare.pairing.index import ROW
+from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.shards import Outcome
 from stagescope_service.compare.plan import Couple, Match
 from stagescope_service.compare.results import Finding, Verdict
-from stagescope_service.dumps.records import Dump, Problem
+from stagescope_service.dumps.records import Dump, Place, Problem
 
 _HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""
@@ -25,6 +28,10 @@ class Notes:
         self._problems: dict[tuple[int, str, str], Problem] = {}
         self._left_out: dict[tuple[int, str], str] = {}
         self._alone: tuple[set[str], set[str]] = (set(), set())
+        self._parts: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+        """Section -> places of numbers that have no counterpart, of each side."""
+        self._by_place: dict[str, dict[Place, int]] = {}
+        """Section -> rows at each place that were paired by it alone."""
 
     def add(self, finding: Finding) -> None:
         """Keep a finding, unless it was made before."""
@@ -42,8 +49,13 @@ class Notes:
                 verdict = Verdict.NOT_COMPARABLE if known else self._whole
                 self._only(f"{match.section} of {unit} is", side, match, files, verdict)
 
-    def of_outcome(self, outcome: Outcome, couple: Couple, match: Match) -> None:
-        """Remember what could not be read; name tensors and numbers that one side alone has."""
+    def of_outcome(
+        self, outcome: Outcome, couple: Couple, match: Match, *, is_moved: bool = False
+    ) -> None:
+        """Remember what could not be read; name tensors and numbers that one side alone has.
+
+        `is_moved`: the samples of these places lie elsewhere on the other side.
+        """
         for side, problem in outcome.problems:
             self._problems[side, str(problem.path), problem.kind] = problem
         for side, name, why in outcome.left_out:
@@ -55,10 +67,31 @@ class Notes:
                 items = [f"{match.section}/{name}" for name in names]
                 self._only(f"{', '.join(items)}:", side, match, items)
         for side, index in enumerate(outcome.index):
-            if index is not None and couple[1 - side] is None and index.numbers:
+            alone = index is not None and couple[1 - side] is None and bool(index.numbers)
+            if alone and is_moved:
+                self.of_parts(match, [couple])
+            elif index is not None and alone:
                 where = str(index.entry.place)
                 text = f"{', '.join(index.numbers)} of {where}:"
                 self._only(text, side, match, [where], Verdict.NOT_COMPARABLE)
+
+    def of_parts(self, match: Match, couples: Sequence[Couple]) -> None:
+        """Count numbers of parts into which one side alone dealt its samples: they stand alone."""
+        for couple in couples if not match.borrowed else ():
+            for side, entry in enumerate(couple):
+                if entry is not None:
+                    places = self._parts.setdefault(match.section, ({}, {}))
+                    places[side][str(entry.place)] = None
+
+    def of_places(self, pieces: Sequence[Piece], match: Match, dealt: Dealt) -> None:
+        """Name rows that were paired by their place alone, without a word of which they are."""
+        told = {piece.places for piece in pieces if piece.name in flow.TOKENS}
+        found = self._by_place.setdefault(match.section, {})
+        for piece in pieces:
+            if piece.rows is None or piece.key != ROW or piece.places in told:
+                continue
+            if not dealt.confirms(piece.places[0]):
+                found[piece.places[0]] = len(piece.rows.labels)
 
     def of_join(self, joined: Join, match: Match) -> None:
         """Name what has no counterpart once rows and named tensors are joined."""
@@ -78,8 +111,12 @@ class Notes:
             text = f"{section}/{name} has shapes {list(shapes[0])} and {list(shapes[1])}"
             self.add(Finding("shapes", text, None, section, (name,), Verdict.DIFFERENT))
 
-    def of_dumps(self, dumps: Sequence[Dump]) -> None:
-        """Name every file that was missing, damaged or refused, and what readers left out."""
+    def of_dumps(self, dumps: Sequence[Dump], is_explained: Callable[[int, Problem], bool]) -> None:
+        """Name every file that was missing, damaged or refused, and what readers left out.
+
+        `is_explained`: says of which problems of a side nothing is to be said.
+        """
+        self._of_places()
         for side, dump in enumerate(dumps):
             for problem in dump.problems:
                 self._problems.setdefault((side, str(problem.path), problem.kind), problem)
@@ -87,11 +124,30 @@ class Notes:
                 text = f"{dump.name} holds nothing that can be compared"
                 self.add(Finding("empty", text, side, verdict=Verdict.NOT_COMPARABLE))
         for (side, path, kind), problem in self._problems.items():
+            if is_explained(side, problem):
+                continue
             verdict = Verdict.SAME if kind in _HARMLESS else Verdict.NOT_COMPARABLE
             section = problem.entry.section if problem.entry is not None else None
             self.add(Finding(kind, problem.message, side, section, (path,), verdict))
         for (side, name), why in self._left_out.items():
             self.add(Finding("left out", f"{name} was not compared: {why}", side, None, (name,)))
+
+    def _of_places(self) -> None:
+        for section, sides in self._parts.items():
+            counts = " and ".join(f"{len(places)}" for places in sides)
+            text = (
+                f"{section}: the numbers of {counts} parts are not compared: the sides dealt their "
+                "samples into other parts"
+            )
+            items = tuple(dict.fromkeys([*sides[0], *sides[1]]))
+            self.add(Finding("note", text, None, section, items))
+        for section, places in self._by_place.items():
+            if places:
+                text = (
+                    f"{section}: {sum(places.values())} rows are paired by place: neither ids nor "
+                    "tokens say which samples they are, so what differs may be others"
+                )
+                self.add(Finding("note", text, None, section))
 
     def _of_join_side(self, joined: Join, match: Match, side: int) -> None:
         section, quiet = match.section, bool(match.borrowed)

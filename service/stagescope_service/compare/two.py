@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from stagescope_service.compare import flow
@@ -12,6 +12,7 @@ from stagescope_service.compare.causes import likely
 from stagescope_service.compare.mappers import Mapper
 from stagescope_service.compare.notes import Notes
 from stagescope_service.compare.pairing.align import join
+from stagescope_service.compare.pairing.dealt import Dealt
 from stagescope_service.compare.pairing.index import ShardIndex
 from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.shards import (
@@ -22,9 +23,10 @@ from stagescope_service.compare.pairing.shards import (
 )
 from stagescope_service.compare.pairing.taking import COMPARED
 from stagescope_service.compare.plan import Couple, Match, Unit, of_a_part, plan
-from stagescope_service.compare.results import Finding, First, PairResult, TensorResult, Verdict
+from stagescope_service.compare.reasons import first_difference, non_finite, reason_of
+from stagescope_service.compare.results import PairResult, Verdict
 from stagescope_service.compare.tolerances import Floor, Tolerances, declared_floor
-from stagescope_service.dumps.records import Dump
+from stagescope_service.dumps.records import Dump, Place, Problem
 from stagescope_service.statistics.pairwise import Pairwise
 
 Progress = Callable[[int, int], None]
@@ -38,10 +40,14 @@ _UnitKey = tuple[str, str, Unit]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Work:
-    """Entries of one place, and in which unit they lie."""
+    """Entries of one place, or of the same samples, and in which unit they lie.
+
+    `is_alone`: of an entry without a counterpart, since its samples lie in other parts there.
+    """
 
     match: Match
     couple: Couple
+    is_alone: bool = False
 
     @property
     def unit(self) -> _UnitKey:
@@ -70,6 +76,10 @@ class TwoSides:
         self._notes = Notes(of_a_part(*dumps))
         self._keys: dict[str, dict[str, None]] = {}
         self._floors: list[Pairwise | None] = [None, None]
+        steps = ({entry.place.step for entry in dump.entries} for dump in dumps)
+        self._dealt = Dealt(several_steps=any(len(each) > 1 for each in steps))
+        self._whole: set[str] = set()
+        self._lacking: set[str] = set()
         self._tokens_differ: frozenset[str] = frozenset()
         self._every_sample_differs = False
         self._tasks = [0, 0]
@@ -83,20 +93,21 @@ class TwoSides:
         sampling = [match for match in matches if match.section in flow.SAMPLING]
         self._compare_all(sampling)
         self._remember_differing_tokens()
-        self._compare_all([match for match in matches if match.section not in flow.SAMPLING])
-        self._notes.of_dumps(self._dumps)
+        for wave in _waves(matches):
+            self._compare_all(wave)
+        self._notes.of_dumps(self._dumps, self._is_explained)
         floor = self._floor()
         tensors = assemble(
             self._pieces, self._tolerances, floor,
             unmatched=_UNMATCHED if self._every_sample_differs else "",
         )  # fmt: skip
-        findings = [*self._notes.findings, *_non_finite(tensors)]
-        first = _first(tensors, findings)
+        findings = [*self._notes.findings, *non_finite(tensors)]
+        first = first_difference(tensors, findings)
         verdict = heaviest([*(t.verdict for t in tensors), *(f.verdict for f in findings)])
         if not tensors and verdict is not Verdict.DIFFERENT:
             verdict = Verdict.NOT_COMPARABLE
         result = PairResult(
-            sides, verdict, _reason(verdict, tensors, findings), first, tensors, tuple(findings),
+            sides, verdict, reason_of(verdict, tensors, findings), first, tensors, tuple(findings),
             {match.section: tuple(self._keys.get(match.section, ())) for match in matches}, floor,
         )  # fmt: skip
         causes, excluded = likely(result, self._dumps)
@@ -104,10 +115,11 @@ class TwoSides:
 
     def _compare_all(self, matches: Sequence[Match]) -> None:
         """Compare shard with shard where all shards lie alike, and join the rows of the others."""
-        works = [_Work(match, couple) for match in matches for couple in match.couples()]
         for match in matches:
             self._notes.of_match(match)
-        apart = {work.unit for work in works if None in work.couple}
+        works = [work for match in matches for work in self._works(match)]
+        # What other sections say of these rows is known by now, if they do not lie alike.
+        apart = {work.unit for work in works if self._is_apart(work)}
         alike = [work for work in works if work.unit not in apart]
         outcomes = list(zip(alike, self._run_pairs(alike, joined=False), strict=True))
         # A unit is compared as it lies or joined, as a whole: a sample counts once in it.
@@ -115,22 +127,50 @@ class TwoSides:
         joined = [work for work in works if work.unit in apart]
         outcomes = [(work, outcome) for work, outcome in outcomes if work.unit not in apart]
         outcomes += zip(joined, self._run_pairs(joined, joined=True), strict=True)
+        for work, outcome in outcomes:
+            if work.has_rows:
+                self._dealt.learn(work.couple, outcome)
         indexes: dict[_UnitKey, tuple[list[ShardIndex], list[ShardIndex]]] = {}
         of_unit = {work.unit: work.match for work in works}
         for work, outcome in outcomes:
-            self._take(outcome, work.match)
-            self._notes.of_outcome(outcome, work.couple, work.match)
-            for side in range(2):
-                if (index := outcome.index[side]) is not None:
-                    indexes.setdefault(work.unit, ([], []))[side].append(index)
+            self._take(outcome, work.match, work.couple)
+            is_moved = work.is_alone or self._dealt.is_moved(work.couple)
+            self._notes.of_outcome(outcome, work.couple, work.match, is_moved=is_moved)
+            for side, index in enumerate(outcome.index):
+                if index is not None:
+                    known = self._dealt.named(side, index, self._dumps[side])
+                    indexes.setdefault(work.unit, ([], []))[side].append(known)
         joins = [
             (of_unit[unit], task)
             for unit, (a, b) in indexes.items()
             for task in self._join_tasks(of_unit[unit], a, b)
         ]
         for (match, _), outcome in zip(joins, self._map([t for _, t in joins]), strict=True):
-            self._take(outcome, match)
+            self._take(outcome, match, (None, None))
             self._notes.of_outcome(outcome, (None, None), match)
+
+    def _works(self, match: Match) -> list[_Work]:
+        """Return the entries to hold against each other: where it is known, of the same samples."""
+        couples = list(match.couples())
+        if match.section in (*flow.SAMPLING, *flow.TELLING, *flow.NAMED):
+            return [_Work(match, couple) for couple in couples]
+        units: dict[Unit, list[Couple]] = {}
+        for couple in couples:
+            units.setdefault(match.unit_of(couple), []).append(couple)
+        works = []
+        for of_unit in units.values():
+            kept, apart = self._dealt.recoupled(of_unit)
+            if match.section in flow.COUNTED:  # what is of all rows of a part has no counterpart
+                self._notes.of_parts(match, apart)
+                apart = []
+            works += [_Work(match, couple) for couple in kept]
+            works += [_Work(match, couple, is_alone=True) for couple in apart]
+        return works
+
+    def _is_apart(self, work: _Work) -> bool:
+        if None in work.couple or not work.has_rows or work.match.section in flow.COUNTED:
+            return None in work.couple
+        return self._dealt.is_told(work.couple) or self._dealt.is_told_of_ranks(work.couple)
 
     def _run_pairs(self, works: Sequence[_Work], *, joined: bool) -> Iterable[Outcome]:
         return self._map([
@@ -148,8 +188,13 @@ class TwoSides:
             self._progress(self._tasks[0], self._tasks[1])
             yield outcome
 
-    def _take(self, outcome: Outcome, match: Match) -> None:
+    def _take(self, outcome: Outcome, match: Match, couple: Couple) -> None:
         pieces = outcome.pieces
+        if match.section not in flow.NAMED and not self._dealt.same_samples(couple):
+            counted = [piece.name for piece in pieces if piece.rows is None]
+            pieces = tuple(piece for piece in pieces if piece.rows is not None)
+            self._notes.of_parts(match, [couple] if counted else [])
+        self._notes.of_places(pieces, match, self._dealt)
         if match.borrowed:  # its tokens and masks are compared where they belong
             pieces = tuple(piece for piece in pieces if not flow.is_structural(piece.name))
         self._pieces += pieces
@@ -164,6 +209,10 @@ class TwoSides:
     def _join_tasks(self, match: Match, a: list[ShardIndex], b: list[ShardIndex]) -> list[JoinTask]:
         joined = join(a, b, match.places)
         self._notes.of_join(joined, match)
+        if joined.is_whole:
+            self._whole.add(match.section)
+        else:
+            self._lacking.add(match.section)
         return [
             JoinTask(
                 self._dumps, a[at].entry, parts, match.section, self._tolerances,
@@ -185,6 +234,39 @@ class TwoSides:
         self._tokens_differ = frozenset(differ)
         self._every_sample_differs = bool(differ) and not equal - differ
 
+    def _is_explained(self, side: int, problem: Problem) -> bool:
+        """Say whether a missing file is none: every sample is there, in parts dealt otherwise.
+
+        Ranks may have other numbers of parts (dynamic batches): what a reader misses of a grid may
+        never have been. Where an entry of the same place is there, a file is missing.
+        """
+        entry = problem.entry
+        if problem.kind != "missing" or entry is None or entry.place.rank is None:
+            return False
+        if any(each.place == entry.place for each in self._dumps[side].entries):
+            return False
+        if self._whole or self._lacking:
+            return not self._lacking
+        return self._has_every_sample(side, entry.place)
+
+    def _has_every_sample(self, side: int, place: Place) -> bool:
+        """Say whether a stage holds every trajectory of the step, as files of others tell."""
+        sampled: set[str] = set()
+        held: dict[str, set[str]] = {}
+        for piece in self._pieces:
+            where = piece.places[side]
+            if piece.rows is None or where.step != place.step:
+                continue
+            labels = piece.rows.labels
+            if where.stage == place.stage and where.rank is not None:
+                held.setdefault(piece.section, set()).update(labels)
+            elif piece.section in flow.SAMPLING:
+                sampled.update(labels)
+        return bool(sampled) and any(
+            sampled <= labels or (sampled.isdisjoint(labels) and len(sampled) == len(labels))
+            for labels in held.values()
+        )
+
     def _floor(self) -> Floor | None:
         found = []
         for dump, measured in zip(self._dumps, self._floors, strict=True):
@@ -197,39 +279,13 @@ class TwoSides:
         return max(found, key=lambda floor: floor.max, default=None)
 
 
-def _first(tensors: Sequence[TensorResult], findings: Sequence[Finding]) -> First | None:
-    alone = [f for f in findings if f.verdict is Verdict.DIFFERENT and f.section in flow.SAMPLING]
-    if alone:
-        return First("tokens", alone[0].section or "", "samples", alone[0].message)
-    for tensor in tensors:
-        if tensor.verdict is Verdict.DIFFERENT:
-            return First(tensor.station, tensor.section, tensor.name, tensor.reason, tensor.first)
-    other = [f for f in findings if f.verdict is Verdict.DIFFERENT]
-    if not other:
-        return None
-    section = other[0].section or ""
-    name = other[0].items[0] if other[0].items else ""
-    return First(flow.station(section, name), section, name, other[0].message)
+def _waves(matches: Sequence[Match]) -> Iterator[list[Match]]:
+    """Yield matches in the order in which they are compared: what tells rows before the others."""
+    for wave in range(3):
+        yield [match for match in matches if _wave(match.section) == wave]
 
 
-def _reason(verdict: Verdict, tensors: Sequence[TensorResult], findings: Sequence[Finding]) -> str:
-    counts = {each: sum(tensor.verdict is each for tensor in tensors) for each in reversed(Verdict)}
-    words = [f"{count} {each}" for each, count in counts.items() if count]
-    text = f"of {len(tensors)} tensors and numbers {', '.join(words)}" if tensors else ""
-    if not tensors:
-        text = "the two sides have nothing in common that could be compared"
-    why = [f.message for f in findings if f.verdict is verdict and verdict is not Verdict.SAME]
-    lacking = dict.fromkeys(f.section or f.message for f in findings if f.kind == "only")
-    if lacking:
-        why.append(f"on one side only: {', '.join(lacking)}")
-    return "; ".join([text, *why[:3]])
-
-
-def _non_finite(tensors: Sequence[TensorResult]) -> list[Finding]:
-    return [
-        Finding(
-            "note", f"{tensor.section}/{tensor.name}: {tensor.reason}", None, tensor.section,
-        )
-        for tensor in tensors
-        if tensor.found.agreeing_non_finite and not tensor.found.disagreeing_non_finite
-    ]  # fmt: skip
+def _wave(section: str) -> int:
+    if section in flow.SAMPLING:
+        return -1
+    return 0 if section in flow.TELLING else 2 if section in flow.COUNTED else 1

@@ -63,6 +63,12 @@ class Join:
     names_alone: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row of both sides found the same sample on the other one."""
+        lacking = (*self.alone[0], *self.alone[1], *self.conflicts, *self.coverage)
+        return not lacking and not any(self.unknown) and self.keys <= {SAMPLE, RUN, RESPONSE}
+
 
 @dataclasses.dataclass(slots=True)
 class _Found:

@@ -52,6 +52,7 @@ class Outcome:
     Attributes:
         pieces: what was compared.
         index: of each side, where they are not laid out alike.
+        in_order: their rows are the same samples, row by row: ids or tokens say so.
         only: names of tensors and numbers that one side alone has, of each side.
         floors: of each side; see `noise_floor`.
         problems: (side, what is wrong), of files that could not be read.
@@ -61,6 +62,7 @@ class Outcome:
 
     pieces: tuple[Piece, ...] = ()
     index: tuple[ShardIndex | None, ShardIndex | None] = (None, None)
+    in_order: bool = False
     only: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     floors: tuple[Pairwise | None, Pairwise | None] = (None, None)
     problems: tuple[tuple[int, Problem], ...] = ()
@@ -158,6 +160,7 @@ def compare_pair(task: PairTask) -> Outcome:
     return Outcome(
         pieces=_of_section(pieces, task.section),
         index=index,
+        in_order=pairing is not None and pairing.in_order and pairing.key != ROW,
         only=(tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))),
         floors=(noise_floor(a), noise_floor(b)), problems=tuple(problems), left_out=left_out,
         bytes=size,

@@ -125,8 +125,9 @@ def missing_places(
 ) -> Iterator[tuple[str, tuple[int, Part]]]:
     """Yield (kind, (rank, part)) of what a grid lacks that is whole otherwise.
 
-    Ranks may have different numbers of parts (dynamic batches), so a part of a rank is expected
-    where that rank has a later one, or has it in another kind, or most ranks have it.
+    Ranks may have different numbers of microbatches in each mini-batch (dynamic batches), so a
+    part of a rank is expected where that rank has a later one of its mini-batch, or has it in
+    another kind, or is in a later mini-batch without any of this one; or most ranks have it.
 
     Args:
         kinds: kind -> the (rank, part) of it that are there. Every rank of any kind is expected in
@@ -140,11 +141,19 @@ def missing_places(
     common = {p for p in parts if 2 * sum((rank, p) in everything for rank in ranks) > len(ranks)}
     for kind, places in kinds.items():
         for rank in ranks:
-            last = max((part for at, part in everything if at == rank), default=parts[0])
+            mine = sorted(part for at, part in everything if at == rank)
+            last = {_first_of(part): part for part in mine}  # of each mini-batch
+            end = max(last, default=_first_of(parts[0]))
             for part in parts:
-                expected = part <= last or part in common
+                first = _first_of(part)
+                expected = part in common or (first <= end and part <= last.get(first, first))
                 if expected and (rank, part) not in places:
                     yield kind, (rank, part)
+
+
+def _first_of(part: Part) -> Part:
+    """Return the first microbatch of a part's mini-batch."""
+    return dataclasses.replace(part, microbatch=0)
 
 
 def unknown(found: Found, kind: str) -> Problem:

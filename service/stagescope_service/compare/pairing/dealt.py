@@ -1,0 +1,215 @@
+"""How two sides dealt their samples out: which rows a shard holds where its own file says nothing.
+
+A loss, or the intermediates of one, are of the rows of a microbatch; their files may hold neither
+ids nor tokens (NexRL's `is_loss_debug`, `loss`). The shard of the same rank and part that has
+tokens (`forward_data`, `batch_inputs`) says which rows they are. Where the sides dealt samples out
+in another order, or into other parts, nothing pairs by its place alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.batch import Tensor, widened
+from stagescope.errors import StagescopeError
+from stagescope_service.compare.pairing.index import RESPONSE, ROW, RUN, SAMPLE, ShardIndex
+from stagescope_service.compare.pairing.rows import Layout, Rows
+from stagescope_service.compare.pairing.shards import Outcome
+from stagescope_service.compare.plan import Couple
+from stagescope_service.dumps.records import Dump, Entry, Place
+
+_KNOWN: Final = (SAMPLE, RUN, RESPONSE)
+_CLOSE: Final = 0.5
+"""Log-probs of the same rows are at most so far apart, of the distance of others."""
+_NOWHERE: Final[frozenset[tuple[Any, ...]]] = frozenset()
+
+Keys = tuple[str, ...]
+_Spots = dict[tuple[str, str], set[tuple[Any, ...]]]
+"""(kind, key) of a row -> at which ranks and parts it lies."""
+
+
+class Dealt:
+    """What is known of the rows at each place of two sides."""
+
+    def __init__(self, *, several_steps: bool = False) -> None:
+        self._several_steps = several_steps
+        self._shards: tuple[dict[Place, ShardIndex], dict[Place, ShardIndex]] = ({}, {})
+        self._spots: tuple[_Spots, _Spots] = ({}, {})
+        self._alike: set[Place] = set()
+
+    def learn(self, couple: Couple, outcome: Outcome) -> None:
+        """Take in what was found of a shard of rows on each side."""
+        one, other = couple
+        if outcome.in_order and one is not None and other is not None:
+            self._alike |= {one.place, other.place}
+        for side, index in enumerate(outcome.index):
+            if index is not None and index.rows and any(kind in index.keys for kind in _KNOWN):
+                self._shards[side].setdefault(index.entry.place, index)
+                self._note_spots(side, index)
+
+    def is_told(self, couple: Couple) -> bool:
+        """Whether shards of tokens say how the rows at these places pair: they are joined then."""
+        return any(
+            entry is not None and bool(self._rows_of(side, entry))
+            for side, entry in enumerate(couple)
+        )
+
+    def is_told_of_ranks(self, couple: Couple) -> bool:
+        """Whether the shards of ranks may say what two files of a whole step hold."""
+        return all(
+            entry is not None and entry.place.rank is None and self._of_ranks(side, entry.place)
+            for side, entry in enumerate(couple)
+        )
+
+    def named(self, side: int, index: ShardIndex, dump: Dump) -> ShardIndex:
+        """Return what a shard holds with the keys of its rows, where other shards know them.
+
+        A file of a whole step (NexRL's `old_log_probs`) may hold the rows of rank 0's first part,
+        then those of its second, ...: only where the log-probs of these shards say so, too.
+        """
+        if not index.rows or any(kind in index.keys for kind in _KNOWN):
+            return index
+        keys = self._rows_of(side, index.entry)
+        if index.entry.place.rank is None and not keys:
+            shards = self._of_ranks(side, index.entry.place)
+            kinds = [k for k in _KNOWN if shards and all(k in each.keys for each in shards)]
+            keys = {k: tuple(key for each in shards for key in each.keys[k]) for k in kinds}
+            starts = [0, index.rows - shards[-1].rows] if shards else []
+            checked = zip((shards[0], shards[-1]) if shards else (), starts, strict=True)
+            if not all(_lies_at(dump, index.entry, shard.entry, at) for shard, at in checked):
+                return index
+        if not keys or any(len(each) != index.rows for each in keys.values()):
+            return index
+        return dataclasses.replace(index, keys={**keys, **index.keys})
+
+    def confirms(self, place: Place) -> bool:
+        """Whether tokens showed that rows lie in the same order on both sides at a place."""
+        if place.rank is not None:
+            return place in self._alike
+        ranks = [each for each in self._alike if each.step == place.step and each.rank is not None]
+        return bool(ranks) and not self._of_ranks(0, place)
+
+    def is_moved(self, couple: Couple) -> bool:
+        """Whether samples of these places lie elsewhere on the other side, and not here too."""
+        return any(
+            bool(spots) and self._spot(entry) not in spots
+            for side, entry in enumerate(couple)
+            if entry is not None and entry.place.rank is not None
+            for kind, keys in self._rows_of(side, entry).items()
+            for key in keys
+            for spots in [self._spots[1 - side].get((kind, key), _NOWHERE)]
+        )
+
+    def same_samples(self, couple: Couple) -> bool:
+        """Whether two shards are of the same samples, as far as anything tells."""
+        if not self.is_moved(couple):
+            return True
+        kind = self._common_kind([couple])
+        one, other = (
+            () if entry is None else self._samples_of(side, entry, kind)
+            for side, entry in enumerate(couple)
+        )
+        return bool(one) and one == other
+
+    def recoupled(self, couples: Sequence[Couple]) -> tuple[list[Couple], list[Couple]]:
+        """Pair entries by the samples that they are of, where the sides dealt them out otherwise.
+
+        Args:
+            couples: of one section and unit, paired by place.
+
+        Returns:
+            Couples of the same samples, or of which nothing is told; and those that the sides
+            dealt into other parts, which have no counterpart.
+        """
+        if not any(map(self.is_moved, couples)):
+            return list(couples), []
+        told = [each for each in couples if self.is_told(each)]
+        kept = [each for each in couples if not self.is_told(each)]
+        kind = self._common_kind(told)
+        by_samples = {
+            self._samples_of(1, other, kind): other for _, other in told if other is not None
+        }
+        left = [other for _, other in told if other is not None]
+        apart: list[Couple] = []
+        for one, _ in told:
+            if one is None:
+                continue
+            partner = by_samples.pop(self._samples_of(0, one, kind), None)
+            (kept if partner is not None else apart).append((one, partner))
+            left = [other for other in left if other != partner]
+        return kept, [*apart, *((None, other) for other in left)]
+
+    def _note_spots(self, side: int, index: ShardIndex) -> None:
+        if index.entry.place.rank is not None:
+            for kind in _KNOWN:
+                for key in index.keys.get(kind, ()):
+                    self._spots[side].setdefault((kind, key), set()).add(self._spot(index.entry))
+
+    def _spot(self, entry: Entry) -> tuple[Any, ...]:
+        """Return where an entry lies, as both sides say it: stages may have other names."""
+        place = entry.place
+        return (place.step if self._several_steps else None, place.rank, place.part)
+
+    def _common_kind(self, couples: Iterable[Couple]) -> str:
+        keys = [
+            self._rows_of(side, entry)
+            for couple in couples
+            for side, entry in enumerate(couple)
+            if entry is not None
+        ]
+        return next((kind for kind in _KNOWN if all(kind in each for each in keys)), ROW)
+
+    def _samples_of(self, side: int, entry: Entry, kind: str) -> Keys:
+        return tuple(sorted(self._rows_of(side, entry).get(kind, ())))
+
+    def _rows_of(self, side: int, entry: Entry) -> Mapping[str, Keys]:
+        """Return the keys of the rows that an entry is of; none where nothing tells.
+
+        Files of a whole step may hold its rows in any order: there only the same file tells.
+        """
+        index = self._shards[side].get(entry.place)
+        if index is None or (entry.place.rank is None and entry.path != index.entry.path):
+            return {}
+        return {kind: index.keys[kind] for kind in _KNOWN if kind in index.keys}
+
+    def _of_ranks(self, side: int, place: Place) -> list[ShardIndex]:
+        """Return the shards of a step's ranks in the order of ranks and parts."""
+        found = self._shards[side]
+        of_step = [each for each in found if each.step == place.step and each.rank is not None]
+        return [found[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
+
+
+def _lies_at(dump: Dump, whole: Entry, shard: Entry, start: int) -> bool:
+    """Say whether the rows of a shard are those from `start` on in a file of the whole step.
+
+    Its log-probs are those before the update and the shard's those in it: of the same rows they
+    are close, of a row and its neighbour they are not.
+    """
+    try:
+        before, now = Rows(dump.read(whole)), Rows(dump.read(shard))
+    except StagescopeError:
+        return False
+    old, new = before.layout("old_log_probs"), now.layout("log_probs")
+    mask = None if new is None else now.mask_of("log_probs")
+    if old is None or new is None or mask is None or old.width is None or old.width != new.width:
+        return False
+    count = now.count or 0
+    if count < 2 or not 0 <= start <= (before.count or 0) - count:
+        return False
+    ones = now.ones(mask).reshape(count, -1)
+    mine = _values(old)[start : start + count]
+    theirs = _values(new)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(mine - theirs)[ones].mean()
+        moved = np.abs(np.roll(mine, 1, axis=0) - theirs)[ones].mean()
+    return bool(apart < _CLOSE * moved)
+
+
+def _values(layout: Layout) -> npt.NDArray[np.float64]:
+    values = widened(Tensor(layout.dtype, layout.flat)).astype(np.float64)
+    return values.reshape(-1, layout.width or 1)

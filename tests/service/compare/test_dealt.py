@@ -1,0 +1,290 @@
+"""Samples that the two sides dealt out in another order, or into parts of another size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support import dump_files
+from tests.support.batches import wire
+from tests.support.dump_files import Batch, make_batch, nexrl_directory
+
+from stagescope.keeping import sections_of
+from stagescope.schema import Part
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.flow import is_structural
+from stagescope_service.compare.results import Comparison, Finding, Verdict
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.store.artifacts import kept_path, step_directory
+from stagescope_service.store.kept import Kept, write_kept
+
+MICRO_TYPES = ("forward_data", "loss", "is_loss_debug", "batch_inputs")
+
+
+def in_order(batch: Batch, order: Sequence[int]) -> Batch:
+    """The same trajectories in another order."""
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        values = getattr(batch, field.name)
+        is_array = isinstance(values, np.ndarray)
+        moved[field.name] = values[list(order)] if is_array else [values[row] for row in order]
+    return Batch(**moved)
+
+
+def nexrl(
+    path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], mode: str, **more: Any
+) -> Path:
+    """A dump of NexRL's whose whole batch came in another order."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            dump_files, "make_batch", lambda *a, **k: in_order(make_batch(*a, **k), order)
+        )
+        return nexrl_directory(path, mode=mode, **more)
+
+
+def turned(directory: Path) -> Path:
+    """Give each microbatch's files to the next rank and microbatch."""
+    for kind in MICRO_TYPES:
+        files = sorted((directory / kind).glob("*.pt"))
+        held = [torch.load(file) for file in files]
+        for file, data in zip([*files[1:], *files[:1]], held, strict=True):
+            torch.save(data, file)
+    return directory
+
+
+def notes(result: Comparison) -> dict[str | None, Finding]:
+    return {f.section: f for f in result.pairs[0].findings if f.kind == "note"}
+
+
+def names(result: Comparison, section: str) -> set[str]:
+    return {each.name for each in result.pairs[0].tensors if each.section == section}
+
+
+def values(result: Comparison) -> dict[tuple[str, str], int]:
+    """How many values were compared; of tokens and masks padding counts where all is equal."""
+    return {
+        (each.section, each.name): each.found.pairs
+        for each in result.pairs[0].tensors
+        if not is_structural(each.name)
+    }
+
+
+# --- NexRL: files without ids ---------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["self_hosted", "weaver"])
+def test_microbatches_in_another_order_are_the_same(tmp_path: Path, mode: str) -> None:
+    a = nexrl_directory(tmp_path / "a", mode=mode)
+    b = turned(nexrl_directory(tmp_path / "b", mode=mode))
+    plain = compare([open_dump(a), open_dump(a)])
+    for sides in ((a, b), (b, a)):
+        result = compare([open_dump(side) for side in sides])
+        assert result.verdict is Verdict.SAME, result.reason
+        assert names(result, "loss") == {"loss", "pg_loss", "entropy_loss"}
+        assert names(result, "is_loss") == names(plain, "is_loss")
+        assert values(result) == values(plain)
+        if mode == "weaver":
+            assert result.pairs[0].keys["is_loss"] == ("response tokens",)
+            assert notes(result) == {}
+
+
+@pytest.mark.parametrize("mode", ["self_hosted", "weaver"])
+def test_a_batch_in_another_order_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    order = np.random.default_rng(1).permutation(16).tolist()
+    a = nexrl_directory(tmp_path / "a", mode=mode)
+    b = nexrl(tmp_path / "b", monkeypatch, order, mode)
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.verdict is Verdict.SAME, result.reason
+    found = {t.section: t for t in result.pairs[0].tensors if t.name == "old_log_probs"}
+    section = "old_log_probs" if mode == "self_hosted" else "is_loss"
+    assert found[section].samples["compared"] == 16
+    assert result.pairs[0].keys[section] == ("response tokens",)
+    # The microbatches are of other samples: what is of a whole one has no counterpart.
+    assert "numbers of 4 and 4 parts are not compared" in notes(result)["loss"].message
+    assert len(notes(result)["loss"].items) == 4
+
+
+def test_one_changed_value_is_found_in_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "is_loss_debug" and name.endswith("rank1_micro0"):
+            data["prob_ratio"] = data["prob_ratio"].clone()
+            data["prob_ratio"][2, 0] += 0.5
+
+    a = nexrl_directory(tmp_path / "a", mode="weaver")
+    b = turned(nexrl_directory(tmp_path / "b", mode="weaver", edit=edit))
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.first is not None
+    assert (result.first.section, result.first.name) == ("is_loss", "prob_ratio")
+    assert result.first.location is not None
+    assert result.first.location.coordinates == ((2, 0), (2, 0))
+    ranks = [(place.rank, place.part.microbatch) for place in result.first.location.places]
+    assert ranks == [(1, 0), (1, 1)]
+
+
+def test_rows_of_which_nothing_tells_are_said_to_be_paired_by_place(tmp_path: Path) -> None:
+    a = nexrl_directory(tmp_path / "a")
+    b = turned(nexrl_directory(tmp_path / "b"))
+    result = compare([open_dump(a), open_dump(b)])
+    # The whole batch's order is not that of the microbatches any more.
+    assert notes(result)["old_log_probs"].message.startswith(
+        "old_log_probs: 16 rows are paired by place: neither ids nor tokens say which samples"
+    )
+    sides = [nexrl_directory(tmp_path / f"{name}w", mode="weaver") for name in "ab"]
+    assert notes(compare([open_dump(side) for side in sides])) == {}
+    for side in sides:
+        for kind in ("forward_data", "batch_inputs"):
+            for file in (side / kind).iterdir():
+                file.unlink()
+            (side / kind).rmdir()
+    result = compare([open_dump(side) for side in sides])
+    assert result.verdict is Verdict.SAME
+    assert "is_loss: 16 rows are paired by place" in notes(result)["is_loss"].message
+
+
+def test_what_was_sampled_differently_is_not_called_dealt_otherwise(tmp_path: Path) -> None:
+    sides = [nexrl_directory(tmp_path / str(seed), seed=seed, mode="weaver") for seed in (0, 1)]
+    result = compare([open_dump(side) for side in sides])
+    assert result.verdict is Verdict.DIFFERENT
+    assert "loss" not in notes(result)
+    assert names(result, "loss") == {"loss", "pg_loss", "entropy_loss"}
+
+
+# --- parts of unlike size -------------------------------------------------------------------------
+Shares = Sequence[Sequence[Sequence[Sequence[int]]]]
+"""By rank, mini-batch and microbatch: which rows."""
+
+
+def dynamic(path: Path, shares: Shares, *, rollout: bool = False, rows: int = 16) -> Path:
+    """Kept files whose microbatches are balanced by tokens: each has rows and a width of its own.
+
+    `rollout`: the rollout's file is there, too.
+    """
+    batch = make_batch(rows, 12)
+    if rollout:
+        write(path, batch, range(rows), ("responses", "rewards"), "rollout_generate", 0, Part(), 1)
+    for rank, minis in enumerate(shares):
+        parts = [
+            (Part(minibatch=mini, microbatch=micro), of)
+            for mini, micros in enumerate(minis)
+            for micro, of in enumerate(micros)
+        ]
+        for seq, (part, of) in enumerate(parts, 1):
+            kept = ("old_log_probs", "log_probs", "entropy", "advantages")
+            write(path, batch, of, kept, "actor_update", rank, part, seq)
+    return path / "run" / "first"
+
+
+def write(
+    path: Path, batch: Batch, rows: Sequence[int], kept: Sequence[str], stage: str, rank: int,
+    part: Part, seq: int,
+) -> None:  # fmt: skip
+    index = list(rows)
+    width = int(batch.lengths[index].max())
+    values = {name: getattr(batch, name)[index] for name in ("response_mask", *kept)}
+    tensors = {n: wire(v[:, :width].copy() if v.ndim == 2 else v) for n, v in values.items()}
+    scalars = {"loss": math.fsum(batch.log_probs[index].ravel())} if stage == "actor_update" else {}
+    role = "actor" if stage == "actor_update" else "rollout"
+    job = {"run": "run", "attempt_key": "first", "step": 0, "stage": stage, "role": role,
+           "rank": rank, **dataclasses.asdict(part)}  # fmt: skip
+    file = kept_path(
+        step_directory(path, "run", "first", 0, stage, part), role, rank, f"incarnation{rank}", seq
+    )
+    strings = {"sample_ids": [batch.samples[row] for row in index]}
+    write_kept(file, Kept(tensors, sections_of(stage, tensors, scalars), scalars, strings, {}, job))
+
+
+UNLIKE: dict[str, Shares] = {
+    "by mini-batch": [
+        [[[0, 1], [2], [3]], [[4, 5], [6, 7]]], [[[8, 9], [10, 11]], [[12], [13], [14, 15]]],
+    ],
+    "by rank": [
+        [[[0, 1], [2], [3]]], [[[4], [5], [6, 7]]], [[[8, 9], [10], [11]]], [[[12, 13], [14, 15]]],
+    ],
+    "even": [[[[0, 1, 2, 3], [4, 5, 6, 7]]], [[[8, 9, 10, 11], [12, 13, 14, 15]]]],
+    "mixed": [[[[15, 0], [3], [12, 7, 1]], [[4]]], [[[8, 9, 2, 5]], [[6, 14, 13], [11, 10]]]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+@pytest.mark.parametrize("one", UNLIKE)
+@pytest.mark.parametrize("other", UNLIKE)
+def test_parts_of_unlike_size_are_the_same(
+    tmp_path: Path, one: str, other: str, rollout: bool
+) -> None:
+    a = dynamic(tmp_path / "a", UNLIKE[one], rollout=rollout)
+    b = dynamic(tmp_path / "b", UNLIKE[other], rollout=rollout)
+    result = compare([open_dump(a), open_dump(b)])
+    if one == other == "by rank" and not rollout:
+        # Nothing tells how many samples there were: the part that three of four ranks have may be
+        # lost on both sides.
+        assert {f.kind for f in result.pairs[0].findings} == {"missing"}
+        return
+    assert result.verdict is Verdict.SAME, result.reason
+    assert {f.kind for f in result.pairs[0].findings} <= {"note"}
+    entropy = next(t for t in result.pairs[0].tensors if t.name == "entropy")
+    assert entropy.samples["compared"] == 16
+    parts = [
+        {frozenset(of) for minis in UNLIKE[name] for micros in minis for of in micros}
+        for name in (one, other)
+    ]
+    compared = [t.found.pairs for t in result.pairs[0].tensors if t.name == "loss"]
+    assert sum(compared) == len(parts[0] & parts[1])
+    assert ("loss" in notes(result)) == (parts[0] != parts[1])
+
+
+DEALT = st.permutations(range(8)).flatmap(
+    lambda order: st.lists(st.integers(1, 7), unique=True, max_size=5).map(
+        lambda cuts: [
+            list(order[start:stop])
+            for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), 8], strict=True)
+        ]
+    )
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(DEALT, DEALT, st.integers(1, 3))
+def test_any_two_ways_to_deal_samples_are_the_same(
+    tmp_path_factory: pytest.TempPathFactory, one: Any, other: Any, ranks: int
+) -> None:
+    path = tmp_path_factory.mktemp("dealt")
+    sides = [
+        dynamic(path / str(at), [[of[rank::ranks]] for rank in range(ranks) if of[rank::ranks]],
+                rollout=True, rows=8)
+        for at, of in enumerate((one, other))
+    ]  # fmt: skip
+    result = compare([open_dump(side) for side in sides])
+    assert result.verdict is Verdict.SAME, result.reason
+
+
+def test_a_file_that_was_lost_is_missing_in_whatever_parts(tmp_path: Path) -> None:
+    def lose(file: Path) -> None:
+        file.unlink()
+
+    def empty(file: Path) -> None:
+        file.write_bytes(b"")
+
+    harm: Callable[[Path], None]
+    for number, harm in enumerate((lose, empty)):
+        a = dynamic(tmp_path / f"a{number}", UNLIKE["by mini-batch"], rollout=True)
+        b = dynamic(tmp_path / f"b{number}", UNLIKE["mixed"], rollout=True)
+        harm(next(a.rglob("actor_rank1_*_4.safetensors")))
+        result = compare([open_dump(a), open_dump(b)])
+        assert result.exit_status == 2
+        kinds = {f.kind for f in result.pairs[0].findings}
+        assert kinds >= {"only", "damaged" if harm is empty else "missing"}
+        # Both sides lack it: the rollout has its samples.
+        itself = compare([open_dump(a), open_dump(a)])
+        assert itself.exit_status == 2
