@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ settings.register_profile(
     "shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("shared-machine")
+
+# CTranslate2 reads it when it is first imported; see examples/countdown/engine.py.
+os.environ.setdefault("CT2_USE_MKL", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
