@@ -83,14 +83,16 @@ class Notes:
                     places = self._parts.setdefault(match.section, ({}, {}))
                     places[side][str(entry.place)] = None
 
-    def of_places(self, pieces: Sequence[Piece], match: Match, dealt: Dealt) -> None:
+    def of_places(
+        self, pieces: Sequence[Piece], couple: Couple, match: Match, dealt: Dealt
+    ) -> None:
         """Name rows that were paired by their place alone, without a word of which they are."""
         told = {piece.places for piece in pieces if piece.name in flow.TOKENS}
         found = self._by_place.setdefault(match.section, {})
         for piece in pieces:
             if piece.rows is None or piece.key != ROW or piece.places in told:
                 continue
-            if not dealt.confirms(piece.places[0]):
+            if not dealt.confirms(piece.places[0], couple):
                 found[piece.places[0]] = len(piece.rows.labels)
 
     def of_join(self, joined: Join, match: Match) -> None:

@@ -138,11 +138,11 @@ class TwoSides:
             self._notes.of_outcome(outcome, work.couple, work.match, is_moved=is_moved)
             for side, index in enumerate(outcome.index):
                 if index is not None:
-                    known = self._dealt.named(side, index, self._dumps[side])
-                    indexes.setdefault(work.unit, ([], []))[side].append(known)
+                    indexes.setdefault(work.unit, ([], []))[side].append(index)
         joins = [
             (of_unit[unit], task)
-            for unit, (a, b) in indexes.items()
+            for unit, sides in indexes.items()
+            for a, b in [self._dealt.named(sides, self._dumps)]
             for task in self._join_tasks(of_unit[unit], a, b)
         ]
         for (match, _), outcome in zip(joins, self._map([t for _, t in joins]), strict=True):
@@ -194,7 +194,7 @@ class TwoSides:
             counted = [piece.name for piece in pieces if piece.rows is None]
             pieces = tuple(piece for piece in pieces if piece.rows is not None)
             self._notes.of_parts(match, [couple] if counted else [])
-        self._notes.of_places(pieces, match, self._dealt)
+        self._notes.of_places(pieces, couple, match, self._dealt)
         if match.borrowed:  # its tokens and masks are compared where they belong
             pieces = tuple(piece for piece in pieces if not flow.is_structural(piece.name))
         self._pieces += pieces

@@ -44,6 +44,10 @@ SECTIONS: Final[Mapping[str, str]] = {
 }
 
 
+AFTER: Final = "index t is token t + 1"
+"""What `Record.about["alignment"]` says of a tensor (by name) that is shifted by one."""
+
+
 class Place(NamedTuple):
     """Where a record was made; unknown is None, and a part is `Part()`."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy.typing as npt
 from stagescope.batch import Tensor, widened
 from stagescope.errors import StagescopeError
 from stagescope_service.compare.pairing.index import RESPONSE, ROW, RUN, SAMPLE, ShardIndex
-from stagescope_service.compare.pairing.rows import Layout, Rows
+from stagescope_service.compare.pairing.layout import Layout
+from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.compare.pairing.shards import Outcome
 from stagescope_service.compare.plan import Couple
 from stagescope_service.dumps.records import Dump, Entry, Place
@@ -41,12 +43,14 @@ class Dealt:
         self._shards: tuple[dict[Place, ShardIndex], dict[Place, ShardIndex]] = ({}, {})
         self._spots: tuple[_Spots, _Spots] = ({}, {})
         self._alike: set[Place] = set()
+        self._files: set[Path] = set()
 
     def learn(self, couple: Couple, outcome: Outcome) -> None:
         """Take in what was found of a shard of rows on each side."""
         one, other = couple
         if outcome.in_order and one is not None and other is not None:
             self._alike |= {one.place, other.place}
+            self._files |= {one.path, other.path}
         for side, index in enumerate(outcome.index):
             if index is not None and index.rows and any(kind in index.keys for kind in _KNOWN):
                 self._shards[side].setdefault(index.entry.place, index)
@@ -66,14 +70,27 @@ class Dealt:
             for side, entry in enumerate(couple)
         )
 
-    def named(self, side: int, index: ShardIndex, dump: Dump) -> ShardIndex:
+    def named(
+        self, sides: Sequence[Sequence[ShardIndex]], dumps: Sequence[Dump]
+    ) -> list[list[ShardIndex]]:
+        """Return the shards of a unit of both sides with keys of rows that other shards know.
+
+        Where both sides say the same kind of key themselves, they are as they were.
+        """
+        every = [index for side in sides for index in side if index.rows]
+        if any(all(kind in index.keys for index in every) for kind in _KNOWN):
+            return [list(side) for side in sides]
+        return [
+            [self._named(at, index, dump) for index in side]
+            for at, (side, dump) in enumerate(zip(sides, dumps, strict=True))
+        ]
+
+    def _named(self, side: int, index: ShardIndex, dump: Dump) -> ShardIndex:
         """Return what a shard holds with the keys of its rows, where other shards know them.
 
         A file of a whole step (NexRL's `old_log_probs`) may hold the rows of rank 0's first part,
         then those of its second, ...: only where the log-probs of these shards say so, too.
         """
-        if not index.rows or any(kind in index.keys for kind in _KNOWN):
-            return index
         keys = self._rows_of(side, index.entry)
         if index.entry.place.rank is None and not keys:
             shards = self._of_ranks(side, index.entry.place)
@@ -83,12 +100,14 @@ class Dealt:
             checked = zip((shards[0], shards[-1]) if shards else (), starts, strict=True)
             if not all(_lies_at(dump, index.entry, shard.entry, at) for shard, at in checked):
                 return index
-        if not keys or any(len(each) != index.rows for each in keys.values()):
+        if not index.rows or any(len(each) != index.rows for each in keys.values()):
             return index
         return dataclasses.replace(index, keys={**keys, **index.keys})
 
-    def confirms(self, place: Place) -> bool:
+    def confirms(self, place: Place, couple: Couple) -> bool:
         """Whether tokens showed that rows lie in the same order on both sides at a place."""
+        if all(entry is not None and entry.path in self._files for entry in couple):
+            return True
         if place.rank is not None:
             return place in self._alike
         ranks = [each for each in self._alike if each.step == place.step and each.rank is not None]

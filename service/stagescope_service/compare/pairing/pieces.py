@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.pairing.rows import Layout, Rows
+from stagescope_service.compare.pairing.layout import Layout
+from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.compare.pairing.taking import (
     LENGTHS_DIFFER,
     Finder,
@@ -112,6 +113,8 @@ def compare_rows(
     section = a.record.entry.section
     both = sorted(set(a.names) & set(b.names), key=lambda name: flow.order(section, name))
     both.sort(key=lambda name: not flow.is_structural(name))
+    if "versions" in both and not a.spread("versions", b):
+        b.spread("versions", a)
     bad = np.array([label in exclude for label in pairing.labels], bool)
     pieces = []
     for name in both:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,11 +19,22 @@ import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
 from stagescope_service.compare.flow import MASKS, NAMED, TEXTS, TOKENS, is_structural
-from stagescope_service.dumps.records import Record
+from stagescope_service.compare.pairing.layout import (
+    Layout,
+    before_first,
+    count_by_row,
+    cumulative,
+    same_offsets,
+    spans,
+    turned,
+)
+from stagescope_service.dumps.records import AFTER, Record
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 
+_WHOLE: Final = ("tokens", "input_ids")
+"""Tensors of prompt and response together."""
 _SEQUENCES: Final = (
     "tokens", "responses", "input_ids", "prompts", "log_probs", "old_log_probs",
     "rollout_log_probs", "loss_mask", "response_mask",
@@ -32,35 +42,13 @@ _SEQUENCES: Final = (
 """Tensors whose first dimension is that of the rows, where nothing else says how many there are."""
 
 
-class Layout(NamedTuple):
-    """A tensor by row.
-
-    Attributes:
-        dtype: its tag.
-        flat: its values in memory order.
-        offsets: int64 [rows + 1]: row r is `flat[offsets[r]:offsets[r + 1]]`.
-        width: values a row of a padded tensor, None of a ragged one.
-        shape: as it was.
-    """
-
-    dtype: str
-    flat: Array
-    offsets: Int64
-    width: int | None
-    shape: tuple[int, ...]
-
-    @property
-    def lengths(self) -> Int64:
-        """Values of each row."""
-        return np.diff(self.offsets)
-
-
 class Extent(NamedTuple):
     """Which values of a tensor count.
 
     Attributes:
         kind: 'mask' (where its mask is 1), 'span' (from the first 1 to the last), 'full' (all
-            that is no padding), 'row' (nothing says what is padding).
+            that is no padding), 'row' (nothing says what is padding), 'response' (of a whole
+            sequence, the span of a mask that is of its response alone).
         keep: bool of each value, or None: all.
     """
 
@@ -72,7 +60,7 @@ class Rows:
     """The row tensors of a record; `count` is None where it has none."""
 
     def __init__(self, record: Record) -> None:
-        record = _with_texts(record)
+        record = _unshifted(_with_texts(record))
         self.record = record
         self.count = _row_count(record)
         self._layouts: dict[str, Layout | None] = {}
@@ -161,6 +149,8 @@ class Rows:
                 found["full"] = full
             if mask is not None:
                 found["span"] = Extent("span", self._span(mask))
+            elif name in _WHOLE and (ones := self._ones_at_end(layout)) is not None:
+                found["response"] = Extent("response", spans(ones, layout.offsets))
         elif mask is not None:
             found["mask"] = Extent("mask", self.ones(mask))
         return found | {"row": Extent("row", None)}
@@ -180,6 +170,33 @@ class Rows:
             return Extent("full", np.ascontiguousarray(part).reshape(-1))
         return None
 
+    def _ones_at_end(self, layout: Layout) -> Array | None:
+        """Return where a mask of the responses alone is 1 in whole sequences, which end in them."""
+        mask = self.layout("response_mask")
+        if mask is None or (mask.width is None) != (layout.width is None):
+            return None
+        if (mask.lengths > layout.lengths).any():
+            return None
+        ones = np.zeros(len(layout.flat), bool)
+        starts = layout.offsets[1:] - mask.lengths - mask.offsets[:-1]
+        ones[np.arange(len(mask.flat)) + np.repeat(starts, mask.lengths)] = self.ones(
+            "response_mask"
+        )
+        return ones
+
+    def spread(self, name: str, other: Rows) -> bool:
+        """Give every token of a row its one value where another record has one for each token."""
+        mine, theirs = self.known(name), other.known(name)
+        mask = next((each for each in MASKS if each in self.names), None)
+        if len(mine.shape) > 1 or mine.width is None or theirs.width == len(theirs.shape) == 1:
+            return False
+        if mask is None or other.mask_of(name) is None:
+            return False
+        like = self.known(mask)
+        flat = np.repeat(mine.flat, like.lengths)
+        self._layouts[name] = Layout(mine.dtype, flat, like.offsets, like.width, like.shape)
+        return True
+
     def _span(self, mask: str) -> Array:
         """Return which values lie from the first 1 of their row to the last."""
         if mask not in self._spans:
@@ -190,15 +207,15 @@ class Rows:
         """Return hashes of each row's response tokens and of its prompt tokens, None if unknown."""
         responses = prompts = None
         if "responses" in self.names:
-            responses = self._hashes("responses", self._best("responses"))
+            responses = self._hashes("responses", self._sampled("responses"))
         if "prompts" in self.names:
             prompts = self._hashes("prompts", self._best("prompts"))
-        whole = next((n for n in ("tokens", "input_ids") if n in self.names), None)
+        whole = next((n for n in _WHOLE if n in self.names), None)
         if whole is not None and (mask := self.mask_of(whole)) is not None:
             span = self._span(mask)
             responses = responses or self._hashes(whole, span)
             if prompts is None and (full := self.extents(whole).get("full")) is not None:
-                before = _before_first(self.ones(mask), self.known(whole).offsets)
+                before = before_first(self.ones(mask), self.known(whole).offsets)
                 prompts = self._hashes(whole, before if full.keep is None else before & full.keep)
         elif whole is not None and responses is None:
             responses = self._hashes(whole, self._best(whole))
@@ -215,6 +232,19 @@ class Rows:
         if mask is None:
             return np.zeros(self.count or 0, np.int64)
         return count_by_row(self.ones(mask), self.known(mask).offsets)
+
+    def _sampled(self, name: str) -> Array | None:
+        """Return which tokens of responses the policy made, from first to last, in every format.
+
+        Of a row without any, all that is no padding.
+        """
+        mask = self.mask_of(name)
+        if mask is None:
+            return self._best(name)
+        layout = self.known(name)
+        none = np.repeat(count_by_row(self.ones(mask), layout.offsets) == 0, layout.lengths)
+        best = self._best(name)
+        return self._span(mask) | (none if best is None else none & best)
 
     def _best(self, name: str) -> Array | None:
         return next(iter(self.extents(name).values())).keep
@@ -234,64 +264,21 @@ class Rows:
         ]
 
 
-def chosen(layout: Layout, keep: Array | None, rows: Int64) -> tuple[Int64, Int64]:
-    """Return flat places of the values of `rows` that count, and int64 [rows + 1] bounds of each.
-
-    Args:
-        layout: of the tensor.
-        keep: which of its values count, None = all.
-        rows: which rows, in this order.
-    """
-    if keep is None:
-        places, bounds = None, layout.offsets
-    else:
-        places = np.flatnonzero(keep)
-        bounds = np.searchsorted(places, layout.offsets)
-    starts, counts = bounds[:-1][rows], np.diff(bounds)[rows]
-    edges = cumulative(counts)
-    index = np.arange(edges[-1]) + np.repeat(starts - edges[:-1], counts)
-    return (index if places is None else places[index]), edges
-
-
-def spans(ones: Array, offsets: Int64) -> Array:
-    """Return bools: from the first true value of each row to its last."""
-    places = np.flatnonzero(ones)
-    bounds = np.searchsorted(places, offsets)
-    some = np.flatnonzero(np.diff(bounds))
-    change = np.zeros(len(ones) + 1, np.int8)
-    change[places[bounds[:-1][some]]] += 1
-    change[places[bounds[1:][some] - 1] + 1] -= 1
-    return np.cumsum(change[:-1], dtype=np.int8).view(bool)
-
-
-def count_by_row(keep: Array, offsets: Int64) -> Int64:
-    """Return how many values of each row hold."""
-    return np.diff(np.searchsorted(np.flatnonzero(keep), offsets))
-
-
-def cumulative(counts: Sequence[int] | Int64) -> Int64:
-    """Return int64 [n + 1] bounds of pieces of these sizes."""
-    bounds = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=bounds[1:])
-    return bounds
-
-
-def _before_first(ones: Array, offsets: Int64) -> Array:
-    """Return bools: all of each row before its first true value; of a row without one, all."""
-    places = np.flatnonzero(ones)
-    bounds = np.searchsorted(places, offsets)
-    first = np.append(places, len(ones))[bounds[:-1]]
-    first = np.where(np.diff(bounds) > 0, first, offsets[1:])
-    lengths = np.diff(offsets)
-    position = np.arange(len(ones)) - np.repeat(offsets[:-1], lengths)
-    return position < np.repeat(first - offsets[:-1], lengths)
-
-
-def same_offsets(one: Layout, other: Layout) -> bool:
-    """Whether two tensors have as many values in every row."""
-    if one.width is not None and other.width is not None:
-        return one.width == other.width and len(one.offsets) == len(other.offsets)
-    return np.array_equal(one.offsets, other.offsets)
+def _unshifted(record: Record) -> Record:
+    """Return a record in which index t of every tensor is token t; see `formats.areal`."""
+    said = record.about.get("alignment")
+    moved = [n for n, text in said.items() if text == AFTER] if isinstance(said, dict) else []
+    tensors = dict(record.tensors)
+    for name in moved:
+        if name in tensors:
+            tag, shape, values, offsets = tensors[name]
+            bounds = offsets
+            if offsets is None and len(shape) == 2:
+                bounds = np.arange(shape[0] + 1, dtype=np.int64) * shape[1]
+            if bounds is not None:
+                flat = turned(np.ascontiguousarray(values).reshape(-1), bounds)
+                tensors[name] = (tag, shape, flat.reshape(values.shape), offsets)
+    return dataclasses.replace(record, tensors=tensors) if moved else record
 
 
 def _with_texts(record: Record) -> Record:

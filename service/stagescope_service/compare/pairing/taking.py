@@ -9,14 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.pairing.rows import (
-    Extent,
-    Layout,
-    Rows,
-    chosen,
-    cumulative,
-    same_offsets,
-)
+from stagescope_service.compare.pairing.layout import Layout, chosen, cumulative, same_offsets
+from stagescope_service.compare.pairing.rows import Extent, Rows
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Number, Spot, value_of
 
@@ -111,7 +105,7 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
     if direct and is_structural(name) and b.shares(a, name):
         # Equal with all their padding: which of it counts makes no difference.
         return _as_they_lie(one, None, "full", same=True)
-    kind, of_a, of_b = _extents(a.extents(name), b.extents(name))
+    kind, of_a, of_b = _extents(a, b, name)
     keep_a, keep_b, mask_a, mask_b = of_a.keep, of_b.keep, None, None
     if kind == "row" and of_a.kind != of_b.kind:  # only one side says which values count
         mask_a, mask_b, keep_a, keep_b = keep_a, keep_b, None, None
@@ -196,14 +190,23 @@ class Finder:
 
 def keeps_of(a: Rows, b: Rows, name: str) -> tuple[Array | None, Array | None]:
     """Return which values of a tensor count on each side, None = all."""
-    _, of_a, of_b = _extents(a.extents(name), b.extents(name))
+    _, of_a, of_b = _extents(a, b, name)
     return of_a.keep, of_b.keep
 
 
-def _extents(a: dict[str, Extent], b: dict[str, Extent]) -> tuple[str, Extent, Extent]:
+def _extents(one: Rows, other: Rows, name: str) -> tuple[str, Extent, Extent]:
+    a, b = one.extents(name), other.extents(name)
+    masks = one.mask_of(name), other.mask_of(name)
+    if not is_structural(name) and None not in masks and masks[0] != masks[1]:
+        # One is of responses and one of whole sequences: what the policy made is in both.
+        ones = [rows.ones(mask) for rows, mask in zip((one, other), masks, strict=True) if mask]
+        return "mask", Extent("mask", ones[0]), Extent("mask", ones[1])
     for kind in ("full", "mask", "span"):
         if kind in a and kind in b:
             return kind, a[kind], b[kind]
+    spans = [each.get("span", each.get("response")) for each in (a, b)]
+    if one.known(name).width != other.known(name).width and spans[0] and spans[1]:
+        return "span", spans[0], spans[1]
     return "row", a.get("mask", a["row"]), b.get("mask", b["row"])
 
 

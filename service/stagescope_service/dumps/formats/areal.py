@@ -26,7 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor
-from stagescope_service.dumps.records import Entry, Place, Record
+from stagescope_service.dumps.records import AFTER, Entry, Place, Record
 
 KIND: Final = "areal"
 
@@ -134,7 +134,7 @@ def _wanted(section: str, names: set[str]) -> set[str]:
 
 
 def _alignment(names: set[str]) -> dict[str, str]:
-    token, after = "index t is token t", "index t is token t + 1"
+    token, after = "index t is token t", AFTER
     rolled = "advantages" in names
     said = {"tokens": token, "rollout_log_probs": token, "loss_mask": token}
     if rolled:

@@ -1,0 +1,150 @@
+"""The same trajectories as slime and AReaL wrote them: unlike in padding, alignment and order."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.dump_files import (
+    Batch,
+    areal_batch,
+    areal_file,
+    make_batch,
+    slime_rollout_file,
+    slime_train_file,
+)
+
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.results import Comparison, Verdict
+from stagescope_service.dumps.discover import open_dump
+
+ROWS = 8
+ORDER = (3, 6, 1, 0, 7, 2, 5, 4)
+
+
+def permuted(batch: Batch) -> Batch:
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        values = getattr(batch, field.name)
+        is_array = isinstance(values, np.ndarray)
+        moved[field.name] = values[list(ORDER)] if is_array else [values[row] for row in ORDER]
+    return Batch(**moved)
+
+
+def leftward(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Padded on the left."""
+    lengths = data["attention_mask"].sum(1).tolist()
+    found = {}
+    for name, values in data.items():
+        shifted = [torch.roll(row, row.numel() - n) for row, n in zip(values, lengths, strict=True)]
+        found[name] = values if values.dim() == 1 else torch.stack(shifted)
+    return found
+
+
+def trained(batch: Batch, *, rolled: bool) -> dict[str, torch.Tensor]:
+    """With `prox_logp`, which is shifted by one; rolled: after AReaL's compute_advantages."""
+    data = areal_batch(batch)
+
+    def shifted(name: str) -> torch.Tensor:
+        found = torch.zeros_like(data["logprobs"])
+        for row in range(batch.rows):
+            start, values = len(batch.prompts[row]) - 1, batch.of_row(name, row)
+            found[row, start : start + len(values)] = torch.tensor(values)
+        return found
+
+    data["prox_logp"] = shifted("old_log_probs")
+    if rolled:
+        data |= {name: torch.roll(data[name], -1, 1) for name in ("loss_mask", "logprobs")}
+        data["advantages"] = shifted("advantages")
+    return data
+
+
+def held(tmp_path: Path, one: Path, data: Any) -> Comparison:
+    path = tmp_path / "areal.pt"
+    torch.save(data, path)
+    forth = compare([open_dump(one), open_dump(path)])
+    back = compare([open_dump(path), open_dump(one)])
+    assert forth.verdict is back.verdict
+    return forth
+
+
+def pairs(result: Comparison) -> dict[str, int]:
+    return {each.name: each.found.pairs for each in result.pairs[0].tensors}
+
+
+@pytest.mark.parametrize("order", ["same order", "another order"])
+@pytest.mark.parametrize("form", ["dict", "list", "left", "no attention_mask", "left, without"])
+def test_the_same_trajectories_are_the_same(tmp_path: Path, form: str, order: str) -> None:
+    batch = make_batch(ROWS, 12)
+    slime = slime_rollout_file(tmp_path / "slime.pt", batch)
+    theirs = batch if order == "same order" else permuted(batch)
+    if form in ("dict", "list"):
+        data = torch.load(areal_file(tmp_path / "theirs.pt", theirs, form=form))
+    else:
+        data = areal_batch(theirs)
+        data = leftward(data) if form.startswith("left") else data
+    if "without" in form or form.startswith("no"):
+        del data["attention_mask"]
+    result = held(tmp_path, slime, data)
+    assert result.verdict is Verdict.SAME, result.reason
+    found = pairs(result)
+    policy = int(batch.response_mask.sum())
+    assert (found["rollout_log_probs"], found["versions"], found["rewards"]) == (
+        policy, policy, ROWS,
+    )  # fmt: skip
+    whole = sum(len(batch.tokens(row)) for row in range(ROWS))
+    assert found["tokens"] == whole if form in ("dict", "list", "left") else policy <= whole
+    assert result.pairs[0].keys["trajectories"] == ("response tokens",)
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+@pytest.mark.parametrize("order", ["same order", "another order"])
+def test_shifted_log_probs_and_advantages_are_the_same(
+    tmp_path: Path, order: str, rolled: bool
+) -> None:
+    batch = make_batch(ROWS, 12)
+    slime = slime_train_file(tmp_path / "slime.pt", batch)
+    theirs = batch if order == "same order" else permuted(batch)
+    result = held(tmp_path, slime, trained(theirs, rolled=rolled))
+    assert result.verdict is Verdict.SAME, result.reason
+    names = {"rollout_log_probs", "old_log_probs", *(["advantages"] if rolled else [])}
+    policy = int(batch.response_mask.sum())
+    assert {n: c for n, c in pairs(result).items() if n in names} == dict.fromkeys(names, policy)
+    assert not [f for f in result.pairs[0].findings if "paired by place" in f.message]
+
+
+def test_one_changed_log_prob_is_found_at_its_sample(tmp_path: Path) -> None:
+    batch = make_batch(ROWS, 12)
+    slime = slime_rollout_file(tmp_path / "slime.pt", batch)
+    data = leftward(areal_batch(permuted(batch)))
+    at = (2, data["loss_mask"].shape[1] - 1)  # the last token of sample ORDER[2]
+    assert data["loss_mask"][at] == 1
+    data["logprobs"][at] -= 0.5
+    result = held(tmp_path, slime, data)
+    assert result.exit_status == 1
+    assert result.first is not None
+    assert result.first.name == "rollout_log_probs"
+    assert result.first.location is not None
+    assert result.first.location.sample == str(ORDER[2])
+    assert result.first.location.coordinates[1] == at
+
+
+def test_another_mask_or_other_tokens_are_no_false_difference(tmp_path: Path) -> None:
+    batch = make_batch(ROWS, 12)
+    slime = slime_rollout_file(tmp_path / "slime.pt", batch)
+    data = areal_batch(batch)
+    inside = data["loss_mask"][1].nonzero()[1, 0]
+    data["loss_mask"][1, inside] = 0  # one token less that the policy made
+    result = held(tmp_path, slime, data)
+    assert result.exit_status == 2
+    found = next(t for t in result.pairs[0].tensors if t.name == "rollout_log_probs")
+    assert found.verdict is Verdict.NOT_COMPARABLE
+    assert "the lengths differ in 1 of 8 samples" in found.reason
+    other = areal_batch(make_batch(ROWS, 12, seed=1))
+    result = held(tmp_path, slime, other)
+    assert result.first is not None
+    assert result.first.station == "tokens"
