@@ -83,5 +83,5 @@ $(LOWEST)/bin/python:
 
 # Not the extras `example` and `dev`: the one wants the newest torch, the other brings linters.
 $(LOWEST)/installed: $(LOWEST_NEEDS) | $(LOWEST)/bin/python
-	$(LOWEST_INSTALL) -e '.[service,workers,msprobe,notebook]' torch transformers ctranslate2 tensordict hypothesis psutil pytest pytest-timeout
+	$(LOWEST_INSTALL) -e '.[service,workers,msprobe,notebook]' torch transformers ctranslate2 tensordict hypothesis playwright psutil pytest pytest-timeout
 	@touch $@

@@ -53,7 +53,7 @@ ONLY_IN: Final = {
     "starlette": ("service/stagescope_service/api/",),
     "uvicorn": ("service/stagescope_service/api/",),
     "plotly": ("service/stagescope_service/compare/figures.py",
-               "service/stagescope_service/compare/report/html.py"),
+               "service/stagescope_service/compare/report/page.py"),
     "numba": ("service/stagescope_service/statistics/",),
     "pandas": ("client/stagescope/convert.py",),
     "polars": ("client/stagescope/convert.py",),

@@ -35,6 +35,7 @@ _NUMBERS: Final = frozenset({
     "mean", "std", "value",
 })  # fmt: skip
 """Fields whose strings are non-finite numbers, spelled."""
+_PART: Final = ("occurrence", "epoch", "minibatch", "microbatch")
 _WEIGHT: Final = {verdict: at for at, verdict in enumerate(MARKS)}
 _Mapping = Mapping[str, Any]
 
@@ -121,13 +122,29 @@ def deciding_changes(said: _Mapping) -> list[_Mapping]:
 
 def place_text(place: _Mapping) -> str:
     """Return a place in short: rank 3, microbatch 1."""
-    names = ("occurrence", "epoch", "minibatch", "microbatch")
-    parts = [f"{name} {place[name]}" for name in names if place[name]]
-    if place["rank"] is None:
-        return ", ".join(parts) or "whole step"
-    if not place["microbatch"]:
-        parts.append("microbatch 0")
-    return ", ".join([f"{place['role'] or 'rank'} {place['rank']}", *parts])
+    if place["rank"] is not None:
+        return f"{place['role'] or 'rank'} {place['rank']}, {part_text(place)}"
+    return part_text(place) if any(place[name] for name in _PART) else "whole step"
+
+
+def part_text(place: _Mapping) -> str:
+    """Return the part of a stage in short: epoch 1, microbatch 0."""
+    named = [name for name in _PART if place[name] or name == "microbatch"]
+    return ", ".join(f"{name} {place[name]}" for name in named)
+
+
+def findings_of(pair: _Mapping) -> Iterator[tuple[str, list[str], str]]:
+    """Yield (text, items not named in it, verdict) of findings, the weightiest first."""
+    for finding in sorted(pair["findings"], key=lambda each: -_WEIGHT[each["verdict"]]):
+        side, message = finding["side"], finding["message"]
+        where = "" if side is None else f"{SIDES[pair['sides'][side]]}: "
+        items = [item for item in finding["items"] if item not in message]
+        yield f"{where}{message}", items, finding["verdict"]
+
+
+def worst_first(places: Sequence[_Mapping]) -> list[_Mapping]:
+    """Return a tensor's places, those that differ most first."""
+    return sorted(places, key=lambda each: (-_WEIGHT[each["verdict"]], -_difference(each)))
 
 
 def number_text(value: Any) -> str:
@@ -221,12 +238,9 @@ class _Writer:
     def _findings(self, pair: _Mapping) -> Iterator[Line]:
         if pair["findings"]:
             yield from self._title("Not compared, or worth knowing")
-        for finding in sorted(pair["findings"], key=lambda each: -_WEIGHT[each["verdict"]]):
-            side = finding["side"]
-            where = "" if side is None else f"{SIDES[pair['sides'][side]]}: "
-            mark = "-" if finding["verdict"] == "same" else MARKS[finding["verdict"]]
-            yield from self._wrap(f"  {mark} ", f"{where}{finding['message']}")
-            items = [item for item in finding["items"] if item not in finding["message"]]
+        for text, items, verdict in findings_of(pair):
+            mark = "-" if verdict == "same" else MARKS[verdict]
+            yield from self._wrap(f"  {mark} ", text)
             yield from self._cut([Line(f"      {printable(item)}") for item in items])
 
     def _tensor(self, tensor: _Mapping) -> Iterator[Line]:
@@ -270,7 +284,6 @@ class _Writer:
         )
 
     def _places(self, places: Sequence[_Mapping]) -> Iterator[Line]:
-        order = sorted(places, key=lambda each: (-_WEIGHT[each["verdict"]], -_difference(each)))
         yield from self._cut(
             [
                 Line(
@@ -279,7 +292,7 @@ class _Writer:
                     + (f" ({each['problem']})" if each["problem"] else ""),
                     _tone(each["verdict"]),
                 )
-                for each in order
+                for each in worst_first(places)
             ]
         )
         values = [_difference(each) for each in places]

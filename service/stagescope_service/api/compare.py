@@ -82,8 +82,10 @@ async def page(
 ) -> HTMLResponse:
     """Return what `POST /comparisons` answers as one self-contained page, with pictures."""
     said = {"a": a, "b": b, "c": c, "tolerances": tolerances.split(";") if tolerances else None}
-    found, _ = await _answer(desk, said)
-    return HTMLResponse(await asyncio.to_thread(lambda: as_html(as_json(found))))
+    found, changes = await _answer(desk, said)
+    return HTMLResponse(
+        await asyncio.to_thread(lambda: as_html({**as_json(found), "changes": changes}))
+    )
 
 
 async def _answer(desk: Desk, said: Mapping[str, Any]) -> tuple[Comparison, dict[str, Any] | None]:

@@ -141,6 +141,7 @@ def test_a_page_that_needs_no_network(session: stagescope.Session, tmp_path: Pat
     page = session.compare("one:6", "other:6").save(tmp_path / "report.html").read_text()
     assert page.lstrip().lower().startswith("<!doctype html>")
     assert "rollout_log_probs" in page
+    assert "packages torch: 2.12.0 -&gt; 2.13.0" in page
     outside = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     loaded = re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", outside)
     assert not loaded

@@ -81,19 +81,10 @@ def test_the_client_shows_what_the_service_sent() -> None:
     assert html.escape(EVIL) in compared._repr_html_()
 
 
-def test_the_page_needs_no_network_and_its_texts_are_escaped() -> None:
+def test_the_texts_of_the_page_are_escaped() -> None:
     page = as_html(non_finite())
     assert EVIL not in page
-    assert "<img" not in page.split("</script>", 1)[1]
-    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
-    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", outside)
-    figures = re.findall(r"const f=(\{.*?\});Plotly", as_html(different()), flags=re.DOTALL)
-    drawn = [json.loads(figure) for figure in figures]
-    assert [figure["layout"]["title"]["text"] for figure in drawn] == [
-        "Differences in the order in which data flows",
-        "forward_data/entropy: max |d| by rank and part",
-        "forward_data/entropy: samples that differ, the worst first",
-    ]
+    assert "<img" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 
 def edited(kind: str, name: str, data: dict[str, Any]) -> None:

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import html
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from plotly.offline import get_plotlyjs
-
-from stagescope import nonfinite
 from stagescope.changes import change_lines
 from stagescope.compared import (
     SIDES,
     TITLES,
     Compared,
     deciding_changes,
+    findings_of,
     number_text,
     place_text,
+    worst_first,
 )
-from stagescope_service.compare.figures import COLOURS, pictures
+from stagescope_service.compare.figures import COLOURS, MOST_DETAILED, pictures
+from stagescope_service.compare.report.page import Figures, as_page
 
-_STYLE: Final = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}
-h1{font-size:1.5em}h2{font-size:1.2em;border-bottom:1px solid #ccc;margin-top:2em}h3{font-size:1em}
-table{border-collapse:collapse;font-size:.9em;width:100%}td,th{text-align:left;padding:.2em .6em;
-border-bottom:1px solid #eee;vertical-align:top}td.n{text-align:right;font-variant-numeric:
-tabular-nums}.v{color:#fff;border-radius:.3em;padding:.1em .5em;white-space:nowrap}
-code{background:#f4f4f4;padding:0 .2em;overflow-wrap:anywhere}.box{background:#faf6ee;padding:.6em
-1em;border-left:4px solid #c90}details{margin:.3em 0}summary{cursor:pointer}
-"""
+MOST_LISTED: Final = 200
+"""Findings, items of a finding or places of a tensor that stand in the page; the JSON has all."""
+_SHOWN: Final = 12
+"""Findings that stand there before a click."""
 
 _Said = Mapping[str, Any]
 _WIDE: Final = 200
+_NUMBERS: Final = ("max_abs", "mean_abs", "relative", "cosine")
 
 
 def as_html(said: _Said) -> str:
     """Return a comparison (`report.as_json`) as a whole HTML page."""
-    said = Compared(said)
-    body = "\n".join(
-        [*_head(said), *(line for pair in said["pairs"] for line in _pair(said, pair))]
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{_text(said['verdict'])}: comparison of dumps</title>"
-        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>\n"
-        f"<body>{body}</body></html>\n"
+    said, figures = Compared(said), Figures()
+    pairs = (line for pair in said["pairs"] for line in _pair(said, pair, figures))
+    return as_page(
+        f"{said['verdict']}: comparison of dumps", "\n".join([*_head(said), *pairs]), figures
     )
 
 
@@ -63,34 +53,43 @@ def _head(said: _Said) -> Iterator[str]:
         yield _list([line.strip() for row in changes for line in change_lines(row, _WIDE)])
 
 
-def _pair(said: _Said, pair: _Said) -> Iterator[str]:
+def _pair(said: _Said, pair: _Said, figures: Figures) -> Iterator[str]:
     a, b = (SIDES[side] for side in pair["sides"])
-    yield f"<h2>{a} and {b}: {_badge(pair['verdict'])}</h2><p>{_text(pair['reason'])}</p>"
+    if len(said["pairs"]) > 1:
+        yield f"<h2>{a} and {b}: {_badge(pair['verdict'])}</h2><p>{_text(pair['reason'])}</p>"
     if pair["first"] is not None:
         yield from _first(pair["first"], a, b)
     if pair["causes"]:
         yield "<h3>Likely causes</h3><ol>"
         for cause in pair["causes"]:
-            checks = "".join(f"<li>{_text(check)}</li>" for check in cause["checks"])
             title, why = _text(cause["title"]), _text(cause["evidence"])
-            yield f"<li><b>{title}</b><br>because {why}<ul>{checks}</ul></li>"
+            yield f"<li><b>{title}</b><br>because {why}{_list(cause['checks'])}</li>"
         yield "</ol>"
     if pair["excluded"]:
         yield "<h3>Excluded by what agrees</h3>" + _list(pair["excluded"])
     if pair["findings"]:
-        yield "<h3>Not compared, or worth knowing</h3><ul>"
-        for finding in pair["findings"]:
-            side = "" if finding["side"] is None else f"{SIDES[pair['sides'][finding['side']]]}: "
-            yield f"<li>{_text(side + finding['message'])}{_items(finding['items'])}</li>"
-        yield "</ul>"
-    for at, figure in enumerate(pictures(pair)):
-        yield _figure(figure, f"figure-{a}{b}-{at}")
+        yield "<h3>Not compared, or worth knowing</h3>"
+        found = [_text(text) + _items(items) for text, items, _ in findings_of(pair)]
+        yield _cut(found[:_SHOWN])
+        if more := found[_SHOWN:]:
+            yield _folded(f"{len(more)} more", _cut(more))
+    yield from _figures(pair, figures)
+    several = len(said["sides"][0]["steps"]) > 1
     for section in pair["sections"]:
         keys = ", ".join(pair["keys"].get(section["section"], ()))
         paired = f" (rows paired by {keys})" if keys else ""
         title = TITLES.get(section["section"], section["section"])
         yield f"<h3>{_text(f'{title}{paired}')}</h3>"
-        yield _tensors(section["tensors"])
+        yield _tensors(section["tensors"], several)
+
+
+def _figures(pair: _Said, figures: Figures) -> Iterator[str]:
+    for figure in pictures(pair):
+        yield figures.add(figure)
+    tensors = [tensor for section in pair["sections"] for tensor in section["tensors"]]
+    more = sum(tensor["verdict"] == "different" for tensor in tensors) - MOST_DETAILED
+    if more > 0:
+        yield f"<p>{more} more tensors differ: see their numbers below.</p>"
 
 
 def _first(first: _Said, a: str, b: str) -> Iterator[str]:
@@ -108,18 +107,16 @@ def _first(first: _Said, a: str, b: str) -> Iterator[str]:
     yield "</div>"
 
 
-def _tensors(tensors: Sequence[_Said]) -> str:
+def _tensors(tensors: Sequence[_Said], several: bool) -> str:
     heads = ("", "tensor", "values", "max |d|", "mean |d|", "relative", "cosine", "why")
     rows = []
     for tensor in tensors:
         found = tensor["statistics"]
-        numbers = (found[name] for name in ("max_abs", "mean_abs", "relative", "cosine"))
-        name = f"<code>{_text(tensor['name'])}</code>{_places(tensor['places'])}"
-        rows.append([
-            _badge(tensor["verdict"]), name, str(found["pairs"]),
-            *(f"{value:.6g}" for value in numbers), _text(tensor["reason"]),
-        ])  # fmt: skip
-    return _table(heads, rows)
+        step = f" of step {tensor['step']}" if several else ""
+        name = f"<code>{_text(tensor['name'])}</code>{step}{_places(tensor['places'])}"
+        numbers = [str(found["pairs"]), *(f"{found[name]:.6g}" for name in _NUMBERS)]
+        rows.append([_badge(tensor["verdict"]), name, *numbers, _text(tensor["reason"])])
+    return _table(heads, rows, "tensors", numbers=range(2, 7))
 
 
 def _places(places: Sequence[_Said]) -> str:
@@ -128,40 +125,57 @@ def _places(places: Sequence[_Said]) -> str:
     lines = [
         f"{_badge(each['verdict'])} {_text(place_text(each['a']))}: max |d| "
         f"{each['statistics']['max_abs']:.6g} {_text(each['problem'])}"
-        for each in places
+        for each in worst_first(places)
     ]
-    listed = "".join(f"<li>{line}</li>" for line in lines)
-    return f"<details><summary>{len(places)} ranks and parts</summary><ul>{listed}</ul></details>"
+    return _folded(f"{len(places)} ranks and parts", _cut(lines))
 
 
-def _figure(figure: Any, name: str) -> str:
-    # In a script `</` would end it; JSON may spell the slash.
-    described = json.dumps(nonfinite.spell(json.loads(figure.to_json()))).replace("</", "<\\/")
+def _table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    kind: str = "",
+    numbers: Collection[int] = (),
+) -> str:
+    """Return a table of HTML cells, which is scrolled by itself where the window is narrow."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=n' if at in numbers else ''}>{cell}</{tag}>"
+            for at, cell in enumerate(cells)
+        )
+
+    head = line("th", [_text(text) for text in heads])
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     return (
-        f'<div id="{name}"></div><script>'
-        f'{{const f={described};Plotly.newPlot("{name}",f.data,f.layout,{{responsive:true}})}}'
-        "</script>"
+        f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{_text(text)}</th>" for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
 def _badge(verdict: str) -> str:
-    return f'<span class="v" style="background:{COLOURS[verdict]}">{_text(verdict)}</span>'
+    colour = COLOURS[verdict]
+    return f'<span class="verdict" style="background:{colour}">{_text(verdict)}</span>'
 
 
 def _list(texts: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{_text(text)}</li>' for text in texts)}</ul>"
+    return _cut([_text(text) for text in texts])
+
+
+def _cut(lines: Sequence[str]) -> str:
+    """Return a list of HTML, no longer than a page holds."""
+    more = len(lines) - MOST_LISTED
+    shown = [*lines[:MOST_LISTED], f"... {more} more (see the JSON)"] if more > 0 else lines
+    return f"<ul>{''.join(f'<li>{line}</li>' for line in shown)}</ul>"
 
 
 def _items(items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    return f"<details><summary>{len(items)}</summary>{_list(items)}</details>"
+    if len(items) < 2:
+        return "".join(f"<br><code>{_text(item)}</code>" for item in items)
+    return _folded(f"these are {len(items)}", _list(items))
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{summary}</summary>{content}</details>"
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,188 @@
+"""The report of a comparison as a reader has it before them: in a browser, wide, narrow, dark."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.browser import chromium, opened
+from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
+
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.report import as_json
+from stagescope_service.compare.report.html import as_html
+
+EVIL = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
+LONG = "model.layers.0.a_module_of_quite_a_long_name." * 4
+SHARES = [list(range(at, at + 5)) for at in range(0, 40, 5)]
+Sides = tuple[MemoryDump, ...]
+
+
+def dump(samples: list[Sample], **more: Any) -> MemoryDump:
+    return split(samples, SHARES, microbatches=2, **more)
+
+
+def moved(samples: list[Sample]) -> list[Sample]:
+    """What another engine gives on the same tokens."""
+    noise = np.random.default_rng(7)
+    return [
+        dataclasses.replace(each, values={
+            **each.values,
+            "rollout_log_probs": each.values["rollout_log_probs"]
+            + noise.normal(0, 0.02, len(each.response)).astype(np.float32),
+        })
+        for each in samples
+    ]  # fmt: skip
+
+
+def same() -> Sides:
+    return dump(batch(40)), dump(batch(40))
+
+
+def values() -> Sides:
+    return dump(batch(40)), dump(moved(batch(40)))
+
+
+def tokens() -> Sides:
+    return dump(batch(40)), dump(batch(40, seed=1))
+
+
+def damaged() -> Sides:
+    other = dump(moved(batch(40)))
+    broken = frozenset(each.entry.path for each in other.records[::3])
+    return dump(batch(40)), dataclasses.replace(other, broken=broken)
+
+
+def long_names() -> Sides:
+    one, other = (
+        MemoryDump(
+            [record("gradients", {f"{LONG}{at}": np.full((4, 4), 1 + at * by) for at in range(30)},
+                    rank=rank) for rank in range(4)],
+            name="/data/" + LONG,
+        )
+        for by in (0.0, 0.1)
+    )  # fmt: skip
+    return one, other
+
+
+def not_finite() -> Sides:
+    found = np.array([math.nan, math.inf, 1.0])
+    nothing = np.full(3, math.nan)
+    return (
+        MemoryDump([record("other", {"x": found, "y": np.ones(3)})]),
+        MemoryDump([record("other", {"x": -found, "y": nothing})]),
+    )
+
+
+def hostile() -> Sides:
+    samples = [dataclasses.replace(each, sample=f"{each.sample}{EVIL}") for each in batch(40)]
+    return dump(samples, name=EVIL), dump(moved(samples), name=f"{EVIL}b")
+
+
+def three() -> Sides:
+    return dump(batch(40)), dump(batch(40)), dump(moved(batch(40)))
+
+
+REPORTS: dict[str, Callable[[], Sides]] = {
+    made.__name__: made
+    for made in (same, values, tokens, damaged, long_names, not_finite, hostile, three)
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("reports")
+    for name, sides in REPORTS.items():
+        (directory / f"{name}.html").write_text(as_html(as_json(compare(sides()))), "utf-8")
+    return directory
+
+
+def apart(boxes: list[dict[str, float]], others: list[dict[str, float]]) -> bool:
+    """Whether no box lies over one of the others by more than a pixel."""
+    return not any(
+        min(a["right"], b["right"]) - max(a["left"], b["left"]) > 1
+        and min(a["bottom"], b["bottom"]) - max(a["top"], b["top"]) > 1
+        for a, b in itertools.product(boxes, others)
+    )
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_can_be_read(
+    browser: Any, reports: Path, name: str, width: int, scheme: str
+) -> None:
+    file = reports / f"{name}.html"
+    with opened(browser, file, width=width, scheme=scheme) as page:
+        look = page.look
+        assert page.requests == [file.as_uri()]
+        assert page.messages == []
+    assert look["hacked"] is None
+    assert look["scrolled"] <= look["width"]
+    assert look["outside"] == 0
+    assert look["clipped"] == []
+    assert [each for each in look["contrasts"] if each[1] < 4.5] == []
+    for figure in look["figures"]:
+        assert figure["caption"]
+        assert len(figure["axes"]) == 2
+        assert all(figure["axes"])
+        assert figure["marks"] > 0
+        texts, frame = figure["texts"], figure["figure"]
+        for one, other in itertools.combinations(texts, 2):
+            assert apart(texts[one], texts[other]), (figure["caption"], one, other)
+        for box in itertools.chain(*texts.values()):
+            assert frame["left"] - 1 <= box["left"], figure["caption"]
+            assert box["right"] <= frame["right"] + 1, figure["caption"]
+
+
+def test_names_are_shown_as_they_are(browser: Any, reports: Path) -> None:
+    with opened(browser, reports / "hostile.html") as page:
+        assert f"{EVIL}b" in page.look["text"]
+        assert page.page.locator("img").count() == 0
+
+
+def test_what_slipped_in_is_not_run(browser: Any, reports: Path, tmp_path: Path) -> None:
+    file = tmp_path / "slipped.html"
+    report = (reports / "values.html").read_text("utf-8")
+    file.write_text(report.replace("<h1>", f"{EVIL}<h1>"), "utf-8")
+    with opened(browser, file) as page:
+        assert page.look["hacked"] is None
+        assert len(page.look["figures"]) == 3
+        assert any("Content Security Policy" in message for message in page.messages)
+
+
+def test_what_is_folded_opens(browser: Any, reports: Path) -> None:
+    with opened(browser, reports / "values.html", width=390) as page:
+        folded = page.page.locator("details", has_text="8 ranks and parts").first
+        assert not folded.locator("li").first.is_visible()
+        folded.locator("summary").click()
+        assert folded.locator("li").count() == 8
+        assert folded.locator("li").first.is_visible()
+        assert page.look["scrolled"] <= page.look["width"]
+
+
+def test_figures_follow_the_scheme(browser: Any, reports: Path) -> None:
+    with opened(browser, reports / "values.html") as page:
+        page.page.emulate_media(color_scheme="dark")
+        page.wait_until(
+            "getComputedStyle(document.querySelector('.xtitle')).fill"
+            " === getComputedStyle(document.body).color"
+        )
+        assert [each for each in page.look["contrasts"] if each[1] < 4.5] == []
+
+
+def test_a_report_is_no_larger_than_it_must_be(reports: Path) -> None:
+    sizes = {path.stem: path.stat().st_size for path in reports.iterdir()}
+    assert sizes.pop("same") < 50_000  # without figures the library that draws them stays out
+    assert max(sizes.values()) < 6_000_000
