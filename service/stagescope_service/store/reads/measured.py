@@ -1,0 +1,117 @@
+"""What ranks handed over: numbers, payloads and what was read in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import sqlalchemy as sa
+
+from stagescope_service.store import rollouts
+from stagescope_service.store.base import Row
+from stagescope_service.store.reads.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.tables import TABLES
+
+
+class MeasuredReads(Reader):
+    """Questions about scalars, payloads, summaries, streams and samples."""
+
+    def scalars(
+        self,
+        attempt_id: Filter,
+        step: Filter = None,
+        *,
+        name: Filter = None,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return scalars by step, name and rank; `value` is a float again, also nan and inf."""
+        found = self._page(
+            "scalars",
+            conditions("scalars", locals()),
+            "step name role rank work_key",
+            limit,
+            offset,
+        )
+        for row in found:
+            if row["nonfinite"]:
+                row["value"] = float(row["nonfinite"])
+        return found
+
+    def scalar_names(self, attempt_id: int) -> list[str]:
+        """Return the names of an attempt's scalars."""
+        table = TABLES["scalars"]
+        query = sa.select(table.c.name).where(table.c.attempt_id == attempt_id).distinct()
+        return [row["name"] for row in self._rows(query.order_by(table.c.name))]
+
+    def payloads(
+        self,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        state: Filter = None,
+        consumed_step: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return payloads in the order in which they were announced."""
+        return self._page(
+            "payloads",
+            conditions("payloads", locals()),
+            "announced_wall incarnation seq",
+            limit,
+            offset,
+        )
+
+    def summaries(
+        self,
+        attempt_id: int,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        pair: Filter = None,
+        policy_version: Filter = None,
+    ) -> list[Row]:
+        """Return the summaries of payloads with their blobs, by stage, rank and part."""
+        return self._page(
+            "summaries",
+            conditions("summaries", locals()),
+            "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair",
+        )
+
+    def streams(self, attempt_id: int, *, stage: Filter = None) -> list[Row]:
+        """Return what is known of an attempt's log-prob streams."""
+        return self._page("streams", conditions("streams", locals()), "stream role stage")
+
+    def samples(
+        self,
+        attempt_id: int,
+        step: Filter = None,
+        *,
+        sample_uid: Filter = None,
+        group_id: Filter = None,
+        prompt_hash: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return samples by step and sample_uid."""
+        return self._page(
+            "samples", conditions("samples", locals()), "step sample_uid clock", limit, offset
+        )
+
+    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[Row]:
+        """Return the rows of samples that a step consumed and another process made."""
+        return self._rows(rollouts.consumed_samples(attempts, attempt_id, step))
+
+    def rollout_payloads(
+        self, attempts: Sequence[int], step: int, versions: Collection[int | None]
+    ) -> list[Row]:
+        """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
+        return self._rows(rollouts.rollout_payloads(attempts, step, versions))

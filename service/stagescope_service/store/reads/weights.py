@@ -1,0 +1,54 @@
+"""The checksums of weights that ranks recorded, and what became of each version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from stagescope_service.store import weights
+from stagescope_service.store.base import Row
+from stagescope_service.store.reads.reader import LIMIT, Reader, conditions
+from stagescope_service.store.tables import TABLES
+
+
+class WeightReads(Reader):
+    """Questions about recorded weights, their verdicts and odd replicas."""
+
+    def weights(self, attempt_id: int, version: int) -> list[Row]:
+        """Return the records of a version, in the order in which they were made."""
+        return self._page(
+            "weights", conditions("weights", locals()), "wall side role rank incarnation seq"
+        )
+
+    def weight_manifests(self, manifests: Sequence[str]) -> dict[str, bytes]:
+        """Return digest -> manifest, packed, of those that are there."""
+        table = TABLES["weight_manifests"]
+        found = self._rows(sa.select(table).where(table.c.manifest.in_(manifests)))
+        return {row["manifest"]: row["tensors"] for row in found}
+
+    def newest_weights(self, attempt_id: int) -> int | None:
+        """Return the highest version of weights that an attempt recorded, or None."""
+        version: int | None = self._rows(weights.newest_version(attempt_id))[0]["version"]
+        return version
+
+    def weight_versions(self, attempt_id: int, step: int) -> list[int]:
+        """Return the versions of weights that were recorded at a step, the highest first."""
+        return [row["version"] for row in self._rows(weights.versions_of_step(attempt_id, step))]
+
+    def weight_verdicts(self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
+        """Return what became of each version of an attempt, the newest first."""
+        where = conditions("weight_verdicts", {"attempt_id": attempt_id})
+        return self._page("weight_verdicts", where, "-version", limit, offset)
+
+    def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
+        """Return the versions below `before` of which somebody was still expected."""
+        return [row["version"] for row in self._rows(weights.incomplete(attempt_id, before))]
+
+    def unweighed(self) -> list[tuple[int, int]]:
+        """Return (attempt_id, version) of which more was recorded than was compared."""
+        return [(row["attempt_id"], row["version"]) for row in self._rows(weights.unweighed())]
+
+    def odd_replicas(self) -> list[Row]:
+        """Return each time that a rank's weights were not its replicas', the last first."""
+        return self._page("odd_replicas", [], "-wall attempt_id version side role rank")
