@@ -117,7 +117,7 @@ class DebugCoordinator:
         delivery = str(ray.get_runtime_context().get_task_id())
         while True:
             try:
-                return await self._ready().raw(kind, delivery, fields, payload)
+                return await self._ready().raw_calls.take(kind, delivery, fields, payload)
             except NotReady:  # noqa: PERF203
                 # A raw caller has no queue of its own: it waits here.
                 await asyncio.sleep(_FIRST_PAUSE)
@@ -130,7 +130,7 @@ class DebugCoordinator:
     async def add_capture(self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0) -> Reply:
         """Order a capture; returns it with its id once it is agreed on, or after `wait` seconds."""
         reception = self._ready()
-        reception.check_ready()  # before the plan changes: who is refused may ask again
+        reception.executor.check_ready()  # before the plan changes: who is refused may ask again
         settings = self._settings()
         roots = [str(root) for root in settings.roots]
         valid = validate_capture(spec, allowed_roots=roots)
@@ -153,21 +153,21 @@ class DebugCoordinator:
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture and return it."""
         reception = self._ready()
-        reception.check_ready()
+        reception.executor.check_ready()
         entry, rows = reception.orders.remove(capture_id, by=by, wall=time.time())
         await reception.order([*rows, _audit(by, "remove_capture", entry.stored())])
         return entry.stored()
 
     async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> Reply:
         """Put rules in force; returns their revision."""
-        self._ready().check_ready()
+        self._ready().executor.check_ready()
         assert self._floor is not None
         return {"revision": await self._floor.triggers.put(Rules.parse(document), by=by)}
 
     async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
         """Let the payloads and the kept files of a step stay until it is unpinned."""
         reception = self._ready()
-        reception.check_ready()
+        reception.executor.check_ready()
         assert self._floor is not None
         place = {"attempt_id": attempt_id, "step": step}
         held = await self._floor.pin(attempt_id, step)
@@ -179,7 +179,7 @@ class DebugCoordinator:
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
         """Let the payloads of a step leave the rings when room is needed."""
         reception = self._ready()
-        reception.check_ready()
+        reception.executor.check_ready()
         assert self._floor is not None
         place = {"attempt_id": attempt_id, "step": step}
         done = await self._floor.unpin(attempt_id, step)
@@ -190,7 +190,7 @@ class DebugCoordinator:
     async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> Reply:
         """Register a long-lived engine, or register it anew; nothing here ever asks it."""
         reception = self._ready()
-        reception.check_ready()
+        reception.executor.check_ready()
         row = {**engine, "by": by, "wall": time.time()}
         await reception.write([Put("engines", row), _audit(by, "add_engine", row)])
         return row
@@ -198,7 +198,7 @@ class DebugCoordinator:
     async def remove_engine(self, *, name: str, by: str) -> Reply:
         """Take an engine out of the registry."""
         reception = self._ready()
-        reception.check_ready()
+        reception.executor.check_ready()
         gone = {"name": name}
         await reception.write([Delete("engines", gone), _audit(by, "remove_engine", gone)])
         return gone
@@ -231,7 +231,7 @@ class DebugCoordinator:
         }
         try:
             reception = self._ready()
-            health = reception.store.health()
+            health = reception.executor.store.health()
             if not health.healthy:
                 raise NotReady(health.reason)
         except NotReady as error:

@@ -389,29 +389,6 @@ class State:
         steps.rejoin(attempt, process)
         return out + steps.resume(attempt, process) + steps.close_due(attempt, wall)
 
-    # --- raw callers ------------------------------------------------------------------------
-    def raw_occurrence(self, incarnation: str, work: Work, kind: str, seq: int) -> int:
-        """Return the occurrence that a raw call means where it does not say: in order of entry.
-
-        A retried call gets what it got; an end belongs to the first one that is open, a beginning
-        to the first one that has only ended so far.
-        """
-        process = self.registry.processes.get(incarnation)
-        if process is None:
-            return 0
-        attempt = self.registry.attempt_of(process)
-        step = attempt.loose if work.step is None else attempt.steps.get(work.step)
-        found = [] if step is None else spans.of_stage(step, incarnation, work)
-        for span in found:
-            if seq == (span.begin_seq if kind == BEGIN else span.end_seq):
-                return span.work.part.occurrence
-        missing = "end_seq" if kind == END else "begin_seq"
-        # Two calls that a caller makes without waiting may run in the other order.
-        halves = [span.work.part.occurrence for span in found if getattr(span, missing) is None]
-        if halves:
-            return min(halves)
-        return 1 + max((span.work.part.occurrence for span in found), default=-1)
-
     # --- asking -----------------------------------------------------------------------------
     def pending(self, run: str | None) -> list[PayloadKey]:
         """Return the unsettled payloads of a run (None: of every run)."""

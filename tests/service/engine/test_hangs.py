@@ -244,7 +244,9 @@ def ask(desk: Desk, ranks: list[int] | None = None, seconds: float = 10.0) -> di
 def test_who_can_be_asked_is_asked_and_the_others_are_named(desk: Desk) -> None:
     train(desk)
     desk.run(
-        desk.reception.raw("begin", "d", {"run": "r", "rank": 2, "step": 5, "stage": "s"}, None)
+        desk.reception.raw_calls.take(
+            "begin", "d", {"run": "r", "rank": 2, "step": 5, "stage": "s"}, None
+        )
     )
     reply = ask(desk)
     assert reply["asked"] == [{"role": "actor", "rank": 0}, {"role": "actor", "rank": 1}]

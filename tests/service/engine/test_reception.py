@@ -67,7 +67,7 @@ class Desk:
 
     def raw(self, kind: str, delivery: str, **fields: Any) -> dict[str, Any]:
         body = {"run": "r", "step": 1, "stage": "actor_update", **fields}
-        return self.run(self.reception.raw(kind, delivery, body))
+        return self.run(self.reception.raw_calls.take(kind, delivery, body))
 
     def begin(self) -> None:
         """Let a probe begin a stage."""
@@ -145,7 +145,7 @@ def test_leases_begin_anew_where_the_catalogue_could_not_be_written(
 def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(desk: Desk) -> None:
     with pytest.raises(InvalidEvent, match="the payload is a int"):
         desk.run(
-            desk.reception.raw("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
+            desk.reception.raw_calls.take("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
         )
     assert desk.statuses() == []
 
@@ -179,7 +179,7 @@ class HeldStore:
 
 def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
     store = HeldStore(desk.store)
-    desk.reception.store = cast(Store, store)
+    desk.reception.executor.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)

@@ -1,0 +1,134 @@
+"""Calls of somebody without a probe, which Ray may make again.
+
+A raw caller says neither which incarnation it is nor in which order its calls are: both are made
+up here, so that a call that is made again is the same event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stagescope.errors import InvalidEvent
+from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
+from stagescope_service.engine import spans
+from stagescope_service.engine.executor import Executor
+from stagescope_service.engine.instructions import Instruction, PayloadKey
+from stagescope_service.engine.registry import UNKEYED, Registry
+from stagescope_service.engine.spans import RAW_SEQ
+from stagescope_service.engine.state import State
+
+
+class RawCalls:
+    """Takes raw calls in; used from the event loop of the `Reception` alone."""
+
+    def __init__(
+        self,
+        state: State,
+        executor: Executor,
+        *,
+        poll_seconds: float,
+        wall: Callable[[], float],
+        mono: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._executor = executor
+        self._poll_seconds = poll_seconds
+        self._wall = wall
+        self._mono = mono
+        self.taken = 0
+
+    async def take(
+        self,
+        kind: str,
+        delivery: str,
+        fields: Mapping[str, Any],
+        payload: Mapping[str, object] | None = None,
+    ) -> dict[str, Any]:
+        """Take in a call of somebody without a probe.
+
+        Args:
+            kind: the kind of event.
+            delivery: names this delivery: the same on every retry of the call.
+            fields: run, role, rank, attempt_key, world_size and the event's own fields.
+            payload: name -> ref or array; the answer then waits for the payload's receipt.
+
+        Raises:
+            InvalidInput: a run, role, rank, step, stage or payload that cannot be right.
+            NotReady: the catalogue cannot be written now; nothing was taken.
+        """
+        self._executor.check_ready()
+        if payload is not None and not isinstance(payload, Mapping):
+            raise InvalidEvent(
+                f"the payload is a {type(payload).__name__}",
+                expected="a dict of names to tensors or to refs of them",
+            )
+        run = check_run_name(fields.get("run"))
+        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        attempt_key = fields.get("attempt_key")
+        seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
+        newest = self._state.registry.newest(run)
+        key = attempt_key or (newest.key if newest else UNKEYED)
+        name = f"raw/{run}/{key}/{role}/{rank}"
+        sender = Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
+        wall, mono = self._wall(), self._mono()
+        body = {name: value for name, value in fields.items() if value is not None}
+        self._state.check(Event(kind, seq, wall, mono, body))  # before anything is changed
+        out: list[Instruction] = []
+        if body.get("world_size") is not None:
+            hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
+            out += self._state.handle(sender, hello, mono, raw=True)
+        if kind in (BEGIN, END) and body.get("occurrence") is None:
+            work = Work.parse(body)
+            body["occurrence"] = _occurrence(
+                self._state.registry, sender.incarnation, work, kind, seq
+            )
+        if payload is not None:
+            body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
+        event = Event(kind, seq, wall, mono, body)
+        has_payload = payload is not None
+        taken = self._state.handle(sender, event, mono, has_payload=has_payload, raw=True)
+        self._executor.hold(taken, payload)
+        out += taken
+        self.taken += 1
+        await self._executor.carry_out(out)
+        process = self._state.registry.processes[sender.incarnation]
+        answer = {
+            "run": run,
+            "attempt": self._state.registry.attempt_of(process).number,
+            "step": body.get("step"),
+            "stage": body.get("stage"),
+            "occurrence": body.get("occurrence"),
+        }
+        if payload is not None:
+            answer["payload"] = await self._settled(PayloadKey(sender.incarnation, seq))
+        return answer
+
+    async def _settled(self, key: PayloadKey) -> str:
+        while not (receipts := self._executor.receipts(key.incarnation, [key.seq])):
+            await self._executor.wait(key.incarnation, self._poll_seconds)
+        return receipts[key.seq]
+
+
+def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq: int) -> int:
+    """Return the occurrence that a raw call means where it does not say: in order of entry.
+
+    A retried call gets what it got; an end belongs to the first one that is open, a beginning
+    to the first one that has only ended so far.
+    """
+    process = registry.processes.get(incarnation)
+    if process is None:
+        return 0
+    attempt = registry.attempt_of(process)
+    step = attempt.loose if work.step is None else attempt.steps.get(work.step)
+    found = [] if step is None else spans.of_stage(step, incarnation, work)
+    for span in found:
+        if seq == (span.begin_seq if kind == BEGIN else span.end_seq):
+            return span.work.part.occurrence
+    missing = "end_seq" if kind == END else "begin_seq"
+    # Two calls that a caller makes without waiting may run in the other order.
+    halves = [span.work.part.occurrence for span in found if getattr(span, missing) is None]
+    if halves:
+        return min(halves)
+    return 1 + max((span.work.part.occurrence for span in found), default=-1)
