@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService
 
-from stagescope_workers import probe as probe_module
+from stagescope_workers import introduction
 from stagescope_workers.options import checked_options
 from stagescope_workers.probe import Probe
 
@@ -27,7 +27,7 @@ def make_probe(
     service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Probe]]:
     """Make probes that find `service`; they are closed at the end."""
-    monkeypatch.setattr(probe_module, "find_link", service.find)
+    monkeypatch.setattr(introduction, "find_link", service.find)
     made: list[Probe] = []
 
     def make(**options: Any) -> Probe:

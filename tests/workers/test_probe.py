@@ -18,8 +18,7 @@ import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.errors import InvalidInput, InvalidTensor
-from stagescope_workers import identity, lifecycle
-from stagescope_workers import probe as probe_module
+from stagescope_workers import identity, introduction, lifecycle
 from stagescope_workers.link import Link
 from stagescope_workers.probe import Probe
 
@@ -288,7 +287,7 @@ def test_close_does_not_wait_for_a_service_that_never_was(
 ) -> None:
     service.coordinator = None
     probe = make_probe()
-    probe._made -= 10.0
+    probe._introduction.made -= 10.0
     began = time.monotonic()
     assert not probe.close(60.0)
     assert time.monotonic() - began < 10.0
@@ -307,7 +306,7 @@ def test_close_gives_up_only_after_a_look_for_the_service(
     monkeypatch.setattr(identity, "fingerprint", slow)
     probe = make_probe()
     assert begun.wait(30)
-    probe._made -= 10.0  # so long did the fingerprint take
+    probe._introduction.made -= 10.0  # so long did the fingerprint take
     with probe.stage("s", step=1):
         pass
     arrived: list[bool] = []
@@ -329,12 +328,12 @@ def test_close_joins_no_cluster_any_more_and_takes_the_address(
         waited.append(said["waited"])
         return service.find() if math.isinf(said["waited"]) else None  # as `find_link` does it
 
-    monkeypatch.setattr(probe_module, "find_link", find)
+    monkeypatch.setattr(introduction, "find_link", find)
     probe = make_probe()
     with probe.stage("s", step=1):
         pass
     wait_for(lambda: waited)
-    probe._made -= 3.0
+    probe._introduction.made -= 3.0
     assert probe.close(30.0)
     assert waited[0] < 60.0
 

@@ -5,38 +5,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import math
-import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from stagescope.errors import InvalidInput, StagescopeError
+from stagescope.errors import StagescopeError
 from stagescope.keeping import is_wanted
 from stagescope.schema import (
-    DUMP,
     END_STEP,
     FINISH,
-    HELLO,
-    PART_FIELDS,
     REFUSED,
-    Part,
-    Sender,
     Work,
 )
-from stagescope_workers import identity
-from stagescope_workers.capture import reckoning
-from stagescope_workers.clock import Clock
+from stagescope_workers.capture.answers import OrderAnswers
 from stagescope_workers.courier import Courier
 from stagescope_workers.decorator import as_stage
 from stagescope_workers.device import PinnedPool
-from stagescope_workers.draft import plain
-from stagescope_workers.link import Link, RayPlace, find_link, ray_place
+from stagescope_workers.introduction import Introduction
+from stagescope_workers.link import Link
+from stagescope_workers.numbering import Numbering
 from stagescope_workers.options import ProbeOptions, index
-from stagescope_workers.outbox import Entry, Outbox
+from stagescope_workers.outbox import Outbox
 from stagescope_workers.plan import PlanWatch, read_plan
 from stagescope_workers.stage import Stage, log_scalars
 from stagescope_workers.standing import Standing
@@ -46,7 +37,6 @@ _log = logging.getLogger("stagescope.workers")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SEARCH_SECONDS: Final = 2.0  # for a service, before `close` gives up on there being one
-_COUNTED_STEPS: Final = 64  # steps whose occurrences are remembered
 
 
 class Probe:
@@ -76,18 +66,12 @@ class Probe:
         )
         self.standing = Standing(self.outbox, watchdog_seconds=options.watchdog)
         self._options = options
-        self._place: RayPlace | None = None
-        self._attempt_key = options.attempt_key
         self._said: set[tuple[str, str]] = set()
-        self._occurrences: collections.OrderedDict[object, collections.Counter[Any]] = (
-            collections.OrderedDict()
-        )
-        self._lock = threading.Lock()
-        self._made = time.monotonic()
+        self._numbering = Numbering()
         self._courier: Courier | None = None
         self._arrived = False
-        self._hello: Entry = self.outbox.put(HELLO, {})
-        self._models = reckoning.Models()
+        self._introduction = Introduction(options, self.incarnation, self.outbox, self.standing)
+        self._answers = OrderAnswers(self.outbox)
         self.plan = self._watch([])
 
     def start(self) -> None:
@@ -102,9 +86,9 @@ class Probe:
                 self.plan = self._watch(read_plan(options.plan))
         self._courier = Courier(
             self.outbox,
-            connect=self._connect,
-            sender=self._sender,
-            prepare=self._say_hello,
+            connect=self._introduction.connect,
+            sender=self._introduction.sender,
+            prepare=self._introduction.say_hello,
             plan=self.plan,
             pool=self.pool,
             asked=self.standing.answer,
@@ -154,9 +138,9 @@ class Probe:
         work: Work | None = None
         with self.guard("stage", None):
             if model is not None:
-                self._models.note(name, model)
+                self._answers.models.note(name, model)
             if not self.is_inert:
-                work = self._work(name, step, policy_version, part)
+                work = self._numbering.work(name, step, policy_version, part)
         return Stage(self, work, model)
 
     def begin(
@@ -274,7 +258,7 @@ class Probe:
         if self.is_inert or courier is None:
             return self._arrived
         self.outbox.put(FINISH, {})
-        self.is_inert = True
+        self.is_inert = self._introduction.is_leaving = True
         courier.search_anew()
         courier.wait_until(self._is_over, max(0.0, timeout))
         courier.stop()
@@ -296,7 +280,7 @@ class Probe:
         courier = self._courier
         # On a busy machine what comes before the first look (the fingerprint) takes seconds.
         nobody = courier is not None and courier.has_looked and courier.link is None
-        return nobody and time.monotonic() - self._made > _SEARCH_SECONDS
+        return nobody and time.monotonic() - self._introduction.made > _SEARCH_SECONDS
 
     def forget(self) -> None:
         """Do nothing from now on: what waits, and the locks around it, are another process's."""
@@ -314,7 +298,7 @@ class Probe:
         return {
             "connected": courier is not None and courier.is_connected,
             "coordinator": None if courier is None else courier.coordinator,
-            "attempt_key": self._attempt_key,
+            "attempt_key": self._introduction.attempt_key,
             "plan_revision": self.plan.revision,
             "waiting_events": self.outbox.waiting,
             "waiting_payloads": len(self.outbox.unreceipted()),
@@ -329,10 +313,10 @@ class Probe:
     @property
     def attempt_key(self) -> str | None:
         """The attempt key: as given, else Ray's session and job; None where neither is known."""
-        if self._attempt_key is None:
+        if self._introduction.attempt_key is None:
             with contextlib.suppress(Exception):
-                self._locate()
-        return self._attempt_key
+                self._introduction.locate()
+        return self._introduction.attempt_key
 
     @property
     def service(self) -> Link | None:
@@ -384,96 +368,11 @@ class Probe:
         fields = {} if work is None else work.fields()
         self.outbox.put(REFUSED, {**fields, "what": what, "message": str(error)[:2000]})
 
-    def _work(
-        self, name: object, step: object, version: object, given: Mapping[str, int | None]
-    ) -> Work:
-        unknown = sorted(set(given) - set(PART_FIELDS))
-        if unknown:
-            raise InvalidInput(f"a stage has no {', '.join(unknown)}", expected=str(PART_FIELDS))
-        if not (isinstance(name, str) and 0 < len(name) <= 200):
-            raise InvalidInput(f"stage is {name!r:.200}", expected="a name of 1 to 200 characters")
-        part = {field: index(field, given.get(field)) for field in PART_FIELDS}
-        clock = (index("step", step), index("policy_version", version))
-        occurrence = part.pop("occurrence")
-        if occurrence is None:
-            occurrence = self._next_occurrence(clock, (name, *part.values()))
-        return Work(*clock, name, Part(occurrence, *(number or 0 for number in part.values())))
-
-    def _next_occurrence(self, clock: tuple[int | None, int | None], piece: object) -> int:
-        key = clock if clock[0] is None else clock[0]
-        with self._lock:
-            counts = self._occurrences.setdefault(key, collections.Counter())
-            self._occurrences.move_to_end(key)
-            while len(self._occurrences) > _COUNTED_STEPS:
-                self._occurrences.popitem(last=False)
-            counts[piece] += 1
-            return counts[piece] - 1
-
-    # --- what the background thread calls ---------------------------------------------------
+    # --- the inside -------------------------------------------------------------------------
 
     def _wake(self) -> None:
         if self._courier is not None:
             self._courier.notice()
-
-    def _locate(self) -> None:
-        if self._place is None:
-            self._place = ray_place()
-        if self._attempt_key is None and self._place is not None:
-            self._attempt_key = self._place.attempt_key
-
-    def _connect(self) -> Link | None:
-        options = self._options
-        link = find_link(
-            options.url or os.environ.get("STAGESCOPE_URL"),
-            options.token,
-            options.namespace,
-            url_only=options.url is not None,
-            # Who takes leave joins no cluster any more.
-            waited=math.inf if self.is_inert else time.monotonic() - self._made,
-        )
-        if link is not None:
-            self._locate()
-            node = None if self._place is None else self._place.node_id
-            self._hello.fields["watchdog"] = self.standing.watch()
-            self._hello.fields["layout"] = plain(identity.detect_layout(options.layout, node=node))
-        return link
-
-    def _sender(self, clock: Clock) -> tuple[Any, ...]:
-        best = clock.best(time.monotonic())
-        return Sender(
-            incarnation=self.incarnation,
-            run=self.run,
-            attempt_key=self._attempt_key,
-            role=self.role,
-            rank=self.rank,
-            node_id=None if self._place is None else self._place.node_id,
-            clock_offset=None if best is None else best.offset,
-            clock_error=None if best is None else best.error,
-        ).wire()
-
-    def _say_hello(self) -> None:
-        options = self._options
-        fingerprint = identity.fingerprint(options.settings)
-        self._say_versions(fingerprint.get("versions") or {})
-        said = {
-            "world_size": options.world_size,
-            "data_rank": options.data_rank,
-            "layout": plain(identity.detect_layout(options.layout, node=None)),
-            "fingerprint": plain(fingerprint),
-            "settings": plain(options.settings),
-            "resumed_from_step": options.resumed_from_step,
-            "pid": os.getpid(),
-            "captures": False if options.captures is False else None,
-        }
-        self._hello.fields.update({k: v for k, v in said.items() if v is not None})
-
-    def _say_versions(self, versions: Mapping[str, Sequence[str]]) -> None:
-        """Log which packages may not work; every rank finds the same, the first says it."""
-        if self.rank == 0:
-            for line in versions.get("unsupported", ()):
-                _log.warning("%s", line)
-            for line in versions.get("untried", ()):
-                _log.info("%s", line)
 
     def _watch(self, local: list[dict[str, Any]]) -> PlanWatch:
         return PlanWatch(
@@ -483,25 +382,6 @@ class Probe:
             local=local,
             keep=self._options.keep,
             is_carried_out=self._options.captures is not False,
-            on_missed=self._report_missed,
-            on_asked=self._report_estimate,
+            on_missed=self._answers.missed,
+            on_asked=lambda capture: self._answers.estimate(capture, self.plan.data_dir),
         )
-
-    def _report_missed(self, capture: Mapping[str, Any], step: int, stage: str) -> None:
-        fields = Work(step, None, stage).fields()
-        error = "the capture arrived after this stage had begun here"
-        fields |= {"capture_id": capture["capture_id"], "state": "missed", "error": error}
-        self.outbox.put(DUMP, fields)
-
-    def _report_estimate(self, capture: Mapping[str, Any]) -> None:
-        """Say what an order would take here; in the background thread."""
-        try:
-            said = reckoning.reckon(capture, self._models, self.plan.data_dir)
-            error = None
-        except Exception as failure:  # the order may be what cannot be carried out
-            said = [(str(capture["stages"][0]), {"basis": "unknown"})]
-            error = f"{type(failure).__name__}: {failure}"[:2000]
-        for stage, estimate in said:
-            fields = Work(None, None, stage).fields()
-            fields |= {"capture_id": capture["capture_id"], "state": "estimated"}
-            self.outbox.put(DUMP, {**fields, "estimate": estimate, "error": error})

@@ -20,15 +20,14 @@ from stagescope_service.engine.ingestion.intake import Intake
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.store.kept import Kept, read_kept
 from stagescope_service.store.ring import Ring
-from stagescope_workers import Probe
-from stagescope_workers import probe as probe_module
+from stagescope_workers import Probe, introduction
 from stagescope_workers.options import checked_options
 
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> FakeCoordinator:
     service = FakeService(FakeCoordinator())
-    monkeypatch.setattr(probe_module, "find_link", service.find)
+    monkeypatch.setattr(introduction, "find_link", service.find)
     assert service.coordinator is not None
     return service.coordinator
 

@@ -8,8 +8,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
 from stagescope.schema import END, Event
-from stagescope_workers import lifecycle
-from stagescope_workers import probe as probe_module
+from stagescope_workers import introduction, lifecycle
 from stagescope_workers.integrations.verl import (
     driver,
     guard,
@@ -65,7 +64,7 @@ def probes(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
         made.append(lifecycle.init(run, **options))
         return made[-1]
 
-    monkeypatch.setattr(probe_module, "find_link", service.find)
+    monkeypatch.setattr(introduction, "find_link", service.find)
     monkeypatch.setattr(processes, "init", init)
     yield made
     processes.forget()
