@@ -24,7 +24,7 @@ from stagescope.schema import (
     Work,
 )
 from stagescope_service.engine import (
-    digests,
+    leaving,
     paces,
     payloads,
     reports,
@@ -33,7 +33,6 @@ from stagescope_service.engine import (
     weight_records,
 )
 from stagescope_service.engine.entities import (
-    LOST,
     OPEN,
     UNFINISHED,
     Attempt,
@@ -42,7 +41,6 @@ from stagescope_service.engine.entities import (
     Step,
 )
 from stagescope_service.engine.instructions import (
-    Delete,
     Instruction,
     PayloadKey,
     Put,
@@ -50,12 +48,7 @@ from stagescope_service.engine.instructions import (
     Weigh,
 )
 from stagescope_service.engine.registry import Registry
-from stagescope_service.engine.rows import (
-    digest,
-    loss_row,
-    process_row,
-    span_row,
-)
+from stagescope_service.engine.rows import span_row
 from stagescope_service.engine.stack_requests import StackRequests, request_of
 
 FINDINGS_REMEMBERED: Final = 10_000
@@ -107,7 +100,8 @@ class State:
         process, out = self.registry.process_for(sender, event, lease, raw=raw)
         attempt = self.registry.attempt_of(process)
         at = paces.service_clock(sender, event.wall, arrived)
-        out += self._wake(process, event.wall)
+        if process.lapsed:
+            out += leaving.wake(self.registry, process, event.wall)
         if attempt.over:
             out += steps.resume(attempt, process)
         match event.kind:
@@ -127,7 +121,7 @@ class State:
             case "end_step" if work.step is not None:
                 out += steps.end_step(attempt, work.step, event.wall)
             case "finish":
-                out += self._leave(process, event.wall, finished=True)
+                out += leaving.leave(self.registry, process, event.wall, finished=True)
             case "dropped":
                 out += reports.dropped(attempt, process, event, work)
             case "refused":
@@ -210,12 +204,12 @@ class State:
         if process.finished and process.open_spans:
             # It took leave before this beginning was heard of.
             left = event.wall if process.left_wall is None else process.left_wall
-            out += self._abandon(attempt, process, left, "its process took leave")
+            out += leaving.abandon(attempt, process, left, "its process took leave")
         elif (forgotten := spans.oldest_open(process)) is not None:
             forgotten.status = UNFINISHED
             out.append(span_row(attempt.attempt_id, forgotten))
             reason = "its end never arrived"
-            out.append(self._stage_loss(attempt, process, forgotten.work, reason, event.wall))
+            out.append(leaving.stage_loss(attempt, process, forgotten.work, reason, event.wall))
         return out + self._stand(attempt, process, step, span, event.wall)
 
     def _stand(
@@ -252,7 +246,7 @@ class State:
         out += ended
         paces.note_end(step, process, span, at, event.fields, event.mono)
         if len(process.unfinished) < unfinished or process.returned:
-            out += self._found_again(process, work)
+            out += leaving.found_again(process, work)
         out += reports.scalars(attempt, process, event, work)
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
@@ -299,7 +293,7 @@ class State:
         if process is None:
             return []
         process.lease_until = max(process.lease_until, now + self.lease_seconds)
-        return self._wake(process, wall)
+        return leaving.wake(self.registry, process, wall) if process.lapsed else []
 
     def renew_all(self, now: float) -> None:
         """Renew the lease of every process: nobody could be heard until now."""
@@ -313,81 +307,12 @@ class State:
             if process.lease_until >= now:
                 continue
             if not (process.finished or process.lapsed):
-                out += self._leave(process, wall, finished=False)
+                out += leaving.leave(self.registry, process, wall, finished=False)
             elif process.payloads:
-                out += self._lose_unread(process, wall)
+                out += leaving.lose_unread(self.registry, process, wall)
         for attempt in self.registry.attempts.values():
             self.registry.forget(attempt, now)
         return out
-
-    def _leave(self, process: Process, wall: float, *, finished: bool) -> list[Instruction]:
-        attempt = self.registry.attempt_of(process)
-        steps.retire(attempt, process)
-        process.left_wall = wall
-        if finished:
-            process.finished = True
-        else:
-            process.lapsed = True
-        column = "finished_wall" if finished else "lapsed_wall"
-        out: list[Instruction] = [process_row(process, **{column: wall})]
-        why = "its process took leave" if finished else "its process fell silent"
-        out += self._abandon(attempt, process, wall, why)
-        out += digests.cut_off(attempt, process, wall, why)
-        if not finished:
-            out += self._lose_unread(process, wall)
-        return out + steps.end_if_left(attempt) + steps.close_due(attempt, wall)
-
-    def _abandon(
-        self, attempt: Attempt, process: Process, wall: float, why: str
-    ) -> list[Instruction]:
-        """Mark what a process left open as unfinished, and list it."""
-        out: list[Instruction] = []
-        for span, row in spans.abandon(attempt, process):
-            out.append(row)
-            out.append(
-                self._stage_loss(attempt, process, span.work, f"{why} inside the stage", wall)
-            )
-            out += self._judge_span(attempt, span)
-        return out
-
-    def _judge_span(self, attempt: Attempt, span: Span) -> list[Instruction]:
-        step = None if span.work.step is None else attempt.steps.get(span.work.step)
-        return [] if step is None else steps.rejudge_rank(attempt, step, span)
-
-    def _stage_loss(
-        self, attempt: Attempt, process: Process, work: Work, reason: str, wall: float
-    ) -> Put:
-        return loss_row(attempt, process, work, "stage", reason, count=1, wall=wall)
-
-    def _found_again(self, process: Process, work: Work) -> list[Instruction]:
-        """Take back that a stage was lost, unless another span of that name still is."""
-        if any(span.work.key == work.key for span in process.unfinished.values()):
-            return []
-        lost = digest(process.incarnation, work.key, "stage", "")
-        return [Delete("losses", {"loss_id": lost})]
-
-    def _lose_unread(self, process: Process, wall: float) -> list[Instruction]:
-        """Give up the payloads that no ingestor is reading; whoever holds one may offer it yet."""
-        out: list[Instruction] = []
-        for payload in [*process.payloads.values()]:
-            if not payload.in_flight:
-                reason = "its process fell silent before the payload was read"
-                out += self.settle(payload.key, LOST, reason, wall)
-        return out
-
-    def _wake(self, process: Process, wall: float) -> list[Instruction]:
-        """Take back a lapse: the process spoke again."""
-        if not process.lapsed:
-            return []
-        process.lapsed, process.left_wall = False, None
-        attempt = self.registry.attempt_of(process)
-        out: list[Instruction] = [process_row(process, lapsed_wall=None)]
-        for span, row in spans.revive(attempt, process):
-            out.append(row)
-            out += self._found_again(process, span.work)
-            out += self._judge_span(attempt, span)
-        steps.rejoin(attempt, process)
-        return out + steps.resume(attempt, process) + steps.close_due(attempt, wall)
 
     # --- asking -----------------------------------------------------------------------------
     def pending(self, run: str | None) -> list[PayloadKey]:
