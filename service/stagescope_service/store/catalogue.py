@@ -1,7 +1,7 @@
 """The reading side of the store: what the API asks, from its own process.
 
 Every method opens one read transaction, so an answer is of one moment, and returns plain dict
-rows whose keys are the columns of `tables.py`. A `Catalogue` may be used from many threads; it
+rows whose keys are the columns of `tables`. A `Catalogue` may be used from many threads; it
 cannot write. Lists take `limit` and `offset`, and say in which order they come.
 
 Filters are keyword arguments named as the columns; None is no filter, a sequence is any of it.

@@ -1,0 +1,57 @@
+"""The tables of the catalogue: every column from day one, null where unknown.
+
+Keys are natural, so that writing a row twice changes nothing. There are no foreign keys: events
+arrive in any order, and a stage may be known before its process has said hello. Times end in
+`_wall` (Unix seconds of the service's clock where an offset is known) or `_mono` (the process's
+monotonic clock, seconds). Changing anything here needs a migration; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stagescope_service.store.tables.checksums import (
+    odd_replicas,
+    weight_manifests,
+    weight_verdicts,
+    weights,
+)
+from stagescope_service.store.tables.declare import metadata
+from stagescope_service.store.tables.measured import payloads, samples, scalars, streams, summaries
+from stagescope_service.store.tables.noticed import findings, firings, losses, stacks, trigger_rules
+from stagescope_service.store.tables.orders import captures, dumps, operators
+from stagescope_service.store.tables.service import artifacts, audit, engines, meta
+from stagescope_service.store.tables.training import attempts, processes, runs, stages, steps
+
+__all__ = [
+    "TABLES",
+    "artifacts",
+    "attempts",
+    "audit",
+    "captures",
+    "dumps",
+    "engines",
+    "findings",
+    "firings",
+    "losses",
+    "meta",
+    "metadata",
+    "odd_replicas",
+    "operators",
+    "payloads",
+    "processes",
+    "runs",
+    "samples",
+    "scalars",
+    "stacks",
+    "stages",
+    "steps",
+    "streams",
+    "summaries",
+    "trigger_rules",
+    "weight_manifests",
+    "weight_verdicts",
+    "weights",
+]
+
+TABLES: Final = metadata.tables

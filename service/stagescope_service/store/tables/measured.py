@@ -1,0 +1,81 @@
+"""What ranks handed over, and what was read in it."""
+
+from __future__ import annotations
+
+from sqlalchemy import Column, Index
+
+from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
+from stagescope_service.store.tables.declare import columns, key, partial_index, place, table
+
+scalars = table(
+    "scalars",
+    key("incarnation", Text),
+    key("work_key", Text),
+    key("name", Text),
+    *place(),
+    # SQLite stores NaN as NULL, so a value that is not finite is named in a column of its own.
+    Column("value", Real),
+    Column("nonfinite", Text),
+    Column("wall", Real),
+    Index(None, "attempt_id", "step"),
+)
+
+payloads = table(
+    "payloads",
+    key("incarnation", Text),
+    key("seq", Int),
+    *place(),
+    *columns(Text, "work_key state reason"),
+    *columns(StrictJson(), "tensors meta"),
+    Column("bytes", Int),
+    Column("node_id", Text),
+    *columns(Real, "announced_wall settled_wall"),
+    Column("digest", Text),
+    Column("consumed_step", Int),
+    Index(None, "attempt_id", "step"),
+    partial_index("ix_payloads_announced", "node_id", where="state = 'announced'"),
+    # answers: which rollouts of a version may a step have consumed
+    partial_index("ix_payloads_stepless", "attempt_id", "policy_version", where="step IS NULL"),
+)
+
+summaries = table(
+    "summaries",
+    key("incarnation", Text),
+    key("seq", Int),
+    key("pair", Text),
+    *place("data_rank"),
+    Column("summary", Blob),
+    Index(None, "attempt_id", "step"),
+)
+
+streams = table(
+    "streams",
+    key("attempt_id", Int),
+    key("stream", Text),
+    key("role", Text),
+    key("stage", Text),
+    *columns(Text, "producer engine engine_version dtype"),
+    Column("dtypes", StrictJson()),
+    Column("quantisation", Text),
+    Column("processed", Flag()),
+    *columns(Real, "temperature top_p"),
+    Column("top_k", Int),
+    *columns(Text, "alignment routing"),
+    Column("extra", StrictJson()),
+)
+
+samples = table(
+    "samples",
+    key("attempt_id", Int),
+    key("clock", Text),
+    key("sample_uid", Text),
+    *columns(Int, "step policy_version"),
+    Column("group_id", Text),
+    Column("sample_index", Int),
+    *columns(Text, "split data_source prompt_hash tokens_hash"),
+    Column("policy_versions", StrictJson()),
+    Column("consumed_step", Int),
+    Column("reward", Real),
+    *columns(Int, "tokens rounds"),
+    Index(None, "attempt_id", "step"),
+)
