@@ -81,6 +81,7 @@ class Column:
         self.written: Int64 = np.full(len(self.values), -1, np.int64)
         """How wide each row was written; -1: it never came."""
         self.is_ragged = False
+        self._of_pieces = np.zeros(len(self.values), bool)
 
     def fits(self, piece: Piece) -> bool:
         """Whether a piece is of the same kind: dtype and dimensions."""
@@ -90,13 +91,15 @@ class Column:
             and (piece.values.ndim == self.values.ndim)
         )
 
-    def put(self, rows: Int64, piece: Piece) -> bool:
+    def put(self, rows: Int64, piece: Piece, *, of_pieces: bool = False) -> bool:
         """Write rows that have not come yet; return whether the others are the same, bit by bit.
 
         Only what both hold is compared: a wider piece adds tokens to a narrower row.
+        `of_pieces`: rows that were put together; they have lengths, and no padding of their own.
         """
         lengths = piece.lengths
-        self.is_ragged |= lengths is not None
+        self.is_ragged |= lengths is not None and not of_pieces
+        self._of_pieces[rows] |= of_pieces
         lengths = np.full(len(rows), piece.width, np.int64) if lengths is None else lengths
         before = self.written[rows]
         same = self._agrees(rows, piece, np.minimum(before, lengths))
@@ -109,7 +112,7 @@ class Column:
         """Return how many values of a piece are not the column's, and the largest |d|."""
         common = np.minimum(self.written[rows], piece.width)
         here, there = self._both(rows, piece)
-        differ = (_bits(here) != _bits(there)) & self._within(common, here)
+        differ = (bits(here) != bits(there)) & self._within(common, here)
         if not differ.any():
             return 0, 0.0
         a = widened(Tensor(self.tag, here))[differ].astype(np.float64)
@@ -144,7 +147,7 @@ class Column:
         if not (common > 0).any():
             return True
         here, there = self._both(rows, piece)
-        return not ((_bits(here) != _bits(there)) & self._within(common, here)).any()
+        return not ((bits(here) != bits(there)) & self._within(common, here)).any()
 
     def _both(self, rows: Int64, piece: Piece) -> tuple[Array, Array]:
         """Return the column's values at the piece's place, and the piece's."""
@@ -176,7 +179,8 @@ class Column:
         none = np.zeros(1, self.values.dtype)[0]
         if mask is None or mask.width != self.width or self.values.ndim != 2 or self.is_ragged:
             return none
-        rows = np.flatnonzero((self.written > 0) & (mask.written == self.written))
+        known = (self.written > 0) & (mask.written == self.written) & ~self._of_pieces
+        rows = np.flatnonzero(known)
         at = self.width - self.written[rows] if self._is_left else self.written[rows] - 1
         edge = self.values[rows, at][mask.values[rows, at] == 0]
         found, counts = np.unique(edge, return_counts=True)
@@ -189,5 +193,6 @@ class Column:
         return self.side == "left"
 
 
-def _bits(values: Array) -> Array:
+def bits(values: Array) -> Array:
+    """Return values as whole numbers that are the same where their bits are."""
     return values.view(f"u{values.dtype.itemsize}")

@@ -16,6 +16,7 @@ from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.errors import NotFound, StagescopeError
 from stagescope.flow import order_of
 from stagescope_service.dumps.joining.columns import Allocate, Array, Column, Piece, piece_of
+from stagescope_service.dumps.joining.fragments import PLACES, Assembly, Spots, spots_of
 from stagescope_service.dumps.joining.parts import find_parts
 from stagescope_service.dumps.joining.rows import FoundPart, Rows
 from stagescope_service.dumps.records import Dump, Record
@@ -92,6 +93,7 @@ class _Joined:
         self._allocate = allocate
         self._columns: dict[str, Column] = {}
         self._own: list[dict[str, Tensor]] = [{} for _ in parts]
+        self._assemblies: dict[tuple[Any, ...], Assembly] = {}
         self._recorded: list[dict[str, int | None]] = [{} for _ in parts]
         self._gaps: list[Gap] = []
 
@@ -109,6 +111,7 @@ class _Joined:
 
     def batch(self, step: int | None) -> Batch:
         """Return what was read; its strings and source are not there yet."""
+        self._put_assembled()
         mask = self._columns.get("response_mask")
         padding = {}
         # The mask last: where the others end is read off it.
@@ -133,9 +136,12 @@ class _Joined:
     def _make_columns(self) -> None:
         widest: dict[str, tuple[str, tuple[int, ...], str]] = {}
         for part in self._parts:
-            for name, (tag, shape) in part.shapes.items():
+            for name, (tag, found) in part.shapes.items():
                 self.seen.add(name)
                 if not self._is_wanted(name) or part.rows is None or not len(part.rows):
+                    continue
+                shape = found if part.is_once else self._whole_shape(part, name, found)
+                if shape is None:
                     continue
                 known = widest.setdefault(name, (tag, shape, str(part)))
                 if known[0] == tag and len(known[1]) == len(shape) > 1:
@@ -146,8 +152,22 @@ class _Joined:
             side = self._sides.get(name, "right")
             self._columns[name] = Column(tag, whole, side, first, self._allocate)
 
+    def _whole_shape(
+        self, part: FoundPart, name: str, shape: tuple[int, ...]
+    ) -> tuple[int, ...] | None:
+        """Return the shape of a tensor of pieces of samples, put together; None: it cannot be."""
+        mask = part.shapes.get("response_mask")
+        if part.span is None or name in PLACES or self._sides.get(name) == "left":
+            return None
+        if len(shape) == 1:
+            return shape
+        is_of_tokens = mask is not None and mask[1][:2] == shape[:2]
+        return (shape[0], part.span, *shape[2:]) if is_of_tokens else None
+
     def _take(self, at: int, part: FoundPart, record: Record) -> None:
-        for name, wire in part.unpacked(record).items():
+        tensors = part.unpacked(record)
+        spots = None if part.is_once or part.span is None else spots_of(tensors, part.count)
+        for name, wire in tensors.items():
             self.seen.add(name)
             if not self._is_wanted(name) or name in self._recorded[at]:
                 continue  # a tensor may stand in several sections
@@ -160,6 +180,8 @@ class _Joined:
                 lengths = None if piece.lengths is None else piece.lengths[part.chosen]
                 piece = Piece(piece.tag, piece.values[part.chosen], lengths)
             self._recorded[at][name] = piece.width if piece.values.ndim > 1 else None
+            if spots is not None:
+                self._place(part, name, piece, spots)
             self._put(at, part, name, piece)
 
     def _put(self, at: int, part: FoundPart, name: str, piece: Piece) -> None:
@@ -182,6 +204,44 @@ class _Joined:
                     f"{piece.values.size} values differ, max |d| {largest:.3g}",
                 )
             )
+
+    def _place(self, part: FoundPart, name: str, piece: Piece, spots: Spots) -> None:
+        """Write the tokens of pieces of samples where they lie."""
+        column, rows = self._columns[name], part.rows
+        assert rows is not None
+        if not column.fits(piece) or piece.values.shape[:2] not in (
+            spots.positions.shape, spots.positions.shape[:1],
+        ):  # fmt: skip
+            return
+        if piece.values.ndim == 1:
+            first = np.unique(rows, return_index=True)[1]
+            if not column.put(rows[first], Piece(piece.tag, piece.values[first], None)):
+                self._gaps.append(Gap("disagrees", f"{name} of {part} is not that of its others"))
+            return
+        one = (part.stage, part.role, part.part.occurrence, part.part.epoch, name)
+        if one not in self._assemblies:
+            self._assemblies[one] = Assembly(
+                column.tag, column.values.shape, column.values.dtype, self._allocate
+            )
+        self._assemblies[one].put(rows, spots, piece.values)
+
+    def _put_assembled(self) -> None:
+        """Write samples that were put together from pieces, where no token of them lacks."""
+        for (stage, *_, name), assembly in self._assemblies.items():
+            column = self._columns[name]
+            rows, piece, holes = assembly.finish()
+            if len(holes):
+                named = self._named(holes.tolist())
+                self._gaps.append(
+                    Gap("rows", f"the pieces of {name} in {stage} have holes: {named}")
+                )
+            whole = ~np.isin(rows, holes)
+            assert piece.lengths is not None
+            found = Piece(piece.tag, piece.values[whole], piece.lengths[whole])
+            same = column.put(rows[whole], found, of_pieces=True)
+            if assembly.differing or not (same or _is_of_a_pass(name)):
+                where = "its other pieces" if assembly.differing else column.first
+                self._gaps.append(Gap("disagrees", f"{name} of {stage} is not that of {where}"))
 
     def _keep(self, at: int, name: str, tag: str, values: Array) -> None:
         own = self._allocate(values.shape, values.dtype)

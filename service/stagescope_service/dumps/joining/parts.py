@@ -13,7 +13,8 @@ from stagescope.errors import NotFound, StagescopeError
 from stagescope.flow import order_of
 from stagescope.schema import STAGES
 from stagescope_service.dumps.joining.columns import Array
-from stagescope_service.dumps.joining.rows import FoundPart, Rows
+from stagescope_service.dumps.joining.fragments import PLACES, digest, spots_of
+from stagescope_service.dumps.joining.rows import FoundPart, Rows, lacking_ranks
 from stagescope_service.dumps.records import Dump, Entry, Record
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -98,12 +99,17 @@ def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> 
                 Gap("joined", f"{group[0].stage} has no sample ids, and other rows than the "
                     "stages before it: its tensors are in its parts alone")
             )  # fmt: skip
+        if lacking := lacking_ranks(group):
+            some = ", ".join(map(rows.name, lacking[:4]))
+            text = f"{group[0].stage} lacks context-parallel ranks of {len(lacking)} rows ({some})"
+            scan.gaps.append(Gap("rows", f"{text}: their ends may not be there"))
     for part in consumed:
         rows.choose(part)
-    if pieces := [str(part) for part in parts if not part.is_once]:
+    if pieces := [str(part) for part in parts if not part.is_once and part.span is None]:
         scan.gaps.append(
-            Gap("joined", f"{len(pieces)} parts hold pieces of samples ({pieces[0]}, ...): their "
-                "tensors are in these parts alone")
+            Gap("joined", f"{len(pieces)} parts hold pieces of samples ({pieces[0]}, ...), and not "
+                "where their tokens lie (positions, or token_offset): their tensors are in these "
+                "parts alone")
         )  # fmt: skip
     scan.gaps += [Gap("file", f"{each.path}: {each.message}") for each in dump.problems]
     scan.gaps += _absent(parts)
@@ -169,13 +175,19 @@ class _Scan:
         else:
             part.samples = part.samples or record.samples
         part.texts |= {name: each for name, each in texts.items() if len(each) == count}
+        is_placed = not PLACES.isdisjoint(tensors)
+        if part.context_ranks > 1 and not is_placed:
+            part.digest = digest(part.digest, tensors)
+        if is_placed and (spots := spots_of(tensors, count)) is not None:
+            part.span = max(part.span or 0, spots.span)
         for name, (tag, shape, values, offsets) in tensors.items():
             if offsets is not None and len(offsets) == count + 1:
                 width = int(np.diff(offsets).max(initial=0))
                 part.shapes.setdefault(name, (tag, (count, width, *shape[1:])))
             elif offsets is None and count and shape[:1] == (count,):
                 part.shapes.setdefault(name, (tag, shape))
-            if name in ("response_mask", "attention_mask") and offsets is None and len(shape) == 2:
+            is_mask = name in ("response_mask", "attention_mask") and not is_placed
+            if is_mask and offsets is None and len(shape) == 2:
                 self._note_edges(name, values.reshape(shape) != 0, tensors.get("responses"))
 
     def _note_edges(self, name: str, there: Array, responses: WireTensor | None) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 
 from stagescope.schema import Part
 from stagescope_service.dumps.joining.columns import Int64
+from stagescope_service.dumps.joining.fragments import PLACES
 from stagescope_service.dumps.records import Entry, Record
 from stagescope_service.store.tensorfile import WireTensor
 
 Shape = tuple[str, tuple[int, ...]]
 
 _PACKED: Final = "cu_seqlens"
-_PLACES: Final = frozenset({"positions", "token_offset"})
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,6 +28,8 @@ class FoundPart:
         rows: which of the step's they are; None where that is not known.
         is_once: its rows are whole samples, each once: not pieces of them, as context-parallel
             ranks and split samples have.
+        digest: of its tensors, where a layout says that samples may be split and no tensor how.
+        span: of pieces, one more than the last position of their tokens; None: it is not said.
         shapes: of its tensors that have rows, side by side.
         said: `Record.about`.
         chosen: which of its rows are the step's, of a rollout that several steps consumed; None:
@@ -49,10 +51,30 @@ class FoundPart:
     rows: Int64 | None = None
     chosen: Int64 | None = None
     is_once: bool = True
+    digest: str = ""
+    span: int | None = None
 
     def __str__(self) -> str:
         who = "" if self.rank is None else f" {self.role or 'rank'} {self.rank}"
         return f"{self.stage}{who}" + ("" if self.part == Part() else f" part {self.part}")
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it recorded where its tokens lie in their samples."""
+        return not PLACES.isdisjoint(self.shapes)
+
+    @property
+    def context_ranks(self) -> int:
+        """How many context-parallel ranks share a sample, as its rank's layout says."""
+        layout = (self.said.get("job") or {}).get("layout")
+        size = layout.get("cp_size") if isinstance(layout, Mapping) else None
+        return size if isinstance(size, int) else 1
+
+    @property
+    def context_rank(self) -> object:
+        """Which of them it is."""
+        layout = (self.said.get("job") or {}).get("layout")
+        return layout.get("cp_rank") if isinstance(layout, Mapping) else None
 
     def unpacked(self, record: Record) -> dict[str, WireTensor]:
         """Return a record's tensors; `cu_seqlens` has become the others' row offsets."""
@@ -139,12 +161,29 @@ class Rows:
 
 
 def _mark_pieces(parts: Sequence[FoundPart]) -> None:
-    held: dict[int, int | None] = {}
+    held: dict[int, FoundPart] = {}
     for part in parts:
         assert part.rows is not None
         rows = part.rows.tolist()
         part.is_once = len(set(rows)) == len(rows)
-        if not _PLACES.isdisjoint(part.shapes):
-            others = {held.get(row, part.data_rank) for row in rows}
-            part.is_once &= others <= {part.data_rank}
-        held |= dict.fromkeys(rows, part.data_rank)
+        before = {id(held[row]): held[row] for row in rows if row in held}.values()
+        if part.is_placed:
+            split = any(other.data_rank != part.data_rank for other in before)
+            part.is_once &= not split and part.context_ranks < 2
+        elif any(other.digest != part.digest for other in before):  # the same are replicas
+            part.is_once = False
+        if not part.is_once:
+            for other in before:  # the first of a sample's pieces is one, too
+                other.is_once = False
+        held |= dict.fromkeys(rows, part)
+
+
+def lacking_ranks(parts: Sequence[FoundPart]) -> list[int]:
+    """Return the rows of a pass of which not every context-parallel rank is there."""
+    ranks: dict[int, set[object]] = {}
+    sizes: dict[int, int] = {}
+    for part in parts:
+        for row in part.rows.tolist() if part.rows is not None and not part.is_once else ():
+            ranks.setdefault(row, set()).add(part.context_rank)
+            sizes[row] = part.context_ranks
+    return [row for row, found in ranks.items() if len(found) < sizes[row]]
