@@ -15,6 +15,7 @@
     * `StoreError` - the catalogue or the data directory refused (500)
         * `CatalogueUnavailable` - it cannot be opened or written now (503)
     * `CaptureError` - msprobe could not be started, or broke off (500)
+    * `ComparisonFailed` - dumps could not be compared, by no fault of theirs (500)
     * `PayloadLost` - a payload's owner, node or process died before it was read (410)
     * `EngineError` - an inference engine cannot be reached, refuses, or cannot be read (502)
     * `MissingExtra` - a library of an extra is not installed (also an `ImportError`)
@@ -34,6 +35,7 @@ from typing import ClassVar
 __all__ = [
     "CaptureError",
     "CatalogueUnavailable",
+    "ComparisonFailed",
     "Conflict",
     "EngineError",
     "Forbidden",
@@ -175,6 +177,12 @@ class CaptureError(StagescopeError):
     """Raised, only when strict, when msprobe could not be started or broke off."""
 
     code = "capture"
+
+
+class ComparisonFailed(StagescopeError):
+    """Raised when a comparison breaks off, such as for want of memory: not for damaged files."""
+
+    code = "comparison_failed"
 
 
 class PayloadLost(StagescopeError):

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
-from stagescope.errors import Unreachable
+from stagescope.errors import ComparisonFailed, Unreachable
 from stagescope_service.compare.mappers import Mapper
 
 T = TypeVar("T")
@@ -47,11 +48,23 @@ def ray_tasks(address: str | None = None) -> Mapper:
         for task in tasks:
             waiting.append(remote.remote(function, task))
             if len(waiting) >= most:
-                yield ray.get(waiting.popleft())
+                yield _answer(waiting.popleft())
         while waiting:
-            yield ray.get(waiting.popleft())
+            yield _answer(waiting.popleft())
 
     return run
+
+
+def _answer(task: Any) -> Any:
+    try:
+        return ray.get(task)
+    except RayTaskError as error:  # what the function raised, which Ray wraps
+        raise error.cause from error
+    except RayError as error:
+        raise ComparisonFailed(
+            f"a task of the comparison did not end: {error}",
+            advice="leave out --ray: threads of this process compare too",
+        ) from error
 
 
 def _call(function: Callable[[T], R], task: T) -> R:

@@ -16,7 +16,7 @@ import click
 
 from stagescope import discovery, nonfinite, terminal
 from stagescope.compared import as_lines
-from stagescope.errors import InvalidInput, StagescopeError, StoreError
+from stagescope.errors import ComparisonFailed, InvalidInput, StagescopeError, StoreError
 from stagescope.targets import read_target
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ _OUTPUTS: Final = (
         "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
         help="Write one HTML file with pictures; it needs no network.",
     ),
+    click.option("--ray", is_flag=True, help="Compare shards as tasks of the Ray cluster."),
     click.option("--all", "everything", is_flag=True, help="Show long lists whole."),
     click.option(
         "--tolerance", "tolerances", multiple=True, metavar="PATTERN=ATOL[,RTOL]",
@@ -60,7 +61,6 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
     "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write the JSON to a file as well.",
 )  # fmt: skip
-@click.option("--ray", is_flag=True, help="Compare shards as tasks of the Ray cluster.")
 @click.option("--url", help="The service of the runs, such as http://head:8700.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of --json, and end.")
@@ -168,7 +168,7 @@ def _compare_here(dumps: Sequence[Dump], options: _Options) -> _Said:
     from stagescope_service.compare.tolerances import Tolerances
 
     mapper = None
-    if options.get("ray"):
+    if options["ray"]:
         from stagescope_service.ray_mapper import ray_tasks
 
         mapper = ray_tasks()
@@ -201,10 +201,18 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
     """Let an error be told as any command's, with the exit status of what was not compared."""
     try:
         yield
-    except StagescopeError as error:
+    except (click.exceptions.Exit, click.ClickException):
+        raise
+    except Exception as error:  # Python's own exit status is 1, which here says that they differ
         if ctx.meta.get("stagescope.debug") or (ctx.parent and ctx.parent.params.get("debug")):
             raise
-        terminal.report(error)
+        known = isinstance(error, StagescopeError)
+        terminal.report(
+            error if known else ComparisonFailed(
+                f"the comparison broke off: {type(error).__name__}: {error}",
+                advice="`stagescope --debug compare ...` shows where",
+            )
+        )  # fmt: skip
         ctx.exit(COULD_NOT)
     except KeyboardInterrupt:
         # click's own answer would be 1, which here says that they differ.

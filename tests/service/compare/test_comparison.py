@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
 from stagescope.compared import as_lines
-from stagescope.errors import InvalidInput
+from stagescope.errors import ComparisonFailed, InvalidInput
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.mappers import threads
 from stagescope_service.compare.report.as_json import as_json
@@ -527,7 +527,24 @@ def test_a_file_whose_rows_make_no_sense_is_a_finding() -> None:
     assert result.exit_status == 2
     damaged = [each for each in result.pairs[0].findings if each.kind == "damaged"]
     assert len(damaged) == 2
-    assert "could not be compared" in damaged[0].message
+    assert "the rows of response_mask do not follow each other" in damaged[0].message
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError("no room")])
+def test_only_what_is_wrong_with_a_file_is_a_finding(error: Exception) -> None:
+    class Raising(MemoryDump):
+        def read(self, entry: Entry) -> Record:
+            raise error
+
+    good = split(batch())
+    bad = Raising(good.records)
+    if isinstance(error, OSError):
+        findings = compare([good, bad]).pairs[0].findings
+        damaged = [finding.message for finding in findings if finding.kind == "damaged"]
+        assert damaged == ["the disk is gone"] * len(bad.records)
+    else:
+        with pytest.raises(ComparisonFailed, match="could not be compared: MemoryError: no room"):
+            compare([good, bad])
 
 
 class Counting(MemoryDump):

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import Forbidden, NotFound, StagescopeError
+from stagescope.errors import (
+    ComparisonFailed,
+    Forbidden,
+    InvalidTensor,
+    NotFound,
+    StagescopeError,
+)
 from stagescope_service.compare.flow import NAMED
 from stagescope_service.compare.pairing.index import (
     RESPONSE,
@@ -111,16 +117,27 @@ class JoinTask:
 
 
 def run_task(task: PairTask | JoinTask) -> Outcome:
-    """Do one task; every error is in its answer, so that the others go on."""
+    """Do one task; what is wrong with its files is in its answer, so that the others go on.
+
+    Raises:
+        ComparisonFailed: anything else, which says nothing about the files.
+    """
     try:
         return compare_pair(task) if isinstance(task, PairTask) else compare_joined(task)
-    except Exception as error:  # what a reader let through may still make no sense
+    except StagescopeError as error:  # a reader let it through
         entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
         side = 0 if entries[0] is not None else 1
         entry = entries[side]
         assert entry is not None
-        text = f"{entry.path} could not be compared: {type(error).__name__}: {error}"
+        text = f"{entry.path} could not be compared: {error}"
         return Outcome(problems=((side, Problem(entry.path, "damaged", text, entry)),))
+    except Exception as error:
+        entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
+        paths = " and ".join(str(entry.path) for entry in entries if entry is not None)
+        raise ComparisonFailed(
+            f"{paths} could not be compared: {type(error).__name__}: {error}",
+            advice="this says nothing about the files; of too little memory, compare one --step",
+        ) from error
 
 
 def compare_pair(task: PairTask) -> Outcome:
@@ -243,13 +260,26 @@ def _read(
     dump: Dump, entry: Entry, side: int, problems: list[tuple[int, Problem]]
 ) -> Record | None:
     try:
-        return dump.read(entry)
-    except StagescopeError as error:
+        record = dump.read(entry)
+    except (OSError, StagescopeError) as error:
         kind = "damaged"
         if isinstance(error, NotFound | Forbidden):
             kind = "missing" if isinstance(error, NotFound) else "refused"
         problems.append((side, Problem(entry.path, kind, str(error), entry)))
         return None
+    _check_offsets(record)
+    return record
+
+
+def _check_offsets(record: Record) -> None:
+    for name, (_, _, values, offsets) in record.tensors.items():
+        if offsets is None:
+            continue
+        if not len(offsets) or np.any(np.diff(offsets, prepend=0) < 0) or offsets[-1] > len(values):
+            raise InvalidTensor(
+                f"{record.entry.path}: the rows of {name} do not follow each other",
+                expected=f"offsets that rise from 0 to at most {len(values)}",
+            )
 
 
 def _named_apart(one: Rows, other: Rows, apart: set[str]) -> ShardIndex | None:

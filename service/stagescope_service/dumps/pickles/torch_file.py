@@ -138,6 +138,8 @@ def _load(path: Path, *, mapped: bool) -> Any:
         with _only_stand_ins(torch.serialization):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # damaged pickles raise nearly everything
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(f"{path} could not be loaded: {error}") from error
         raise _refusal(path, error) from error
 
 
