@@ -243,6 +243,9 @@ def test_a_full_disk_stops_keeping_and_says_so_while_metrics_go_on(
         eventually(lambda: four(service, "full", 3))
         eventually(lambda: service.status()["keeping"]["healthy"])
         assert service.status()["keeping"]["not_kept"] == 4
+        with service.session() as session:
+            (said,) = [row for row in session.findings("full") if row["kind"] == "not_kept"]
+            assert said["over_wall"] is not None
     finally:
         with contextlib.suppress(FileNotFoundError):
             ballast.unlink()

@@ -206,13 +206,12 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
     except Exception as error:  # Python's own exit status is 1, which here says that they differ
         if ctx.meta.get("stagescope.debug") or (ctx.parent and ctx.parent.params.get("debug")):
             raise
-        known = isinstance(error, StagescopeError)
-        terminal.report(
-            error if known else ComparisonFailed(
+        if not isinstance(error, StagescopeError):
+            error = ComparisonFailed(
                 f"the comparison broke off: {type(error).__name__}: {error}",
                 advice="`stagescope --debug compare ...` shows where",
             )
-        )  # fmt: skip
+        terminal.report(error)
         ctx.exit(COULD_NOT)
     except KeyboardInterrupt:
         # click's own answer would be 1, which here says that they differ.

@@ -326,6 +326,7 @@ class DebugCoordinator:
         state.stack_requests.adopt(snapshot.asked_stacks)
         await floor.reception.write(rows)
         floor.open(settings)
+        floor.retention.adopt_findings(snapshot.findings)
         for order in _unformed(snapshot):
             floor.assemble(order)
         runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}

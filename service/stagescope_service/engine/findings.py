@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from stagescope_service.engine.instructions import Put
 from stagescope_service.engine.rows import digest
+
+NOT_KEPT: Final = "not_kept"
+"""Of an attempt: what is to be kept of payloads is not; over with the next file that is."""
 
 
 def finding(

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from stagescope.errors import StagescopeError
+from stagescope_service.engine.findings import NOT_KEPT
 from stagescope_service.engine.instructions import Put
 from stagescope_service.store.catalogue import Catalogue
 
@@ -94,8 +95,15 @@ class Retention:
         self._reserved: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
         self._not_kept = 0
+        self._open: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         self._changing = asyncio.Lock()
+
+    def adopt_findings(self, findings: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what an earlier coordinator said was not kept, and did not see over."""
+        for row in findings:
+            if row["kind"] == NOT_KEPT and row["over_wall"] is None:
+                self._open[row["attempt_id"]] = row["finding_id"]
 
     def health(self) -> Row:
         """Say whether what is to be kept is kept, and if not, why, and how often it was not."""
@@ -172,10 +180,18 @@ class Retention:
                 if self._bytes is not None:
                     self._bytes[node] += put.row["bytes"]
                 self._reasons[node] = ""
+                await self._close(put.row["attempt_id"])
                 await self._retire_steps(put.row["attempt_id"], put.row["step"])
-            elif put.table == "findings" and put.row.get("kind") == "not_kept":
+            elif put.table == "findings" and put.row.get("kind") == NOT_KEPT:
                 self._reasons[node] = str(put.row["message"])
+                self._open[put.row["attempt_id"]] = put.row["finding_id"]
                 self._not_kept += 1
+
+    async def _close(self, attempt_id: int) -> None:
+        """Say of what was not kept of an attempt that it is over, whoever keeps now."""
+        if (finding_id := self._open.pop(attempt_id, None)) is not None:
+            over = {"finding_id": finding_id, "over_wall": self._wall()}
+            await self._write([Put("findings", over)])
 
     async def _retire_steps(self, attempt_id: int, step: int | None) -> None:
         most = self._limits.steps

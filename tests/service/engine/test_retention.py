@@ -39,8 +39,8 @@ class Node:
         self.now = 1e9
         self.node_id = "node-1"
         self.retention = self.made(limits)
-        keeper = Keeper(self.data_dir, self.node_id, 0)
-        self.intake = Intake(self.data_dir, self.node_id, Ring(directory / "ring", 0), keeper)
+        self.ring = Ring(directory / "ring", 0)
+        self.intake = self.taking()
         attempt = {"attempt_id": 1, "run": "r", "number": 1, "key": "k"}
         self.write_now([Put("attempts", attempt)])
 
@@ -48,6 +48,10 @@ class Node:
         return Retention(
             self.catalogue, self, self.write, limits, wall=lambda: self.now, mono=lambda: self.now
         )
+
+    def taking(self, reserve: int = 0) -> Intake:
+        keeper = Keeper(self.data_dir, self.node_id, reserve)
+        return Intake(self.data_dir, self.node_id, self.ring, keeper)
 
     # --- disks ------------------------------------------------------------------------------
     def place(self, node_id: str | None) -> str:
@@ -170,6 +174,23 @@ def test_pinned_steps_stay_and_where_nothing_may_go_keeping_stops_and_starts_aga
     assert node.steps() == [2, 4]
     assert node.retention.health()["healthy"]
     assert node.catalogue.findings(run="r")[0]["over_wall"] is not None
+
+
+def test_what_was_not_kept_is_over_also_after_a_restart(node: Node) -> None:
+    node.intake = node.taking(reserve=1 << 60)
+    assert node.keep(2) == ""
+    (said,) = node.catalogue.findings(run="r")
+    assert said["over_wall"] is None
+    node.intake = node.taking()  # another ingestor, under another coordinator
+    node.retention = node.made(Limits(1 << 30))
+    node.retention.adopt_findings(node.catalogue.findings())
+    assert node.keep(3)
+    (over,) = node.catalogue.findings(run="r")
+    assert over["finding_id"] == said["finding_id"]
+    assert over["over_wall"] == pytest.approx(node.now, abs=10)
+    node.intake = node.taking(reserve=1 << 60)
+    assert node.keep(4) == ""
+    assert node.catalogue.findings(run="r")[0]["over_wall"] is None
 
 
 def test_a_step_never_makes_room_for_itself(node: Node) -> None:

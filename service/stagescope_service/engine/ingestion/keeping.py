@@ -15,7 +15,7 @@ from typing import Any, Final
 from stagescope.errors import StagescopeError, StoreError
 from stagescope.keeping import kept_sections
 from stagescope.schema import PART_FIELDS, Part
-from stagescope_service.engine.findings import finding
+from stagescope_service.engine.findings import NOT_KEPT, finding
 from stagescope_service.engine.ingestion.values import Payload
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.store.artifacts import kept_path, step_directory
@@ -46,7 +46,6 @@ class Keeper:
         """Payloads that were to be kept and were not, since the start."""
         self.reason = ""
         """Why the last one was not; empty where it was."""
-        self._told: set[tuple[Any, Any]] = set()
 
     def keep(self, key: PayloadKey, job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
         """Keep what is wanted of a payload; yield its row, or what is wrong."""
@@ -64,15 +63,10 @@ class Keeper:
         except (StagescopeError, OSError, ValueError, TypeError) as error:
             self.not_kept += 1
             self.reason = str(error)
-            self._told.add(_attempt(job))
             yield self._refusal(job)
             return
         self.reason = ""
         yield row
-        if (place := _attempt(job)) in self._told:
-            self._told.discard(place)
-            over = self._refusal(job).row["finding_id"]
-            yield Put("findings", {"finding_id": over, "over_wall": time.time()})
 
     def _write(self, key: PayloadKey, job: Mapping[str, Any], kept: Kept) -> Put:
         part = Part(*(job[name] or 0 for name in PART_FIELDS))
@@ -101,7 +95,7 @@ class Keeper:
 
     def _refusal(self, job: Mapping[str, Any]) -> Put:
         said = finding(
-            "not_kept",
+            NOT_KEPT,
             f"what is to be kept is not: {self.reason}",
             run=job["run"],
             attempt_id=job.get("attempt_id"),
@@ -149,7 +143,3 @@ def plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
     """Return what a file says of itself: whose it is, and its payload's delivery identity."""
     said = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
     return {**said, "incarnation": key.incarnation, "seq": key.seq}
-
-
-def _attempt(job: Mapping[str, Any]) -> tuple[Any, Any]:
-    return job["run"], job.get("attempt_id")
