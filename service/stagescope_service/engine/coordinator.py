@@ -26,7 +26,8 @@ from stagescope_service.engine.orders.bench import with_bench
 from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.orders.standing import Standing, read_standing
 from stagescope_service.engine.orders.worst import with_ranks
-from stagescope_service.engine.reception import Reception, describe
+from stagescope_service.engine.reasons import describe
+from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.restore import restore
 from stagescope_service.engine.state import State
 from stagescope_service.engine.stuck import StuckRules

@@ -24,7 +24,8 @@ from stagescope_service.engine.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.engine.reception import Reception, describe
+from stagescope_service.engine.reasons import describe
+from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.retention import Limits, Retention
 from stagescope_service.engine.triggering.actions import Acting, Order, PinAnswer
 from stagescope_service.engine.triggering.live import Triggers

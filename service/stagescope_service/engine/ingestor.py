@@ -28,7 +28,7 @@ from stagescope_service.engine.ingestion.joining import RolloutRows
 from stagescope_service.engine.ingestion.keeping import Keeper
 from stagescope_service.engine.ingestion.retake import Retake, Source
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.reception import describe
+from stagescope_service.engine.reasons import describe
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory

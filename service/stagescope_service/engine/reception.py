@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.errors import InvalidEvent, NotFound, StagescopeError
+from stagescope.errors import InvalidEvent, NotFound
 from stagescope.schema import Event, Sender
 from stagescope_service.engine.base import Floor
 from stagescope_service.engine.executor import Executor
@@ -324,9 +324,3 @@ class Reception:
 def _seq_of(wire: object) -> int:
     seq = wire[2] if isinstance(wire, tuple | list) and len(wire) > 2 else None
     return seq if isinstance(seq, int) else -1
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one line for a reason."""
-    text = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:1000]
