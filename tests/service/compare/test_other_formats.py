@@ -83,7 +83,7 @@ def test_the_same_trajectories_are_the_same(tmp_path: Path, form: str, order: st
     slime = slime_rollout_file(tmp_path / "slime.pt", batch)
     theirs = batch if order == "same order" else permuted(batch)
     if form in ("dict", "list"):
-        data = torch.load(areal_file(tmp_path / "theirs.pt", theirs, form=form))
+        data = torch.load(areal_file(tmp_path / "theirs.pt", theirs, form=form), weights_only=True)
     else:
         data = areal_batch(theirs)
         data = leftward(data) if form.startswith("left") else data
