@@ -132,9 +132,12 @@ def _samples(pieces: Sequence[Piece]) -> dict[str, int]:
         return {}
     states = np.concatenate([table.states for table in tables])
     unequal = np.concatenate([table.numbers[:, 1] for table in tables]) > 0
-    seen: dict[str, int] = {}
-    labels = (label for table in tables for label in table.labels)
-    of_row = np.fromiter((seen.setdefault(label, len(seen)) for label in labels), np.int64)
+    labels = [label for table in tables for label in table.labels]
+    seen = {label: at for at, label in enumerate(dict.fromkeys(labels))}
+    # Most often each is there once, in this order.
+    of_row = np.arange(len(labels))
+    if len(seen) < len(labels):
+        of_row = np.fromiter(map(seen.__getitem__, labels), np.int64)
 
     def trajectories(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         there = np.zeros(len(seen), bool)

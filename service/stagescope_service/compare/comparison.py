@@ -10,8 +10,9 @@ from stagescope.errors import InvalidInput
 from stagescope_service.compare.assemble import heaviest
 from stagescope_service.compare.mappers import Mapper, threads
 from stagescope_service.compare.results import Comparison, PairResult, SideResult, Verdict
+from stagescope_service.compare.running import Progress
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.compare.two import Progress, TwoSides
+from stagescope_service.compare.two import TwoSides
 from stagescope_service.dumps.records import Dump
 from stagescope_service.statistics import pairwise
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from stagescope_service.compare import flow
@@ -15,47 +15,17 @@ from stagescope_service.compare.pairing.align import join
 from stagescope_service.compare.pairing.dealt import Dealt
 from stagescope_service.compare.pairing.index import ShardIndex
 from stagescope_service.compare.pairing.pieces import Piece
-from stagescope_service.compare.pairing.shards import (
-    JoinTask,
-    Outcome,
-    PairTask,
-    run_task,
-)
+from stagescope_service.compare.pairing.shards import JoinTask, Outcome
 from stagescope_service.compare.pairing.taking import COMPARED
 from stagescope_service.compare.plan import Couple, Match, Unit, of_a_part, plan
 from stagescope_service.compare.reasons import first_difference, non_finite, reason_of
 from stagescope_service.compare.results import PairResult, Verdict
+from stagescope_service.compare.running import Progress, Runner, UnitKey, Work
 from stagescope_service.compare.tolerances import Floor, Tolerances, declared_floor
 from stagescope_service.dumps.records import Dump, Place, Problem
 from stagescope_service.statistics.pairwise import Pairwise
 
-Progress = Callable[[int, int], None]
-"""Told (tasks done, tasks known so far)."""
-
 _UNMATCHED: Final = "the tokens of every sample differ"
-
-
-_UnitKey = tuple[str, str, Unit]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Work:
-    """Entries of one place, or of the same samples, and in which unit they lie.
-
-    `is_alone`: of an entry without a counterpart, since its samples lie in other parts there.
-    """
-
-    match: Match
-    couple: Couple
-    is_alone: bool = False
-
-    @property
-    def unit(self) -> _UnitKey:
-        return (self.match.section, self.match.borrowed, self.match.unit_of(self.couple))
-
-    @property
-    def has_rows(self) -> bool:
-        return self.match.section not in flow.NAMED
 
 
 class TwoSides:
@@ -70,8 +40,7 @@ class TwoSides:
     ) -> None:
         self._dumps = dumps
         self._tolerances = tolerances
-        self._mapper = mapper
-        self._progress = progress
+        self._runner = Runner(dumps, tolerances, mapper, progress)
         self._pieces: list[Piece] = []
         self._notes = Notes(of_a_part(*dumps))
         self._keys: dict[str, dict[str, None]] = {}
@@ -80,9 +49,7 @@ class TwoSides:
         self._dealt = Dealt(several_steps=any(len(each) > 1 for each in steps))
         self._whole: set[str] = set()
         self._lacking: set[str] = set()
-        self._tokens_differ: frozenset[str] = frozenset()
         self._every_sample_differs = False
-        self._tasks = [0, 0]
         self.bytes = 0
 
     def run(self, sides: tuple[int, int]) -> PairResult:
@@ -93,6 +60,7 @@ class TwoSides:
         sampling = [match for match in matches if match.section in flow.SAMPLING]
         self._compare_all(sampling)
         self._remember_differing_tokens()
+        self._runner.expect([match for match in matches if match not in sampling])
         for wave in _waves(matches):
             self._compare_all(wave)
         self._notes.of_dumps(self._dumps, self._is_explained)
@@ -121,16 +89,16 @@ class TwoSides:
         # What other sections say of these rows is known by now, if they do not lie alike.
         apart = {work.unit for work in works if self._is_apart(work)}
         alike = [work for work in works if work.unit not in apart]
-        outcomes = list(zip(alike, self._run_pairs(alike, joined=False), strict=True))
+        outcomes = list(zip(alike, self._runner.pairs(alike, joined=False), strict=True))
         # A unit is compared as it lies or joined, as a whole: a sample counts once in it.
         apart |= {work.unit for work, outcome in outcomes if any(outcome.index) and work.has_rows}
         joined = [work for work in works if work.unit in apart]
         outcomes = [(work, outcome) for work, outcome in outcomes if work.unit not in apart]
-        outcomes += zip(joined, self._run_pairs(joined, joined=True), strict=True)
+        outcomes += zip(joined, self._runner.pairs(joined, joined=True), strict=True)
         for work, outcome in outcomes:
             if work.has_rows:
                 self._dealt.learn(work.couple, outcome)
-        indexes: dict[_UnitKey, tuple[list[ShardIndex], list[ShardIndex]]] = {}
+        indexes: dict[UnitKey, tuple[list[ShardIndex], list[ShardIndex]]] = {}
         of_unit = {work.unit: work.match for work in works}
         for work, outcome in outcomes:
             self._take(outcome, work.match, work.couple)
@@ -145,15 +113,16 @@ class TwoSides:
             for a, b in [self._dealt.named(sides, self._dumps)]
             for task in self._join_tasks(of_unit[unit], a, b)
         ]
-        for (match, _), outcome in zip(joins, self._map([t for _, t in joins]), strict=True):
+        outcomes_of_joins = self._runner.all([task for _, task in joins])
+        for (match, _), outcome in zip(joins, outcomes_of_joins, strict=True):
             self._take(outcome, match, (None, None))
             self._notes.of_outcome(outcome, (None, None), match)
 
-    def _works(self, match: Match) -> list[_Work]:
+    def _works(self, match: Match) -> list[Work]:
         """Return the entries to hold against each other: where it is known, of the same samples."""
         couples = list(match.couples())
         if match.section in (*flow.SAMPLING, *flow.TELLING, *flow.NAMED):
-            return [_Work(match, couple) for couple in couples]
+            return [Work(match, couple) for couple in couples]
         units: dict[Unit, list[Couple]] = {}
         for couple in couples:
             units.setdefault(match.unit_of(couple), []).append(couple)
@@ -163,30 +132,14 @@ class TwoSides:
             if match.section in flow.COUNTED:  # what is of all rows of a part has no counterpart
                 self._notes.of_parts(match, apart)
                 apart = []
-            works += [_Work(match, couple) for couple in kept]
-            works += [_Work(match, couple, is_alone=True) for couple in apart]
+            works += [Work(match, couple) for couple in kept]
+            works += [Work(match, couple, is_alone=True) for couple in apart]
         return works
 
-    def _is_apart(self, work: _Work) -> bool:
+    def _is_apart(self, work: Work) -> bool:
         if None in work.couple or not work.has_rows or work.match.section in flow.COUNTED:
             return None in work.couple
         return self._dealt.is_told(work.couple) or self._dealt.is_told_of_ranks(work.couple)
-
-    def _run_pairs(self, works: Sequence[_Work], *, joined: bool) -> Iterable[Outcome]:
-        return self._map([
-            PairTask(
-                self._dumps, work.couple, work.match.section, self._tolerances,
-                self._tokens_differ, joined,
-            )
-            for work in works
-        ])  # fmt: skip
-
-    def _map(self, tasks: Sequence[PairTask | JoinTask]) -> Iterable[Outcome]:
-        self._tasks[1] += len(tasks)
-        for outcome in self._mapper(run_task, tasks):
-            self._tasks[0] += 1
-            self._progress(self._tasks[0], self._tasks[1])
-            yield outcome
 
     def _take(self, outcome: Outcome, match: Match, couple: Couple) -> None:
         pieces = outcome.pieces
@@ -216,7 +169,7 @@ class TwoSides:
         return [
             JoinTask(
                 self._dumps, a[at].entry, parts, match.section, self._tolerances,
-                self._tokens_differ,
+                self._runner.tokens_differ,
             )
             for at, parts in joined.parts
         ]  # fmt: skip
@@ -231,7 +184,7 @@ class TwoSides:
                 state, unequal = piece.rows.states[row], piece.rows.numbers[row, 1]
                 same = state == COMPARED and not unequal
                 (equal if same else differ).add(label)
-        self._tokens_differ = frozenset(differ)
+        self._runner.tokens_differ = frozenset(differ)
         self._every_sample_differs = bool(differ) and not equal - differ
 
     def _is_explained(self, side: int, problem: Problem) -> bool:

@@ -212,7 +212,6 @@ def compare_values(
     offsets: npt.NDArray[np.int64] | None = None,
     tolerance: tuple[float, float] = (0.0, 0.0),
     origin: int = 0,
-    same: bool = False,
 ) -> tuple[Pairwise, Float64]:
     """Compare two arrays value by value.
 
@@ -224,7 +223,6 @@ def compare_values(
         offsets: int64 [rows + 1]: the rows of the second result; all is one row without them.
         tolerance: (atol, rtol): a pair is over it where |d| > atol + rtol * max(|x|, |y|).
         origin: put in the spots that are found.
-        same: the two are known to be the same bytes.
 
     Returns:
         The summary, and float64 [rows, len(ROW_COLUMNS)].
@@ -244,7 +242,7 @@ def compare_values(
     cell = np.empty(WIDTH)
     accumulate_pairs(
         x.view(np.uint8), KINDS.index(dtypes[0]), y.view(np.uint8), KINDS.index(dtypes[1]),
-        same, chosen, offsets, np.array(tolerance, np.float64),
+        chosen, offsets, np.array(tolerance, np.float64),
         rows, cell,
     )  # fmt: skip
     places = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])

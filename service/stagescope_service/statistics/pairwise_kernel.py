@@ -42,21 +42,20 @@ _BYTES: Any = _array(numba.uint8, 1, readonly=True)
 
 @entry(
     numba.void(
-        _BYTES, numba.int64, _BYTES, numba.int64, numba.boolean, _BYTES,
+        _BYTES, numba.int64, _BYTES, numba.int64, _BYTES,
         _array(numba.int64, 1, readonly=True), _array(numba.float64, 1, readonly=True),
         _array(numba.float64, 2), _array(numba.float64, 1),
     ),
     nogil=True,
 )  # fmt: skip
 def accumulate_pairs(
-    x_raw: Any, x_kind: int, y_raw: Any, y_kind: int, same: bool, mask: Any, offsets: Any,
+    x_raw: Any, x_kind: int, y_raw: Any, y_kind: int, mask: Any, offsets: Any,
     rule: Any, rows: Any, cell: Any,
 ) -> None:  # fmt: skip
     """Compare two flat arrays of one length.
 
     Args:
         x_raw, y_raw: uint8 views of the values, of dtype `KINDS[kind]`.
-        same: the two are the same bytes of one dtype: only the first is read.
         mask: uint8, one a value: 1 = it counts, 0 = it does not; of length 0: all count.
         offsets: int64 [rows + 1]: row r is `offsets[r]:offsets[r + 1]`.
         rule: float64 [2], atol and rtol of `OVER`.
@@ -80,7 +79,7 @@ def accumulate_pairs(
             if kept == 0:
                 base += n
                 continue
-            equal = same or (x_kind == y_kind and same_bits(x_raw, y_raw, x_kind, base, n))
+            equal = x_kind == y_kind and same_bits(x_raw, y_raw, x_kind, base, n)
             highest = cell[AT.D_ABS_MAX]
             empty(part)
             taken = False

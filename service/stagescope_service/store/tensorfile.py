@@ -12,6 +12,7 @@ import hashlib
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -145,18 +146,22 @@ def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
 def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
     """Read a file as `read_tensors` does, its tensors as views of the mapped file.
 
-    What is not looked at is not read. The file must not be shortened while the views live: ours
-    never are, since they are written once and renamed.
+    What is not looked at is not read, and a file is mapped once for all views that live at a time.
+    It must not be shortened while they live: ours never are, since they are written once and
+    renamed.
 
     Raises:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
     """
     with _opened(path, most_bytes) as (file, size):
-        known = _known(path, os.fstat(file.fileno()).st_mtime_ns, size)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    start = known.start
-    data = np.frombuffer(mapped, np.uint8, offset=start) if size > start else np.empty(0, np.uint8)
-    return assemble(data, known.entries, known.strings)
+        state = os.fstat(file.fileno())
+        known = _known(path, state.st_mtime_ns, size)
+        key = (state.st_dev, state.st_ino, state.st_mtime_ns, size)
+        whole = _mapped.get(key)
+        if whole is None:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            _mapped[key] = whole = np.frombuffer(mapped, np.uint8)
+    return assemble(whole[known.start :], known.entries, known.strings)
 
 
 def describe_file(path: Path) -> Description:
@@ -170,6 +175,12 @@ def describe_file(path: Path) -> Description:
     empty = assemble(np.empty(0, np.uint8), [], known.strings)
     shapes = {each.name: (each.tag, each.shape) for each in known.entries}
     return Description(shapes, empty.metadata)
+
+
+_mapped: Final[weakref.WeakValueDictionary[tuple[int, ...], np.ndarray[Any, Any]]] = (
+    weakref.WeakValueDictionary()
+)
+"""The files that are mapped: (device, inode, time, size) -> their bytes."""
 
 
 class _Known(NamedTuple):

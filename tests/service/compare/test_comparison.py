@@ -22,7 +22,9 @@ from stagescope_service.compare.mappers import threads
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Entry, Problem, Record
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import Dump, Entry, Problem, Record
+from stagescope_service.store.kept import Kept, write_kept
 
 
 def tensor(result: Comparison, name: str, section: str | None = None) -> TensorResult:
@@ -443,6 +445,56 @@ def test_the_noise_floor_of_the_run_is_noise() -> None:
     declared = split(samples)
     declared.about = {"noise_floor": {"mean": 2e-3, "max": 2e-3}}
     assert compare([declared, split(moved)]).verdict is Verdict.WITHIN_NOISE
+
+
+def write_sections(path: Path, masks: list[np.ndarray[Any, Any]]) -> Dump:
+    """Keep a file for each rank's mask, whose mask stands in two sections."""
+    for rank, mask in enumerate(masks):
+        values = np.arange(mask.size, dtype=np.float32).reshape(mask.shape)
+        tensors = {"log_probs": values, "old_log_probs": values + 1, "response_mask": mask}
+        job = {"run": "r", "attempt_key": "1", "role": "actor", "rank": rank, "step": 0,
+               "stage": "actor_update"}  # fmt: skip
+        name = f"actor_rank{rank}_{'0' * 12}_0.safetensors"
+        write_kept(
+            path / "step_0/actor_update" / name,
+            Kept(
+                tensors={n: (str(v.dtype), v.shape, v, None) for n, v in tensors.items()},
+                sections={
+                    "forward_data": ["log_probs", "response_mask"],
+                    "is_loss": ["old_log_probs", "response_mask"],
+                },
+                scalars={}, strings={"sample_ids": [f"{rank}_{row}" for row in range(len(mask))]},
+                meta={}, job=job,
+            ),
+        )  # fmt: skip
+    return open_dump(path)
+
+
+def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
+    masks = [np.tri(4, 9, rank, dtype=np.int64) for rank in range(3)]
+    changed = [mask.copy() for mask in masks]
+    changed[1][3, 1] = 0
+    a, b, other = (
+        write_sections(tmp_path / name, each)
+        for name, each in (("a", masks), ("b", masks), ("other", changed))
+    )
+    given: list[int] = []
+
+    def mapper(function: Any, tasks: Any) -> Any:
+        given.append(len(tasks))
+        return map(function, tasks)
+
+    result = compare([a, b], mapper=mapper)
+    assert result.verdict is Verdict.SAME, result.reason
+    assert [count for count in given if count] == [len(masks)]
+    assert result.bytes == sum(side.bytes for side in result.sides)
+    for section in ("forward_data", "is_loss"):
+        assert tensor(result, "response_mask", section).found.pairs == 3 * 4 * 9
+        differs = tensor(compare([a, other]), "response_mask", section)
+        assert differs.found.unequal_count == 1
+        assert [str(each.verdict) for each in differs.places] == ["same", "different", "same"]
+    said = as_json(result)["pairs"][0]
+    assert [each["section"] for each in said["sections"]] == ["forward_data", "is_loss"]
 
 
 def test_three_sides_are_held_against_each_other() -> None:

@@ -23,6 +23,7 @@ from stagescope.schema import DTYPE_BYTES
 from stagescope_service.store.tensorfile import (
     WireTensor,
     check_file,
+    map_tensors,
     read_tensors,
     size_of,
     write_tensors,
@@ -232,6 +233,18 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     write_tensors(path, {"b": wire("int8", (4,))}, durable=False)
     assert read_tensors(path).tensors.keys() == {"b"}
     assert os.listdir(tmp_path) == ["t.safetensors"]
+
+
+def test_views_of_a_file_that_live_at_a_time_share_its_memory(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    old, new = wire("float32", (300,), 1), wire("float32", (300,), 2)
+    write_tensors(path, {"a": old})
+    first, again = (map_tensors(path).tensors["a"][2] for _ in range(2))
+    assert np.shares_memory(first, again)
+    write_tensors(path, {"a": new})  # as large as before: renamed over the old one
+    replaced = map_tensors(path).tensors["a"][2]
+    assert replaced.tobytes() == new[2].tobytes()
+    assert first.tobytes() == old[2].tobytes()
 
 
 def test_a_full_disk_says_what_to_do_and_leaves_nothing(small_disk: Path) -> None:

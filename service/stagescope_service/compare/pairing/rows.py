@@ -115,15 +115,9 @@ class Rows:
             self._ones[name] = layout.flat == one
         return self._ones[name]
 
-    def shares(self, other: Rows, name: str) -> bool:
-        """Whether a tensor is the same as another record's, with all its padding."""
-        one, its = self.known(name), other.known(name)
-        if one.dtype != its.dtype or not same_offsets(one, its):
-            return False
-        same = np.array_equal(one.flat, its.flat)
-        if same and name in MASKS:
-            self._ones[name] = other.ones(name)
-        return same
+    def share(self, other: Rows, name: str) -> None:
+        """Take over what is known of a mask that is the same in another record."""
+        self._ones[name] = other.ones(name)
 
     def mask_of(self, name: str) -> str | None:
         """Return the mask that is as wide as a tensor, row by row."""

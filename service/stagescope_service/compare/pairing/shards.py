@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ from stagescope_service.compare.pairing.index import (
 )
 from stagescope_service.compare.pairing.pieces import (
     Box,
+    Known,
     Piece,
     compare_boxes,
     compare_others,
@@ -85,6 +87,8 @@ class PairTask:
         section: under which it is reported.
         tolerances, exclude: see `compare_rows`.
         joined: rows are not compared here: it is said what they are, and they are joined.
+        ahead: asked for early, since the files are read for another section; left undone where
+            what was compared of them before does not lie alike.
     """
 
     dumps: tuple[Dump, Dump]
@@ -93,6 +97,7 @@ class PairTask:
     tolerances: Tolerances
     exclude: frozenset[str] = frozenset()
     joined: bool = False
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,14 +121,54 @@ class JoinTask:
     exclude: frozenset[str] = frozenset()
 
 
-def run_task(task: PairTask | JoinTask) -> Outcome:
+@dataclasses.dataclass
+class _Held:
+    """What the tasks of the same files share.
+
+    Attributes:
+        records: read already; while they are there their files stay mapped.
+        files: that were read already.
+        known: see `compare_rows`.
+    """
+
+    records: list[Record | None] = dataclasses.field(default_factory=list)
+    files: set[Path] = dataclasses.field(default_factory=set)
+    known: Known = dataclasses.field(default_factory=dict)
+
+    def bytes_of(self, entries: Sequence[Entry | None]) -> int:
+        """Return the bytes of the files of entries, but of those that were read before."""
+        files = {entry.path: entry.bytes for entry in entries if entry is not None}
+        new = files.keys() - self.files
+        self.files |= new
+        return sum(files[path] for path in new)
+
+
+def run_tasks(tasks: Sequence[PairTask | JoinTask]) -> tuple[Outcome | None, ...]:
+    """Do tasks on the same files, one after the other: each file is mapped once for all.
+
+    Returns:
+        The outcome of each, None of one that was left undone; see `PairTask.ahead`.
+
+    Raises:
+        ComparisonFailed: what says nothing about the files.
+    """
+    held, outcomes, alike = _Held(), list[Outcome | None](), True
+    for task in tasks:
+        is_ahead = isinstance(task, PairTask) and task.ahead
+        outcome = _run_task(task, held) if alike or not is_ahead else None
+        alike = alike and outcome is not None and not any(outcome.index)
+        outcomes.append(outcome)
+    return tuple(outcomes)
+
+
+def _run_task(task: PairTask | JoinTask, held: _Held) -> Outcome:
     """Do one task; what is wrong with its files is in its answer, so that the others go on.
 
     Raises:
         ComparisonFailed: anything else, which says nothing about the files.
     """
     try:
-        return compare_pair(task) if isinstance(task, PairTask) else compare_joined(task)
+        return compare_pair(task, held) if isinstance(task, PairTask) else compare_joined(task)
     except StagescopeError as error:  # a reader let it through
         entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
         side = 0 if entries[0] is not None else 1
@@ -140,15 +185,16 @@ def run_task(task: PairTask | JoinTask) -> Outcome:
         ) from error
 
 
-def compare_pair(task: PairTask) -> Outcome:
+def compare_pair(task: PairTask, held: _Held) -> Outcome:
     """Compare two records of one place, or say what they hold."""
     problems: list[tuple[int, Problem]] = []
     records = [
         None if entry is None else _read(dump, entry, side, problems)
         for side, (dump, entry) in enumerate(zip(task.dumps, task.entries, strict=True))
     ]
+    held.records += records
     one, other = records
-    size = sum(entry.bytes for entry in task.entries if entry is not None)
+    size = held.bytes_of(task.entries)
     left_out = tuple(
         (side, name, str(why))
         for side, record in enumerate(records)
@@ -165,7 +211,9 @@ def compare_pair(task: PairTask) -> Outcome:
     pieces = compare_others(a, b, task.tolerances)
     pairing = None if task.joined else pair_alike(a, b)
     if pairing is not None:
-        pieces += compare_rows(a, b, pairing, task.tolerances, exclude=task.exclude)
+        pieces += compare_rows(
+            a, b, pairing, task.tolerances, exclude=task.exclude, known=held.known
+        )
     index: tuple[ShardIndex | None, ShardIndex | None] = (None, None)
     if pairing is None:
         index = (describe(a), describe(b))

@@ -74,7 +74,6 @@ class Taken:
         lengths: int64 [rows, 2], values that count on each side; None: as many on both as pair.
         states: of each pair of rows.
         kind: how values were chosen: 'full', 'mask', 'span', 'row' or 'positions'.
-        same: the tensors are known to be the same bytes.
     """
 
     index_a: Int64 | None
@@ -84,7 +83,6 @@ class Taken:
     lengths: Int64 | None
     states: States
     kind: str
-    same: bool = False
 
 
 def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool_]) -> Taken:
@@ -101,17 +99,14 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
         are, also what both sides have of the others, from the front.
     """
     layouts = one, other = a.known(name), b.known(name)
-    direct = not pairing.by_position and not bad.any() and _is_direct(pairing, layouts)
-    if direct and is_structural(name) and b.shares(a, name):
-        # Equal with all their padding: which of it counts makes no difference.
-        return _as_they_lie(one, None, "full", same=True)
+    direct = not bad.any() and is_direct(pairing, layouts)
     kind, of_a, of_b = _extents(a, b, name)
     keep_a, keep_b, mask_a, mask_b = of_a.keep, of_b.keep, None, None
     if kind == "row" and of_a.kind != of_b.kind:  # only one side says which values count
         mask_a, mask_b, keep_a, keep_b = keep_a, keep_b, None, None
     if direct and (keep_a is keep_b or _equal(keep_a, keep_b)):
         keep = next((each for each in (keep_a, mask_a, mask_b) if each is not None), None)
-        return _as_they_lie(one, keep, kind)
+        return as_they_lie(one, keep, kind)
     index_a, edges_a = chosen(one, keep_a, pairing.rows_a)
     index_b, edges_b = chosen(other, keep_b, pairing.rows_b)
     if pairing.by_position:
@@ -131,9 +126,10 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
     return Taken(index_a, index_b, cumulative(length), mask, lengths, states, kind)
 
 
-def _as_they_lie(layout: Layout, keep: Array | None, kind: str, *, same: bool = False) -> Taken:
+def as_they_lie(layout: Layout, keep: Array | None, kind: str) -> Taken:
+    """Pair values of two tensors that lie alike: each with that at its own place."""
     states = np.zeros(len(layout.offsets) - 1, np.int8)
-    return Taken(None, None, layout.offsets, keep, None, states, kind, same)
+    return Taken(None, None, layout.offsets, keep, None, states, kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,9 +206,9 @@ def _extents(one: Rows, other: Rows, name: str) -> tuple[str, Extent, Extent]:
     return "row", a.get("mask", a["row"]), b.get("mask", b["row"])
 
 
-def _is_direct(pairing: Pairing, layouts: Layouts) -> bool:
+def is_direct(pairing: Pairing, layouts: Layouts) -> bool:
     """Whether the rows lie alike: the same order, the same lengths, padding included."""
-    return pairing.in_order and same_offsets(*layouts)
+    return pairing.in_order and not pairing.by_position and same_offsets(*layouts)
 
 
 def _equal(one: Array | None, other: Array | None) -> bool:
