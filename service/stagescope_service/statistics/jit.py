@@ -17,7 +17,7 @@ import numba
 
 _SOURCES: Final = (
     "jit", "cell", "segments", "blocks", "counts", "kernel",
-    "pair_cell", "pair_blocks", "pairwise_kernel",
+    "pair_cell", "pair_values", "pair_blocks", "pairwise_kernel",
 )  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,7 +1,7 @@
 """What is taken of one block of pairs of values: short loops over buffers in the first cache.
 
-Values are widened to float64, of integers the difference is taken before that. Blocks whose
-squares would leave the range of float64 are scaled by a power of two, which the cell carries.
+Values are float64. Blocks whose squares would leave its range are scaled by a power of two, which
+the cell carries.
 """
 
 from __future__ import annotations
@@ -11,117 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, larger, load, smaller
+from stagescope_service.statistics.blocks import larger, smaller
 from stagescope_service.statistics.jit import exact, reduction
 from stagescope_service.statistics.pair_cell import AT, NO_EXPONENT
 
-KINDS: Final = (
-    "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
-)  # fmt: skip
-"""Dtype tags; the place of one is its kind in the kernel. The first four are those of `blocks`."""
-
-FIRST_INTEGER: Final = 4
-INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
 _LARGE: Final = 1e100
 _SMALL: Final = 1e-100
 _MAGNITUDE: Final = np.int64(0x7FFF_FFFF_FFFF_FFFF)
-
-
-@exact
-def _same_words(x: Any, y: Any, start: int, n: int) -> bool:
-    if x[start] != y[start]:  # most that differ do at once; the loop below never stops early
-        return False
-    one, other = x[start : start + n], y[start : start + n]
-    word = x.dtype.type  # without it the sum is int64, of half or an eighth as many lanes
-    differ = word(0)
-    for i in range(n):
-        differ = word(differ | (one[i] ^ other[i]))
-    return bool(differ == 0)
-
-
-@exact
-def same_bits(x_raw: Any, y_raw: Any, kind: int, start: int, n: int) -> bool:
-    """Whether n values of one kind from `start` on are the same bits on both sides."""
-    if kind in (FLOAT64, INT64):
-        return _same_words(x_raw.view(np.int64), y_raw.view(np.int64), start, n)
-    if kind in (FLOAT32, _INT32):
-        return _same_words(x_raw.view(np.int32), y_raw.view(np.int32), start, n)
-    size = 2 if kind < FIRST_INTEGER or kind == _INT16 else 1
-    return _same_words(x_raw, y_raw, start * size, n * size)
-
-
-@exact
-def _load_integers(raw: Any, kind: int, start: int, out: Any, n: int) -> None:
-    if kind == INT64:
-        wide = raw.view(np.int64)[start : start + n]
-        for i in range(n):
-            out[i] = wide[i]
-    elif kind == _INT32:
-        narrow = raw.view(np.int32)[start : start + n]
-        for i in range(n):
-            out[i] = narrow[i]
-    elif kind == _INT16:
-        short = raw.view(np.int16)[start : start + n]
-        for i in range(n):
-            out[i] = short[i]
-    elif kind == _INT8:
-        byte = raw.view(np.int8)[start : start + n]
-        for i in range(n):
-            out[i] = byte[i]
-    else:
-        for i in range(n):
-            out[i] = raw[start + i]
-
-
-@exact
-def widen(raw: Any, kind: int, start: int, out: Any, whole: Any, n: int) -> None:
-    """Load n values from `start` on as float64, integers also as they are into `whole`."""
-    if kind < FIRST_INTEGER:
-        load(raw, kind, start, out, n)
-    else:
-        _load_integers(raw, kind, start, whole, n)
-        for i in range(n):
-            out[i] = whole[i]
-
-
-@exact
-def integer_differences(x: Any, y: Any, d: Any, n: int) -> None:
-    """x - y of int64, rounded once: the difference itself needs 65 bits."""
-    for i in range(n):
-        if x[i] >= y[i]:
-            d[i] = float(np.uint64(x[i]) - np.uint64(y[i]))
-        else:
-            d[i] = -float(np.uint64(y[i]) - np.uint64(x[i]))
-
-
-@exact
-def count_ones(mask: Any, start: int, n: int) -> int:
-    """How many values of a block count, of 0s and 1s."""
-    some, every, chosen = np.uint8(0), np.uint8(1), mask[start : start + n]
-    for i in range(n):
-        some, every = np.uint8(some | chosen[i]), np.uint8(every & chosen[i])
-    if some == every:  # most blocks are of one kind
-        return n if every else 0
-    ones = 0
-    for i in range(n):
-        ones += chosen[i]
-    return ones
-
-
-@exact
-def find_ones(mask: Any, start: int, n: int, at: Any) -> None:
-    """Write where in the block the values are that count, in order."""
-    kept, chosen = 0, mask[start : start + n]
-    for i in range(n):
-        at[kept] = i
-        kept += chosen[i]
-
-
-@exact
-def select(x: Any, at: Any, n: int) -> None:
-    """Keep n values of a buffer: those that `at` names, in order."""
-    for i in range(n):
-        x[i] = x[at[i]]
 
 
 @exact
@@ -253,13 +149,16 @@ def _moments(x: Any, n: int) -> tuple[float, float]:
 
 
 @reduction
-def _cross(x: Any, y: Any, n: int) -> float:
-    """Sum of x y, each around its first value."""
+def _moments_with(x: Any, y: Any, n: int) -> tuple[float, float, float]:
+    """Sums of y, y^2 and x y, each around its first value."""
     x0, y0 = x[0], y[0]
-    total = 0.0
+    total = squares = cross = 0.0
     for i in range(n):
-        total += (x[i] - x0) * (y[i] - y0)
-    return total
+        a, b = x[i] - x0, y[i] - y0
+        total += b
+        squares += b * b
+        cross += a * b
+    return total, squares, cross
 
 
 @exact
@@ -277,9 +176,9 @@ def _sums(x: Any, y: Any, d: Any, n: int, unequal: float, cell: Any) -> None:
     absolute, signed, squares = _differences(d, n)
     cell[AT.D_ABS_SUM], cell[AT.D_SUM], cell[AT.D_SQUARES] = absolute, signed, squares
     cell[AT.UNEQUAL] += unequal
-    sy, syy = _moments(y, n)
+    sy, syy, sxy = _moments_with(x, y, n)
     cell[AT.Y_SUM], cell[AT.Y_M2] = sy + count * y[0], larger(syy - sy * sy / count, 0.0)
-    cell[AT.XY_C] = _cross(x, y, n) - sx * sy / count
+    cell[AT.XY_C] = sxy - sx * sy / count
 
 
 @exact

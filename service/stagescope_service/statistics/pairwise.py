@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
-from stagescope_service.statistics.pair_blocks import KINDS
 from stagescope_service.statistics.pair_cell import AT as _AT
 from stagescope_service.statistics.pair_cell import WIDTH
+from stagescope_service.statistics.pair_values import KINDS
 from stagescope_service.statistics.pairwise_kernel import ROW, accumulate_pairs, merge_cells
 
 Array = npt.NDArray[Any]

@@ -14,6 +14,12 @@ import numpy as np
 from stagescope_service.statistics.blocks import FLOAT32, larger
 from stagescope_service.statistics.jit import entry
 from stagescope_service.statistics.pair_blocks import (
+    take_block,
+    take_equal_constant,
+    take_equal_single,
+)
+from stagescope_service.statistics.pair_cell import AT, WIDTH, empty, merge_into
+from stagescope_service.statistics.pair_values import (
     FIRST_INTEGER,
     INT64,
     count_ones,
@@ -21,12 +27,8 @@ from stagescope_service.statistics.pair_blocks import (
     integer_differences,
     same_bits,
     select,
-    take_block,
-    take_equal_constant,
-    take_equal_single,
     widen,
 )
-from stagescope_service.statistics.pair_cell import AT, WIDTH, empty, merge_into
 
 BLOCK: Final = 512
 ROW: Final = ("pairs", "unequal", "over", "d_abs_max", "d_abs_sum")
@@ -102,7 +104,8 @@ def accumulate_pairs(
                     select(x, at, kept)
                     if not equal:
                         select(y, at, kept)
-                        select(d, at, kept)
+                        if whole:
+                            select(d, at, kept)
                 take_block(x, other, d, at, kept, base, equal, whole, rule, highest, part)
                 if kept < n or part[AT.FINITE] < kept:
                     for i in range(BLOCK):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagescope.errors import InvalidTensor
-from stagescope_service.statistics.pair_blocks import KINDS
 from stagescope_service.statistics.pair_cell import PairField
+from stagescope_service.statistics.pair_values import KINDS
 from stagescope_service.statistics.pairwise import Pairwise, Spot, compare_values, warm
 from stagescope_service.statistics.pairwise_kernel import BLOCK
 

@@ -1,0 +1,118 @@
+"""A block of values of any dtype, as the loops over pairs take it.
+
+Values are widened to float64, of integers the difference is taken before that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, load
+from stagescope_service.statistics.jit import exact
+
+KINDS: Final = (
+    "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""Dtype tags; the place of one is its kind in the kernel. The first four are those of `blocks`."""
+
+FIRST_INTEGER: Final = 4
+INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
+
+
+@exact
+def _same_words(x: Any, y: Any, start: int, n: int) -> bool:
+    if x[start] != y[start]:  # most that differ do at once; the loop below never stops early
+        return False
+    one, other = x[start : start + n], y[start : start + n]
+    word = x.dtype.type  # without it the sum is int64, of half or an eighth as many lanes
+    differ = word(0)
+    for i in range(n):
+        differ = word(differ | (one[i] ^ other[i]))
+    return bool(differ == 0)
+
+
+@exact
+def same_bits(x_raw: Any, y_raw: Any, kind: int, start: int, n: int) -> bool:
+    """Whether n values of one kind from `start` on are the same bits on both sides."""
+    if kind in (FLOAT64, INT64):
+        return _same_words(x_raw.view(np.int64), y_raw.view(np.int64), start, n)
+    if kind in (FLOAT32, _INT32):
+        return _same_words(x_raw.view(np.int32), y_raw.view(np.int32), start, n)
+    size = 2 if kind < FIRST_INTEGER or kind == _INT16 else 1
+    return _same_words(x_raw, y_raw, start * size, n * size)
+
+
+@exact
+def _load_integers(raw: Any, kind: int, start: int, out: Any, n: int) -> None:
+    if kind == INT64:
+        wide = raw.view(np.int64)[start : start + n]
+        for i in range(n):
+            out[i] = wide[i]
+    elif kind == _INT32:
+        narrow = raw.view(np.int32)[start : start + n]
+        for i in range(n):
+            out[i] = narrow[i]
+    elif kind == _INT16:
+        short = raw.view(np.int16)[start : start + n]
+        for i in range(n):
+            out[i] = short[i]
+    elif kind == _INT8:
+        byte = raw.view(np.int8)[start : start + n]
+        for i in range(n):
+            out[i] = byte[i]
+    else:
+        for i in range(n):
+            out[i] = raw[start + i]
+
+
+@exact
+def widen(raw: Any, kind: int, start: int, out: Any, whole: Any, n: int) -> None:
+    """Load n values from `start` on as float64, integers also as they are into `whole`."""
+    if kind < FIRST_INTEGER:
+        load(raw, kind, start, out, n)
+    else:
+        _load_integers(raw, kind, start, whole, n)
+        for i in range(n):
+            out[i] = whole[i]
+
+
+@exact
+def integer_differences(x: Any, y: Any, d: Any, n: int) -> None:
+    """x - y of int64, rounded once: the difference itself needs 65 bits."""
+    for i in range(n):
+        if x[i] >= y[i]:
+            d[i] = float(np.uint64(x[i]) - np.uint64(y[i]))
+        else:
+            d[i] = -float(np.uint64(y[i]) - np.uint64(x[i]))
+
+
+@exact
+def count_ones(mask: Any, start: int, n: int) -> int:
+    """How many values of a block count, of 0s and 1s."""
+    some, every, chosen = np.uint8(0), np.uint8(1), mask[start : start + n]
+    for i in range(n):
+        some, every = np.uint8(some | chosen[i]), np.uint8(every & chosen[i])
+    if some == every:  # most blocks are of one kind
+        return n if every else 0
+    ones = 0
+    for i in range(n):
+        ones += chosen[i]
+    return ones
+
+
+@exact
+def find_ones(mask: Any, start: int, n: int, at: Any) -> None:
+    """Write where in the block the values are that count, in order."""
+    kept, chosen = 0, mask[start : start + n]
+    for i in range(n):
+        at[kept] = i
+        kept += chosen[i]
+
+
+@exact
+def select(x: Any, at: Any, n: int) -> None:
+    """Keep n values of a buffer: those that `at` names, in order."""
+    for i in range(n):
+        x[i] = x[at[i]]
