@@ -242,6 +242,37 @@ def test_parts_of_unlike_size_are_the_same(
     assert ("loss" in notes(result)) == (parts[0] != parts[1])
 
 
+def test_a_loss_is_held_against_that_of_its_own_place_where_ranks_are_replicas(
+    tmp_path: Path,
+) -> None:
+    every: Shares = [[[[0, 1], [2, 3]]], [[[0, 1], [2, 3]]]]
+    sides = [
+        dynamic(tmp_path / name, shares, rows=4, rollout=True)
+        for name, shares in (("a", every), ("b", every[:1]), ("c", [[[[2, 3], [0, 1]]]]))
+    ]
+    for other in sides[1:]:
+        result = compare([open_dump(sides[0]), open_dump(other)])
+        assert result.verdict is Verdict.SAME, result.reason
+        loss = next(t for t in result.pairs[0].tensors if t.name == "loss")
+        assert loss.found.pairs == 2
+        assert {place.place.rank for place in loss.places} == {0}
+        assert "numbers of 2 and 0 parts are not compared" in notes(result)["loss"].message
+
+
+def test_masked_and_non_finite_log_probs_tell_no_order(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "forward_data" and name.endswith("rank0_micro0"):
+            data["response_mask"] = torch.zeros_like(data["response_mask"])
+        if kind == "forward_data" and name.endswith("rank1_micro1"):
+            data["log_probs"] = torch.full_like(data["log_probs"], float("nan"))
+
+    a = nexrl_directory(tmp_path / "a", edit=edit)
+    b = turned(nexrl_directory(tmp_path / "b", edit=edit))
+    assert (
+        "paired by place" in notes(compare([open_dump(a), open_dump(b)]))["old_log_probs"].message
+    )
+
+
 DEALT = st.permutations(range(8)).flatmap(
     lambda order: st.lists(st.integers(1, 7), unique=True, max_size=5).map(
         lambda cuts: [

@@ -128,12 +128,7 @@ class Dealt:
         """Whether two shards are of the same samples, as far as anything tells."""
         if not self.is_moved(couple):
             return True
-        kind = self._common_kind([couple])
-        one, other = (
-            () if entry is None else self._samples_of(side, entry, kind)
-            for side, entry in enumerate(couple)
-        )
-        return bool(one) and one == other
+        return self._is_alike(couple, self._common_kind([couple]))
 
     def recoupled(self, couples: Sequence[Couple]) -> tuple[list[Couple], list[Couple]]:
         """Pair entries by the samples that they are of, where the sides dealt them out otherwise.
@@ -147,9 +142,13 @@ class Dealt:
         """
         if not any(map(self.is_moved, couples)):
             return list(couples), []
-        told = [each for each in couples if self.is_told(each)]
-        kept = [each for each in couples if not self.is_told(each)]
-        kind = self._common_kind(told)
+        kind = self._common_kind(each for each in couples if self.is_told(each))
+        kept = [
+            each
+            for each in couples
+            if not self.is_told(each) or (None not in each and self._is_alike(each, kind))
+        ]
+        told = [each for each in couples if each not in kept]
         by_samples = {
             self._samples_of(1, other, kind): other for _, other in told if other is not None
         }
@@ -162,6 +161,13 @@ class Dealt:
             (kept if partner is not None else apart).append((one, partner))
             left = [other for other in left if other != partner]
         return kept, [*apart, *((None, other) for other in left)]
+
+    def _is_alike(self, couple: Couple, kind: str) -> bool:
+        one, other = (
+            () if entry is None else self._samples_of(side, entry, kind)
+            for side, entry in enumerate(couple)
+        )
+        return bool(one) and one == other
 
     def _note_spots(self, side: int, index: ShardIndex) -> None:
         if index.entry.place.rank is not None:
@@ -221,6 +227,8 @@ def _lies_at(dump: Dump, whole: Entry, shard: Entry, start: int) -> bool:
     if count < 2 or not 0 <= start <= (before.count or 0) - count:
         return False
     ones = now.ones(mask).reshape(count, -1)
+    if not ones.any():
+        return False
     mine = _values(old)[start : start + count]
     theirs = _values(new)
     with np.errstate(invalid="ignore"):
