@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import click
 
 from stagescope import nonfinite, render
+from stagescope.advice import for_command_line
 from stagescope.errors import (
     Forbidden,
     InvalidInput,
@@ -58,9 +59,15 @@ def report(error: StagescopeError) -> None:
     """Print what was wrong on stderr, and below it what was expected and what to do."""
     click.echo(f"{style('error:', fg='red', err=True)} {_plain(error.wrong)}", err=True)
     expected = f"expected {error.expected}" if error.expected else ""
-    hint = "; ".join(part for part in (expected, error.advice) if part)
+    hint = "; ".join(part for part in (expected, for_command_line(error.advice, _known())) if part)
     if hint:
         click.echo(f"  {_plain(hint)}", err=True)
+
+
+def _known() -> list[str]:
+    """Return the names of all commands."""
+    root = click.get_current_context().find_root()
+    return root.command.list_commands(root) if isinstance(root.command, click.Group) else []
 
 
 def exit_code(error: StagescopeError) -> int:

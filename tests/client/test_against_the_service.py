@@ -254,3 +254,11 @@ def test_stacks_to_read(session: Session, hung: tuple[Rank, Rank], found: Servic
     late = invoke("stacks", "--run", "hung", "--ranks", "1", "--wait", "0.2")
     assert "actor rank 1: no answer in time" in late.output
     assert invoke("stacks", "--ranks", "worst(2)").exit_code == 2
+
+
+def test_the_command_line_advises_its_own_commands(session: Session) -> None:
+    with pytest.raises(NotFound, match="see /runs"):
+        session.step(1, run="nowhere").metrics()
+    told = invoke("metrics", "1", "--run", "nowhere")
+    assert told.exit_code == 4
+    assert "see `stagescope runs`" in told.stderr

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.dump_files import nexrl_directory
+from tests.support.memory_dumps import MemoryDump, batch, split
 
 from stagescope import nonfinite
+from stagescope.errors import ComparisonFailed
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.mappers import threads
 from stagescope_service.compare.report import as_json
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import Entry, Record
 
 pytestmark = pytest.mark.ray
 
@@ -46,3 +52,35 @@ def test_ray_tasks_give_what_threads_give(address: str, tmp_path: Path) -> None:
     assert (first["name"], first["location"]["a"]["place"]["rank"]) == ("log_probs", 1)
     damaged = [f for f in answers[0]["pairs"][0]["findings"] if f["kind"] == "damaged"]
     assert [finding["items"] for finding in damaged] == [[str(broken)]]
+
+
+@pytest.mark.parametrize("command", ["compare", "compare-dumps"])
+def test_the_command_takes_the_cluster(command: str, address: str, tmp_path: Path) -> None:
+    a, b = (str(nexrl_directory(tmp_path / name)) for name in "ab")
+    named = ("--self_hosted_dir", a, "--weaver_dir", b)
+    words = (a, b) if command == "compare" else named
+    program = (
+        "import ray; from stagescope import cli; status = cli.main(standalone_mode=False);"
+        "assert ray.is_initialized(); raise SystemExit(status)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program, command, *words, "--ray"],
+        env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("\u2713 SAME")
+
+
+def test_what_a_task_raises_is_the_reason(address: str) -> None:
+    from stagescope_service.ray_mapper import ray_tasks
+
+    class Raising(MemoryDump):
+        def read(self, entry: Entry) -> Record:
+            raise MemoryError("no room")
+
+    good = split(batch())
+    with pytest.raises(ComparisonFailed, match="MemoryError: no room") as failed:
+        compare([good, Raising(good.records)], mapper=ray_tasks(address))
+    assert type(failed.value) is ComparisonFailed
+    assert "says nothing about the files" in failed.value.advice

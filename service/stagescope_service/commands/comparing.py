@@ -228,10 +228,12 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
     with click.progressbar(length=1, label="comparing", file=sys.stderr) as bar:
 
         def told(done: int, known: int) -> None:
-            bar.length = known
+            # More tasks become known later: the last step is that of the verdict.
+            bar.length = known + 1
             bar.update(done - bar.pos)
 
         yield told
+        bar.update((bar.length or 0) - bar.pos)
 
 
 def _write(path: Path, text: str) -> None:
