@@ -11,32 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.engines.base import EngineInfo, Generation, Prompt, Sampling, check_prompt
-from stagescope.engines.http import EngineHttp
+from stagescope.engines.base import Generation, Prompt, Sampling, check_prompt
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.errors import EngineError
 
 _REASONS: Final[Mapping[str, str]] = {"limit": "length", "eos": "stop", "word": "stop"}
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(OpenAIEngine):
     """A server of llama.cpp."""
-
-    def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
-        self._http = http
-        self._info = info
-
-    def __repr__(self) -> str:
-        return f"<LlamaCppEngine at {self._http.url}>"
-
-    @property
-    def info(self) -> EngineInfo:
-        """What is known of it."""
-        return self._info
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None
@@ -57,12 +40,6 @@ class LlamaCppEngine:
             expected="an engine with prompt_logprobs or echo",
             advice="let this engine generate, and another one (--against) score",
         )
-
-    def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
-    ) -> list[Generation]:
-        """Answer each conversation through the server's OpenAI route; see `OpenAIEngine.chat`."""
-        return OpenAIEngine(self._http, self._info).chat(conversations, sampling)
 
     def _generate(self, body: Mapping[str, Any]) -> Generation:
         answer = self._http.post("/completion", body)

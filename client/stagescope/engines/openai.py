@@ -38,7 +38,7 @@ class OpenAIEngine:
         self._info = info
 
     def __repr__(self) -> str:
-        return f"<OpenAIEngine {self._info.kind} at {self._http.url}>"
+        return f"<{type(self).__name__} {self._info.kind} at {self._http.url}>"
 
     @property
     def info(self) -> EngineInfo:

@@ -12,36 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagescope.engines.base import (
-    EngineInfo,
     Generation,
     Prompt,
     Sampling,
     check_ids,
     check_prompt,
 )
-from stagescope.engines.http import EngineHttp
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.errors import EngineError
 
 
-class SGLangEngine:
+class SGLangEngine(OpenAIEngine):
     """An SGLang server."""
-
-    def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
-        self._http = http
-        self._info = info
-
-    def __repr__(self) -> str:
-        return f"<SGLangEngine at {self._http.url}>"
-
-    @property
-    def info(self) -> EngineInfo:
-        """What is known of it."""
-        return self._info
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None
@@ -58,17 +40,11 @@ class SGLangEngine:
         """Return the log-prob of each given token; see `Engine.score`."""
         return self._http.each(lambda row: self._score(check_ids(row)), rows)
 
-    def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
-    ) -> list[Generation]:
-        """Answer each conversation through the server's OpenAI routes; see `OpenAIEngine.chat`."""
-        return OpenAIEngine(self._http, self._info).chat(conversations, sampling)
-
     def _generate(self, body: Mapping[str, Any]) -> Generation:
         answer, meta = self._ask(body)
         entries = _entries(meta.get("output_token_logprobs"))
         if entries is None:
-            raise self._misread("output_token_logprobs")
+            raise self._unreadable("output_token_logprobs")
         ids = tuple(token for _, token in entries)
         said = meta.get("completion_tokens")
         problem = ""
@@ -99,17 +75,17 @@ class SGLangEngine:
         )
         entries = _entries(meta.get("input_token_logprobs"))
         if entries is None or [token for _, token in entries] != row:
-            raise self._misread(f"input_token_logprobs of the {len(row)} given tokens")
+            raise self._unreadable(f"input_token_logprobs of the {len(row)} given tokens")
         return (math.nan, *(value for value, _ in entries[1:]))
 
     def _ask(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         answer = self._http.post("/generate", body)
         meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
         if not isinstance(meta, Mapping):
-            raise self._misread("meta_info")
+            raise self._unreadable("meta_info")
         return answer, meta
 
-    def _misread(self, what: str) -> EngineError:
+    def _unreadable(self, what: str) -> EngineError:
         return EngineError(
             f"{self._http.url}/generate answers without {what}",
             expected="SGLang's answer to return_logprob",
