@@ -49,6 +49,9 @@ SHORTHANDS: Final[Mapping[str, str]] = {
 }
 """Instead of a config: what most orders say of it."""
 
+_WHAT: Final = ("config", "config_path", "keep", "parameters", "gradients", *SHORTHANDS)
+"""An order that names none of these is of msprobe's statistics."""
+
 LATE: Final = ("wait", "go_on", "give_up")
 _WORST: Final = re.compile(r"worst\((\d{1,6})\)")
 _RANGE: Final = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?")
@@ -73,6 +76,8 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
             f"a capture has no field {', '.join(map(repr, unknown))}",
             expected="; ".join(f"{name}: {text}" for name, text in known.items()),
         )
+    if spec.keys().isdisjoint(_WHAT):
+        spec = {**spec, "task": "statistics"}
     roots = list(allowed_roots)
     capture: dict[str, Any] = {
         "run": None if spec.get("run") is None else check_run_name(spec["run"]),

@@ -46,9 +46,9 @@ class Orders(Asking):
     def capture(self, **spec: Any) -> Ordered:
         """Order a capture: `stagescope.captures` has its CAPTURE_FIELDS and SHORTHANDS.
 
-        Without `steps` it is of the next. Every asked rank acknowledges first, and then the step
-        is fixed on which it starts: the answer is of the moment after, or of 2 s later; `wait_for`
-        waits until the dumps lie there.
+        Without `steps` it is of the next, and without a word of what it is msprobe's statistics.
+        Every asked rank acknowledges first, and then the step is fixed on which it starts: the
+        answer is of the moment after, or of 2 s later; `wait_for` waits until the dumps lie there.
 
         Usage:
             >>> ordered = session.capture(stages=["actor_update"], level="L1")

@@ -144,7 +144,7 @@ def test_order_and_withdraw_a_capture(session: Session, found: Service) -> None:
     assert len(session.plan()) == 0
     assert len(session.captures()) == 1
     with pytest.raises(InvalidPlan, match="orders nothing"):
-        session.capture(steps=[9], stages="all")
+        session.capture(steps=[9], stages="all", keep=[])
     with pytest.raises(Forbidden, match="allowed roots"):
         session.capture(steps=[9], stages="all", keep=["x"], data_dir="/etc")
     assert found.tokens is not None

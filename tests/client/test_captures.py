@@ -100,6 +100,13 @@ def test_what_cannot_be_said_is_refused(change: dict[str, Any]) -> None:
     assert caught.value.expected
 
 
+def test_an_order_without_a_word_of_what_is_of_statistics() -> None:
+    told = {"stages": ["actor_update"], "steps": "next"}
+    assert validate_capture(told, allowed_roots=()) == validate_capture(
+        {**told, "config": {"task": "statistics", "level": "L1"}}, allowed_roots=()
+    )
+
+
 def test_an_order_of_nothing_is_refused() -> None:
     with pytest.raises(InvalidPlan, match="orders nothing"):
         valid(keep=[])

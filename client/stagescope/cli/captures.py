@@ -125,8 +125,6 @@ def _spec(
     }
     if config:
         spec["config"] = json_file(config)
-    elif not (spec["keep"] or spec["parameters"] or spec["gradients"]):
-        spec["task"] = spec["task"] or "statistics"
     if spec["bench"]:
         spec["bench"] = _bench(spec["bench"])
     for name in ("roles", "scope", "list", "data_mode", "keep", "parameters", "gradients"):

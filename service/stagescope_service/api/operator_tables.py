@@ -54,11 +54,19 @@ def operator_target(
     attempt: AttemptNumber = None,
     attempt_key: AttemptKey = None,
 ) -> Target:
-    """Return the step that a path names; `latest` is the newest one that has operators."""
+    """Return the step that a path names; `latest` is the newest one that has operators.
+
+    That is one of an earlier attempt where the newest has none: what was captured before a restart
+    is what there is to look at after it.
+    """
     if step == "latest":
         newest = desk.finder.step(run, attempt, None, key=attempt_key)
-        for found in desk.catalogue.operator_steps(newest.attempt_id, limit=1):
-            return desk.finder.step(newest.run, newest.number, found)
+        attempts = [newest.attempt]
+        if attempt is None and attempt_key is None:
+            attempts = desk.catalogue.attempts(newest.run)
+        for each in attempts:
+            for found in desk.catalogue.operator_steps(each["attempt_id"], limit=1):
+                return desk.finder.step(newest.run, each["number"], found)
         return newest
     return step_target(desk, step, run, attempt, attempt_key)
 

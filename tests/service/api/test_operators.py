@@ -211,6 +211,20 @@ def test_parts_and_captures_are_told_apart(live: Service, dumps: dict[str, Path]
     assert (newest["a"]["capture_id"], newest["b"]["capture_id"]) == ("c2", "c1")
 
 
+def test_what_was_captured_before_a_restart_is_the_newest_after_it(
+    live: Service, dumps: dict[str, Path]
+) -> None:
+    dumped(live, Rank(live), dumps["plain"], 5)
+    again = Rank(live, key="again")
+    again.begin(STAGE, 9)
+    answer = live.get("/steps/latest/operators", limit=1)
+    assert (answer["attempt"], answer["step"]) == (1, 5)
+    assert live.problem(404, "/steps/latest/operators", attempt=2)["code"] == "not_found"
+    dumped(live, again, dumps["plain"], 10)
+    answer = live.get("/steps/latest/operators", limit=1)
+    assert (answer["attempt"], answer["step"]) == (2, 10)
+
+
 def test_a_truncated_dump_says_so(live: Service, dumps: dict[str, Path], tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     shutil.copytree(dumps["plain"], cut)
