@@ -10,22 +10,29 @@ from stagescope_service.compare.pairing.dealt import Dealt
 from stagescope_service.compare.pairing.index import ROW
 from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.shards import Outcome
-from stagescope_service.compare.plan import Couple, Match
+from stagescope_service.compare.plan import Couple, Match, of_a_part
 from stagescope_service.compare.results import Finding, Verdict
 from stagescope_service.dumps.records import Dump, Place, Problem
 
 _HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""
+_UNKNOWN_SECTION = "other"
+"""Of a file whose header could not be read."""
 
 
 class Notes:
     """The findings of two sides, each once, in the order in which they were made."""
 
-    def __init__(self, whole: Verdict) -> None:
-        self._whole = whole
-        """What a stage makes of the comparison that one side alone has; see `plan.of_a_part`."""
+    def __init__(self, dumps: tuple[Dump, Dump]) -> None:
+        self._dumps = dumps
+        self._whole = of_a_part(*dumps)
+        """What a stage makes of the comparison that one side alone has."""
         self.findings: list[Finding] = []
-        self._problems: dict[tuple[int, str, str], Problem] = {}
+        self._problems: dict[tuple[int, str, str], Problem] = {
+            (side, str(problem.path), problem.kind): problem
+            for side, dump in enumerate(dumps)
+            for problem in dump.problems
+        }
         self._left_out: dict[tuple[int, str], str] = {}
         self._alone: tuple[set[str], set[str]] = (set(), set())
         self._parts: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
@@ -108,20 +115,20 @@ class Notes:
             self.add(Finding("conflict", text, None, section, joined.conflicts))
         for label, one, other in joined.coverage:
             text = f"{section}: the fragments of {label} hold {one} and {other} tokens"
-            self.add(Finding("coverage", text, None, section, (label,), Verdict.DIFFERENT))
+            lacks = any(self._lacks_files(side, section) for side in range(2))
+            verdict = Verdict.NOT_COMPARABLE if lacks else Verdict.DIFFERENT
+            self.add(Finding("coverage", text, None, section, (label,), verdict))
         for name, *shapes in joined.shapes:
             text = f"{section}/{name} has shapes {list(shapes[0])} and {list(shapes[1])}"
             self.add(Finding("shapes", text, None, section, (name,), Verdict.DIFFERENT))
 
-    def of_dumps(self, dumps: Sequence[Dump], is_explained: Callable[[int, Problem], bool]) -> None:
+    def of_dumps(self, is_explained: Callable[[int, Problem], bool]) -> None:
         """Name every file that was missing, damaged or refused, and what readers left out.
 
         `is_explained`: says of which problems of a side nothing is to be said.
         """
         self._of_places()
-        for side, dump in enumerate(dumps):
-            for problem in dump.problems:
-                self._problems.setdefault((side, str(problem.path), problem.kind), problem)
+        for side, dump in enumerate(self._dumps):
             if not dump.entries:
                 text = f"{dump.name} holds nothing that can be compared"
                 self.add(Finding("empty", text, side, verdict=Verdict.NOT_COMPARABLE))
@@ -156,7 +163,8 @@ class Notes:
         sampled = section in flow.SAMPLING
         new = [label for label in joined.alone[side] if label not in self._alone[side]]
         if new and not quiet:
-            verdict = Verdict.DIFFERENT if sampled else Verdict.NOT_COMPARABLE
+            is_sure = sampled and not self._lacks_files(1 - side, section)
+            verdict = Verdict.DIFFERENT if is_sure else Verdict.NOT_COMPARABLE
             self._only(f"{len(new)} samples of {section} are", side, match, new, verdict)
         if sampled:
             self._alone[side].update(new)
@@ -173,6 +181,18 @@ class Notes:
         names = joined.names_alone[side]
         if names and not quiet:
             self._only(f"{len(names)} {section} are", side, match, names, Verdict.NOT_COMPARABLE)
+
+    def _lacks_files(self, side: int, section: str) -> bool:
+        """Say whether a file that may hold rows of a section is lost or could not be read.
+
+        What one side lacks then proves no difference: it may be in that file.
+        """
+        return any(
+            at == side
+            and problem.kind not in _HARMLESS
+            and (problem.entry is None or problem.entry.section in (section, _UNKNOWN_SECTION))
+            for (at, _, _), problem in self._problems.items()
+        )
 
     def _only(
         self,

@@ -17,7 +17,7 @@ from stagescope_service.compare.pairing.index import ShardIndex
 from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.shards import JoinTask, Outcome
 from stagescope_service.compare.pairing.taking import COMPARED
-from stagescope_service.compare.plan import Couple, Match, Unit, of_a_part, plan
+from stagescope_service.compare.plan import Couple, Match, Unit, plan
 from stagescope_service.compare.reasons import first_difference, non_finite, reason_of
 from stagescope_service.compare.results import PairResult, Verdict
 from stagescope_service.compare.running import Progress, Runner, UnitKey, Work
@@ -42,7 +42,7 @@ class TwoSides:
         self._tolerances = tolerances
         self._runner = Runner(dumps, tolerances, mapper, progress)
         self._pieces: list[Piece] = []
-        self._notes = Notes(of_a_part(*dumps))
+        self._notes = Notes(dumps)
         self._keys: dict[str, dict[str, None]] = {}
         self._floors: list[Pairwise | None] = [None, None]
         steps = ({entry.place.step for entry in dump.entries} for dump in dumps)
@@ -63,7 +63,7 @@ class TwoSides:
         self._runner.expect([match for match in matches if match not in sampling])
         for wave in _waves(matches):
             self._compare_all(wave)
-        self._notes.of_dumps(self._dumps, self._is_explained)
+        self._notes.of_dumps(self._is_explained)
         floor = self._floor()
         tensors = assemble(
             self._pieces, self._tolerances, floor,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.dump_files import hostile_torch_file, nexrl_directory
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
 from stagescope.compared import as_lines
@@ -633,3 +634,30 @@ def test_two_shards_for_each_worker_are_in_memory_at_a_time(workers: int) -> Non
     assert result.verdict is Verdict.SAME, result.reason
     assert 2 <= Counting.most <= 2 * workers
     assert Counting.alive == 0
+
+
+@pytest.mark.parametrize("harm", ["cut off", "empty", "hostile"])
+def test_trajectories_that_cannot_be_read_prove_no_difference(tmp_path: Path, harm: str) -> None:
+    a, b = (nexrl_directory(tmp_path / name) for name in "ab")
+    file = b / "trajectory/step_000000.pt"
+    if harm == "hostile":
+        hostile_torch_file(file, tmp_path / "ran")
+    else:
+        file.write_bytes(file.read_bytes()[: 2000 if harm == "cut off" else 0])
+    for sides in ((a, b), (b, a)):
+        result = compare([open_dump(side) for side in sides])
+        assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
+        assert result.first is None
+        assert ("refused" if harm == "hostile" else "damaged") in kinds(result.pairs[0])
+        assert not [cause for cause in result.pairs[0].causes if "sampled" in cause.title]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_trajectory_file_that_was_lost_or_cut_off_proves_no_difference(tmp_path: Path) -> None:
+    a, b = (nexrl_directory(tmp_path / name, steps=(0, 1)) for name in "ab")
+    file = b / "trajectory/step_000001.pt"
+    file.write_bytes(file.read_bytes()[:2000])
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.exit_status == 2, result.reason
+    file.unlink()
+    assert compare([open_dump(a), open_dump(b)]).exit_status == 2
