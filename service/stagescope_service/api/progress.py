@@ -29,8 +29,8 @@ def progress(catalogue: Catalogue, row: Row) -> Row:
     attempt = catalogue.find_attempt(row["run"]) if row["run"] is not None else None
     dumps = catalogue.captured(row["capture_id"], limit=ALL_ROWS)
     ranks = _ranks(catalogue, spec, agreed, attempt)
-    steps = _steps(catalogue, agreed, attempt, dumps, spec["stages"])
     numbers = {each["attempt_id"]: each["number"] for each in catalogue.attempts(row["run"])}
+    steps = shape.numbered(_steps(catalogue, agreed, attempt, dumps, spec["stages"]), numbers)
     listed = [
         {"attempt": numbers.get(each["attempt_id"]), "step": each["step"], **shape.dump_row(each)}
         for each in dumps
@@ -102,7 +102,11 @@ def _steps(
         ranks = by_place.setdefault((dump["attempt_id"], dump["step"]), defaultdict(set))
         ranks[dump["role"], dump["rank"]].add(dump["state"] or "armed")
     if attempt is not None and agreed.phase != agreeing.ASKED:
+        collected = {number for _, number in by_place}
+        resumed = attempt["resumed_from_step"]
         for number in _listed(agreed.steps):
+            if number in collected and resumed is not None and number <= resumed:
+                continue  # an earlier attempt did it, and this one never will
             by_place.setdefault((attempt["attempt_id"], number), defaultdict(set))
     members = {(each["role"], each["rank"]) for each in agreed.members}
     without = {(each["role"], each["rank"]) for each in agreed.without}
@@ -118,8 +122,7 @@ def _steps(
         # Who was left out on purpose is named, and not waited for.
         mine |= {rank: "not asked" for rank in without if rank not in states}
         found.append({"step": number, "attempt_id": attempt_id, **_tally(mine)})
-    numbers = {} if attempt is None else {attempt["attempt_id"]: attempt["number"]}
-    return shape.numbered(found, {**{each["attempt_id"]: 0 for each in found}, **numbers})
+    return found
 
 
 def _doing(catalogue: Catalogue, attempt_id: int, number: int, stages: Any) -> set[str]:
