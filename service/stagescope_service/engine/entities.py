@@ -214,7 +214,9 @@ class Attempt:
     #: A process said `resumed_from_step`; else it is derived from the first step.
     resumed_told: bool = False
     last_closed_step: int | None = None
-    has_fingerprint: bool = False
+    #: (role, rank) whose fingerprint it has: the first of all, whoever speaks first, so that those
+    #: of two attempts are of processes that do the same.
+    fingerprint_of: tuple[str, int] | None = None
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
     by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
     #: role -> (age of the process that said it, world_size): the newest is believed.

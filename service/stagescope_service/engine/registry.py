@@ -196,13 +196,15 @@ class Registry:
         columns = {"pid": integer(fields.get("pid")), "settings": settings, "hello": hello}
         out: list[Instruction] = [
             process_row(process, **layout_columns(process.layout), **columns),
-            *self._introduce_attempt(attempt, fields),
+            *self._introduce_attempt(attempt, process, fields),
         ]
         if settings and attempt is self.newest(attempt.run):
             out.append(Put("runs", {"run": attempt.run, "settings": settings}))
         return attempt.believe(process), out
 
-    def _introduce_attempt(self, attempt: Attempt, fields: Mapping[str, Any]) -> list[Instruction]:
+    def _introduce_attempt(
+        self, attempt: Attempt, process: Process, fields: Mapping[str, Any]
+    ) -> list[Instruction]:
         columns: dict[str, Any] = {}
         resumed = integer(fields.get("resumed_from_step"))
         if resumed is not None:
@@ -211,8 +213,9 @@ class Registry:
             attempt.resumed_from_step = resumed if told is None else min(told, resumed)
             columns["resumed_from_step"] = attempt.resumed_from_step
         fingerprint = fields.get("fingerprint")
-        if isinstance(fingerprint, Mapping) and not attempt.has_fingerprint:
-            attempt.has_fingerprint = True
+        place, known = (process.role, process.rank), attempt.fingerprint_of
+        if isinstance(fingerprint, Mapping) and (known is None or place < known):
+            attempt.fingerprint_of = place
             columns["fingerprint"] = plain(fingerprint)
         return [attempt_row(attempt, **columns)] if columns else []
 

@@ -74,7 +74,8 @@ def _attempt(row: Row) -> Attempt:
         resumed_from_step=resumed,
         resumed_told=resumed is not None and (first is None or resumed != first - 1),
         last_closed_step=row["last_closed_step"],
-        has_fingerprint=row.get("fingerprint") is not None,
+        # Whose it is was not stored: it stays.
+        fingerprint_of=None if row.get("fingerprint") is None else ("", -1),
     )
 
 

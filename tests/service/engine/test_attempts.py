@@ -193,8 +193,13 @@ def test_an_unsupported_version_is_one_finding_of_the_attempt(bench: Bench) -> N
     assert bench.attempt()["fingerprint"]["versions"] == said
 
 
-def test_the_first_fingerprint_of_an_attempt_stays(bench: Bench) -> None:
-    bench.give(Rank(0).hello(fingerprint={"git": "a"}), Rank(1).hello(fingerprint={"git": "b"}))
+def test_an_attempt_has_the_fingerprint_of_its_first_rank_whoever_speaks_first(
+    bench: Bench,
+) -> None:
+    bench.give(Rank(role="rollout").hello(fingerprint={"git": "r"}))
+    assert bench.attempt()["fingerprint"] == {"git": "r"}
+    bench.give(Rank(1).hello(fingerprint={"git": "b"}), Rank(0).hello(fingerprint={"git": "a"}))
+    bench.give(Rank(2).hello(fingerprint={"git": "c"}))
     assert bench.attempt()["fingerprint"] == {"git": "a"}
 
 
