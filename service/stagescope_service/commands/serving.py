@@ -145,6 +145,8 @@ def _announce(info: ServiceInfo, home: Path) -> None:
     if not is_same(info.home, home):
         prefix = f"STAGESCOPE_HOME={info.home} "
         click.echo(f"home           {info.home}, not {home}: commands need {prefix}")
+    elif info.already_running:
+        click.echo(f"home           {info.home}")
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
     click.echo(f"token          {info.token_file}  (to read)")
     click.echo(f"operate token  {info.operate_token_file}  (to order captures)")
