@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
+from stagescope.errors import Forbidden, NotFound
 from stagescope.schema import Part
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -127,6 +128,13 @@ class Problem:
     kind: str
     message: str
     entry: Entry | None = None
+
+    @classmethod
+    def of(cls, path: Path, error: Exception, entry: Entry | None = None) -> Problem:
+        """Return the problem of a file that could not be read."""
+        kind = "missing" if isinstance(error, NotFound) else "damaged"
+        kind = "refused" if isinstance(error, Forbidden) else kind
+        return cls(path, kind, str(error), entry)
 
 
 class Dump(Protocol):

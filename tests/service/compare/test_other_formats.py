@@ -16,11 +16,14 @@ from tests.support.dump_files import (
     make_batch,
     slime_rollout_file,
     slime_train_file,
+    verl_directory,
 )
+from tests.support.step_batches import step_batch
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Comparison, Verdict
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats.content import read_content, write_content
 
 ROWS = 8
 ORDER = (3, 6, 1, 0, 7, 2, 5, 4)
@@ -148,3 +151,74 @@ def test_another_mask_or_other_tokens_are_no_false_difference(tmp_path: Path) ->
     result = held(tmp_path, slime, other)
     assert result.first is not None
     assert result.first.station == "tokens"
+
+
+# --- files that are damaged -----------------------------------------------------------------------
+def slime_directory(path: Path) -> Path:
+    path.mkdir()
+    for step in range(2):
+        slime_rollout_file(path / f"rollout_{step}.pt", make_batch(4, 8), rollout_id=step)
+    return path
+
+
+def areal_directory(path: Path) -> Path:
+    path.mkdir()
+    for step in range(2):
+        areal_file(path / f"rollout_{step}.pt", make_batch(4, 8, seed=step))
+    return path
+
+
+def converted_directory(path: Path) -> Path:
+    for file in slime_directory(path).glob("*.pt"):
+        write_content(file.with_suffix(".json"), read_content(file))
+        file.unlink()
+    return path
+
+
+def verl_steps(path: Path) -> Path:
+    return verl_directory(path, make_batch(4, 8), steps=(0, 1))
+
+
+def batch_directory(path: Path) -> Path:
+    path.mkdir()
+    for name in ("rollout_0", "rollout_1"):
+        step_batch().save(path / f"{name}.safetensors")
+    return path
+
+
+DIRECTORIES = {
+    "slime": slime_directory, "areal": areal_directory, "converted": converted_directory,
+    "verl": verl_steps, "batch": batch_directory,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0, 0.02, 0.7])
+@pytest.mark.parametrize("form", DIRECTORIES)
+def test_a_file_that_was_cut_off_is_never_left_out_in_silence(
+    tmp_path: Path, form: str, share: float
+) -> None:
+    cut, rest = (DIRECTORIES[form](tmp_path / name) for name in ("cut", "rest"))
+    for directory in (cut, rest):
+        for file in directory.glob("*1.*"):
+            if directory == rest or (form == "converted" and file.suffix == ".safetensors"):
+                file.unlink()
+            else:
+                file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
+    for sides in ((cut, rest), (rest, cut), (cut, cut)):
+        result = compare([open_dump(side) for side in sides])
+        assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
+        damaged = [f for f in result.pairs[0].findings if f.verdict is not Verdict.SAME]
+        assert any("1." in item for finding in damaged for item in finding.items)
+    if form == "verl":  # a file's name says its step: another step's comparison does without it
+        result = compare([open_dump(side, step=0) for side in (cut, rest)])
+        assert result.verdict is Verdict.SAME, result.reason
+        assert not [f for f in result.pairs[0].findings if f.kind == "damaged"]
+
+
+def test_a_strange_file_that_is_whole_is_left_out(tmp_path: Path) -> None:
+    directory = slime_directory(tmp_path / "slime")
+    torch.save(torch.zeros(3), directory / "weights.pt")
+    (directory / "config.json").write_text('{"learning_rate": 1e-6}')
+    result = compare([open_dump(directory), open_dump(directory)])
+    assert result.verdict is Verdict.SAME, result.reason
+    assert {f.kind for f in result.pairs[0].findings} == {"unknown"}

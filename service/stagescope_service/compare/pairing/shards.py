@@ -14,13 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import (
-    ComparisonFailed,
-    Forbidden,
-    InvalidTensor,
-    NotFound,
-    StagescopeError,
-)
+from stagescope.errors import ComparisonFailed, InvalidTensor, StagescopeError
 from stagescope_service.compare.flow import NAMED
 from stagescope_service.compare.pairing.index import (
     RESPONSE,
@@ -310,10 +304,7 @@ def _read(
     try:
         record = dump.read(entry)
     except (OSError, StagescopeError) as error:
-        kind = "damaged"
-        if isinstance(error, NotFound | Forbidden):
-            kind = "missing" if isinstance(error, NotFound) else "refused"
-        problems.append((side, Problem(entry.path, kind, str(error), entry)))
+        problems.append((side, Problem.of(entry.path, error, entry)))
         return None
     _check_offsets(record)
     return record

@@ -23,7 +23,7 @@ from stagescope_service.dumps.formats.listing import (
     files_of,
     is_companion,
     is_saved,
-    unknown,
+    untold,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor
 from stagescope_service.dumps.records import AFTER, Entry, Place, Record
@@ -76,7 +76,7 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
         if is_areal(values):
             ours[each] = values
         elif not is_companion(each, names):
-            problems.append(unknown(each, "AReaL's batches"))
+            problems.append(untold(each, "AReaL's batches"))
     entries = [
         Entry(section, Place(stage=each.path.stem if len(ours) > 1 else None), each.path,
               each.bytes, section)

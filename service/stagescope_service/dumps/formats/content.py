@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
 from stagescope_service.dumps.pickles.pickle_scan import peek
 from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, read_torch_file
 from stagescope_service.store.columns import dump_json
@@ -33,6 +33,8 @@ MOST_LINE_BYTES: Final = 64 << 20
 _MOST_VALUES: Final = 64
 _MOST_PEEKED: Final = 4
 _CONVERTED: Final = "stagescope_converted"
+_HEAD: Final = f'{{"{_CONVERTED}'.encode()
+"""With which a converted file begins."""
 _DEPTH: Final = 64
 _LISTS: Final = {int: "ints", float: "floats"}
 _SHORT: Final = 8
@@ -95,10 +97,33 @@ def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
             with path.open("rb") as file:
                 return _first(json.loads(file.readline(MOST_LINE_BYTES)), most)
         with path.open("rb") as file:
-            is_ours = file.read(len(_CONVERTED) + 2).endswith(_CONVERTED.encode())
+            is_ours = file.read(len(_HEAD)) == _HEAD
         return _first(parse_json(_text(path), path)["content"], most) if is_ours else []
     except (OSError, ValueError, RecursionError, TypeError, KeyError, StagescopeError):
         return []
+
+
+def damage_of(path: Path) -> StagescopeError | None:
+    """Return why a file cannot be read whose first values do not say whose it is.
+
+    None where it is whole, or by its looks no file that this project reads. What was cut off may be
+    a dump's: it is never passed over as a file of others.
+    """
+    try:
+        if path.suffix == ".json":
+            with disk_errors(path), path.open("rb") as file:
+                head = file.read(len(_HEAD))
+            if not _HEAD.startswith(head):
+                return None
+        elif len(first_values(path)) >= _MOST_VALUES:
+            return None
+        if read_content(path) == [] and path.suffix == ".jsonl":
+            return InvalidTensor(f"{path} holds no line", expected="a line a trajectory")
+    except Forbidden:
+        return None  # whole, and not of the format: that it says more is nobody's concern
+    except StagescopeError as error:
+        return error
+    return None
 
 
 def _first(value: Any, most: int, depth: int = 0) -> list[str | int]:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.errors import NotFound, StagescopeError, TooLarge
 from stagescope.schema import Part
+from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.records import SECTIONS, Entry, Problem, Record
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
@@ -161,3 +162,12 @@ def unknown(found: Found, kind: str) -> Problem:
     return Problem(
         found.path, "unknown", f"{found.name} is no file of {kind}: it is left out of everything"
     )
+
+
+def untold(found: Found, kind: str) -> Problem:
+    """Return the problem of a file that does not say that it is of a format told by content.
+
+    A saved one that is damaged may be a file of it: it is never passed over as one of others.
+    """
+    error = damage_of(found.path) if is_saved(found) else None
+    return unknown(found, kind) if error is None else Problem.of(found.path, error)

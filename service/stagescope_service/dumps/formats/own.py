@@ -98,7 +98,7 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
         try:
             description = describe_file(path)
         except StagescopeError as error:
-            problems.append(_problem(path, place, error))
+            problems.append(Problem.of(path, error, Entry("other", place, path)))
             continue
         job = mapping(description.metadata, "job")
         if job.get("run") is not None:
@@ -138,11 +138,6 @@ def _written(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _problem(path: Path, place: Place, error: StagescopeError) -> Problem:
-    kind = "missing" if isinstance(error, NotFound) else "damaged"
-    return Problem(path, kind, str(error), Entry("other", place, path))
 
 
 def _superseded(older: Entry, newer: Entry) -> Problem:

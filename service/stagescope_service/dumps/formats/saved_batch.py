@@ -77,7 +77,7 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds {len(ours)} batches: {', '.join(each.name for each in ours[:5])}",
             expected="one of these files",
         )
-    problems += [unknown(each, "a saved batch") for each in found if each not in ours]
+    problems += [_problem_of(each) for each in found if each not in ours]
     file = ours[0].path
     batch = _loaded(file)
     entries = (
@@ -113,6 +113,16 @@ def read_entry(entry: Entry) -> Record:
         {n: each for n, each in texts.items() if n not in ("sample_ids", "group_ids")},
         mask_in(entry.section, found.tensors), found.remarks(),
     )  # fmt: skip
+
+
+def _problem_of(found: Found) -> Problem:
+    """Return what is wrong with a file that is no batch, or not as far as it can be read."""
+    if found.path.suffix == ".safetensors":
+        try:
+            describe_file(found.path)
+        except StagescopeError as error:
+            return Problem.of(found.path, error)
+    return unknown(found, "a saved batch")
 
 
 def _loaded(path: Path) -> Batch:

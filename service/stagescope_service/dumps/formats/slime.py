@@ -24,7 +24,7 @@ from stagescope_service.dumps.formats.listing import (
     files_of,
     is_companion,
     is_saved,
-    unknown,
+    untold,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor
 from stagescope_service.dumps.records import Entry, Place, Record
@@ -82,7 +82,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
         if is_slime(values):
             entries += _entries_of(each, values)
         elif not is_companion(each, names):
-            problems.append(unknown(each, "slime's debug data"))
+            problems.append(untold(each, "slime's debug data"))
     if not entries:
         raise NotFound(
             f"{path} holds no debug data of slime's",

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from stagescope.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import collect_rows
-from stagescope_service.dumps.formats.content import first_values, read_content
+from stagescope_service.dumps.formats.content import damage_of, first_values, read_content
 from stagescope_service.dumps.formats.listing import FileDump, Found, entry_order, files_of, unknown
-from stagescope_service.dumps.records import Entry, Place, Record
+from stagescope_service.dumps.records import Entry, Place, Problem, Record
 
 KIND: Final = "verl"
 
@@ -53,18 +53,34 @@ def open_verl(path: Path, *, step: int | None = None) -> FileDump:
     """
     found, problems = files_of(path)
     ours = [each for each in found if is_verl(each)]
-    problems += [unknown(each, "verl's generations") for each in found if each not in ours]
+    problems += [
+        problem
+        for each in found
+        if each not in ours
+        for problem in [_problem_of(each)]
+        if problem.entry is None or step in (None, problem.entry.place.step)
+    ]
     if not ours:
         raise NotFound(
             f"{path} holds no generations of verl's",
             expected="STEP.jsonl with lines of input, output, score, step",
         )
-    entries = [
-        Entry("trajectories", Place(int(each.path.stem), _stage(each)), each.path, each.bytes)
-        for each in ours
-        if step in (None, int(each.path.stem))
-    ]
+    every = [_entry_of(each) for each in ours]
+    entries = [entry for entry in every if step in (None, entry.place.step)]
     return FileDump(str(path), KIND, sorted(entries, key=entry_order), problems, read_entry)
+
+
+def _entry_of(found: Found) -> Entry:
+    place = Place(int(found.path.stem), _stage(found))
+    return Entry("trajectories", place, found.path, found.bytes)
+
+
+def _problem_of(found: Found) -> Problem:
+    """Return what is wrong with a file whose first line is none of verl's."""
+    is_named = found.path.suffix == ".jsonl" and _FILE.match(found.path.stem)
+    if is_named and (error := damage_of(found.path)) is not None:
+        return Problem.of(found.path, error, _entry_of(found))
+    return unknown(found, "verl's generations")
 
 
 def _stage(found: Found) -> str | None:
