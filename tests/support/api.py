@@ -85,6 +85,12 @@ class LocalEngine:
                 self._carry_out(out, payload)
         return refused
 
+    def fall_silent(self, rank: Rank) -> None:
+        """Let a rank's lease run out, as where its process was killed."""
+        with self._lock:
+            self.state.registry.processes[rank.sender.incarnation].lease_until = -1.0
+            self._carry_out(self.state.expire(0.0, rank.clock))
+
     def _carry_out(self, instructions: Sequence[Any], payload: Any = None) -> None:
         writes = [item for item in instructions if isinstance(item, Put | Delete)]
         if writes:

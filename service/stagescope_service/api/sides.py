@@ -14,10 +14,13 @@ from stagescope.targets import read_target
 from stagescope_service.api.desk import Desk, Row
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.target import Target
+from stagescope_service.compare.causes import BROKE_OFF
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, files_of
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.records import Dump, Place, Problem
+from stagescope_service.engine.completeness import PARTIAL
+from stagescope_service.engine.steps import ENDED
 from stagescope_service.store.artifacts import confine
 
 MOST_STEPS: Final = 50
@@ -107,7 +110,7 @@ def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
             continue
         files[row["kind"]].append((path, _place(row, step)))
     dump = _both(side.name, files)
-    about = {**dump.about, **_noise_floor(desk, side)}
+    about = {**dump.about, **_noise_floor(desk, side), **_broke_off(side)}
     return dataclasses.replace(dump, about=about, problems=[*dump.problems, *problems])
 
 
@@ -195,6 +198,20 @@ def _noise_floor(desk: Desk, side: Side) -> Row:
     if floor is None:
         return {}
     return {"noise_floor": {n: floor[f"logprob_abs_diff/{n}"] for n in ("mean", "max")}}
+
+
+def _broke_off(side: Side) -> Row:
+    """Return where a run's one step ended, where its attempt ended before the step did."""
+    if side.target is None or side.target.step is None:
+        return {}
+    attempt, step = side.target.attempt, side.target.step
+    if (step["close_reason"], step["completeness"]) != (ENDED, PARTIAL):
+        return {}
+    text = f"attempt {attempt['number']} ended inside step {step['step']}"
+    if attempt["end_reason"] is not None:
+        text += f" ({attempt['end_reason']})"
+    stages = dict.fromkeys(each["stage"] for each in step["missing"] or ())
+    return {BROKE_OFF: f"{text}; not finished: {', '.join(stages)}" if stages else text}
 
 
 def _listed(steps: Sequence[int]) -> str:

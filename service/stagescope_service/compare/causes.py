@@ -13,6 +13,9 @@ from typing import Any, Final
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.dumps.records import Dump
 
+BROKE_OFF: Final = "broke_off"
+"""In what is known of a dump (`about`): the sentence that its attempt ended inside the step."""
+
 _AGREE: Final = (Verdict.SAME, Verdict.WITHIN_NOISE)
 
 _BY_STATION: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
@@ -238,7 +241,10 @@ def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
             continue
         options = [_SELF_HOSTED[name] for name in sections if name in _SELF_HOSTED]
         checks = ["were the steps, ranks and sections kept: the options of the capture or the ring"]
-        if dump.kind == "nexrl":
+        broke_off = dump.about.get(BROKE_OFF)
+        if broke_off is not None:
+            checks = ["an attempt that finished the step: compare with that one"]
+        elif dump.kind == "nexrl":
             checks = [
                 "dump_options (self-hosted): "
                 + (", ".join(f"{name}: true" for name in options) or "is each type enabled?"),
@@ -248,7 +254,8 @@ def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
                 "dump_every_n_steps, and WEAVER_DEBUG_DUMP_EVERY_N: was this step due?",
             ]
         what = ", ".join(sections) if sections else f"{len(lost)} files"
-        found.append(Cause(f"data is missing in {dump.name}", what, tuple(checks)))
+        why = what if broke_off is None else f"{what}: {broke_off}"
+        found.append(Cause(f"data is missing in {dump.name}", why, tuple(checks)))
     return found
 
 

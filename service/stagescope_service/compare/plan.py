@@ -91,6 +91,7 @@ def plan(a: Dump, b: Dump) -> tuple[list[Match], list[Finding]]:
             found[entry.section].append(entry)
         sections.append(found)
     one, other = sections
+    lone = of_a_part(a, b)
     names = sorted(one.keys() | other.keys(), key=_order)
     matches, findings = [], []
     for section in names:
@@ -109,8 +110,8 @@ def plan(a: Dump, b: Dump) -> tuple[list[Match], list[Finding]]:
         message = f"{section} is there on one side only"
         if beside:
             message += f"; looked for in the other side's {beside[2:]}"
-        files = tuple(str(entry.path) for entry in sections[side][section])
-        findings.append(Finding("section", message, side, section, files))
+        files = tuple(dict.fromkeys(str(entry.path) for entry in sections[side][section]))
+        findings.append(Finding("section", message, side, section, files, lone))
     return matches, findings
 
 

@@ -174,3 +174,22 @@ def test_the_command_says_by_its_exit_status_what_it_found(
     nowhere = invoke("compare", "one:6", str(tmp_path / "nothing"))
     assert nowhere.exit_code == 2
     assert "names no run" in nowhere.stderr
+
+
+def test_an_attempt_that_ended_inside_the_step_is_not_the_same(
+    running: Service, session: stagescope.Session
+) -> None:
+    update = {"schema": 1, "tensors": WHOLE.piece([0, 1]), "strings": {}, "meta": {}}
+    whole = Rank(running, run="whole", world_size=1)
+    killed = Rank(running, run="killed", world_size=1)
+    for rank in (whole, killed):
+        rank.stage(STAGE, 5, payload([0, 1, 2, 3]))
+    whole.stage("actor_update", 5, update)
+    killed.begin("actor_update", 5)
+    running.engine.fall_silent(killed)
+    found = session.compare("killed:5", "whole:5")
+    assert (found.verdict, found.exit_status) == ("not comparable", 2)
+    [cause] = found["pairs"][0]["causes"]
+    assert "killed@1:5" in cause["title"]
+    assert "attempt 1 ended inside step 5 (its processes fell silent)" in cause["evidence"]
+    assert "not finished: actor_update" in cause["evidence"]

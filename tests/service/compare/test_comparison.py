@@ -356,6 +356,16 @@ def test_nothing_in_common_is_not_comparable() -> None:
     assert compare([MemoryDump([]), MemoryDump([])]).exit_status == 2
 
 
+@pytest.mark.parametrize(("kind", "status"), [("own", 2), ("nexrl", 0)])
+def test_a_section_on_one_side_only_is_named(kind: str, status: int) -> None:
+    loss = record("loss", numbers={"loss": 1.0})
+    more = MemoryDump([loss, record("gradients", {"w": np.ones(2)})], kind=kind)
+    result = compare([MemoryDump([loss], kind=kind), more])
+    assert result.exit_status == status  # the one run did not do it, or did not keep it
+    [alone] = [each for each in result.pairs[0].findings if each.kind == "section"]
+    assert (alone.section, alone.side) == ("gradients", 1)
+
+
 def test_loss_intermediates_find_their_counterparts_in_other_sections() -> None:
     log_probs = np.full((2, 4), -1.0, np.float32)
     ones = np.ones((2, 4), np.int64)
