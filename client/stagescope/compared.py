@@ -21,6 +21,8 @@ from stagescope.render import format_bytes, printable, wrapped
 SHOWN: Final = 8
 """Places, samples or items of a list that are shown, unless all are asked for."""
 SIDES: Final = "ABC"
+ALONE: Final = ("only", "section")
+"""Kinds of findings that name what one side alone has."""
 MARKS: Final = {"same": "✓", "within noise": "≈", "not comparable": "?", "different": "✗"}
 TITLES: Final = {
     "trajectories": "Trajectories", "batch_inputs": "Batch inputs",
@@ -120,6 +122,14 @@ def deciding_changes(said: _Mapping) -> list[_Mapping]:
     return [row for row in rows if row["weight"] == "numbers"]
 
 
+def title_of(said: _Mapping) -> str:
+    """Return the verdict, and that it is not of everything where one side alone has something."""
+    verdict = str(said["verdict"])
+    kinds = {finding["kind"] for pair in said["pairs"] for finding in pair["findings"]}
+    is_part = not kinds.isdisjoint(ALONE) and verdict in ("same", "within noise")
+    return f"{verdict} in what both sides have" if is_part else verdict
+
+
 def place_text(place: _Mapping) -> str:
     """Return a place in short: rank 3, microbatch 1."""
     if place["rank"] is not None:
@@ -162,7 +172,7 @@ class _Writer:
 
     def lines(self) -> Iterator[Line]:
         said = self.said
-        yield Line(f"{MARKS[said['verdict']]} {_title(said)}", _tone(said["verdict"]))
+        yield Line(f"{MARKS[said['verdict']]} {title_of(said).upper()}", _tone(said["verdict"]))
         for letter, side in zip(SIDES, said["sides"], strict=False):
             yield from self._wrap(f"{letter}  ", side["name"])
             steps = f"step {', '.join(map(str, side['steps']))}" if side["steps"] else "no step"
@@ -316,14 +326,6 @@ class _Writer:
     def _wrap(self, indent: str, text: str, tone: str = "") -> Iterator[Line]:
         for line in wrapped(indent, text, self.width):
             yield Line(line, tone)
-
-
-def _title(said: _Mapping) -> str:
-    """Return the verdict, and that it is not of everything where one side alone has something."""
-    verdict = said["verdict"].upper()
-    alone = any(finding["kind"] == "only" for pair in said["pairs"] for finding in pair["findings"])
-    is_part = alone and said["verdict"] in ("same", "within noise")
-    return f"{verdict} IN WHAT BOTH SIDES HAVE" if is_part else verdict
 
 
 def _numbers(value: Any, name: str = "") -> Any:

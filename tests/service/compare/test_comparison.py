@@ -21,6 +21,7 @@ from stagescope.errors import ComparisonFailed, InvalidInput
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.mappers import threads
 from stagescope_service.compare.report.as_json import as_json
+from stagescope_service.compare.report.html import as_html
 from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
@@ -364,6 +365,9 @@ def test_a_section_on_one_side_only_is_named(kind: str, status: int) -> None:
     assert result.exit_status == status  # the one run did not do it, or did not keep it
     [alone] = [each for each in result.pairs[0].findings if each.kind == "section"]
     assert (alone.section, alone.side) == ("gradients", 1)
+    said, title = as_json(result), {0: "SAME IN WHAT BOTH SIDES HAVE", 2: "NOT COMPARABLE"}
+    assert as_lines(said)[0].text.endswith(f" {title[status]}")
+    assert title[status].lower() in as_html(said)
 
 
 def test_loss_intermediates_find_their_counterparts_in_other_sections() -> None:

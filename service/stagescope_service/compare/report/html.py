@@ -15,6 +15,7 @@ from stagescope.compared import (
     findings_of,
     number_text,
     place_text,
+    title_of,
     worst_first,
 )
 from stagescope_service.compare.figures import COLOURS, MOST_DETAILED, pictures
@@ -40,7 +41,8 @@ def as_html(said: _Said) -> str:
 
 
 def _head(said: _Said) -> Iterator[str]:
-    yield f"<h1>{_badge(said['verdict'])} comparison of dumps</h1><p>{_text(said['reason'])}</p>"
+    yield f"<h1>{_badge(said['verdict'], title_of(said))} comparison of dumps</h1>"
+    yield f"<p>{_text(said['reason'])}</p>"
     rows = [
         [letter, f"<code>{_text(side['name'])}</code>", _text(side["kind"]),
          _text(", ".join(map(str, side["steps"]))), str(len(side["ranks"])),
@@ -152,9 +154,9 @@ def _table(
     )
 
 
-def _badge(verdict: str) -> str:
+def _badge(verdict: str, text: str = "") -> str:
     colour = COLOURS[verdict]
-    return f'<span class="verdict" style="background:{colour}">{_text(verdict)}</span>'
+    return f'<span class="verdict" style="background:{colour}">{_text(text or verdict)}</span>'
 
 
 def _list(texts: Sequence[str]) -> str:
