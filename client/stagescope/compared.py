@@ -148,7 +148,9 @@ def findings_of(pair: _Mapping) -> Iterator[tuple[str, list[str], str]]:
     for finding in sorted(pair["findings"], key=lambda each: -_WEIGHT[each["verdict"]]):
         side, message = finding["side"], finding["message"]
         where = "" if side is None else f"{SIDES[pair['sides'][side]]}: "
-        items = [item for item in finding["items"] if item not in message]
+        items = finding["items"]
+        if not message.startswith(f"{len(items)} "):  # what counts its items names none of them
+            items = [item for item in items if item not in message]
         yield f"{where}{message}", items, finding["verdict"]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.dump_files import hostile_torch_file, nexrl_directory
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
-from stagescope.compared import as_lines
+from stagescope.compared import as_lines, findings_of
 from stagescope.errors import ComparisonFailed, InvalidInput
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.mappers import threads
@@ -157,6 +157,21 @@ def test_samples_on_one_side_only_are_listed_and_are_a_difference() -> None:
     assert (only.side, only.section, only.items) == (0, "trajectories", ("2_0", "2_1"))
     assert result.first is not None
     assert (result.first.name, result.first.station) == ("samples", "tokens")
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_samples_are_listed_whose_names_are_in_the_message(count: int) -> None:
+    rows = np.ones((8, 2), np.float32)
+    names = tuple(map(str, range(8)))
+
+    def side(rows_of: int) -> MemoryDump:
+        values = {"rollout_log_probs": rows[:rows_of]}
+        return MemoryDump([record("trajectories", values, samples=names[:rows_of])])
+
+    said = as_json(compare([side(8), side(8 - count)]))
+    [(text, items, _)] = findings_of(said["pairs"][0])
+    assert text == f"A: {count} samples of trajectories are on one side only"
+    assert items == [*names[8 - count :]]
 
 
 def test_values_outside_the_mask_do_not_count() -> None:
