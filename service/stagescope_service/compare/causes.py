@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stagescope.compared import ALONE
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.dumps.records import Dump
 
@@ -232,16 +233,17 @@ def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
     found = []
     for side, dump in enumerate(dumps):
         lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
+        broke_off = dump.about.get(BROKE_OFF)
+        kinds = ("section",) if broke_off is None else ALONE
         absent = [
             f.section for f in result.findings
-            if f.kind == "section" and f.side == 1 - side and f.section
+            if f.kind in kinds and f.side == 1 - side and f.section
         ]  # fmt: skip
         sections = list(dict.fromkeys(absent))
         if not lost and not sections:
             continue
         options = [_SELF_HOSTED[name] for name in sections if name in _SELF_HOSTED]
         checks = ["were the steps, ranks and sections kept: the options of the capture or the ring"]
-        broke_off = dump.about.get(BROKE_OFF)
         if broke_off is not None:
             checks = ["an attempt that finished the step: compare with that one"]
         elif dump.kind == "nexrl":
