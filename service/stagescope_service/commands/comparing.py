@@ -16,7 +16,13 @@ import click
 
 from stagescope import discovery, nonfinite, terminal
 from stagescope.compared import as_lines
-from stagescope.errors import ComparisonFailed, InvalidInput, StagescopeError, StoreError
+from stagescope.errors import (
+    ComparisonFailed,
+    InvalidInput,
+    StagescopeError,
+    StoreError,
+    Unreachable,
+)
 from stagescope.targets import read_target
 
 if TYPE_CHECKING:
@@ -130,14 +136,25 @@ def compare_targets(sides: tuple[str, ...], options: _Options) -> _Said:
 
     Raises:
         InvalidInput: a side is neither a path here nor names a run.
+        Unreachable: no service is known, or nothing answers there.
     """
     from stagescope.session import attach
 
     asked = [_target(side, options["step"]) for side in sides]
     file = options["token_file"]
     token = None if file is None else discovery.read_token(file)
-    with attach(options["url"], token=token, timeout=_SECONDS) as session:
-        return dict(session.compare(*asked, tolerances=options["tolerances"]))
+    try:
+        with attach(options["url"], token=token, timeout=_SECONDS) as session:
+            return dict(session.compare(*asked, tolerances=options["tolerances"]))
+    except Unreachable as error:
+        runs = " and ".join(
+            repr(side) for side, each in zip(sides, asked, strict=True) if isinstance(each, str)
+        )
+        raise Unreachable(
+            f"nothing here has the path {runs}, and runs need a service: {error.wrong}",
+            expected=error.expected,
+            advice=error.advice,
+        ) from error
 
 
 def _target(side: str, step: int | None) -> str | dict[str, str]:

@@ -138,6 +138,16 @@ def test_the_command_writes_json_and_html(dumps: Path) -> None:
     assert json.loads(printed.stdout)["title"] == "stagescope compare"
 
 
+def test_a_misspelt_path_is_called_none(dumps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGESCOPE_HOME", str(dumps / "home"))
+    monkeypatch.delenv("STAGESCOPE_URL", raising=False)
+    result = invoke("compare", f"{dumps}/a", "misspelt")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "nothing here has the path 'misspelt'" in said
+    assert "no service is known here" in said
+
+
 def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> None:
     report = dumps / "report.json"
     result = invoke(
