@@ -184,6 +184,8 @@ class _Writer:
                 f"{format_bytes(side['bytes'])}",
             )
         yield from self._wrap("", said["reason"])
+        for remark in said.get("remarks", ()):  # of `compare-dumps` alone
+            yield from self._wrap("", remark)
         yield from self._changes(deciding_changes(said))
         for pair in said["pairs"]:
             yield from self._pair(pair)

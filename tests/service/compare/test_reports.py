@@ -153,13 +153,16 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
     result = invoke(
         "compare-dumps", "--self_hosted_dir", f"{dumps}/a", "--remote_api_dir", f"{dumps}/remote",
         "--weaver_dir", f"{dumps}/weaver", "--step", "0", "--num_ranks", "8", "--num_micros", "2",
-        "--output", str(report),
+        "--output", str(report), "--html", str(dumps / "report.html"),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    remark = "8 ranks were asked for and 2 are there: all of them were compared"
+    assert remark in " ".join(result.stdout.split())
+    assert remark in (dumps / "report.html").read_text()
     said = json.loads(report.read_text())
     jsonschema.validate(said, json.loads(SCHEMA_FILE.read_text()))
     assert (said["step"], said["num_ranks"], said["num_micros"]) == (0, 2, 2)
-    assert said["remarks"] == ["8 ranks were asked for and 2 are there: all of them were compared"]
+    assert said["remarks"] == [remark]
     sections = {section["section"]: section for section in said["sections"]}
     trajectories = sections["trajectories"]
     assert trajectories["status"] == "compared"

@@ -43,6 +43,7 @@ def as_html(said: _Said) -> str:
 def _head(said: _Said) -> Iterator[str]:
     yield f"<h1>{_badge(said['verdict'], title_of(said))} comparison of dumps</h1>"
     yield f"<p>{_text(said['reason'])}</p>"
+    yield from (f"<p>{_text(remark)}</p>" for remark in said.get("remarks", ()))
     rows = [
         [letter, f"<code>{_text(side['name'])}</code>", _text(side["kind"]),
          _text(", ".join(map(str, side["steps"]))), str(len(side["ranks"])),
