@@ -85,6 +85,8 @@ def _tensor(
 
 
 def _verdict(piece: Piece, tolerances: Tolerances, floor: Floor | None, unmatched: str) -> Verdict:
+    if piece.unproven and _differs(piece):
+        return Verdict.NOT_COMPARABLE
     if piece.shapes_differ:
         return Verdict.DIFFERENT
     by_place = piece.rows is not None and piece.key not in (SAMPLE, RUN)
@@ -102,6 +104,12 @@ def _verdict(piece: Piece, tolerances: Tolerances, floor: Floor | None, unmatche
         if not compared or (states == LENGTHS_DIFFER).any():
             return Verdict.NOT_COMPARABLE
     return Verdict.WITHIN_NOISE if found.unequal_count else Verdict.SAME
+
+
+def _differs(piece: Piece) -> bool:
+    states = None if piece.rows is None else piece.rows.states
+    apart = states is not None and bool((states != COMPARED).any())
+    return bool(piece.shapes_differ or piece.found.unequal_count or apart)
 
 
 def _is_sampled(piece: Piece) -> bool:
@@ -190,6 +198,8 @@ def _reason(
             total = sum(samples[name] for name in ("compared", "tokens differ", "lengths differ"))
             words.append(f"the {state} in {samples[state]} of {total} samples")
     words += dict.fromkeys(piece.problem for piece in pieces if piece.problem)
+    if verdict is Verdict.NOT_COMPARABLE:
+        words += dict.fromkeys(p.unproven for p in pieces if p.unproven and _differs(p))
     if verdict is Verdict.NOT_COMPARABLE and unmatched and not words:
         words.append(unmatched)
     if verdict is Verdict.DIFFERENT and not words:

@@ -11,9 +11,9 @@ from stagescope_service.compare.assemble import assemble, heaviest
 from stagescope_service.compare.causes import likely
 from stagescope_service.compare.mappers import Mapper
 from stagescope_service.compare.notes import Notes
-from stagescope_service.compare.pairing.align import join
+from stagescope_service.compare.pairing.align import is_in_place, join
 from stagescope_service.compare.pairing.dealt import Dealt
-from stagescope_service.compare.pairing.index import ShardIndex
+from stagescope_service.compare.pairing.index import ROW, ShardIndex
 from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.shards import JoinTask, Outcome
 from stagescope_service.compare.pairing.taking import COMPARED
@@ -25,6 +25,8 @@ from stagescope_service.compare.tolerances import Floor, Tolerances, declared_fl
 from stagescope_service.dumps.records import Dump, Place, Problem
 from stagescope_service.statistics.pairwise import Pairwise
 
+_OF_OPERATORS: Final = "other"
+"""Section of tensors by operator (msprobe's), known by their names."""
 _UNMATCHED: Final = "the tokens of every sample differ"
 
 
@@ -95,28 +97,31 @@ class TwoSides:
         joined = [work for work in works if work.unit in apart]
         outcomes = [(work, outcome) for work, outcome in outcomes if work.unit not in apart]
         outcomes += zip(joined, self._runner.pairs(joined, joined=True), strict=True)
+        uneven = {work.unit for work, outcome in outcomes if _is_uneven(work, outcome)}
         for work, outcome in outcomes:
             if work.has_rows:
                 self._dealt.learn(work.couple, outcome)
+            if work.match.section in flow.SAMPLING and _is_reordered(outcome):
+                self._dealt.is_reordered = True
         indexes: dict[UnitKey, tuple[list[ShardIndex], list[ShardIndex]]] = {}
         of_unit = {work.unit: work.match for work in works}
         for work, outcome in outcomes:
-            self._take(outcome, work.match, work.couple)
+            self._take(outcome, work.match, work.couple, is_uneven=work.unit in uneven)
             is_moved = work.is_alone or self._dealt.is_moved(work.couple)
             self._notes.of_outcome(outcome, work.couple, work.match, is_moved=is_moved)
             for side, index in enumerate(outcome.index):
                 if index is not None:
                     indexes.setdefault(work.unit, ([], []))[side].append(index)
         joins = [
-            (of_unit[unit], task)
+            (unit, task)
             for unit, sides in indexes.items()
             for a, b in [self._dealt.named(sides, self._dumps)]
             for task in self._join_tasks(of_unit[unit], a, b)
         ]
         outcomes_of_joins = self._runner.all([task for _, task in joins])
-        for (match, _), outcome in zip(joins, outcomes_of_joins, strict=True):
-            self._take(outcome, match, (None, None))
-            self._notes.of_outcome(outcome, (None, None), match)
+        for (unit, _), outcome in zip(joins, outcomes_of_joins, strict=True):
+            self._take(outcome, of_unit[unit], (None, None), is_uneven=unit in uneven)
+            self._notes.of_outcome(outcome, (None, None), of_unit[unit])
 
     def _works(self, match: Match) -> list[Work]:
         """Return the entries to hold against each other: where it is known, of the same samples."""
@@ -141,13 +146,16 @@ class TwoSides:
             return None in work.couple
         return self._dealt.is_told(work.couple) or self._dealt.is_told_of_ranks(work.couple)
 
-    def _take(self, outcome: Outcome, match: Match, couple: Couple) -> None:
+    def _take(self, outcome: Outcome, match: Match, couple: Couple, *, is_uneven: bool) -> None:
         pieces = outcome.pieces
         if match.section not in flow.NAMED and not self._dealt.same_samples(couple):
             counted = [piece.name for piece in pieces if piece.rows is None]
             pieces = tuple(piece for piece in pieces if piece.rows is not None)
             self._notes.of_parts(match, [couple] if counted else [])
         self._notes.of_places(pieces, couple, match, self._dealt)
+        if match.section not in (*flow.SAMPLING, *flow.NAMED, _OF_OPERATORS):
+            why = (self._dealt.why_unproven(p, couple, is_uneven=is_uneven) for p in pieces)
+            pieces = tuple(map(_unproven, pieces, why))
         if match.borrowed:  # its tokens and masks are compared where they belong
             pieces = tuple(piece for piece in pieces if not flow.is_structural(piece.name))
         self._pieces += pieces
@@ -162,6 +170,8 @@ class TwoSides:
     def _join_tasks(self, match: Match, a: list[ShardIndex], b: list[ShardIndex]) -> list[JoinTask]:
         joined = join(a, b, match.places)
         self._notes.of_join(joined, match)
+        if match.section in flow.SAMPLING and not is_in_place(joined, a, match.places):
+            self._dealt.is_reordered = True
         if joined.is_whole:
             self._whole.add(match.section)
         else:
@@ -230,6 +240,25 @@ class TwoSides:
                 source = f"old_log_probs of {dump.name} against recomputed_log_probs"
                 found.append(Floor(measured.mean_abs, measured.max_abs, source))
         return max(found, key=lambda floor: floor.max, default=None)
+
+
+def _is_uneven(work: Work, outcome: Outcome) -> bool:
+    """Whether a side has nothing at a place where the other has rows, or not as many."""
+    one, other = outcome.index
+    is_lacking = None in work.couple or (
+        one is not None and other is not None and one.rows != other.rows
+    )
+    return work.has_rows and is_lacking
+
+
+def _is_reordered(outcome: Outcome) -> bool:
+    """Whether rows of two files at one place are known, and known to be in another order."""
+    known = any(piece.rows is not None and piece.key != ROW for piece in outcome.pieces)
+    return known and not outcome.in_order
+
+
+def _unproven(piece: Piece, why: str) -> Piece:
+    return dataclasses.replace(piece, unproven=why) if why else piece
 
 
 def _waves(matches: Sequence[Match]) -> Iterator[list[Match]]:

@@ -319,3 +319,74 @@ def test_a_file_that_was_lost_is_missing_in_whatever_parts(tmp_path: Path) -> No
         # Both sides lack it: the rollout has its samples.
         itself = compare([open_dump(a), open_dump(a)])
         assert itself.exit_status == 2
+
+
+# --- pairing by place proves nothing where the sides are laid out otherwise -----------------------
+Edit = Callable[[str, str, dict[str, Any]], None]
+
+
+def untouched(kind: str, name: str, data: dict[str, Any]) -> None:
+    """Leave a file as it is."""
+
+
+def padded(kind: str, name: str, data: dict[str, Any]) -> None:
+    for name, values in data.items():
+        if isinstance(values, torch.Tensor) and values.dim() == 2 and kind == "forward_data":
+            data[name] = torch.nn.functional.pad(values, (0, 5))
+
+
+def without_tokens(
+    path: Path, order: Sequence[int] = range(8), edit: Edit = untouched, **layout: Any
+) -> Path:
+    """A dump of NexRL's whose microbatches say neither ids nor tokens."""
+
+    def edited(kind: str, name: str, data: dict[str, Any]) -> None:
+        data.pop("input_ids", None)
+        edit(kind, name, data)
+
+    batch = in_order(make_batch(8, 12), order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dump_files, "make_batch", lambda *_, **__: batch)
+        return nexrl_directory(path, edit=edited, **layout)
+
+
+@pytest.mark.parametrize("edit", [untouched, padded])
+@pytest.mark.parametrize("other", [(4, 1, 2), (1, 4, 2), (1, 1, 8), (2, 1, 4)])
+def test_what_is_paired_by_place_in_other_parts_proves_no_difference(
+    tmp_path: Path, other: tuple[int, int, int], edit: Edit
+) -> None:
+    a = without_tokens(tmp_path / "a", ranks=2, micros=2, rows=2)
+    ranks, micros, rows = other
+    b = without_tokens(tmp_path / "b", ranks=ranks, micros=micros, rows=rows, edit=edit)
+    for sides in ((a, b), (b, a)):
+        result = compare([open_dump(side) for side in sides])
+        different = [t for t in result.pairs[0].tensors if t.verdict is Verdict.DIFFERENT]
+        assert {t.section for t in different} <= {"gradients", "parameters"}, result.reason
+        assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
+        loss = next(t for t in result.pairs[0].tensors if t.name == "loss")
+        if other == (1, 4, 2):  # what lies at shared places are the same samples by chance
+            assert loss.verdict is Verdict.SAME
+        else:
+            assert loss.verdict is Verdict.NOT_COMPARABLE
+            assert "the sides have other ranks, parts or numbers of rows" in loss.reason
+
+
+def test_what_is_paired_by_place_in_another_order_proves_no_difference(tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
+    a = without_tokens(tmp_path / "a", **layout)
+    b = without_tokens(tmp_path / "b", (3, 6, 1, 0, 7, 2, 5, 4), **layout)
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
+    log_probs = next(t for t in result.pairs[0].tensors if t.section == "forward_data")
+    assert "the trajectories are others or in another order" in log_probs.reason
+
+    # In the same order and the same parts a value that differs is different.
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "forward_data" and name.endswith("rank1_micro0"):
+            data["log_probs"] = data["log_probs"] + 0.5
+
+    c = without_tokens(tmp_path / "c", **layout, edit=edit)
+    result = compare([open_dump(a), open_dump(c)])
+    assert result.verdict is Verdict.DIFFERENT
+    assert result.first is not None
+    assert result.first.name == "log_probs"

@@ -120,6 +120,19 @@ def join(a: Sequence[ShardIndex], b: Sequence[ShardIndex], places: Mapping[Place
     )  # fmt: skip
 
 
+def is_in_place(joined: Join, a: Sequence[ShardIndex], places: Mapping[Place, Place]) -> bool:
+    """Whether every row of both sides found its sample at its own place on the other one."""
+    if any((*joined.alone, *joined.unknown)):
+        return False
+    return all(
+        places[a[at].entry.place] == places[part.entry.place]
+        and np.array_equal(part.pairing.rows_a, part.pairing.rows_b)
+        for at, parts in joined.parts
+        for part in parts
+        if part.pairing is not None
+    )
+
+
 def _by_key(
     side: Sequence[ShardIndex], refs: Iterable[Ref], kind: str, places: Mapping[Place, Place]
 ) -> dict[str, list[Ref]]:

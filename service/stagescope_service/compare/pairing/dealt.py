@@ -20,6 +20,7 @@ from stagescope.batch import Tensor, widened
 from stagescope.errors import StagescopeError
 from stagescope_service.compare.pairing.index import RESPONSE, ROW, RUN, SAMPLE, ShardIndex
 from stagescope_service.compare.pairing.layout import Layout
+from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.compare.pairing.shards import Outcome
 from stagescope_service.compare.plan import Couple
@@ -44,6 +45,8 @@ class Dealt:
         self._spots: tuple[_Spots, _Spots] = ({}, {})
         self._alike: set[Place] = set()
         self._files: set[Path] = set()
+        self.is_reordered = False
+        """Whether trajectories that are known lie elsewhere, or on one side only."""
 
     def learn(self, couple: Couple, outcome: Outcome) -> None:
         """Take in what was found of a shard of rows on each side."""
@@ -112,6 +115,26 @@ class Dealt:
             return place in self._alike
         ranks = [each for each in self._alike if each.step == place.step and each.rank is not None]
         return bool(ranks) and not self._of_ranks(0, place)
+
+    def why_unproven(self, piece: Piece, couple: Couple, *, is_uneven: bool) -> str:
+        """Return why what was paired by its place may be of other samples; empty if it is not.
+
+        Args:
+            piece: what was compared; numbers are of all rows of their place.
+            couple: of what, where it was compared as it lies.
+            is_uneven: whether the sides have other ranks, parts or numbers of rows there.
+        """
+        if piece.rows is None:
+            by_place = piece.places[0].rank is not None and not self.is_told(couple)
+        else:
+            by_place = piece.key == ROW
+        if not by_place or self.confirms(piece.places[0], couple):
+            return ""
+        if is_uneven:
+            return "paired by place, and the sides have other ranks, parts or numbers of rows"
+        if self.is_reordered:
+            return "paired by place, and the trajectories are others or in another order"
+        return ""
 
     def is_moved(self, couple: Couple) -> bool:
         """Whether samples of these places lie elsewhere on the other side, and not here too."""

@@ -89,6 +89,7 @@ class Piece:
         fragments: rows may be fragments of samples: the same label again is no replica.
         shapes_differ: they have other shapes, and values were not compared.
         problem: why not all values were compared, empty if they were.
+        unproven: why what was paired by its place may be of other samples, empty if it is not.
     """
 
     section: str
@@ -106,6 +107,7 @@ class Piece:
     fragments: bool = False
     shapes_differ: bool = False
     problem: str = ""
+    unproven: str = ""
 
 
 def compare_rows(
