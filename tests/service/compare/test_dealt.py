@@ -390,3 +390,41 @@ def test_what_is_paired_by_place_in_another_order_proves_no_difference(tmp_path:
     assert result.verdict is Verdict.DIFFERENT
     assert result.first is not None
     assert result.first.name == "log_probs"
+
+
+# --- ids that are known ---------------------------------------------------------------------------
+def kept_step(path: Path, prefix: str, seed: int = 0, *, rollout: bool = True) -> Path:
+    """Kept files of a step whose samples are named; only the rollout's says their tokens."""
+    batch = make_batch(8, 12, seed=seed)
+    batch = dataclasses.replace(batch, groups=[f"{prefix}{group}" for group in batch.groups])
+    every = range(8)
+    if rollout:
+        write(path, batch, every, ("responses", "rewards"), "rollout_generate", 0, Part(), 1)
+    for rank in range(2):
+        kept, of = ("old_log_probs",), every[4 * rank : 4 * rank + 4]
+        write(path, batch, of, kept, "actor_compute_log_prob", rank, Part(), 1)
+    return path / "run" / "first"
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+def test_samples_whose_ids_are_others_are_never_paired_by_place(
+    tmp_path: Path, rollout: bool
+) -> None:
+    a = kept_step(tmp_path / "a", "s5", rollout=rollout)
+    b = kept_step(tmp_path / "b", "s6", seed=1, rollout=rollout)
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.exit_status == (1 if rollout else 2)
+    assert names(result, "old_log_probs") == set()
+    assert not [f for f in result.pairs[0].findings if "paired by place" in f.message]
+    section = "trajectories" if rollout else "old_log_probs"  # each is named once
+    alone = {f.message for f in result.pairs[0].findings if f.kind == "only"}
+    assert alone == {f"8 samples of {section} are on one side only"}
+
+
+def test_the_same_samples_under_other_ids_pair_by_what_they_hold(tmp_path: Path) -> None:
+    a, b = (kept_step(tmp_path / name, name) for name in "ab")
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.verdict is Verdict.SAME, result.reason
+    assert result.pairs[0].keys["old_log_probs"] == ("response tokens",)
+    log_probs = next(t for t in result.pairs[0].tensors if t.name == "old_log_probs")
+    assert log_probs.samples["compared"] == 8

@@ -95,7 +95,11 @@ def join(a: Sequence[ShardIndex], b: Sequence[ShardIndex], places: Mapping[Place
         for side in sides
     ]
     found = _Found(collections.defaultdict(list), set(), [0, 0], [], [])
+    every = [shard for side in sides for shard in side if shard.rows]
+    has_ids = any(all(kind in shard.keys for shard in every) for kind in (SAMPLE, RUN))
     for kind in KEYS:
+        if kind == ROW and has_ids:
+            break  # which samples they are is known: their places say nothing more
         keyed = [_by_key(side, rest, kind, places) for side, rest in zip(sides, left, strict=True)]
         shared = sorted(keyed[0].keys() & keyed[1].keys())
         for key in shared:

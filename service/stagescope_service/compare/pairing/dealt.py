@@ -43,6 +43,8 @@ class Dealt:
         self._several_steps = several_steps
         self._shards: tuple[dict[Place, ShardIndex], dict[Place, ShardIndex]] = ({}, {})
         self._spots: tuple[_Spots, _Spots] = ({}, {})
+        self._responses: tuple[dict[str, str], dict[str, str]] = ({}, {})
+        """Sample id -> key of its response."""
         self._alike: set[Place] = set()
         self._files: set[Path] = set()
         self.is_reordered = False
@@ -58,6 +60,8 @@ class Dealt:
             if index is not None and index.rows and any(kind in index.keys for kind in _KNOWN):
                 self._shards[side].setdefault(index.entry.place, index)
                 self._note_spots(side, index)
+                ids, responses = (index.keys.get(kind, ()) for kind in (SAMPLE, RESPONSE))
+                self._responses[side].update(zip(ids, responses, strict=False))
 
     def is_told(self, couple: Couple) -> bool:
         """Whether shards of tokens say how the rows at these places pair: they are joined then."""
@@ -78,10 +82,9 @@ class Dealt:
     ) -> list[list[ShardIndex]]:
         """Return the shards of a unit of both sides with keys of rows that other shards know.
 
-        Where both sides say the same kind of key themselves, they are as they were.
+        Where both sides say the same kind of key themselves, and share some, they are as they were.
         """
-        every = [index for side in sides for index in side if index.rows]
-        if any(all(kind in index.keys for index in every) for kind in _KNOWN):
+        if any(_share(sides, kind) for kind in _KNOWN):
             return [list(side) for side in sides]
         return [
             [self._named(at, index, dump) for index in side]
@@ -105,7 +108,11 @@ class Dealt:
                 return index
         if not index.rows or any(len(each) != index.rows for each in keys.values()):
             return index
-        return dataclasses.replace(index, keys={**keys, **index.keys})
+        named = {**keys, **index.keys}
+        known = [self._responses[side].get(each, "") for each in named.get(SAMPLE, ())]
+        if known and all(known):  # two runs may have named the same samples otherwise
+            named.setdefault(RESPONSE, tuple(known))
+        return dataclasses.replace(index, keys=named)
 
     def confirms(self, place: Place, couple: Couple) -> bool:
         """Whether tokens showed that rows lie in the same order on both sides at a place."""
@@ -230,6 +237,15 @@ class Dealt:
         found = self._shards[side]
         of_step = [each for each in found if each.step == place.step and each.rank is not None]
         return [found[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
+
+
+def _share(sides: Sequence[Sequence[ShardIndex]], kind: str) -> bool:
+    """Whether all rows of both sides have a kind of key, and any of them is on both."""
+    of_rows = [[index for index in side if index.rows] for side in sides]
+    if not all(kind in index.keys for side in of_rows for index in side):
+        return False
+    one, other = ({key for index in side for key in index.keys[kind]} for side in of_rows)
+    return not one or not other or not one.isdisjoint(other)
 
 
 def _lies_at(dump: Dump, whole: Entry, shard: Entry, start: int) -> bool:
