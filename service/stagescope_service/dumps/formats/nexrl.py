@@ -54,6 +54,7 @@ _TENSOR_NAMES: Final = {"ref_log_prob": "ref_log_probs", "logprobs": "log_probs"
 _TRAJECTORY_NAMES: Final = {"reward": "rewards"}
 _MASKS: Final = {
     "forward_data": ("response_mask",),
+    "old_log_probs": ("response_mask",),
     "is_loss_debug": ("effective_valid", "response_mask"),
     "batch_inputs": ("response_mask", "loss_mask", "attention_mask"),
 }

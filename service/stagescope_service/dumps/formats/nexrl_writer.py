@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import Conflict, InvalidInput, NotFound, StagescopeError
+from stagescope.schema import Part
 from stagescope_service.dumps.formats.nexrl_places import write_places
 from stagescope_service.dumps.formats.nexrl_rows import (
     SAID_OF_A_TRAJECTORY,
@@ -231,21 +232,30 @@ class _Writer:
             self._save(folder, step, data, rank)
 
     def _write_old_log_probs(self, step: int, entries: Sequence[Entry]) -> None:
-        """Write the whole batch as one tensor: each sample once, rows padded on the right."""
+        """Write the whole batch as one tensor: each sample once, rows padded on the right.
+
+        Beside it which of its values count, where that is known of all rows.
+        """
+        masks: list[np.ndarray[Any, Any]] = []
         rows: list[np.ndarray[Any, Any]] = []
         tags: set[str] = set()
         samples: list[str] = []
         seen: set[str] = set()
+        places: list[Place] = []
         for record in self._read(entries):
             if "old_log_probs" not in record.tensors:
                 self._leave_out(f"{record.entry.path}: {', '.join(record.tensors)}")
                 continue
             tensor = record.tensors["old_log_probs"]
             tags.add(tensor[0])
+            places.append(record.entry.place)
+            inside = record.tensors.get("response_mask")
+            mask = [] if inside is None else values_of(inside)
             for row, values in enumerate(values_of(tensor)):
                 sample = record.samples[row] if record.samples else ""
                 if not sample or sample not in seen:
                     rows.append(values)
+                    masks += mask[row : row + 1]
                     samples.append(sample)
                 seen.add(sample)
         if not rows:
@@ -254,11 +264,15 @@ class _Writer:
             self._leave_out(f"step {step}: old_log_probs of several dtypes: {', '.join(tags)}")
             return
         values = padded(rows)
-        data = {"old_log_probs": FileTensor((tags.pop(), values.shape, values, None))}
+        data: dict[str, Any] = {"old_log_probs": FileTensor(_as_wire(tags.pop(), values))}
+        if [*map(len, masks)] == [*map(len, rows)]:
+            counted = padded(masks).astype(np.int64)
+            data["response_mask"] = FileTensor(_as_wire("int64", counted))
         info: dict[str, Any] = {"batch_size": len(rows)}
         if all(samples):
             info["sample_ids"] = samples
-        self._save("old_log_probs", step, {**data, "shape": [*values.shape], "batch_info": info})
+        data |= {"shape": [*values.shape], "batch_info": info}
+        self._save("old_log_probs", step, data, place=_shared(places))
 
     def _write_rows(self, step: int, entries: Sequence[Entry]) -> None:
         datums = [datum(row) for record in self._read(entries) for row in rows_of(record)]
@@ -325,6 +339,15 @@ def _numbered(entries: Iterable[Entry]) -> dict[Entry, int]:
         return {entry: entry.place.part.microbatch for entry in chosen}
     numbers = {each: number for number, each in enumerate(pieces)}
     return {entry: numbers[piece(entry)] for entry in chosen}
+
+
+def _shared(places: Sequence[Place]) -> Place | None:
+    """Return of which stage a whole step's rows are; None where it is not said, or several are."""
+    first = places[0]
+    if first.stage is None or any(each.stage != first.stage for each in places):
+        return None
+    part = Part(first.part.occurrence, first.part.epoch)
+    return Place(first.step, first.stage, part=part)
 
 
 def _metrics(record: Record) -> dict[str, Any]:

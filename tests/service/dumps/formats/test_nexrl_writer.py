@@ -232,3 +232,29 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         write_nexrl(dump, tmp_path / "a")
     with pytest.raises(InvalidInput, match="format 'npz'"):
         write_nexrl(dump, tmp_path / "b", "npz")
+
+
+def test_old_log_probs_are_those_of_their_stage_again(tmp_path: Path) -> None:
+    records = []
+    for stage, name in (("actor_compute_log_prob", "old"), ("ref_compute_log_prob", "ref")):
+        for rank in range(2):
+            values = np.arange(6, dtype=np.float32).reshape(2, 3)[:, rank:]  # of two widths
+            mask = np.array([[1, 1, 0], [1, 1, 1]])[:, rank:]
+            entry = Entry(
+                "old_log_probs", Place(3, stage, "actor", rank), tmp_path / name, 1, stage
+            )
+            tensors = {
+                f"{name}_log_probs": ("float32", values.shape, values, None),
+                "response_mask": ("int64", mask.shape, mask, None),
+            }
+            ids = (f"g{rank}_0", f"g{rank}_1")
+            records.append(Record(entry, tensors, samples=ids, mask="response_mask"))
+    source = MemoryDump(records)
+    write_nexrl(source, tmp_path / "out")
+    again = open_dump(tmp_path / "out")
+    assert [e.place for e in again.entries] == [Place(3, "actor_compute_log_prob")]
+    for sides in ([source, again], [again, source]):
+        result = compare(sides)
+        assert result.verdict is Verdict.SAME, result.reason
+        found = {tensor.name: tensor.found.pairs for tensor in result.pairs[0].tensors}
+        assert found["old_log_probs"] == 5 + 3
