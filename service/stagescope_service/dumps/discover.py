@@ -16,6 +16,7 @@ from stagescope_service.dumps.formats import (
     slime,
     verl_jsonl,
 )
+from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import Found, files_of
 from stagescope_service.dumps.records import Dump
 
@@ -67,6 +68,7 @@ def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -
     Raises:
         NotFound: there is no such path, nothing in it is of a known format, or of that step.
         InvalidInput: an unknown kind, or files of several formats.
+        InvalidTensor: a file by itself is damaged, so that nothing tells whose it is.
         TooLarge: more files than a dump has.
         StoreError: the disk refused.
     """
@@ -98,6 +100,8 @@ def _kind_of(path: Path) -> str:
             advice="name it (kind), or give the directory of one",
         )
     if not kinds:
+        if path.is_file() and (error := damage_of(path)) is not None:
+            raise error
         raise NotFound(
             f"{path} holds no dump of a known format ({len(found)} files)",
             expected="; ".join(each.look for each in FORMATS.values()),

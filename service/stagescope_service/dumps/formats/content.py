@@ -22,6 +22,7 @@ from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, 
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tensorfile import (
     WireTensor,
+    describe_file,
     disk_errors,
     read_tensors,
     write_tensors,
@@ -115,7 +116,10 @@ def damage_of(path: Path) -> StagescopeError | None:
                 head = file.read(len(_HEAD))
             if not _HEAD.startswith(head):
                 return None
-        elif len(first_values(path)) >= _MOST_VALUES:
+        elif path.suffix == ".safetensors":
+            describe_file(path)
+            return None
+        elif path.suffix not in SUFFIXES or len(first_values(path)) >= _MOST_VALUES:
             return None
         if read_content(path) == [] and path.suffix == ".jsonl":
             return InvalidTensor(f"{path} holds no line", expected="a line a trajectory")

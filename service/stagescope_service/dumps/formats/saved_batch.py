@@ -20,6 +20,7 @@ from stagescope.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.keeping import sections_of
 from stagescope.schema import Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
+from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     Found,
@@ -117,12 +118,8 @@ def read_entry(entry: Entry) -> Record:
 
 def _problem_of(found: Found) -> Problem:
     """Return what is wrong with a file that is no batch, or not as far as it can be read."""
-    if found.path.suffix == ".safetensors":
-        try:
-            describe_file(found.path)
-        except StagescopeError as error:
-            return Problem.of(found.path, error)
-    return unknown(found, "a saved batch")
+    error = damage_of(found.path) if found.path.suffix == ".safetensors" else None
+    return unknown(found, "a saved batch") if error is None else Problem.of(found.path, error)
 
 
 def _loaded(path: Path) -> Batch:

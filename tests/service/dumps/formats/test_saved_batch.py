@@ -21,7 +21,7 @@ from tests.support.dump_files import (
 from tests.support.step_batches import step_batch
 
 from stagescope.batch import Batch, Gap, Tensor
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.batches import read_batch
@@ -167,3 +167,22 @@ def test_gaps_are_named_by_the_command(tmp_path: Path) -> None:
     text = invoke("compare", str(path), str(directory)).stdout
     assert "batch, step 0, 2 ranks" in text
     assert "A: the batch lacks: actor_update recorded x: not kept" in text
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_file_that_was_cut_off_says_so(tmp_path: Path, suffix: str) -> None:
+    whole = tmp_path / f"whole.{suffix}"
+    if suffix == "pt":
+        slime_rollout_file(whole, make_batch(4, 8))
+    else:
+        step_batch().save(whole)
+    size = whole.stat().st_size
+    file = tmp_path / f"cut.{suffix}"
+    file.write_bytes(whole.read_bytes()[: size - 64])
+    with pytest.raises(InvalidTensor) as error:
+        open_dump(file)
+    if suffix == "safetensors":
+        assert error.match(r"holds \d+ bytes of tensors; expected \d+, as its header says")
+    done = invoke("compare", str(file), str(whole))
+    assert done.exit_code == 2
+    assert "no dump of a known format" not in done.output
