@@ -69,7 +69,7 @@ def find_sides(desk: Desk, said: Sequence[Any]) -> list[Side]:
     Raises:
         NotFound: no such run, attempt or step, or nothing of it is kept.
         Forbidden: a directory outside the roots.
-        InvalidInput: neither.
+        InvalidInput: neither, or a path that the filesystem does not take.
     """
     sides = [_find(desk, each) for each in said]
     free = [set(side.steps) for side in sides if side.target is not None and not side.is_chosen]
@@ -124,6 +124,13 @@ def _find(desk: Desk, said: Any) -> Side:
                 expected=error.expected,
                 advice="`stagescope import DIRECTORY --run NAME` makes a run of it, which can be "
                 "compared; or add a root to the service's allowed_roots",
+            ) from error
+        try:
+            path.exists()
+        except OSError as error:  # such as a name that is too long for the filesystem
+            raise InvalidInput(
+                f"path {str(path)!r:.200} cannot be used: {error.strerror}",
+                expected="a directory, or a file, that the service can open",
             ) from error
         return Side(str(path), path=path)
     asked = read_target(said)

@@ -115,6 +115,9 @@ def test_directories_in_the_roots_alone(session: stagescope.Session, running: Se
     with pytest.raises(Forbidden, match="outside") as refused:
         session.compare(nexrl, {"directory": "/etc"})
     assert "stagescope import" in refused.value.advice
+    for name in ("x" * 5000, "x/" * 3000):
+        with pytest.raises(InvalidInput, match="cannot be used: File name too long"):
+            session.compare(nexrl, {"directory": str(running.settings.data_path / name)})
     with pytest.raises(InvalidInput, match="runs only"):
         session.compare(nexrl, nexrl).save("never.html")
 
