@@ -159,6 +159,16 @@ def worst_first(places: Sequence[_Mapping]) -> list[_Mapping]:
     return sorted(places, key=lambda each: (-_WEIGHT[each["verdict"]], -_difference(each)))
 
 
+def largest_text(place: _Mapping) -> str:
+    """Return the largest |d| at a place of a tensor, and how many values have none."""
+    found = place["statistics"]
+    text = f"max |d| {found['max_abs']:.6e}" if found["finite"] else "no finite pair"
+    if apart := found["non_finite"]["disagree"]:
+        of_finite = " of the finite pairs" if found["finite"] else ""
+        text += f"{of_finite}, {apart} disagree in being NaN or infinite"
+    return text
+
+
 def number_text(value: Any) -> str:
     """Return a value as it is told apart from its neighbour: integers whole, floats to 9 digits."""
     if value is None:
@@ -301,8 +311,7 @@ class _Writer:
         yield from self._cut(
             [
                 Line(
-                    f"      {MARKS[each['verdict']]} {place_text(each['a'])}: max |d| "
-                    f"{_difference(each):.6e}"
+                    f"      {MARKS[each['verdict']]} {place_text(each['a'])}: {largest_text(each)}"
                     + (f" ({each['problem']})" if each["problem"] else ""),
                     _tone(each["verdict"]),
                 )

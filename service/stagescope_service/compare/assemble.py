@@ -190,7 +190,10 @@ def _reason(
         if found.over_count != found.unequal_count:
             words.append(f"{found.over_count} by more than is allowed")
     if found.disagreeing_non_finite:
-        words.append(f"{found.disagreeing_non_finite} are NaN or infinite on one side only")
+        words.append(
+            f"{found.disagreeing_non_finite} disagree in being NaN or infinite, and distances are "
+            "those of the finite pairs"
+        )
     elif found.agreeing_non_finite:
         words.append(f"{found.agreeing_non_finite} are the same NaN or infinity on both sides")
     for state in ("tokens differ", "lengths differ"):

@@ -320,6 +320,23 @@ def test_nan_at_the_same_place_is_equal_and_said() -> None:
     assert different.first.location.coordinates == ((2,), (2,))
 
 
+def test_values_that_are_nan_on_one_side_are_counted_beside_the_distances() -> None:
+    def side(*values: float) -> MemoryDump:
+        records = [
+            record("other", {"x": np.array([value, 1.0])}, rank=rank)
+            for rank, value in enumerate(values)
+        ]
+        return MemoryDump(records)
+
+    said = as_json(compare([side(1.0, 2.0), side(math.nan, 2.0)]))
+    for text in (
+        "\n".join(line.text for line in as_lines(said, width=200)),
+        as_html(said),
+    ):
+        assert "1 disagree in being NaN or infinite, and distances are those of the finite" in text
+        assert "0.000000e+00 of the finite pairs, 1 disagree in being NaN or infinite" in text
+
+
 def test_an_empty_tensor_is_no_error() -> None:
     empty = np.empty((0, 4), np.float32)
     a, b = (MemoryDump([record("other", {"x": empty, "y": np.ones(2)})]) for _ in range(2))

@@ -13,6 +13,7 @@ from stagescope.compared import (
     Compared,
     deciding_changes,
     findings_of,
+    largest_text,
     number_text,
     place_text,
     title_of,
@@ -126,8 +127,8 @@ def _places(places: Sequence[_Said]) -> str:
     if len(places) < 2:
         return ""
     lines = [
-        f"{_badge(each['verdict'])} {_text(place_text(each['a']))}: max |d| "
-        f"{each['statistics']['max_abs']:.6g} {_text(each['problem'])}"
+        f"{_badge(each['verdict'])} {_text(place_text(each['a']))}: {_text(largest_text(each))} "
+        f"{_text(each['problem'])}"
         for each in worst_first(places)
     ]
     return _folded(f"{len(places)} ranks and parts", _cut(lines))
