@@ -16,7 +16,7 @@ from stagescope import nonfinite
 from stagescope.answers import Record
 from stagescope.changes import change_lines
 from stagescope.errors import InvalidInput
-from stagescope.render import format_bytes, printable, wrapped
+from stagescope.render import counted, format_bytes, printable, wrapped
 
 SHOWN: Final = 8
 """Places, samples or items of a list that are shown, unless all are asked for."""
@@ -137,6 +137,12 @@ def place_text(place: _Mapping) -> str:
     return part_text(place) if any(place[name] for name in _PART) else "whole step"
 
 
+def places_text(place: _Mapping) -> str:
+    """Return where a place of a tensor lies on the first side, and on the other if elsewhere."""
+    one, other = (place_text(place[side]) for side in "ab")
+    return one if one == other else f"{one} against {other}"
+
+
 def part_text(place: _Mapping) -> str:
     """Return the part of a stage in short: epoch 1, microbatch 0."""
     named = [name for name in _PART if place[name] or name == "microbatch"]
@@ -144,13 +150,17 @@ def part_text(place: _Mapping) -> str:
 
 
 def findings_of(pair: _Mapping) -> Iterator[tuple[str, list[str], str]]:
-    """Yield (text, items not named in it, verdict) of findings, the weightiest first."""
+    """Yield (text, items that are not named yet, verdict) of findings, the weightiest first."""
+    listed = []
     for finding in sorted(pair["findings"], key=lambda each: -_WEIGHT[each["verdict"]]):
         side, message = finding["side"], finding["message"]
         where = "" if side is None else f"{SIDES[pair['sides'][side]]}: "
         items = finding["items"]
         if not message.startswith(f"{len(items)} "):  # what counts its items names none of them
             items = [item for item in items if item not in message]
+        if (side, items) in listed:  # a file may hold several sections
+            items = []
+        listed.append((side, items))
         yield f"{where}{message}", items, finding["verdict"]
 
 
@@ -190,8 +200,8 @@ class _Writer:
             steps = f"step {', '.join(map(str, side['steps']))}" if side["steps"] else "no step"
             yield from self._wrap(
                 "   ",
-                f"{side['kind']}, {steps}, {len(side['ranks'])} ranks, {side['entries']} entries, "
-                f"{format_bytes(side['bytes'])}",
+                f"{side['kind']}, {steps}, {counted(len(side['ranks']), 'rank')}, "
+                f"{counted(side['entries'], 'entry', 'entries')}, {format_bytes(side['bytes'])}",
             )
         yield from self._wrap("", said["reason"])
         for remark in said.get("remarks", ()):  # of `compare-dumps` alone
@@ -272,7 +282,8 @@ class _Writer:
         step = f" of step {tensor['step']}" if several else ""
         found, verdict = tensor["statistics"], tensor["verdict"]
         rows = tensor["samples"].get("compared")
-        count = f"{found['pairs']} values" + ("" if rows is None else f" of {rows} samples")
+        count = counted(found["pairs"], "value")
+        count += "" if rows is None else f" of {counted(rows, 'sample')}"
         text = f"{tensor['name']}{step}: {verdict}, {count}"
         yield from self._wrap(f"  {MARKS[verdict]} ", text, _tone(verdict))
         if tensor["reason"]:
@@ -311,7 +322,7 @@ class _Writer:
         yield from self._cut(
             [
                 Line(
-                    f"      {MARKS[each['verdict']]} {place_text(each['a'])}: {largest_text(each)}"
+                    f"      {MARKS[each['verdict']]} {places_text(each)}: {largest_text(each)}"
                     + (f" ({each['problem']})" if each["problem"] else ""),
                     _tone(each["verdict"]),
                 )

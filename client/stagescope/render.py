@@ -114,6 +114,11 @@ def clip(text: str, width: int) -> str:
     return kept + ".."
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return 1 file, 2 files."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def wrapped(indent: str, text: str, width: int) -> list[str]:
     """Return `text` behind `indent`, and what does not fit below it; nothing is left out."""
     text = printable(text)

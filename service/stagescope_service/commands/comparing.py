@@ -23,6 +23,7 @@ from stagescope.errors import (
     StoreError,
     Unreachable,
 )
+from stagescope.render import counted
 from stagescope.targets import read_target
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def compare(ctx: click.Context, /, sides: tuple[str, ...], schema: bool, **optio
         return
     with _could_not(ctx):
         if not 2 <= len(sides) <= 3:
-            raise InvalidInput(f"{len(sides)} sides were given", expected="two or three")
+            raise InvalidInput(f"{counted(len(sides), 'side')} given", expected="two or three")
         local = [Path(side).exists() for side in sides]
         if all(local):
             said = _compare_here(_open([Path(side) for side in sides], options), options)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.compared import ALONE
+from stagescope.render import counted
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.dumps.records import Dump
 
@@ -255,7 +256,7 @@ def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
                 f'WEAVER_DEBUG_DUMP_OPTIONS="{_WEAVER}" set in its environment',
                 "dump_every_n_steps, and WEAVER_DEBUG_DUMP_EVERY_N: was this step due?",
             ]
-        what = ", ".join(sections) if sections else f"{len(lost)} files"
+        what = ", ".join(sections) if sections else counted(len(lost), "file")
         why = what if broke_off is None else f"{what}: {broke_off}"
         found.append(Cause(f"data is missing in {dump.name}", why, tuple(checks)))
     return found

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from stagescope.errors import InvalidInput
+from stagescope.render import counted
 from stagescope_service.compare.assemble import heaviest
 from stagescope_service.compare.mappers import Mapper, threads
 from stagescope_service.compare.results import Comparison, PairResult, SideResult, Verdict
@@ -40,7 +41,7 @@ def compare(
         InvalidInput: other than two or three sides.
     """
     if not 2 <= len(sides) <= 3:
-        raise InvalidInput(f"{len(sides)} sides cannot be compared", expected="two or three")
+        raise InvalidInput(f"{counted(len(sides), 'side')} given", expected="two or three")
     began = time.monotonic()
     pairwise.warm()  # before threads ask for it at once
     run = mapper if mapper is not None else threads()

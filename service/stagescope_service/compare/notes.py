@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from stagescope.render import counted
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.align import Join
 from stagescope_service.compare.pairing.dealt import Dealt
@@ -165,7 +166,10 @@ class Notes:
         if new and not quiet:
             is_sure = sampled and not self._lacks_files(1 - side, section)
             verdict = Verdict.DIFFERENT if is_sure else Verdict.NOT_COMPARABLE
-            self._only(f"{len(new)} samples of {section} are", side, match, new, verdict)
+            are = "is" if len(new) == 1 else "are"
+            self._only(
+                f"{counted(len(new), 'sample')} of {section} {are}", side, match, new, verdict
+            )
         if sampled:
             self._alone[side].update(new)
         if joined.unknown[side]:
@@ -180,7 +184,9 @@ class Notes:
             self.add(Finding("replicas", text, side, section))
         names = joined.names_alone[side]
         if names and not quiet:
-            self._only(f"{len(names)} {section} are", side, match, names, Verdict.NOT_COMPARABLE)
+            are = "is" if len(names) == 1 else "are"
+            text = f"{counted(len(names), 'tensor')} of {section} {are}"
+            self._only(text, side, match, names, Verdict.NOT_COMPARABLE)
 
     def _lacks_files(self, side: int, section: str) -> bool:
         """Say whether a file that may hold rows of a section is lost or could not be read.

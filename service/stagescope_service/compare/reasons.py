@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stagescope.compared import ALONE, SIDES
 from stagescope_service.compare import flow
 from stagescope_service.compare.results import Finding, First, TensorResult, Verdict
 
@@ -25,16 +26,29 @@ def first_difference(tensors: Sequence[TensorResult], findings: Sequence[Finding
 
 
 def reason_of(
-    verdict: Verdict, tensors: Sequence[TensorResult], findings: Sequence[Finding]
+    verdict: Verdict,
+    tensors: Sequence[TensorResult],
+    findings: Sequence[Finding],
+    sides: tuple[int, int],
 ) -> str:
-    """Return why a comparison has its verdict, in words."""
+    """Return why a comparison has its verdict, in words; `sides`: the places of its two."""
     counts = {each: sum(tensor.verdict is each for tensor in tensors) for each in reversed(Verdict)}
     words = [f"{count} {each}" for each, count in counts.items() if count]
     text = f"of {len(tensors)} tensors and numbers {', '.join(words)}" if tensors else ""
     if not tensors:
         text = "the two sides have nothing in common that could be compared"
-    why = [f.message for f in findings if f.verdict is verdict and verdict is not Verdict.SAME]
-    lacking = dict.fromkeys(f.section or f.message for f in findings if f.kind == "only")
+    told: dict[str, dict[str, None]] = {}
+    for finding in findings:
+        if finding.verdict is verdict and verdict is not Verdict.SAME:
+            letters = told.setdefault(finding.message, {})
+            letters.update({} if finding.side is None else {SIDES[sides[finding.side]]: None})
+    why = [
+        f"{' and '.join(letters)}: {message}" if letters else message
+        for message, letters in told.items()
+    ]
+    lacking = dict.fromkeys(
+        f.section or f.message for f in findings if f.kind in ALONE and f.message not in told
+    )
     if lacking:
         why.append(f"on one side only: {', '.join(lacking)}")
     return "; ".join([text, *why[:3]])

@@ -77,7 +77,8 @@ class TwoSides:
         if not tensors and verdict is not Verdict.DIFFERENT:
             verdict = Verdict.NOT_COMPARABLE
         result = PairResult(
-            sides, verdict, reason_of(verdict, tensors, findings), first, tensors, tuple(findings),
+            sides, verdict, reason_of(verdict, tensors, findings, sides), first, tensors,
+            tuple(findings),
             {match.section: tuple(self._keys.get(match.section, ())) for match in matches}, floor,
         )  # fmt: skip
         causes, excluded = likely(result, self._dumps)

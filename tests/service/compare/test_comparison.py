@@ -170,7 +170,7 @@ def test_samples_are_listed_whose_names_are_in_the_message(count: int) -> None:
 
     said = as_json(compare([side(8), side(8 - count)]))
     [(text, items, _)] = findings_of(said["pairs"][0])
-    assert text == f"A: {count} samples of trajectories are on one side only"
+    assert text.startswith(f"A: {count} sample")
     assert items == [*names[8 - count :]]
 
 
@@ -335,6 +335,44 @@ def test_values_that_are_nan_on_one_side_are_counted_beside_the_distances() -> N
     ):
         assert "1 disagree in being NaN or infinite, and distances are those of the finite" in text
         assert "0.000000e+00 of the finite pairs, 1 disagree in being NaN or infinite" in text
+
+
+def test_the_reason_names_the_sides_each_sentence_once() -> None:
+    def side(*sections: str) -> MemoryDump:
+        loss = [record("loss", numbers={"loss": 1.0})]
+        alone = [record(each, numbers={"x": 1.0}) for each in sections]
+        path = Path("ring-0.safetensors")
+        held = [
+            dataclasses.replace(each, entry=dataclasses.replace(each.entry, path=path))
+            for each in alone
+        ]
+        damaged = Problem(Path("x"), "damaged", "it is cut short")
+        return MemoryDump([*loss, *held], problems=[damaged])
+
+    said = as_json(compare([side(), side("metrics", "other")]))
+    assert said["reason"].count("it is cut short") == 1
+    assert "A and B: it is cut short" in said["reason"]
+    assert "B: metrics is there on one side only" in said["reason"]
+    lines = [line.text for line in as_lines(said)]
+    assert sum("ring-0.safetensors" in line for line in lines) == 1
+    assert any(", 1 rank, 1 entry," in line for line in lines)
+    assert any(", 1 rank, 3 entries," in line for line in lines)
+
+
+def test_a_place_is_named_on_both_sides_where_they_dealt_a_microbatch_otherwise() -> None:
+    values = np.arange(4.0).reshape(4, 1)
+    names = tuple("abcd")
+    a = MemoryDump([record("forward_data", {"entropy": values}, samples=names)])
+    b = MemoryDump([
+        record("forward_data", {"entropy": values[at : at + 2] + 1}, samples=names[at : at + 2],
+               microbatch=at // 2)
+        for at in (0, 2)
+    ])  # fmt: skip
+    said = as_json(compare([a, b]))
+    text, page = "\n".join(line.text for line in as_lines(said)), as_html(said)
+    for shown in (text, page):
+        assert "rank 0, microbatch 0: max" in shown
+        assert "rank 0, microbatch 0 against rank 0, microbatch 1: max" in shown
 
 
 def test_an_empty_tensor_is_no_error() -> None:

@@ -156,7 +156,7 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
         "--output", str(report), "--html", str(dumps / "report.html"),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    remark = "8 ranks were asked for and 2 are there: all of them were compared"
+    remark = "8 ranks asked for, 2 found: all of them were compared"
     assert remark in " ".join(result.stdout.split())
     assert remark in (dumps / "report.html").read_text()
     said = json.loads(report.read_text())

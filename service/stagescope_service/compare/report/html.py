@@ -16,6 +16,7 @@ from stagescope.compared import (
     largest_text,
     number_text,
     place_text,
+    places_text,
     title_of,
     worst_first,
 )
@@ -127,7 +128,7 @@ def _places(places: Sequence[_Said]) -> str:
     if len(places) < 2:
         return ""
     lines = [
-        f"{_badge(each['verdict'])} {_text(place_text(each['a']))}: {_text(largest_text(each))} "
+        f"{_badge(each['verdict'])} {_text(places_text(each))}: {_text(largest_text(each))} "
         f"{_text(each['problem'])}"
         for each in worst_first(places)
     ]

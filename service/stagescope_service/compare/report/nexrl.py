@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.errors import StagescopeError
+from stagescope.render import counted
 from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.dumps.records import Dump
 
@@ -23,6 +24,9 @@ _BY_PLACE: Final = (
       "effective_valid", "loss")),
 )  # fmt: skip
 """(NexRL's section, that of one place in it, ours, the tensors that it names)."""
+
+_RANK: Final = ("rank", "ranks")
+_MICROBATCH: Final = ("microbatch", "microbatches")
 
 _Said = Mapping[str, Any]
 
@@ -49,9 +53,9 @@ def as_nexrl(
         "microbatches": len(parts),
     }
     remarks = [
-        f"{asked} {name} were asked for and {there[name]} are there: all of them were compared"
-        for name, asked in (("ranks", ranks), ("microbatches", microbatches))
-        if asked is not None and asked != there[name]
+        f"{counted(asked, *noun)} asked for, {there[noun[1]]} found: all of them were compared"
+        for noun, asked in ((_RANK, ranks), (_MICROBATCH, microbatches))
+        if asked is not None and asked != there[noun[1]]
     ]
     names = list(dumps)
     return {
