@@ -136,6 +136,7 @@ class Batch:
         """Write one safetensors file, whole or not at all, and return its path.
 
         Raises:
+            InvalidInput: no file can be there, such as in a directory that is none.
             StoreError: the disk refused.
         """
         return batch_file.save(self, Path(path))

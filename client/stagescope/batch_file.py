@@ -75,6 +75,7 @@ def save(batch: Batch, path: Path) -> Path:
 
     Raises:
         InvalidTensor: a tensor whose name this format uses itself.
+        InvalidInput: no file can be there.
         StoreError: the disk refused.
     """
     whole = pieces(batch)
@@ -86,17 +87,19 @@ def save(batch: Batch, path: Path) -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to be written that is there whole or not at all; its directory is made.
+    """Open a file to be written that is there whole or not at all.
 
     Raises:
-        InvalidInput: something else is there, such as a directory or a device.
+        InvalidInput: something else is there, such as a directory or a device; or its directory is
+            not there, and a mistyped one is not made.
         StoreError: the disk refused.
     """
     if path.exists() and not path.is_file():
         # Its place would be taken by a file: /dev/null, too, for whoever may.
         raise InvalidInput(f"{path} is there and no file", expected="the name of a file")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path.parent} is no directory", expected="one that is there")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -32,13 +32,13 @@ def bits(batch: Batch) -> dict[str, Any]:
 
 def test_a_saved_batch_is_opened_as_it_was(tmp_path: Path) -> None:
     batch = step_batch()
-    again = Batch.load(batch.save(tmp_path / "deep" / "batch.safetensors"))
+    again = Batch.load(batch.save(tmp_path / "batch.safetensors"))
     assert bits(again) == bits(batch)
     assert describe(again) == describe(batch)
     for mine, other in zip(batch.parts, again.parts, strict=True):
         assert (mine.rows == other.rows).all()
         assert bits(again.microbatch(other)) == bits(batch.microbatch(mine))
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["batch.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["batch.safetensors"]
 
 
 def test_other_readers_of_safetensors_open_it(tmp_path: Path) -> None:

@@ -180,7 +180,10 @@ def test_the_command_line_writes_it(
     assert asked.tokens is not None
     monkeypatch.setenv("STAGESCOPE_URL", asked.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", asked.tokens.read)
-    path = tmp_path / "out" / "step.safetensors"
+    mistyped = tmp_path / "mistyped"
+    nowhere = invoke("batch", "5", "--output", str(mistyped / "step.safetensors"))
+    assert (nowhere.exit_code, mistyped.exists()) == (2, False)
+    path = tmp_path / "step.safetensors"
     done = invoke("batch", "5", "--output", str(path))
     assert done.exit_code == 0, done.output
     assert "batch, run r, attempt 1, step 5, 4 rows" in done.output

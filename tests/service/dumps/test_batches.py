@@ -534,7 +534,7 @@ def test_a_batch_saved_is_read_as_it_was(tmp_path: Path) -> None:
     whole = WholeStep([9, 2, 4, 3])
     written(tmp_path, whole)
     batch = read_batch(tmp_path, 5)
-    path = batch.save(tmp_path / "elsewhere" / "batch.safetensors")
+    path = batch.save(tmp_path / "batch.safetensors")
     again = read_batch(path)
     assert isinstance(again, Batch)
     assert {n: bits(again.tensor(n)) for n in again} == {n: bits(batch.tensor(n)) for n in batch}

@@ -142,6 +142,10 @@ def test_a_microbatch_keeps_its_place_and_ragged_rows_their_lengths(tmp_path: Pa
 
 
 def test_a_directory_of_one_batch_and_what_is_none(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"/a is no directory"):
+        step_batch().save(tmp_path / "a" / "b.safetensors")
+    assert not (tmp_path / "a").exists()  # a mistyped directory is not made
+    (tmp_path / "a").mkdir()
     step_batch().save(tmp_path / "a" / "b.safetensors")
     assert open_dump(tmp_path / "a").kind == "batch"
     assert open_dump(tmp_path / "a", step=5).entries
