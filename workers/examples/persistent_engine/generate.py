@@ -70,6 +70,7 @@ def to_batch(
 @click.option("--max-tokens", default=16, show_default=True)
 def generate(model: Path, engine: str, output: Path, run: str, step: int, max_tokens: int) -> None:
     """Generate GROUP answers to each prompt and write them to OUTPUT."""
+    output.parent.mkdir(parents=True, exist_ok=True)  # before anything is generated for it
     tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
     try:
         rollout = stagescope.engine(engine)
