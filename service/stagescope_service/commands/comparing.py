@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 import click
 
@@ -221,6 +221,9 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
         yield
     except (click.exceptions.Exit, click.ClickException):
         raise
+    except BrokenPipeError:  # whoever reads what is printed has enough of it
+        sys.stdout = cast("TextIO", click.utils.PacifyFlushWrapper(sys.stdout))
+        ctx.exit(COULD_NOT)
     except Exception as error:  # Python's own exit status is 1, which here says that they differ
         if ctx.meta.get("stagescope.debug") or (ctx.parent and ctx.parent.params.get("debug")):
             raise
