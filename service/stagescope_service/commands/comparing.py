@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 import click
+from click.utils import PacifyFlushWrapper
 
 from stagescope import discovery, nonfinite, terminal
 from stagescope.compared import as_lines
@@ -222,7 +223,7 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
     except (click.exceptions.Exit, click.ClickException):
         raise
     except BrokenPipeError:  # whoever reads what is printed has enough of it
-        sys.stdout = cast("TextIO", click.utils.PacifyFlushWrapper(sys.stdout))
+        sys.stdout = cast("TextIO", PacifyFlushWrapper(sys.stdout))
         ctx.exit(COULD_NOT)
     except Exception as error:  # Python's own exit status is 1, which here says that they differ
         if ctx.meta.get("stagescope.debug") or (ctx.parent and ctx.parent.params.get("debug")):
