@@ -6,14 +6,14 @@ service that keeps them. Importing this module loads neither numba nor plotly.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import click
-from click.utils import PacifyFlushWrapper
 
 from stagescope import discovery, nonfinite, terminal
 from stagescope.compared import as_lines
@@ -223,7 +223,8 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
     except (click.exceptions.Exit, click.ClickException):
         raise
     except BrokenPipeError:  # whoever reads what is printed has enough of it
-        sys.stdout = cast("TextIO", PacifyFlushWrapper(sys.stdout))
+        # Python flushes it once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ctx.exit(COULD_NOT)
     except Exception as error:  # Python's own exit status is 1, which here says that they differ
         if ctx.meta.get("stagescope.debug") or (ctx.parent and ctx.parent.params.get("debug")):
