@@ -17,10 +17,12 @@ from stagescope.errors import (
     Unreachable,
 )
 from stagescope.frames import Table
-from stagescope.step import LIMIT
 from stagescope.transport import Transport
 
 _Asking = TypeVar("_Asking", bound="Asking")
+
+LIMIT: Final = 1000
+"""Rows of a table unless `limit` says otherwise."""
 
 _PAGE: Final = 500
 _ASK_AGAIN: Final = 0.5

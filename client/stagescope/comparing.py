@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stagescope.asking import Asking
+from stagescope.asking import LIMIT, Asking
 from stagescope.changes import CHANGE_ORDER, Changes
 from stagescope.compared import Compared
 from stagescope.errors import InvalidInput
 from stagescope.frames import Table
 from stagescope.operators import Divergence
-from stagescope.step import LIMIT
 from stagescope.tensors import ORDER, Tensors
 
 

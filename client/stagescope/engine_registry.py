@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope.answers import Record
-from stagescope.asking import Asking, segment
+from stagescope.asking import LIMIT, Asking, segment
 from stagescope.engines.http import engine_url
 from stagescope.frames import Table
-from stagescope.step import LIMIT
 
 if TYPE_CHECKING:
     from stagescope.engines import HttpEngine

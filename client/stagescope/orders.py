@@ -8,10 +8,9 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 from stagescope.answers import Record
-from stagescope.asking import Asking, segment, step_word
+from stagescope.asking import LIMIT, Asking, segment, step_word
 from stagescope.frames import Table
 from stagescope.progress import Ordered, Progress
-from stagescope.step import LIMIT
 from stagescope.triggers import FIRING_ORDER, Triggers, dry_run
 
 _BETWEEN_QUESTIONS: Final = 0.5

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope import discovery
 from stagescope.answers import Record
-from stagescope.asking import segment, step_word
+from stagescope.asking import LIMIT, segment, step_word
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
 from stagescope.errors import NotFound
@@ -27,7 +27,7 @@ from stagescope.frames import Table
 from stagescope.framing import MEDIA_TYPE, pack_batch
 from stagescope.hangs import Stacks
 from stagescope.orders import Orders
-from stagescope.step import LIMIT, Step
+from stagescope.step import Step
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics, Record
+from stagescope.asking import LIMIT
 from stagescope.batch import Batch
 from stagescope.batch_file import Blob, load, parse, whole_file
 from stagescope.frames import Table
@@ -15,10 +16,7 @@ from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.weights import WEIGHT_ORDER, Weights
 
 if TYPE_CHECKING:
-    from stagescope.session import Session
-
-LIMIT: Final = 1000
-"""Rows of a table unless `limit` says otherwise."""
+    from stagescope.orders import Orders
 
 # Columns that are shown first: a table in 80 columns leaves out the last.
 _ROUND_ORDER: Final = (
@@ -51,9 +49,7 @@ _SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
 class Step:
     """One step of one attempt of one run: a method a question."""
 
-    def __init__(
-        self, session: Session, step: int, *, run: str | None, attempt: int | None
-    ) -> None:
+    def __init__(self, session: Orders, step: int, *, run: str | None, attempt: int | None) -> None:
         self._session = session
         self.step = step
         self.run = run
