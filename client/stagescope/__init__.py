@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stagescope.errors import (
     CaptureError,
     CatalogueUnavailable,
+    ComparisonFailed,
     Conflict,
     EngineError,
     Forbidden,
@@ -53,6 +54,7 @@ __all__ = [
     "Batch",
     "CaptureError",
     "CatalogueUnavailable",
+    "ComparisonFailed",
     "Conflict",
     "EngineError",
     "Forbidden",

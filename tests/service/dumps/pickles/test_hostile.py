@@ -124,7 +124,7 @@ def test_json_that_is_too_deep(tmp_path: Path) -> None:
         dump.read(entry_at(dump, tmp_path / "a/loss/step_000000_rank0_micro1.jsonl"))
     verl_directory(tmp_path / "v", make_batch(2, 4))
     (tmp_path / "v/2.jsonl").write_text(deep)
-    assert [problem.kind for problem in open_dump(tmp_path / "v").problems] == ["unknown"]
+    assert [problem.kind for problem in open_dump(tmp_path / "v").problems] == ["damaged"]
     converted = tmp_path / "c/forward_data/step_000000_rank0_micro0.json"
     converted.parent.mkdir(parents=True)
     converted.write_text('{"stagescope_converted":1,"content":' + "[" * 900 + "]" * 900 + "}")
