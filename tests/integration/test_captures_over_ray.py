@@ -48,12 +48,22 @@ def states(progress: Any) -> dict[tuple[int, int], str]:
     return {(row["step"], row["rank"]): row["state"] for row in progress.dumps()}
 
 
+def captured(session: Any, **order: Any) -> Any:
+    """Order until every rank learned of it in time: on a busy machine one may not, and says so."""
+    for _ in range(5):
+        ordered = session.capture(**order)
+        found = session.wait_for(ordered["capture_id"], timeout=120)
+        if found["state"] == "complete":
+            return found
+        assert "missed" in states(found).values(), found
+        eventually(lambda: len(session.plan()) == 0)
+    raise AssertionError(found)
+
+
 def test_both_ranks_capture_the_same_step_of_a_running_training(service: Service) -> None:
     with training(service, "together") as ranks, service.session() as session:
-        ordered = session.capture(stages=["actor_update"], steps={"next": 2}, level="L1")
-        assert ordered["run"] == "together"
-        found = session.wait_for(ordered["capture_id"], timeout=60)
-        assert found["state"] == "complete", found
+        found = captured(session, stages=["actor_update"], steps={"next": 2}, level="L1")
+        assert found["run"] == "together"
         agreed = found["agreement"]
         assert agreed["members"] == [{"role": "actor", "rank": n} for n in (0, 1)]
         start = agreed["start"]
@@ -98,14 +108,14 @@ def test_a_stopped_rank_is_named_and_waited_for(service: Service) -> None:
 
 def test_an_agreement_outlives_the_coordinator(service: Service) -> None:
     with training(service, "outlives") as ranks, service.session() as session:
-        step = ranks.where() + 60
+        step = ranks.where() + 450  # far enough that a slow restart is over before it
         ordered = session.capture(
             run="outlives", stages=["actor_update"], steps=[step], task="statistics"
         )
         eventually(lambda: session.progress(ordered["capture_id"])["state"] == "agreed")
         service.kill_and_await("coordinator")
         assert ranks.where() < step
-        found = session.wait_for(ordered["capture_id"], timeout=60)
+        found = session.wait_for(ordered["capture_id"], timeout=240)
         assert states(found) == {(step, 0): "complete", (step, 1): "complete"}
 
 
@@ -137,11 +147,8 @@ def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service) -> None:
 
 def test_gradients_and_parameters_of_every_rank_are_kept(service: Service) -> None:
     with training(service, "gradients"), service.session() as session:
-        ordered = session.capture(
-            run="gradients", stages=["actor_update"], gradients=["*.weight"], parameters=["1.bias"]
-        )
-        found = session.wait_for(ordered["capture_id"], timeout=60)
-        assert found["state"] == "complete", found
+        order = {"gradients": ["*.weight"], "parameters": ["1.bias"]}
+        found = captured(session, run="gradients", stages=["actor_update"], **order)
         assert all(each["bytes"] > 0 for each in found["agreement"]["estimates"])
         start = found["agreement"]["start"]
         kept = eventually(lambda: files(service, "gradients", start, 2))
