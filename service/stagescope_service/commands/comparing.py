@@ -204,15 +204,23 @@ def _finish(ctx: click.Context, said: _Said, options: _Options) -> None:
         _write(options["html"], as_html(said))
     if options["output"] is not None:
         _write(options["output"], nonfinite.dumps(said) + "\n")
+    try:
+        _print(said, options)
+    except BrokenPipeError:  # whoever reads it has enough of it; the verdict stands
+        # Python flushes it once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    ctx.exit(int(said["exit_status"]))
+
+
+def _print(said: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     if options["as_json"]:
         terminal.show_json(said)
-    else:
-        for line in as_lines(said, width=terminal.width(), everything=options["everything"]):
-            click.echo(terminal.style(line.text, **_TONES.get(line.tone, {})))
-        for name in ("html", "output"):
-            if options[name] is not None:
-                click.echo(f"written: {options[name]}")
-    ctx.exit(int(said["exit_status"]))
+        return
+    for line in as_lines(said, width=terminal.width(), everything=options["everything"]):
+        click.echo(terminal.style(line.text, **_TONES.get(line.tone, {})))
+    for name in ("html", "output"):
+        if options[name] is not None:
+            click.echo(f"written: {options[name]}")
 
 
 @contextmanager
@@ -222,10 +230,6 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
         yield
     except (click.exceptions.Exit, click.ClickException):
         raise
-    except BrokenPipeError:  # whoever reads what is printed has enough of it
-        # Python flushes it once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        ctx.exit(COULD_NOT)
     except Exception as error:  # Python's own exit status is 1, which here says that they differ
         if ctx.meta.get("stagescope.debug") or (ctx.parent and ctx.parent.params.get("debug")):
             raise
