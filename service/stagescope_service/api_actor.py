@@ -20,6 +20,7 @@ from stagescope_service.api.auth import Tokens
 from stagescope_service.api.desk import Desk
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
+from stagescope_service.api.server import raise_file_limit
 from stagescope_service.engine.coordinator import NAME, NAMESPACE
 from stagescope_service.engine.ingestor import Ingestors
 from stagescope_service.settings import Settings
@@ -181,7 +182,8 @@ class ApiServer:
 
     def _serve(self) -> HttpServer:
         settings = self._settings
-        settings.data_path.mkdir(parents=True, exist_ok=True)
+        settings.data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        raise_file_limit()
         tokens = Tokens.load(settings) if settings.auth else None
         app = make_app(
             catalogue=Catalogue(settings.catalogue_url),
@@ -191,7 +193,9 @@ class ApiServer:
         )
         # After a restart the port is kept, so that notebooks and URLs go on working.
         port = service_file.last_port(settings) or settings.port
-        server = HttpServer(app, host=settings.host, port=port)
+        server = HttpServer(
+            app, host=settings.host, port=port, header_seconds=settings.header_seconds
+        )
         server.start(wait_for_port=5.0)
         service_file.change(settings, {"url": server.url, "pid": os.getpid()})
         return server

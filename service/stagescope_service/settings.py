@@ -76,11 +76,23 @@ class Settings(BaseSettings):
         default=16 * MIB, ge=1024, description="Largest JSON in a request (413 beyond)."
     )
     max_events: int = Field(default=10_000, ge=1, description="Most events of one batch.")
+    header_seconds: float = Field(
+        default=10.0, gt=0, description="Longest that the head of a request may take to arrive."
+    )
     body_seconds: float = Field(
-        default=60.0, gt=0, description="Longest that a request's body may take to arrive."
+        default=10.0,
+        gt=0,
+        description="Longest that a request's body may stand still: in each such time it brings "
+        "body_rate bytes a second on average.",
+    )
+    body_rate: float = Field(
+        default=16384.0, ge=0, description="Least bytes per second of a request's body."
     )
     max_bodies: int = Field(
-        default=4, ge=1, description="Batches of events read at one time; others wait."
+        default=4,
+        ge=1,
+        description="Batches of events carried out at one time; others wait. As many of the "
+        "largest size are held in memory.",
     )
     page_size: int = Field(default=50, ge=1, description="Rows of a list where none is asked.")
     max_page_size: int = Field(default=1000, ge=1, description="Most rows that may be asked.")

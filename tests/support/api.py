@@ -263,7 +263,7 @@ class Service:
             tokens=self.tokens,
             clock=lambda: time.time() if self.now is None else self.now,
         )
-        self.server = ApiServer(self.app, port=0)
+        self.server = ApiServer(self.app, port=0, header_seconds=self.settings.header_seconds)
         self.server.start()
         self._clients: list[httpx.Client] = []
         self.read = self.client(self.tokens.read if self.tokens else None)

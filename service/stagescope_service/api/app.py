@@ -33,6 +33,7 @@ from stagescope_service.api import (
     weights,
 )
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
+from stagescope_service.api.bodies import BodyPools
 from stagescope_service.api.commands import Commands
 from stagescope_service.api.comparisons import Comparisons
 from stagescope_service.api.desk import Desk
@@ -100,7 +101,8 @@ def make_app(
         generate_unique_id_function=_operation_id,
     )
     app.state.settings = settings
-    app.state.bodies = asyncio.Semaphore(settings.max_bodies)
+    app.state.bodies = BodyPools(settings)
+    app.state.slots = asyncio.Semaphore(settings.max_bodies)
     # Threads of their own: a hung catalogue may hold every shared one, and events go on.
     app.state.readers = ThreadPoolExecutor(settings.max_bodies, "api-events")
     app.state.desk = Desk(

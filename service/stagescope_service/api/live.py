@@ -13,7 +13,7 @@ from stagescope.schema import Sender
 from stagescope_service.api import framing
 from stagescope_service.api.desk import AtDesk
 from stagescope_service.api.problems import check_ready
-from stagescope_service.api.requests import Answer, read_body, read_json
+from stagescope_service.api.requests import Answer, read_json
 
 router = APIRouter()
 
@@ -70,11 +70,8 @@ async def events(request: Request, desk: AtDesk) -> Answer:
     """
     framed = _is_framed(request)
     settings = desk.settings
-    # Bodies are held in memory whole: no more of them at a time than the settings say.
-    async with request.app.state.bodies:
-        body = await read_body(
-            request, limit=settings.max_body_bytes, seconds=settings.body_seconds
-        )
+    state = request.app.state
+    async with state.bodies.of(request).read(request, limit=settings.max_body_bytes) as body:
         read = functools.partial(
             framing.parse,
             body,
@@ -82,11 +79,12 @@ async def events(request: Request, desk: AtDesk) -> Answer:
             max_json=settings.max_json_bytes,
             max_events=settings.max_events,
         )
-        batch = await asyncio.get_running_loop().run_in_executor(request.app.state.readers, read)
-        del body, read
-        reply = await desk.commands.record_events(
-            sender=batch.sender, events=batch.events, payloads=batch.payloads or None
-        )
+        # Read first, then a slot: a sender that stands still holds none.
+        async with state.slots:
+            batch = await asyncio.get_running_loop().run_in_executor(state.readers, read)
+            reply = await desk.commands.record_events(
+                sender=batch.sender, events=batch.events, payloads=batch.payloads or None
+            )
     return Answer(check_ready(reply))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from stagescope.errors import InvalidInput, NotReady, StagescopeError
 from stagescope_service.api.encoding import encode
@@ -80,6 +81,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(StagescopeError, _stagescope)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -124,6 +126,11 @@ async def _http(request: Request, error: Exception) -> Response:
         wrong, code = str(error.detail), "http"
     body = problem(error.status_code, code, wrong, expected=expected, path=request.url.path)
     return Response(encode(body), error.status_code, error.headers, MEDIA_TYPE)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    # Nobody is left to read it, and it is no fault of the service: no traceback in the log.
+    return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

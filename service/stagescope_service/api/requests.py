@@ -13,12 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
-import anyio
 from fastapi import Depends, Query, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from stagescope.errors import InvalidInput, TooLarge
+from stagescope.errors import InvalidInput
+from stagescope_service.api.bodies import BodyPools
 from stagescope_service.api.encoding import decode, encode
 from stagescope_service.settings import Settings
 
@@ -59,40 +59,17 @@ def _query_names(dependant: Dependant) -> set[str]:
     return names.union(*map(_query_names, dependant.dependencies))
 
 
-async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        TooLarge: more than `limit` bytes.
-        InvalidInput: it did not arrive within `seconds`.
-    """
-    body = bytearray()
-    try:
-        with anyio.fail_after(seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise TooLarge(
-                        f"a body of more than {limit} bytes",
-                        expected=f"at most {limit} bytes",
-                        advice="send less at once, or raise STAGESCOPE_MAX_BODY_BYTES",
-                    )
-    except TimeoutError as error:
-        raise InvalidInput(
-            f"the body did not arrive within {seconds:g} s", expected="a faster sender"
-        ) from error
-    return bytes(body)
-
-
 async def read_json(request: Request, settings: Settings) -> dict[str, Any]:
     """Return a request's body, a JSON object.
 
     Raises:
         TooLarge: more than the settings allow.
+        NotReady: it did not arrive in time.
         InvalidInput: something else.
     """
-    text = await read_body(request, limit=settings.max_json_bytes, seconds=settings.body_seconds)
-    said = decode(text)
+    pools: BodyPools = request.app.state.bodies
+    async with pools.of(request).read(request, limit=settings.max_json_bytes) as text:
+        said = decode(text)
     if not isinstance(said, dict):
         raise InvalidInput(f"the body is a {type(said).__name__}", expected="a JSON object")
     return said

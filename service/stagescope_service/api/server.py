@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import socket
 import threading
 import time
@@ -24,12 +26,65 @@ GRACE_SECONDS: Final = 2
 BACKLOG: Final = 2048
 
 
-class _QuietProtocol(H11Protocol):
-    """Without an access log, whatever handlers the process has: a URL may hold a secret."""
+HEADER_SECONDS: Final = 10.0
+UNREAD_SECONDS: Final = 60
+"""A connection whose peer acknowledges nothing of an answer for so long is closed."""
+
+
+class _Protocol(H11Protocol):
+    """HTTP without an access log (a URL may hold a secret), and with a deadline for each head.
+
+    uvicorn's own time limit begins after the first answer and ends with each byte, so that a
+    connection that sends half of a head, or nothing, would stay for ever.
+    """
+
+    header_seconds = HEADER_SECONDS
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.access_log = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin the deadline, and let the kernel end a connection that nobody reads."""
+        super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            with contextlib.suppress(OSError):  # a connection that has gone already
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000
+                )
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes in; a request under way has limits of its own."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request of the connection, which may have arrived already."""
+        super().on_response_complete()
+        if self._is_answering():
+            self._unwatch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the deadline."""
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        if self._is_answering():
+            self._unwatch()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(self.header_seconds, self.transport.abort)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class ApiServer:
@@ -42,8 +97,16 @@ class ApiServer:
         >>> server.stop()
     """
 
-    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 8700) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8700,
+        header_seconds: float = HEADER_SECONDS,
+    ) -> None:
         self.app = app
+        self._protocol = type("_Protocol", (_Protocol,), {"header_seconds": header_seconds})
         self.host = host
         self._asked_port = port
         self._lock = threading.Lock()
@@ -90,7 +153,7 @@ class ApiServer:
             self._socket = _bind_patiently(self.host, self._asked_port, wait_for_port)
             config = uvicorn.Config(
                 self.app,
-                http=_QuietProtocol,
+                http=self._protocol,
                 lifespan="off",
                 ws="none",
                 log_config=None,  # the process's own logging stands
@@ -137,6 +200,17 @@ class ApiServer:
         if self._socket is not None:
             self._socket.close()
         self._socket = self._server = self._thread = None
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system lets it: each connection is one.
+
+    Where none is left, no connection can be accepted, and asyncio logs a traceback a second.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _bind_patiently(host: str, port: int, patience: float) -> socket.socket:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import threading
 from pathlib import Path
 
@@ -110,18 +109,6 @@ def test_stops_although_a_poll_is_pending(tmp_path: Path) -> None:
         assert not thread.is_alive()
         assert not running.server.running
         assert len(got) == 1
-
-
-def test_a_slow_body_is_given_up(tmp_path: Path) -> None:
-    with service(tmp_path, body_seconds=0.2) as running:
-        assert running.tokens is not None
-        with socket.create_connection(("127.0.0.1", running.server.port), timeout=20) as slow:
-            slow.sendall(
-                b"POST /events HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-                b"Content-Type: application/json\r\n"
-                b"Authorization: Bearer " + running.tokens.operate.encode() + b"\r\n\r\n{"
-            )
-            assert b"422" in slow.recv(4096).split(b"\r\n")[0]
 
 
 def test_heavy_questions_do_not_block_what_training_sends(live: Service) -> None:
