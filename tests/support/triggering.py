@@ -16,7 +16,7 @@ from tests.support.measure import payload
 from tests.support.parallel import Said
 
 from stagescope.errors import StagescopeError
-from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, Event, Sender
+from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
 from stagescope_service.engine.triggering.actions import Acting, PinAnswer
 from stagescope_service.engine.triggering.live import Triggers
 from stagescope_service.engine.triggering.webhooks import Webhooks
@@ -115,14 +115,28 @@ class Bench:
         poison: Any = None,
         hold: bool = False,
         tensors: Mapping[str, Any] | None = None,
+        scalars: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Have both ranks do a step and begin the next; `hold` lets nothing be held against it."""
+        """Have both ranks do a step and begin the next; `hold` lets nothing be held against it.
+
+        `scalars` are logged in a stage `actor_update` by the ranks that it names.
+        """
         await self.hear(number, noise, key=key, absent=absent, seconds=seconds, poison=poison,
-                        tensors=tensors)  # fmt: skip
+                        tensors=tensors, scalars=scalars or {})  # fmt: skip
+        await self.judge(hold=hold)
+
+    async def judge(self, *, hold: bool = False) -> None:
+        """Hold the rules against every step that was formed since."""
         formed, self.floor.formed = self.floor.formed, []
         if not hold:
             for order in formed:
                 await self.triggers.formed(order.attempt_id, order.step)
+
+    async def log(self, number: int, rank: int, **scalars: float) -> None:
+        """Have a rank log scalars of a step, whatever became of the step."""
+        fields = {"step": number, "stage": "actor_update", "scalars": scalars}
+        await self.floor.hear([self._say(self._sender("a1", rank), LOG, fields)])
+        await self.judge()
 
     async def hear(
         self,
@@ -134,6 +148,7 @@ class Bench:
         seconds: float,
         poison: Any,
         tensors: Mapping[str, Any] | None,
+        scalars: Mapping[int, Mapping[str, float]],
     ) -> None:
         said: list[Said] = []
         self.now += 10.0
@@ -152,6 +167,11 @@ class Bench:
             about = {"tensors": {}, "bytes": 1, "meta": {}}
             said.append(self._say(sender, END, {**work, "status": "ok", "payload": about},
                                   handed, seconds if rank else 1.0))  # fmt: skip
+        for rank, named in scalars.items():
+            sender = self._sender(key, rank)
+            update = {"step": number, "stage": "actor_update"}
+            said.append(self._say(sender, BEGIN, update))
+            said.append(self._say(sender, END, {**update, "status": "ok", "scalars": named}))
         said.append(self._say(self._sender(key, 0), END_STEP, {"step": number}))
         await self.floor.hear(said)
 

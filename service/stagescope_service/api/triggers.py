@@ -219,7 +219,7 @@ def _would_fire(fired: Fired, live: set[tuple[int, int, str]]) -> Row:
         "rank": said.rank,
         "round": said.round,
         "message": said.message,
-        "evidence": {**said.numbers, "token": said.token},
+        "evidence": said.evidence(),
         "fired_live": (facts.attempt_id, facts.step, fired.rule.name) in live,
     }
 

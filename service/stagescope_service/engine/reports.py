@@ -5,11 +5,12 @@ Every function takes what it changes and returns what must be written; none look
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stagescope.schema import Event, Work
-from stagescope_service.engine import digests
+from stagescope_service.engine import digests, steps
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete, Instruction, Put
@@ -36,12 +37,21 @@ _DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Any]]] = {
 
 
 def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
-    """Write the named numbers of an event; what is not a number makes a finding."""
+    """Write the named numbers of an event; what is not a number makes a finding.
+
+    Rules look at a step when it closes: a number that is not finite and comes later has the step
+    looked at again. Work without a step never closes, so that there it is a finding at once.
+    """
     named = event.fields.get("scalars")
     if not isinstance(named, Mapping) or not named:
         return []
     rows, wrong = scalar_rows(process, work, named, event.wall)
     out: list[Instruction] = [*rows]
+    bad = [row.row["name"] for row in rows if not math.isfinite(row.row["value"])]
+    if bad and work.step is None:
+        out.append(_stepless_scalars(attempt, process, event, work, bad))
+    elif bad and work.step is not None and work.step not in attempt.open:
+        out += steps.form(attempt, work.step, event.wall)
     if wrong:
         out.append(
             finding(
@@ -58,6 +68,26 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
             )
         )
     return out
+
+
+def _stepless_scalars(
+    attempt: Attempt, process: Process, event: Event, work: Work, names: list[str]
+) -> Instruction:
+    where = f"stage {work.stage}, " if work.stage else ""
+    return finding(
+        "non_finite_scalars",
+        f"{', '.join(sorted(names))[:1000]} not finite outside any step, "
+        f"{where}{process.role} rank {process.rank}",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=event.wall,
+        severity="error",
+        stage=work.stage,
+        role=process.role,
+        rank=process.rank,
+        evidence={"scalars": sorted(names)[:20], "policy_version": work.policy_version},
+        advice="a capture of that stage on that rank (msprobe L0, statistics) names the operator",
+    )
 
 
 def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:

@@ -21,6 +21,8 @@ Text: Final[TypeEngine[str]] = sa.Text()
 Blob: Final[TypeEngine[bytes]] = sa.LargeBinary()
 
 _NAMES: Final = {math.inf: "inf", -math.inf: "-inf"}
+NON_FINITE_NAMES: Final = ("nan", *_NAMES.values())
+"""What `nonfinite_name` may return of a number that is not finite."""
 
 
 def nonfinite_name(value: float) -> str | None:

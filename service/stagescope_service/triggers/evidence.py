@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from stagescope.schema import PART_FIELDS
+from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 from stagescope_service.statistics.whole import Whole
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
+from stagescope_service.triggers.series import Series, bad_scalars, scalar_series
 from stagescope_service.triggers.watch import Firing, Hit
 
 Row = dict[str, Any]
+RoleRank = tuple[str, int]
 
 LISTED: Final = 10
 """Series that evidence lists; it says how many there are."""
@@ -25,7 +29,9 @@ LISTED: Final = 10
 class Evidence:
     """Where and what a rule fired on; unknown is None.
 
-    `ranks` are the (role, rank) whose own numbers are the worst there, the worst first.
+    `ranks` are the (role, rank) whose own numbers are the worst there, the worst first. `affected`
+    are those that the firing is about; where they are several and none is worse than another (all
+    have a NaN, all are missing), `rank` is None.
     """
 
     message: str
@@ -35,7 +41,16 @@ class Evidence:
     round: int | None
     token: Row | None
     numbers: Row
-    ranks: tuple[tuple[str, int], ...]
+    ranks: tuple[RoleRank, ...]
+    affected: tuple[RoleRank, ...]
+    scalars: tuple[Row, ...] = ()
+    """Scalars that are not finite, in the order in which they were logged; the first `LISTED`."""
+
+    def evidence(self) -> Row:
+        """Return the numbers with what they are of."""
+        found = {**self.numbers, "token": self.token}
+        found["affected"] = [list(each) for each in self.affected]
+        return found | ({"scalars": list(self.scalars)} if self.scalars else {})
 
 
 def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) -> Evidence:
@@ -50,28 +65,34 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
     worst = firing.hits[0]
     series = worst.series
     whole = facts.wholes.get(rule.stage or series.stage)
-    token = None
-    if whole is not None and not rule.of_stages:
-        token = _token(rule, worst, whole, processes)
-    role, rank = series.role, series.rank
-    if rule.of_stages:
-        stage, role, rank = _slow_or_missing(worst, facts)
+    token: Row | None = None
+    scalars: list[Row] = []
+    stage = series.stage if whole is None else whole.stage
+    if rule.of_scalars:
+        scalars = _scalars(rule, firing, facts)
+        stage = scalars[0]["stage"] if scalars else series.stage
+        affected = _distinct((row["role"], row["rank"]) for row in scalars)
+    elif rule.of_stages:
+        stage, affected = _slow_or_missing(worst, facts)
     else:
-        stage = None if whole is None else whole.stage
-    if rank is None and token is not None:
-        role, rank = token["role"], token["rank"]
+        token = None if whole is None else _token(rule, worst, whole, processes)
+        affected = _affected(firing, whole, token)
+    role, rank = _one_of(affected, series)
     number = series.round
     if number is None and token is not None:
         number = token["round"]
+    message = _Message(facts.step, stage, role, rank, number, affected, token)
     return Evidence(
-        message=_message(rule, firing, facts, token, (stage, role, rank, number)),
+        message=f"{rule.name}: " + message.text(worst, scalars),
         stage=stage,
         role=role,
         rank=rank,
         round=number,
         token=token,
         numbers=_numbers(rule, firing),
-        ranks=_worst_ranks(whole, role, rank),
+        ranks=_worst_ranks(whole, affected),
+        affected=affected,
+        scalars=tuple(_scalar(row) for row in scalars[:LISTED]),
     )
 
 
@@ -93,44 +114,142 @@ def _hit(hit: Hit) -> Row:
     return {**place, "value": hit.value, **hit.numbers}
 
 
-def _message(
-    rule: Rule,
-    firing: Firing,
-    facts: Facts,
-    token: Row | None,
-    place: tuple[str | None, str | None, int | None, int | None],
-) -> str:
-    stage, role, rank, number = place
-    worst = firing.hits[0]
-    against = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in worst.numbers.items()]
-    text = f"{rule.name}: {worst.series.metric} is {worst.value:.6g}"
-    text += f" ({', '.join(against)})" if against else ""
-    text += f" at step {facts.step}"
-    text += "" if stage is None else f", stage {stage}"
-    text += "" if rank is None else f", {role} rank {rank}"
-    text += "" if number is None else f", round {number}"
-    if token is not None:
-        sample = token["sample_uid"] or f"row {token['row']}"
-        text += f", token {token['position']} of {sample}"
-    return text
+@dataclasses.dataclass(frozen=True)
+class _Message:
+    """Puts into words where a rule fired, and on what."""
+
+    step: int
+    stage: str | None
+    role: str | None
+    rank: int | None
+    round: int | None
+    affected: Sequence[RoleRank]
+    token: Row | None
+
+    def text(self, worst: Hit, scalars: Sequence[Row]) -> str:
+        return self._of_scalars(scalars) if scalars else self._of_metric(worst)
+
+    def _of_metric(self, worst: Hit) -> str:
+        against = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in worst.numbers.items()]
+        text = f"{worst.series.metric} is {worst.value:.6g}"
+        text += f" ({', '.join(against)})" if against else ""
+        text += self._where()
+        text += "" if self.round is None else f", round {self.round}"
+        if self.token is not None:
+            sample = self.token["sample_uid"] or f"row {self.token['row']}"
+            text += f", token {self.token['position']} of {sample}"
+            if self.rank is None:
+                text += f" on {self.token['role']} rank {self.token['rank']}"
+        return text
+
+    def _of_scalars(self, rows: Sequence[Row]) -> str:
+        first, *_ = rows
+        text = f"{first['name']} is {first['value']}" + self._where()
+        others = list(dict.fromkeys(row["name"] for row in rows if row["name"] != first["name"]))
+        if others:
+            more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
+            text += f"; also not finite: {', '.join(others[:LISTED])}{more}"
+        return text
+
+    def _where(self) -> str:
+        text = f" at step {self.step}"
+        text += "" if self.stage is None else f", stage {self.stage}"
+        others = [place for place in self.affected if place != (self.role, self.rank)]
+        if self.rank is not None:
+            text += f", {self.role} rank {self.rank}"
+            text += f" (also {ranks_text(others)})" if others else ""
+        elif others:
+            text += f", {ranks_text(others)}"
+        return text
 
 
-def _slow_or_missing(worst: Hit, facts: Facts) -> tuple[str | None, str | None, int | None]:
-    """Return the (stage, role, rank) that a metric of stage events is about."""
+def ranks_text(places: Iterable[RoleRank]) -> str:
+    """Name ranks in short: "actor ranks 0-3, 7, critic rank 0"."""
+    by_role: dict[str, set[int]] = {}
+    for role, rank in places:
+        by_role.setdefault(role, set()).add(rank)
+    told = []
+    for role, ranks in by_role.items():
+        spans: list[list[int]] = []
+        for rank in sorted(ranks):
+            if spans and spans[-1][1] == rank - 1:
+                spans[-1][1] = rank
+            else:
+                spans.append([rank, rank])
+        shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:LISTED]]
+        shown += [f"and {len(spans) - LISTED} more"] if len(spans) > LISTED else []
+        told.append(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}")
+    return ", ".join(told)
+
+
+def _distinct(places: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
+    found = dict.fromkeys(places)
+    return tuple((role, rank) for role, rank in found if role is not None and rank is not None)
+
+
+def _one_of(affected: Sequence[RoleRank], series: Series) -> tuple[str | None, int | None]:
+    """Return the one (role, rank) that a firing is about; of several only their common role."""
+    if series.rank is not None and (len(affected) == 1 or not _is_count(series.metric)):
+        return series.role, series.rank
+    if len(affected) == 1:
+        return affected[0]
+    roles = {role for role, _ in affected}
+    return (roles.pop() if len(roles) == 1 else None), None
+
+
+def _is_count(metric: str) -> bool:
+    """Return whether ranks that have it are all the same bad, and none is the worst."""
+    return metric == names.MISSING_RANKS or metric.startswith(
+        ("nonfinite/", names.NONFINITE_SCALAR)
+    )
+
+
+def _affected(firing: Firing, whole: Whole | None, token: Row | None) -> tuple[RoleRank, ...]:
+    """Return the ranks on which what fired holds, as far as their own numbers say it."""
+    of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
+    if of_ranks:
+        return of_ranks
+    metrics = {hit.series.metric for hit in firing.hits}
+    if whole is not None and all(metric.startswith("nonfinite/") for metric in metrics):
+        counts: dict[RoleRank, float] = {}
+        for row in whole.ranks:
+            published = publish_cell(row.cell, whole.summary.pair)
+            counts[row.role, row.rank] = sum(published.get(name, 0.0) for name in metrics)
+        bad = [place for place, count in counts.items() if count]
+        if bad:
+            return tuple(sorted(bad, key=lambda place: (-counts[place], place)))
+    return () if token is None else _distinct([(token["role"], token["rank"])])
+
+
+def _scalars(rule: Rule, firing: Firing, facts: Facts) -> list[Row]:
+    """Return the scalars that a firing is about."""
+    hits = {hit.series for hit in firing.hits}
+    rows = bad_scalars(rule, facts)
+    return [dict(row) for row in rows if scalar_series(rule, row) in hits]
+
+
+def _scalar(row: Row) -> Row:
+    part = {name: row[name] for name in PART_FIELDS if row[name] is not None}
+    return {**{name: row[name] for name in ("name", "value", "stage", "role", "rank")}, **part}
+
+
+def _slow_or_missing(worst: Hit, facts: Facts) -> tuple[str | None, tuple[RoleRank, ...]]:
+    """Return the stage and ranks that a metric of stage events is about."""
     series = worst.series
     if series.metric == names.MISSING_RANKS:
         rows = [row for row in facts.missing if series.stage in (None, row["stage"])]
-        first = min(rows, key=lambda row: (row["role"], row["rank"]), default=None)
-        if first is None:
-            return series.stage, None, None
-        return first["stage"], first["role"], int(first["rank"])
+        if not rows:
+            return series.stage, ()
+        stage = min(rows, key=lambda row: (row["role"], row["rank"]))["stage"]
+        there = [row for row in rows if row["stage"] == stage]
+        return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in there))
     at_it = {
         place: seconds
         for place, seconds in facts.seconds.items()
         if place[0] == series.stage and series.rank in (None, place[2])
     }
     slowest = max(at_it, key=lambda place: (at_it[place], place), default=None)
-    return (series.stage, None, None) if slowest is None else slowest
+    return (series.stage, ()) if slowest is None else (slowest[0], (slowest[1:],))
 
 
 def _token(rule: Rule, worst: Hit, whole: Whole, processes: Iterable[Row]) -> Row | None:
@@ -183,22 +302,16 @@ def _token_row(
     }
 
 
-def _worst_ranks(
-    whole: Whole | None, role: str | None, rank: int | None
-) -> tuple[tuple[str, int], ...]:
-    """Return the ranks by their own numbers, the one concerned first."""
+def _worst_ranks(whole: Whole | None, affected: Sequence[RoleRank]) -> tuple[RoleRank, ...]:
+    """Return the ranks by their own numbers, those concerned first."""
     rows = () if whole is None else whole.ranks
     ordered = sorted(
         rows,
         key=lambda row: (
-            (row.role, row.rank) != (role, rank),
             row.cell.tokens - row.cell.masked,  # most tokens that are not finite
             -row.cell.abs_max if math.isfinite(row.cell.abs_max) else 0.0,
             row.role,
             row.rank,
         ),
     )
-    found = [(row.role, row.rank) for row in ordered]
-    if rank is not None and role is not None and (role, rank) not in found:
-        found.insert(0, (role, rank))
-    return tuple(found)
+    return tuple(dict.fromkeys([*affected, *((row.role, row.rank) for row in ordered)]))

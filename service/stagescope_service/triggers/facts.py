@@ -12,6 +12,7 @@ from stagescope.errors import InvalidInput
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.whole import MISMATCH_PAIRS, NOISE_PAIR, Whole, assemble
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
 from stagescope_service.triggers import names
 from stagescope_service.triggers.rules import Rule
@@ -33,6 +34,8 @@ class Needs:
     stages: frozenset[str] | None = frozenset()
     """Stages whose own statistics are looked at; None for every stage."""
     seconds: bool = False
+    scalars: bool = False
+    """Whether a rule counts scalars that are not finite."""
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> Needs:
@@ -45,6 +48,7 @@ class Needs:
             noise=any(rule.when.noise_ratio is not None for rule in measured),
             stages=None if every else named,
             seconds=any(rule.metric == names.STAGE_SECONDS for rule in rules),
+            scalars=any(rule.of_scalars for rule in rules),
         )
 
 
@@ -58,6 +62,8 @@ class Facts:
         noise: The same of the noise floor.
         missing: Who did not end a stage: rows {"role", "rank", "stage", "status"}.
         seconds: (stage, role, rank) -> how long that rank was in that stage.
+        scalars: Rows of the catalogue's scalars that are NaN or infinite, in the order in which
+            they were logged.
     """
 
     run: str
@@ -68,6 +74,7 @@ class Facts:
     noise: Mapping[str | None, Whole]
     missing: Sequence[Row]
     seconds: Mapping[RankStage, float]
+    scalars: Sequence[Row] = ()
 
 
 def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts | None:
@@ -97,6 +104,7 @@ def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts
         noise=noise,
         missing=list(row["missing"] or ()),
         seconds=_seconds(catalogue, attempt_id, number) if needs.seconds else {},
+        scalars=_non_finite_scalars(catalogue, attempt_id, number) if needs.scalars else (),
     )
 
 
@@ -140,6 +148,11 @@ def _parts(
         return []
     replaced = catalogue.stages(attempt_id, step, superseded=True, limit=_ALL)
     return part_records(rows, catalogue.processes(attempt_id), replaced)
+
+
+def _non_finite_scalars(catalogue: Catalogue, attempt_id: int, step: int) -> list[Row]:
+    rows = catalogue.scalars(attempt_id, step, nonfinite=NON_FINITE_NAMES, limit=_ALL)
+    return sorted(rows, key=lambda row: row["wall"] or 0.0)
 
 
 def _seconds(catalogue: Catalogue, attempt_id: int, step: int) -> dict[RankStage, float]:

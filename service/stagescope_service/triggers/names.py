@@ -27,6 +27,9 @@ OF_STAGES: Final = {
     STAGE_SECONDS: "seconds that the slowest rank was in a stage of the step, by stage",
 }
 """Metrics that no summary publishes: they come from the stage events."""
+NONFINITE_SCALAR: Final = "nonfinite_scalar/"
+"""What a metric begins with that counts the values of a scalar (a name, or a pattern of names)
+that were logged as NaN or infinite."""
 
 _ROUND: Final = re.compile(r"^per_round/round_\d+_")
 _NAMED: Final = 5
@@ -64,6 +67,8 @@ def check_metric(metric: str, by: str, field: str) -> None:
     Raises:
         InvalidPlan: no such metric, with the names that are close.
     """
+    if scalar_of(metric):
+        return  # a scalar has whatever name the training gives it
     known = {*(of_cell() if by in ("round", "rank") else of_whole()), *OF_STAGES}
     if is_pattern(metric):
         found = bool(fnmatch.filter(known, metric))
@@ -80,6 +85,11 @@ def check_metric(metric: str, by: str, field: str) -> None:
         expected=f"one of {', '.join(close[:_NAMED])}" if close else "a published metric's name",
         advice="statistics/mismatch.py lists every name with its formula",
     )
+
+
+def scalar_of(metric: str) -> str:
+    """Return the scalar (a name or a pattern) whose bad values a metric counts, else ''."""
+    return metric.removeprefix(NONFINITE_SCALAR) if metric.startswith(NONFINITE_SCALAR) else ""
 
 
 def is_pattern(metric: str) -> bool:

@@ -106,7 +106,12 @@ class Rule:
     @property
     def of_stages(self) -> bool:
         """Whether the metric comes from stage events."""
-        return self.metric in names.OF_STAGES
+        return self.metric in names.OF_STAGES or self.of_scalars
+
+    @property
+    def of_scalars(self) -> bool:
+        """Whether the metric counts scalars that are not finite."""
+        return bool(names.scalar_of(self.metric))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +133,9 @@ class Publisher:
         if rule.metric == names.MISSING_RANKS:
             yield from ((key, (count, np.nan)) for key, count in self._missing(rule).items())
             return
+        if rule.of_scalars:
+            yield from ((key, (count, np.nan)) for key, count in self._scalars(rule).items())
+            return
         slowest: dict[Series, float] = {}
         for (stage, role, rank), seconds in self.facts.seconds.items():
             if rule.stage not in (None, stage):
@@ -141,6 +144,14 @@ class Publisher:
             key = Series(rule.metric, stage, role if by_rank else None, rank if by_rank else None)
             slowest[key] = max(seconds, slowest.get(key, 0.0))
         yield from ((key, (seconds, np.nan)) for key, seconds in slowest.items())
+
+    def _scalars(self, rule: Rule) -> dict[Series, float]:
+        """Return how many values of each scalar are not finite: 0 where none is, as `_missing`."""
+        found: dict[Series, float] = {}
+        for row in bad_scalars(rule, self.facts):
+            key = scalar_series(rule, row)
+            found[key] = found.get(key, 0.0) + 1.0
+        return found or {Series(rule.metric, rule.stage): 0.0}
 
     def _missing(self, rule: Rule) -> dict[Series, float]:
         """Return how many ranks are missing: 0 where nobody is, so that a streak ends there."""
@@ -152,6 +163,23 @@ class Publisher:
             return {Series(rule.metric, stage): float(len(of)) for stage, of in stages.items()}
         everybody = set[tuple[str, int]]().union(*stages.values())
         return {Series(rule.metric, rule.stage): float(len(everybody))}
+
+
+def scalar_series(rule: Rule, row: Mapping[str, Any]) -> Series:
+    """Return the series to which a scalar that is not finite belongs."""
+    of_rank = (row["role"], row["rank"]) if rule.by == "rank" else (None, None)
+    stage = row["stage"] if rule.by in ("stage", "rank") else rule.stage
+    return Series(names.NONFINITE_SCALAR + row["name"], stage, *of_rank)
+
+
+def bad_scalars(rule: Rule, facts: Facts) -> list[Mapping[str, Any]]:
+    """Return the scalars of a step that a rule counts, in the order in which they were logged."""
+    pattern = names.scalar_of(rule.metric)
+    return [
+        row
+        for row in facts.scalars
+        if rule.stage in (None, row["stage"]) and fnmatch.fnmatchcase(row["name"], pattern)
+    ]
 
 
 def _matching(metric: str, published: Metrics) -> list[str]:

@@ -22,7 +22,7 @@ from stagescope_service.store.ring import RingEntry
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.triggers import spending
 from stagescope_service.triggers.replay import replay
-from stagescope_service.triggers.rules import defaults
+from stagescope_service.triggers.rules import Rules, defaults
 
 PIN = {"finding": {}, "pin": 2}
 
@@ -70,6 +70,83 @@ def test_the_defaults_are_in_force_where_nothing_was_given(bench: Bench) -> None
     assert "token 8 of sample-6" in finding["message"]
     assert {entry.key.step for entry in pinned(bench)} == {5, 6, 7}
     assert {row["step"] for row in bench.catalogue.pinned_steps("r")} == {5, 6, 7}
+
+
+def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.open()
+        await bench.step(1, scalars={0: {"loss": 0.5}, 1: {"loss": 0.5}})
+        await bench.step(2, scalars={0: {"loss": 0.5}, 1: {"loss": math.nan, "kl": -math.inf}})
+
+    run(work)
+    assert bench.fired() == [(1, 2, "non_finite_scalars")]
+    (finding,) = bench.findings("trigger_non_finite_scalars")
+    assert (finding["severity"], finding["step"]) == ("error", 2)
+    assert [finding[name] for name in ("stage", "role", "rank")] == ["actor_update", "actor", 1]
+    assert finding["message"].endswith(
+        "kl is -inf at step 2, stage actor_update, actor rank 1; also not finite: loss"
+    )
+    assert finding["evidence"]["ranks"][0] == ["actor", 1]
+    assert [(row["name"], row["value"]) for row in finding["evidence"]["scalars"]] == [
+        ("kl", "-inf"), ("loss", "nan"),
+    ]  # fmt: skip
+
+
+def test_every_rank_with_something_not_finite_is_named(bench: Bench) -> None:
+    poisoned = payload()["tensors"]["old_log_probs"]
+    poisoned[2][1, 1] = math.nan
+    nan = {"old_log_probs": poisoned}
+
+    async def work() -> None:
+        await bench.triggers.open()
+        await bench.step(1, scalars={0: {"loss": math.nan}, 1: {"loss": math.nan}}, tensors=nan)
+        await bench.step(2, scalars={1: {"loss": math.nan}})  # the rule cools down
+
+    run(work)
+    (finding,) = bench.findings("trigger_non_finite_scalars")
+    assert (finding["step"], finding["role"], finding["rank"]) == (1, "actor", None)
+    assert "loss is nan at step 1, stage actor_update, actor ranks 0-1" in finding["message"]
+    (finding,) = bench.findings("trigger_non_finite_log_probs")
+    assert (finding["role"], finding["rank"]) == ("actor", None)
+    assert "stage actor_compute_log_prob, actor ranks 0-1" in finding["message"]
+    assert finding["evidence"]["affected"] == [["actor", 0], ["actor", 1]]
+
+
+def test_a_scalar_that_comes_after_its_step_closed(bench: Bench) -> None:
+    rules = rules_of(
+        rule("twice", metric="nonfinite_scalar/loss", by="rank", when={">": 0}, **{"for": 2}),
+        rule("all", metric="nonfinite_scalar/*", when={">": 1}),
+    )
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        await bench.step(1, scalars={0: {"loss": math.nan}})
+        await bench.step(2, scalars={0: {"loss": 0.5}})
+        await bench.step(3, scalars={0: {"loss": math.nan}})
+        await bench.step(4)
+        assert bench.fired() == []
+        await bench.log(2, 0, loss=math.inf, other=math.nan)
+        await bench.log(2, 1, other=math.nan)
+
+    run(work)
+    assert bench.fired() == [(1, 2, "all"), (1, 2, "twice"), (1, 3, "twice")]
+    assert "loss is inf at step 2" in bench.firing(2, "twice")["message"]
+
+
+def test_a_service_takes_newer_defaults_but_keeps_rules_that_were_given(bench: Bench) -> None:
+    old = Rules(defaults().rules[:1])
+
+    async def work() -> None:
+        await bench.triggers._put(old, by="stagescope", source="defaults")
+        await bench.restarted().open()
+        assert bench.catalogue.trigger_rules()["document"] == defaults().wire()  # type: ignore[index]
+        await bench.triggers.put(old, by="me")
+        await bench.restarted().open()
+
+    run(work)
+    row = bench.catalogue.trigger_rules()
+    assert row is not None
+    assert (row["document"], row["revision"]) == (old.wire(), 3)
 
 
 def pinned(bench: Bench) -> list[RingEntry]:

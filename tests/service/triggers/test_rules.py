@@ -28,7 +28,7 @@ def rules_of(**changes: Any) -> Rules:
 def test_the_defaults_make_findings_and_pin_and_nothing_else() -> None:
     found = defaults()
     assert [rule.name for rule in found.rules] == [
-        "non_finite_log_probs", "worst_round", "probs_diff_mean", "pearson",
+        "non_finite_log_probs", "non_finite_scalars", "worst_round", "probs_diff_mean", "pearson",
     ]  # fmt: skip
     for rule in found.rules:
         assert rule.actions.severity
@@ -36,7 +36,7 @@ def test_the_defaults_make_findings_and_pin_and_nothing_else() -> None:
         assert rule.actions.advice
         assert rule.actions.webhook is None
         assert rule.actions.capture is None
-        assert rule.staleness == (None if rule.name == "non_finite_log_probs" else 0)
+        assert rule.staleness == (None if rule.name.startswith("non_finite") else 0)
     assert found.runs == {}
     assert "verl's own line" in defaults_text()
 
@@ -83,6 +83,7 @@ def test_a_document_is_written_as_it_is_read() -> None:
         ({"metric": "training/rollout_prob_diff_mean"}, "one of training/rollout_probs_diff_mean"),
         ({"metric": "rollout_corr/*nothing"}, r"rules\[0\].metric"),
         ({"metric": "rollout_corr/chi2_seq", "by": "round"}, "by round"),
+        ({"metric": "nonfinite_scalar/"}, r"rules\[0\].metric"),
         ({"metric": 3}, r"rules\[0\].metric is 3"),
         ({"by": "token"}, "whole, round, rank, stage"),
         ({"by": "round", "metric": "logprob_abs_diff/mean", "staleness": 0}, "staleness"),

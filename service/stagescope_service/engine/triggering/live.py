@@ -82,7 +82,10 @@ class Triggers:
                 self._rules = _readable(row["document"])
             if file is not None:
                 await self._take_file(file, row)
-            if not self.revision:
+            # A newer version may ship other defaults; what somebody gave stays.
+            stored = None if row is None or self.revision != row["revision"] else row["source"]
+            outdated = stored == DEFAULTS and self._rules != defaults()
+            if not self.revision or outdated:
                 await self._put(defaults(), by="stagescope", source=DEFAULTS)
 
     async def _stored(self) -> Row | None:
@@ -184,7 +187,7 @@ class Triggers:
 
     def _row(self, fired: Fired) -> Row:
         said = fired.evidence
-        evidence = {**said.numbers, "token": said.token, "ranks": [list(r) for r in said.ranks]}
+        evidence = {**said.evidence(), "ranks": [list(each) for each in said.ranks]}
         return {
             "attempt_id": fired.facts.attempt_id,
             "step": fired.facts.step,

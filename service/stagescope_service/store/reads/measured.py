@@ -24,6 +24,7 @@ class MeasuredReads(Reader):
         stage: Filter = None,
         role: Filter = None,
         rank: Filter = None,
+        nonfinite: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
