@@ -40,6 +40,7 @@ from stagescope_service.api.desk import Desk
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.measures import Measures
 from stagescope_service.api.operator_files import OperatorFiles
+from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import Answer, check_query
 from stagescope_service.api.target import Finder
 from stagescope_service.settings import Settings
@@ -116,6 +117,7 @@ def make_app(
         comparisons=Comparisons(),
         long_comparisons=Comparisons(1),
         engine_health=EngineHealth(clock),
+        counts=Counts(catalogue),
     )
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)

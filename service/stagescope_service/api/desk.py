@@ -13,6 +13,7 @@ from stagescope_service.api.comparisons import Comparisons
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.measures import Measures
 from stagescope_service.api.operator_files import OperatorFiles
+from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import step_number
 from stagescope_service.api.target import Finder, Target
 from stagescope_service.settings import Settings
@@ -33,6 +34,7 @@ class Desk:
     comparisons: Comparisons
     long_comparisons: Comparisons
     engine_health: EngineHealth
+    counts: Counts
 
 
 async def desk_of(request: Request) -> Desk:

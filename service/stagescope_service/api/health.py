@@ -66,7 +66,7 @@ async def status(desk: AtDesk) -> Answer:
 )
 def metrics(desk: AtDesk) -> Response:
     """Return Prometheus's text: runs, stages, lag, losses, and the latest step's main metrics."""
-    text = prometheus.text(desk.catalogue, desk.measures, desk.settings, desk.clock())
+    text = prometheus.text(desk.catalogue, desk.counts, desk.measures, desk.settings, desk.clock())
     return Response(text, media_type=prometheus.CONTENT_TYPE)
 
 

@@ -6,6 +6,9 @@ the project names itself (role, kind, state); never a rank, a step or an attempt
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -14,10 +17,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from stagescope.errors import StagescopeError
 from stagescope.schema import ROLES, STAGES
 from stagescope_service.api.measures import Measures
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+
+log = logging.getLogger(__name__)
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -59,14 +65,64 @@ _KNOWN: Final[Mapping[str, frozenset[str]]] = {
 _MAX_KINDS: Final = 40
 
 
-def text(catalogue: Catalogue, measures: Measures, settings: Settings, now: float) -> bytes:
+class Counts:
+    """The catalogue's counts, which grow dearer with it: a scrape never waits for slow ones.
+
+    What took long to count is counted in a thread of its own, and meanwhile the counts before
+    stand; `stagescope_counts_age_seconds` says how old they are.
+
+    Args:
+        catalogue: what is counted.
+        patience: seconds of counting that a scrape waits for.
+    """
+
+    def __init__(self, catalogue: Catalogue, *, patience: float = 0.2) -> None:
+        self._catalogue = catalogue
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._counting: threading.Thread | None = None
+        self._found: dict[str, list[dict[str, Any]]] | None = None
+        self._taken = self._took = 0.0
+
+    def read(self) -> tuple[dict[str, list[dict[str, Any]]], float]:
+        """Return the counts and their age in seconds.
+
+        Raises:
+            CatalogueUnavailable: the catalogue cannot be read now, and never was.
+        """
+        with self._lock:
+            if self._found is None or self._took <= self._patience:
+                self._count()
+            elif self._counting is None or not self._counting.is_alive():
+                self._counting = threading.Thread(
+                    target=self._count_again, name="prometheus-counts", daemon=True
+                )
+                self._counting.start()
+            assert self._found is not None
+            return self._found, time.monotonic() - self._taken
+
+    def _count(self) -> None:
+        began = time.monotonic()
+        self._found = self._catalogue.counts()
+        self._taken, self._took = began, time.monotonic() - began
+
+    def _count_again(self) -> None:
+        try:
+            self._count()
+        except StagescopeError as error:
+            log.warning("the counts of /metrics stay as they were: %s", error)
+
+
+def text(
+    catalogue: Catalogue, counts: Counts, measures: Measures, settings: Settings, now: float
+) -> bytes:
     """Return the exposition text.
 
     Raises:
         CatalogueUnavailable: the catalogue cannot be read now.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fixed(list(_families(catalogue, measures, settings, now))))
+    registry.register(_Fixed(list(_families(catalogue, counts, measures, settings, now))))
     return generate_latest(registry)
 
 
@@ -80,11 +136,15 @@ class _Fixed(Collector):
 
 
 def _families(
-    catalogue: Catalogue, measures: Measures, settings: Settings, now: float
+    catalogue: Catalogue, counts: Counts, measures: Measures, settings: Settings, now: float
 ) -> Iterator[Metric]:
     runs = catalogue.runs(limit=settings.prometheus_runs)
     names = {str(row["run"]) for row in runs}
-    for key, rows in catalogue.counts().items():
+    found, seconds = counts.read()
+    age = _gauge("counts_age_seconds", "Age of the counts of attempts, stages, findings, ...")
+    age.add_metric([], seconds)
+    yield age
+    for key, rows in found.items():
         if key in _COUNTS:
             yield _count(*_COUNTS[key], rows, names)
         if key == "payloads_announced":

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from stagescope.errors import Conflict, InvalidInput, NotReady, StagescopeError
 
@@ -73,7 +73,9 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        # uvicorn declares it to be there always: before the first request it is None.
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
 
     def _watch(self) -> None:
         if self._is_answering():

@@ -187,12 +187,21 @@ def counts() -> dict[str, Query]:
     count = sa.func.count().label("count")
     run = tables.attempts.c.run
 
-    def by_run(table: sa.Table, *labels: Any, where: Any = None) -> Query:
-        query = sa.select(run, *labels, count).select_from(
-            table.join(tables.attempts, tables.attempts.c.attempt_id == table.c.attempt_id)
+    def by_run(
+        table: sa.Table, *labels: Any, where: Any = None, sums: tuple[Any, ...] = ()
+    ) -> Query:
+        # Grouped by attempt first: of many rows, each would be joined before it is counted.
+        inner = sa.select(table.c.attempt_id, *labels, count, *sums)
+        inner = inner if where is None else inner.where(where)
+        grouped = inner.group_by(table.c.attempt_id, *labels).subquery()
+        names = [grouped.c[label.name] for label in labels]
+        added = [sa.func.sum(grouped.c[item.name]).label(item.name) for item in (count, *sums)]
+        return (
+            sa.select(run, *names, *added)
+            .join(tables.attempts, tables.attempts.c.attempt_id == grouped.c.attempt_id)
+            .group_by(run, *names)
+            .order_by(run, *names)
         )
-        query = query if where is None else query.where(where)
-        return query.group_by(run, *labels).order_by(run, *labels)
 
     announced = payloads.c.state == sa.literal_column("'announced'")
     is_open = stages.c.end_wall.is_(None) & (sa.func.coalesce(stages.c.status, "open") == "open")
@@ -202,8 +211,8 @@ def counts() -> dict[str, Query]:
         "processes_live": by_run(processes, processes.c.role, where=_ALIVE),
         "stages_open": by_run(stages, stages.c.stage, where=is_open),
         "steps_open": by_run(tables.steps, where=tables.steps.c.closed_wall.is_(None)),
-        "payloads_announced": by_run(payloads, where=announced).add_columns(
-            sa.func.sum(payloads.c.bytes).label("bytes")
+        "payloads_announced": by_run(
+            payloads, where=announced, sums=(sa.func.sum(payloads.c.bytes).label("bytes"),)
         ),
         "losses": sa.select(losses.c.run, losses.c.kind, lost).group_by(
             losses.c.run, losses.c.kind

@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,8 @@ from tests.support.stores import eventually
 from stagescope import schema
 from stagescope_service.api import health
 from stagescope_service.api.framing import MEDIA_TYPE
+from stagescope_service.api.prometheus import Counts
+from stagescope_service.store.catalogue import Catalogue
 
 SENDER = schema.Sender("http-0", "r", "a1", "actor", 0, started=1_000.0).wire()
 CAPTURE = {"stages": ["actor_update"], "steps": [7], "keep": ["old_log_probs"]}
@@ -326,3 +328,32 @@ class TestPrometheus:
             assert 'run="run-2"' not in text
             assert "stage-4-1" not in text
             assert 'stagescope_stages_open{run="run-4",stage="other"} 5.0' in text
+
+
+class TestCounts:
+    def test_that_take_long_are_counted_beside_the_scrape(self) -> None:
+        begin, go_on = threading.Event(), threading.Event()
+        calls: list[int] = []
+
+        class Slow:
+            def counts(self) -> dict[str, list[dict[str, Any]]]:
+                calls.append(1)
+                if len(calls) > 1:
+                    begin.set()
+                    assert go_on.wait(20)
+                return {"attempts": [{"run": "r", "count": len(calls)}]}
+
+        counts = Counts(cast(Catalogue, Slow()), patience=-1.0)
+        first, _ = counts.read()
+        assert first["attempts"][0]["count"] == 1
+        again, age = counts.read()
+        assert again == first
+        assert age >= 0
+        assert begin.wait(20)
+        assert counts.read()[0] == first
+        assert len(calls) == 2
+        go_on.set()
+        deadline = time.monotonic() + 20
+        while counts.read()[0] == first and time.monotonic() < deadline:
+            pass
+        assert counts.read()[0]["attempts"][0]["count"] >= 2
