@@ -43,6 +43,7 @@ class TokenBatch:
         token_offset, round_offset: int64 [rows] or None.
         sample_ids: One sample_uid a row, or None.
         policy_version: The trainer's, for staleness.
+        producers: Who computed p and who q; None where nobody says it.
     """
 
     pair: tuple[str, str]
@@ -62,6 +63,7 @@ class TokenBatch:
     round_offset: Int64 | None = None
     sample_ids: tuple[str, ...] | None = None
     policy_version: int | None = None
+    producers: tuple[str | None, str | None] = (None, None)
 
     @property
     def rows(self) -> int:
@@ -118,6 +120,7 @@ class TokenBatch:
             round_offset=reader.per_row("round_offset", rows),
             sample_ids=_sample_ids(strings or {}, rows),
             policy_version=version if isinstance(version, int) else None,
+            producers=(_producer(meta, pair[0]), _producer(meta, pair[1])),
         )  # fmt: skip
 
 
@@ -144,6 +147,14 @@ def _present(tensors: Mapping[str, WireTensor], name: str) -> str:
 
 def _int64(values: Array | None) -> Int64 | None:
     return None if values is None else values.astype(np.int64, copy=False)
+
+
+def _producer(meta: Mapping[str, Any] | None, stream: str) -> str | None:
+    """Return `streams[stream]["producer"]` of a payload's metadata, where it is a text."""
+    streams = (meta or {}).get("streams")
+    about = streams.get(stream) if isinstance(streams, Mapping) else None
+    producer = about.get("producer") if isinstance(about, Mapping) else None
+    return producer if isinstance(producer, str) and producer else None
 
 
 def _sample_ids(strings: Mapping[str, Sequence[str]], rows: int) -> tuple[str, ...] | None:

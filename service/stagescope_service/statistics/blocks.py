@@ -175,6 +175,9 @@ def ranges(p: Any, q: Any, d: Any, n: int, out: Any) -> None:
         for i in range(n):
             out[AT.P_LACKS] += 1.0 if p[i] == 0.0 and q[i] != 0.0 else 0.0
             out[AT.Q_LACKS] += 1.0 if q[i] == 0.0 and p[i] != 0.0 else 0.0
+            out[AT.P_LACKS_ABS] += abs(q[i]) if p[i] == 0.0 else 0.0
+            out[AT.Q_LACKS_ABS] += abs(p[i]) if q[i] == 0.0 else 0.0
+            out[AT.BOTH_ZERO] += 1.0 if p[i] == 0.0 and q[i] == 0.0 else 0.0
     out[AT.D_MIN], out[AT.D_MAX] = d_low, d_high
     out[AT.P_MIN], out[AT.P_MAX] = p_low, p_high
     out[AT.Q_MIN], out[AT.Q_MAX] = q_low, q_high
@@ -246,6 +249,59 @@ def lagged(p: Any, q: Any, n: int, cross: float, side: int, carry: Any, out: Any
     out[second] = larger(spp - sp * sp / pairs, 0.0)
     out[second + 1] = larger(sqq - sq * sq / pairs, 0.0)
     out[second + 2] = spq - sp * sq / pairs
+
+
+@reduction
+def apart(p: Any, q: Any, n: int, out: Any) -> None:
+    """Sums of |p - q| of tokens one and two apart inside the block."""
+    ahead = behind = 0.0
+    for i in range(n - 1):
+        ahead += abs(p[i] - q[i + 1])
+        behind += abs(p[i + 1] - q[i])
+    out[AT.AHEAD_1], out[AT.BEHIND_1] = ahead, behind
+    ahead = behind = 0.0
+    for i in range(n - 2):
+        ahead += abs(p[i] - q[i + 2])
+        behind += abs(p[i + 2] - q[i])
+    out[AT.AHEAD_2], out[AT.BEHIND_2] = ahead, behind
+    out[AT.LAG2_N] = n - 2.0 if n > 2 else 0.0
+
+
+@exact
+def apart_across(p: Any, q: Any, n: int, carry: Any, out: Any) -> None:
+    """The same of pairs with the block before. `carry` is (p, q of its last token, how many
+    tokens of the run there are: 0, 1 or 2, p, q of the token before that)."""
+    if carry[2] < 1.0:
+        return
+    out[AT.AHEAD_1] += abs(carry[0] - q[0])
+    out[AT.BEHIND_1] += abs(p[0] - carry[1])
+    if n > 1:
+        out[AT.AHEAD_2] += abs(carry[0] - q[1])
+        out[AT.BEHIND_2] += abs(p[1] - carry[1])
+        out[AT.LAG2_N] += 1.0
+    if carry[2] > 1.0:
+        out[AT.AHEAD_2] += abs(carry[3] - q[0])
+        out[AT.BEHIND_2] += abs(p[0] - carry[4])
+        out[AT.LAG2_N] += 1.0
+
+
+@reduction
+def rounding(p: Any, q: Any, n: int, out: Any) -> None:
+    """Count values that bfloat16 holds, and tokens that are equal once rounded to it.
+
+    bfloat16 keeps 7 of float64's 52 bits of mantissa; half of the last kept one is added, and one
+    less where that bit is even, as IEEE 754 rounds.
+    """
+    p_held = q_held = same = 0.0
+    for i in range(n):
+        x = np.float64(p[i]).view(np.int64)
+        y = np.float64(q[i]).view(np.int64)
+        p_held += 1.0 if (x & 0x1FFFFFFFFFFF) == 0 else 0.0
+        q_held += 1.0 if (y & 0x1FFFFFFFFFFF) == 0 else 0.0
+        a = (x + 0x0FFFFFFFFFFF + ((x >> 45) & 1)) >> 45
+        b = (y + 0x0FFFFFFFFFFF + ((y >> 45) & 1)) >> 45
+        same += 1.0 if a == b or p[i] == q[i] else 0.0
+    out[AT.P_BF16], out[AT.Q_BF16], out[AT.SAME_BF16] = p_held, q_held, same
 
 
 @reduction

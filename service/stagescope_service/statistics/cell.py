@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised whenever `Field` changes: a stored vector is read by the version that wrote it."""
 
 Float64 = npt.NDArray[np.float64]
@@ -28,6 +28,8 @@ ABS_TAILS: Final = (0.1, 0.5, 1.0, 5.0)
 """|d| above which a token counts as a tail."""
 RATIO_TAILS: Final = ((0.9, 1.1), (0.5, 2.0))
 """Intervals of e^d outside which a token counts as a tail."""
+EDGE: Final = 32
+"""How much of a run of zeros counts in EDGE_CAPPED: one endless repetition weighs no more."""
 CLAMP: Final = 20.0
 """Bound on d inside weights and chi-square, as verl's SAFETY_BOUND."""
 
@@ -52,6 +54,13 @@ class Field(enum.IntEnum):
     Q_ZERO = enum.auto()
     P_POSITIVE = enum.auto()
     Q_POSITIVE = enum.auto()
+    BOTH_ZERO = enum.auto()
+    """p and q are both exactly 0."""
+    P_BF16 = enum.auto()
+    """p is a value that bfloat16 holds (0 is one)."""
+    Q_BF16 = enum.auto()
+    SAME_BF16 = enum.auto()
+    """p and q are the same number once both are rounded to bfloat16."""
     EQUAL = enum.auto()
     """p and q are the same number."""
     Q_GREATER = enum.auto()
@@ -79,6 +88,10 @@ class Field(enum.IntEnum):
     K3_SUM = enum.auto()
     CHI2_SUM = enum.auto()
     EXP_ABS_SUM = enum.auto()
+    P_LACKS_ABS = enum.auto()
+    """Of |q| where p is exactly 0 and q is not."""
+    Q_LACKS_ABS = enum.auto()
+    """Of |p| where q is exactly 0 and p is not."""
     NEXT_N = enum.auto()
     """Pairs (p of a token, q of the next one in its run), for the shift by one."""
     NEXT_P_SUM = enum.auto()
@@ -87,6 +100,21 @@ class Field(enum.IntEnum):
     """Pairs (p of a token, q of the one before it in its run)."""
     LAST_P_SUM = enum.auto()
     LAST_Q_SUM = enum.auto()
+    LAG2_N = enum.auto()
+    """Pairs of tokens two apart in a run; those one apart are NEXT_N."""
+    AHEAD_1 = enum.auto()
+    """Of |p of a token - q of the next one in its run|, over NEXT_N pairs."""
+    BEHIND_1 = enum.auto()
+    """Of |p of a token - q of the one before|, over NEXT_N pairs."""
+    AHEAD_2 = enum.auto()
+    """Of |p of a token - q of the second next one|, over LAG2_N pairs."""
+    BEHIND_2 = enum.auto()
+    SEGMENTS = enum.auto()
+    """Contiguous stretches of the mask that the tokens come from."""
+    EDGE_ZERO = enum.auto()
+    """Tokens in the runs of p = q = 0 with which stretches begin and end."""
+    EDGE_CAPPED = enum.auto()
+    """The same, of each such run at most EDGE tokens."""
     D_MIN = enum.auto()
     A_MIN = enum.auto()
     P_MIN = enum.auto()
@@ -145,6 +173,36 @@ MOMENTS: Final = (
 """(count, sum of x, sum of y, co-moment of x and y) of every second moment, in `Field` order."""
 
 _N, _X, _Y, _M = (np.array(column) for column in zip(*MOMENTS, strict=True))
+
+
+_SINCE_2: Final = frozenset(
+    {
+        Field.BOTH_ZERO, Field.P_BF16, Field.Q_BF16, Field.SAME_BF16, Field.P_LACKS_ABS,
+        Field.Q_LACKS_ABS, Field.LAG2_N, Field.AHEAD_1, Field.BEHIND_1, Field.AHEAD_2,
+        Field.BEHIND_2, Field.SEGMENTS, Field.EDGE_ZERO, Field.EDGE_CAPPED,
+    }
+)  # fmt: skip
+LAYOUTS: Final[dict[int, tuple[Field, ...]]] = {
+    1: tuple(field for field in Field if field not in _SINCE_2),
+    VERSION: tuple(Field),
+}
+"""Version -> the fields of its vectors, in their order."""
+
+
+def upgrade(cells: Float64, version: int) -> Float64:
+    """Return cells `[..., fields of the version]` as `[..., WIDTH]`; what they lack is NaN.
+
+    Raises:
+        ValueError: a version that is not known, or vectors of another width.
+    """
+    layout = LAYOUTS.get(version)
+    if layout is None or cells.shape[-1] != len(layout):
+        raise ValueError(f"cells of version {version} are {cells.shape}")
+    if version == VERSION:
+        return cells
+    wide = np.full((*cells.shape[:-1], WIDTH), np.nan)
+    wide[..., list(layout)] = cells
+    return wide
 
 
 def empty(*shape: int) -> Float64:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from stagescope.errors import InvalidInput
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.histogram import Histogram
-from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.kernel import ROW, ROW_1
 from stagescope_service.statistics.settings import Settings
-from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens
+from stagescope_service.statistics.summary import NO_TOKENS, Sequences, Slices, Summary, Tokens
 
 VERSION: Final = 1
 _KEY: Final = "stagescope"
@@ -54,7 +54,7 @@ def load(data: bytes, kind: str, version: int) -> tuple[Arrays, dict[str, Any]]:
         raise _unreadable(kind, f"{type(error).__name__}: {error}") from error
     if not isinstance(document, dict) or document.get("kind") != kind:
         raise _unreadable(kind, "the metadata is of something else")
-    if document.get("version") != version or document.get("cell") != cells.VERSION:
+    if document.get("version") != version or document.get("cell") not in [*cells.LAYOUTS]:
         raise _unreadable(
             kind, f"versions {document.get('version')!r} and {document.get('cell')!r}"
         )
@@ -95,7 +95,7 @@ def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
     for name in ("rounds", "turns", "staleness"):
         slices: Slices = getattr(summary, name)
         arrays[f"{name}_keys"], arrays[f"{name}_cells"] = slices.keys, slices.cells
-    for name in ("worst", "non_finite"):
+    for name in ("worst", "non_finite", "unequal"):
         tokens: Tokens = getattr(summary, name)
         arrays[f"{name}_where"] = np.stack([getattr(tokens, c) for c in Tokens.COLUMNS[:5]])
         arrays[f"{name}_values"] = np.stack([tokens.p, tokens.q])
@@ -106,6 +106,7 @@ def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
         "pair": list(summary.pair),
         "settings": summary.settings.to_json(),
         "dtypes": {stream: list(dtypes) for stream, dtypes in summary.dtypes.items()},
+        "producers": {stream: list(names) for stream, names in summary.producers.items()},
         "samples": list(sequences.samples) if any(sequences.samples) else None,
         "sources": list(summary.sources),
         "empty_samples": list(summary.empty_samples),
@@ -150,7 +151,8 @@ def _indexes(values: npt.NDArray[Any], below: int, name: str) -> npt.NDArray[Any
 
 
 def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
-    values = arrays.get("sequence_values", np.float64, None, len(ROW))
+    layout = document["cell"]
+    values = _row_values(arrays.get("sequence_values", np.float64, None, None), layout)
     count = len(values)
     samples = document["samples"] if document["samples"] is not None else [""] * count
     sources = tuple(str(name) for name in document["sources"])
@@ -172,9 +174,9 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
         pair=(p, q),
         settings=Settings(**document["settings"]),
         dtypes={str(k): tuple(str(d) for d in v) for k, v in document["dtypes"].items()},
-        rounds=_slices(arrays, "rounds"),
-        turns=_slices(arrays, "turns"),
-        staleness=_slices(arrays, "staleness"),
+        rounds=_slices(arrays, "rounds", layout),
+        turns=_slices(arrays, "turns", layout),
+        staleness=_slices(arrays, "staleness", layout),
         histogram=Histogram(*arrays.get("histogram", np.int64, 3, None)),
         worst=_tokens(arrays, "worst", count),
         non_finite=_tokens(arrays, "non_finite", count),
@@ -183,14 +185,29 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
         empty_samples=tuple(str(sample) for sample in document["empty_samples"]),
         unnamed_empty=int(document["unnamed_empty"]),
         versions=tuple(int(version) for version in document["versions"]),
+        unequal=_tokens(arrays, "unequal", count) if layout > 1 else NO_TOKENS,
+        producers={
+            str(stream): tuple(str(name) for name in names)
+            for stream, names in document.get("producers", {}).items()
+        },
     )
 
 
-def _slices(arrays: _Checked, name: str) -> Slices:
+def _row_values(values: npt.NDArray[Any], layout: int) -> npt.NDArray[Any]:
+    """Return rows' vectors as `[rows, len(ROW)]`; columns that a version lacks are NaN."""
+    width = ROW_1 if layout == 1 else len(ROW)
+    if values.shape[1] != width:
+        raise ValueError(f"sequence_values are {values.shape}")
+    missing = np.full((len(values), len(ROW) - width), np.nan)
+    return np.concatenate([values, missing], axis=1) if missing.size else values
+
+
+def _slices(arrays: _Checked, name: str, layout: int) -> Slices:
     keys = arrays.get(f"{name}_keys", np.int64, None)
     if keys.size > 1 and not bool((np.diff(keys) > 0).all()):
         raise ValueError(f"{name} are not ascending")
-    return Slices(keys, arrays.get(f"{name}_cells", np.float64, len(keys), cells.WIDTH))
+    vectors = arrays.get(f"{name}_cells", np.float64, len(keys), None)
+    return Slices(keys, cells.upgrade(vectors, layout))
 
 
 def _tokens(arrays: _Checked, name: str, sequences: int) -> Tokens:

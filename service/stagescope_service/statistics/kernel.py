@@ -16,6 +16,8 @@ import numpy as np
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.blocks import (
     all_finite,
+    apart,
+    apart_across,
     exponentials_of_d,
     exponentials_of_d_wide,
     exponentials_of_q,
@@ -26,8 +28,10 @@ from stagescope_service.statistics.blocks import (
     probability_sums,
     probability_sums_wide,
     ranges,
+    rounding,
+    smaller,
 )
-from stagescope_service.statistics.cell import AT
+from stagescope_service.statistics.cell import AT, EDGE
 from stagescope_service.statistics.counts import HISTOGRAM_HALF as HISTOGRAM_HALF
 from stagescope_service.statistics.counts import histogram, tails, weights
 from stagescope_service.statistics.jit import entry, exact
@@ -37,8 +41,12 @@ BLOCK: Final = 256
 ROW: Final = (
     "tokens", "p_sum", "q_sum", "d_sum", "d_abs_sum", "d_abs_max", "over_0", "over_1", "over_2",
     "over_3", "ratio_0", "ratio_1", "raw_sum", "w_sum", "non_finite",
+    "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2",
 )  # fmt: skip
-"""Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1."""
+"""Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1. The last six, as a cell
+has them, are NaN in rows that cells of version 1 came with."""
+ROW_1: Final = 15
+"""Columns of a row beside cells of version 1."""
 
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)
@@ -125,7 +133,14 @@ def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, 
     following, preceding = log_prob_sums(p, q, d, n, part)
     lagged(p, q, n, following, 0, carry, part)
     lagged(p, q, n, preceding, 1, carry, part)
-    carry[0], carry[1], carry[2] = p[n - 1], q[n - 1], 1.0
+    apart(p, q, n, part)
+    apart_across(p, q, n, carry, part)
+    rounding(p, q, n, part)
+    if n > 1:
+        carry[2], carry[3], carry[4] = 2.0, p[n - 2], q[n - 2]
+    else:
+        carry[2], carry[3], carry[4] = smaller(carry[2] + 1.0, 2.0), carry[0], carry[1]
+    carry[0], carry[1] = p[n - 1], q[n - 1]
     largest = larger(part[AT.D_MAX], -part[AT.D_MIN])
     narrow = largest <= 700.0
     if narrow:
@@ -174,6 +189,40 @@ def _row_add(row: Any, cell: Any) -> None:
     row[12] += cell[AT.RAW_SUM]
     row[13] += cell[AT.W_SUM]
     row[14] += cell[AT.MASKED] - cell[_N]
+    row[15] += cell[AT.NEXT_N]
+    row[16] += cell[AT.LAG2_N]
+    for i in range(4):
+        row[17 + i] += cell[AT.AHEAD_1 + i]
+
+
+@exact
+def _edges(
+    p_raw: Any, p_kind: int, q_raw: Any, q_kind: int, start: int, stop: int, p: Any, q: Any,
+    cell: Any,
+) -> None:  # fmt: skip
+    """Count the zeros with which a segment begins and ends, where both streams hold them."""
+    lead, base = 0, start
+    while base < stop and lead == base - start:
+        size = BLOCK if stop - base > BLOCK else stop - base
+        load(p_raw, p_kind, base, p, size)
+        load(q_raw, q_kind, base, q, size)
+        j = 0
+        while j < size and p[j] == 0.0 and q[j] == 0.0:
+            j += 1
+        lead += j
+        base += size
+    trail, end, last = 0, stop, start + lead
+    while end > last and trail == stop - end:
+        size = BLOCK if end - last > BLOCK else end - last
+        load(p_raw, p_kind, end - size, p, size)
+        load(q_raw, q_kind, end - size, q, size)
+        j = size
+        while j > 0 and p[j - 1] == 0.0 and q[j - 1] == 0.0:
+            j -= 1
+        trail += size - j
+        end -= size
+    cell[AT.EDGE_ZERO] = lead + trail
+    cell[AT.EDGE_CAPPED] = smaller(lead, EDGE) + smaller(trail, EDGE)
 
 
 def _array(kind: Any, ndim: int) -> Any:
@@ -189,17 +238,18 @@ _F2, _I2 = _array(numba.float64, 2), _array(numba.int64, 2)
 
 
 @entry(
-    _Pair(numba.int64, 2)(
+    _Pair(numba.int64, 3)(
         _input(numba.uint8), numba.int64, _input(numba.uint8), numba.int64,
         _input(numba.int64, 2), _input(numba.int64, 2), _input(numba.int64, 2),
         _input(numba.float64), _F2, _F2, _F2, _F2, _array(numba.uint32, 2), _F2, _I2, _F2, _I2,
+        _F2, _I2,
     )
 )  # fmt: skip
 def accumulate(
     p_raw: Any, p_kind: int, q_raw: Any, q_kind: int, segments: Any, slots: Any, keys: Any,
     rule: Any, rounds: Any, turns: Any, ages: Any, rows: Any, histograms: Any,
-    worst: Any, worst_ids: Any, odd: Any, odd_ids: Any,
-) -> tuple[int, int]:  # fmt: skip
+    worst: Any, worst_ids: Any, odd: Any, odd_ids: Any, unequal: Any, unequal_ids: Any,
+) -> tuple[int, int, int]:  # fmt: skip
     """Take the whole table over `segments`.
 
     Args:
@@ -213,18 +263,19 @@ def accumulate(
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.
         worst, worst_ids, odd, odd_ids: the K smallest keys (-|d|, order, position), and those of
             the non-finite tokens, with (token, segment).
+        unequal, unequal_ids: the same of the tokens whose p and q are finite and differ.
 
     Returns:
-        How many of `worst` and `odd` are filled.
+        How many of `worst`, `odd` and `unequal` are filled.
     """
     p, q = np.empty(BLOCK), np.empty(BLOCK)
     d, em1, v, exp_q, k3 = (
         np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK)
     )  # fmt: skip
-    work, carry, slot = (d, em1, v, exp_q, k3), np.zeros(3), np.empty(BLOCK, np.int32)
+    work, carry, slot = (d, em1, v, exp_q, k3), np.zeros(5), np.empty(BLOCK, np.int32)
     part: Any = np.empty(_WIDTH)
     cell: Any = np.empty(_WIDTH)
-    worst_used, odd_used = 0, 0
+    worst_used, odd_used, unequal_used = 0, 0, 0
     for s in range(segments.shape[0]):
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]
         counts, order = histograms[slots[s, 0]], float(keys[s, 0])
@@ -248,6 +299,16 @@ def accumulate(
                     _block(p[i:j], q[i:j], j - i, rule, work, carry, part, cell)
                     histogram(d, j - i, int(part[AT.EQUAL]), slot, counts)
                     largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
+                    if largest > 0.0:
+                        for k in range(j - i):
+                            if d[k] != 0.0:
+                                token = base + i + k
+                                key = (0.0, order, float(position + token))
+                                unequal_used = _offer(
+                                    unequal, unequal_ids, unequal_used, key, token, s
+                                )
+                                # Later tokens of the segment lie behind this one.
+                                break
                     bound = -worst[0, 0] if worst_used == worst.shape[0] else 0.0
                     if largest >= bound and largest > 0.0:
                         for k in range(j - i):
@@ -267,10 +328,13 @@ def accumulate(
                 i = j + 1
             base += size
         cell[AT.MASKED] = stop - start
+        cell[AT.SEGMENTS] = 1.0
+        if cell[AT.BOTH_ZERO] > 0.0:
+            _edges(p_raw, p_kind, q_raw, q_kind, start, stop, p, q, cell)
         _merge_into(rounds[slots[s, 0]], cell)
         if slots[s, 1] >= 0:
             _merge_into(turns[slots[s, 1]], cell)
         if slots[s, 2] >= 0:
             _merge_into(ages[slots[s, 2]], cell)
         _row_add(rows[row], cell)
-    return worst_used, odd_used
+    return worst_used, odd_used, unequal_used

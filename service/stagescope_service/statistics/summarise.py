@@ -60,16 +60,19 @@ def summarise(
     )
     row_values = np.zeros((batch.rows, len(kernel.ROW)))
     counts = np.zeros((len(round_keys), 2 * kernel.HISTOGRAM_HALF), np.uint32)
-    worst, worst_ids = _kept(settings)
-    odd, odd_ids = _kept(settings)
-    worst_used, odd_used = kernel.accumulate(
+    worst, worst_ids = _kept(settings.worst)
+    odd, odd_ids = _kept(settings.worst)
+    unequal, unequal_ids = _kept(1)
+    worst_used, odd_used, unequal_used = kernel.accumulate(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
         _KINDS[batch.q_dtype], table, slots, _keys(batch, table), settings.weight_rule(),
         round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, odd, odd_ids,
+        unequal, unequal_ids,
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
     odd_tokens = _tokens(odd_ids[:odd_used], batch, table, index)
+    first = _tokens(unequal_ids[:unequal_used], batch, table, index)
     ids = batch.sample_ids or ()
     empty_samples = tuple(sorted({ids[row] for row in np.flatnonzero(index < 0)} if ids else ()))
     filled_round, filled_bucket = np.nonzero(counts)
@@ -92,6 +95,11 @@ def summarise(
         empty_samples=empty_samples,
         unnamed_empty=0 if batch.sample_ids is not None else batch.rows - len(sequences),
         versions=_versions(batch, table),
+        unequal=first,
+        producers={
+            stream: ("" if producer is None else producer,)
+            for stream, producer in zip(batch.pair, batch.producers, strict=True)
+        },
     )
 
 
@@ -145,8 +153,8 @@ def _optional_slots(values: Int64, known: bool) -> tuple[Int64, Int64]:
     return keys, slots.reshape(-1)
 
 
-def _kept(settings: Settings) -> tuple[npt.NDArray[np.float64], Int64]:
-    return np.zeros((settings.worst, 3)), np.zeros((settings.worst, 2), np.int64)
+def _kept(most: int) -> tuple[npt.NDArray[np.float64], Int64]:
+    return np.zeros((most, 3)), np.zeros((most, 2), np.int64)
 
 
 def _keys(batch: TokenBatch, table: Int64) -> Int64:

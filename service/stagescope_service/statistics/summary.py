@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -83,6 +83,11 @@ class Tokens:
     def take(self, order: Int64) -> Tokens:
         """Return the tokens at these places."""
         return Tokens(*(getattr(self, name)[order] for name in self.COLUMNS))
+
+
+_NO_INT: Final = np.empty(0, np.int64)
+_NO_FLOAT: Final = np.empty(0)
+NO_TOKENS: Final = Tokens(*(_NO_INT,) * 5, _NO_FLOAT, _NO_FLOAT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +166,10 @@ class Summary:
     """Rows without a model token that name no sample."""
     versions: tuple[int, ...]
     """Policy versions under the mask, ascending; empty where not said."""
+    unequal: Tokens = NO_TOKENS
+    """The first token, by sample and position, whose p and q are finite and differ; or none."""
+    producers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Stream -> who computed it, ascending; '' where nobody says it."""
 
     @property
     def total(self) -> Cell:
@@ -206,14 +215,10 @@ class Summary:
         if len(summaries) == 1:
             return head
         sequences, starts = _merge_sequences(summaries)
-        streams = sorted({stream for s in summaries for stream in s.dtypes})
         return cls(
             pair=head.pair,
             settings=head.settings,
-            dtypes={
-                stream: tuple(sorted({d for s in summaries for d in s.dtypes.get(stream, ())}))
-                for stream in streams
-            },
+            dtypes=_merge_texts([s.dtypes for s in summaries]),
             rounds=Slices.merge([s.rounds for s in summaries]),
             turns=Slices.merge([s.turns for s in summaries]),
             staleness=Slices.merge([s.staleness for s in summaries]),
@@ -227,6 +232,10 @@ class Summary:
             empty_samples=tuple(sorted({name for s in summaries for name in s.empty_samples})),
             unnamed_empty=sum(s.unnamed_empty for s in summaries),
             versions=tuple(sorted({v for s in summaries for v in s.versions})),
+            unequal=_merge_tokens(
+                [s.unequal for s in summaries], starts, sequences, head, by_d=False, keep=1
+            ),
+            producers=_merge_texts([s.producers for s in summaries]),
         )
 
     def to_bytes(self) -> bytes:
@@ -270,6 +279,15 @@ def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]
     return merged, starts
 
 
+def _merge_texts(tables: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    """Return stream -> every text that any table has for it, ascending."""
+    streams = sorted({stream for table in tables for stream in table})
+    return {
+        stream: tuple(sorted({text for table in tables for text in table.get(stream, ())}))
+        for stream in streams
+    }
+
+
 def _merge_tokens(
     tables: Sequence[Tokens],
     starts: Sequence[int],
@@ -277,6 +295,7 @@ def _merge_tokens(
     head: Summary,
     *,
     by_d: bool,
+    keep: int | None = None,
 ) -> Tokens:
     moved = [
         dataclasses.replace(table, sequence=table.sequence + start)
@@ -285,7 +304,7 @@ def _merge_tokens(
     joined = Tokens(
         *(np.concatenate([getattr(table, name) for table in moved]) for name in Tokens.COLUMNS)
     )
-    return ordered(joined, sequences, by_d=by_d, keep=head.settings.worst)
+    return ordered(joined, sequences, by_d=by_d, keep=keep or head.settings.worst)
 
 
 def ordered(tokens: Tokens, sequences: Sequences, *, by_d: bool, keep: int) -> Tokens:

@@ -107,11 +107,9 @@ class Whole:
         arrays, document = codec.load(data, "whole", codec.VERSION)
         try:
             vectors = arrays.pop("rank_cells")
-            if vectors.dtype != np.float64 or vectors.shape != (
-                len(document["ranks"]),
-                cells.WIDTH,
-            ):
+            if vectors.dtype != np.float64 or len(vectors) != len(document["ranks"]):
                 raise ValueError(f"rank_cells are {vectors.dtype} {vectors.shape}")
+            vectors = cells.upgrade(vectors, document["cell"])
             return cls(
                 stage=str(document["stage"]),
                 summary=codec.restore(arrays, document["summary"]),

@@ -10,7 +10,9 @@ import pytest
 from tests.support.batches import batch_of, random_streams
 
 from stagescope.errors import InvalidInput
-from stagescope_service.statistics import Summary, codec, publish, summarise
+from stagescope_service.statistics import Field, Summary, codec, publish, summarise
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.kernel import ROW_1
 
 STREAMS = random_streams(np.random.default_rng(0), 5, 90)
 SUMMARY = summarise(batch_of(*STREAMS, samples=list("edcba")))
@@ -55,6 +57,30 @@ def tampered(change: Change) -> bytes:
 def test_nothing_that_does_not_fit_is_read(change: Change) -> None:
     with pytest.raises(InvalidInput):
         Summary.from_bytes(tampered(change))
+
+
+def as_version_1(summary: Summary) -> bytes:
+    """Return the bytes that the first version wrote: fewer fields, nothing of unequal tokens."""
+    arrays, document = codec.flatten(summary)
+    fields = list(cells.LAYOUTS[1])
+    for name in ("rounds", "turns", "staleness"):
+        arrays[f"{name}_cells"] = arrays[f"{name}_cells"][:, fields]
+    arrays["sequence_values"] = arrays["sequence_values"][:, :ROW_1]
+    for name in ("unequal_where", "unequal_values"):
+        arrays.pop(name)
+    document.pop("producers")
+    return codec.save(arrays, {**document, "cell": 1})
+
+
+def test_what_the_first_version_wrote_is_read() -> None:
+    old = Summary.from_bytes(as_version_1(SUMMARY))
+    published = publish(old)
+    assert published == pytest.approx(publish(SUMMARY), nan_ok=True)
+    assert np.isnan(old.total[Field.AHEAD_1])
+    assert not len(old.unequal)
+    merged = Summary.merge([old, SUMMARY.named("other")])
+    assert merged.total.tokens == 2 * SUMMARY.total.tokens
+    assert np.isnan(merged.total[Field.AHEAD_1])
 
 
 def test_other_bytes_are_refused() -> None:

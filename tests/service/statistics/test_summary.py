@@ -20,6 +20,7 @@ from stagescope_service.statistics import (
     summarise,
 )
 from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.kernel import ROW
 
 CASES = st.tuples(
     st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 300), st.sampled_from([1e-7, 0.05, 3])
@@ -115,6 +116,71 @@ def assert_same_cell(found: Any, expected: Any) -> None:
         if xy is not None:
             scale = math.sqrt(expected[x] * expected[y])
             assert found[xy] == pytest.approx(expected[xy], abs=1e-9 * scale + 1e-24)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.sampled_from([1, 2, 3, 255, 256, 257, 600]))
+def test_what_alignment_rounding_and_padding_show(seed: int, rows: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    p, q, mask = random_streams(rng, rows, width, 0.01)
+    p[rng.random(p.shape) < 0.3] = 0.0
+    q[rng.random(p.shape) < 0.3] = 0.0
+    q[rng.random(p.shape) < 0.01] = np.nan
+    rounded = rng.random(p.shape) < 0.2
+    q[rounded] = from_bfloat16(bfloat16(p[rounded]))
+    expected = dict.fromkeys(
+        ("AHEAD_1", "BEHIND_1", "AHEAD_2", "BEHIND_2", "NEXT_N", "LAG2_N", "SEGMENTS",
+         "EDGE_ZERO", "EDGE_CAPPED", "P_BF16", "Q_BF16", "SAME_BF16", "BOTH_ZERO",
+         "P_LACKS_ABS", "Q_LACKS_ABS"), 0.0,
+    )  # fmt: skip
+    first = None
+    for row in range(rows):
+        for start, stop in stretches(mask[row]):
+            x, y = p[row, start:stop].astype(float), q[row, start:stop].astype(float)
+            both = np.isfinite(x) & np.isfinite(y)
+            for name, lag in (("AHEAD", 1), ("AHEAD", 2), ("BEHIND", 1), ("BEHIND", 2)):
+                a, b = (x[:-lag], y[lag:]) if name == "AHEAD" else (x[lag:], y[:-lag])
+                run = np.ones(max(len(x) - lag, 0), bool)
+                for k in range(lag + 1):
+                    run &= both[k : len(x) - lag + k]
+                expected[f"{name}_{lag}"] += float(np.abs(a - b)[run].sum())
+                expected["NEXT_N" if lag == 1 else "LAG2_N"] += 0.5 * int(run.sum())
+            zeros = (x == 0) & (y == 0)
+            lead = len(x) if zeros.all() else int(np.argmin(zeros))
+            trail = 0 if zeros.all() else int(np.argmin(zeros[::-1]))
+            expected["SEGMENTS"] += 1
+            expected["EDGE_ZERO"] += lead + trail
+            expected["EDGE_CAPPED"] += min(lead, cells.EDGE) + min(trail, cells.EDGE)
+            x, y = x[both], y[both]
+            p_held, q_held = (
+                from_bfloat16(bfloat16(v.astype(np.float32))).astype(float) for v in (x, y)
+            )
+            expected["P_BF16"] += int((p_held == x).sum())
+            expected["Q_BF16"] += int((q_held == y).sum())
+            expected["SAME_BF16"] += int((p_held == q_held).sum())
+            expected["BOTH_ZERO"] += int(((x == 0) & (y == 0)).sum())
+            expected["P_LACKS_ABS"] += float(np.abs(y[x == 0]).sum())
+            expected["Q_LACKS_ABS"] += float(np.abs(x[y == 0]).sum())
+            differ = np.flatnonzero(both & (p[row, start:stop] != q[row, start:stop]))
+            if first is None and len(differ):
+                first = (row, start + int(differ[0]))
+    found = summarise(batch_of(p, q, mask))
+    for name, value in expected.items():
+        assert found.total[Field[name]] == pytest.approx(value, rel=1e-12, abs=1e-12), name
+    columns = found.sequences.values.sum(axis=0)
+    for name in ("ahead_1", "behind_1", "ahead_2", "behind_2", "lag2_n"):
+        field = Field["LAG2_N" if name == "lag2_n" else name.upper()]
+        assert columns[ROW.index(name)] == pytest.approx(found.total[field], rel=1e-12)
+    where = [
+        (int(found.sequences.row[sequence]), int(position))
+        for sequence, position in zip(found.unequal.sequence, found.unequal.position, strict=True)
+    ]
+    assert where == ([] if first is None else [first])
+
+
+def stretches(mask: Any) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("p_type", ["float64", "float32", "float16", "bfloat16"])
