@@ -10,7 +10,8 @@ from collections.abc import Container
 from typing import Final
 
 _PATH: Final = re.compile(
-    r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<of>[^\s/;,]+)/)?(?P<noun>[a-z-]+)(?![\w/?])"
+    r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<of>[^\s/;,]+)/)?(?P<noun>[a-z-]+)"
+    r"(?:\?(?P<query>\w+=\w+(?:&\w+=\w+)*))?(?![\w/?])"
 )
 _CAPTURE: Final = re.compile(r"(?<![\w./])/captures/(?P<of>[^\s/;,]+)")
 
@@ -32,6 +33,8 @@ def for_command_line(text: str, commands: Container[str]) -> str:
         if noun not in commands or kind not in (None, "runs", "steps"):
             return path[0]
         which = {None: "", "runs": f" --run {of}", "steps": f" {of}"}[kind]
-        return f"`stagescope {noun}{which}`"
+        asked = [word.split("=") for word in (path["query"] or "").split("&") if word]
+        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in asked)
+        return f"`stagescope {noun}{which}{options}`"
 
     return _PATH.sub(command, _CAPTURE.sub(r"`stagescope progress \g<of>`", text))

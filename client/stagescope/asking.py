@@ -16,6 +16,7 @@ from stagescope.errors import (
     StagescopeError,
     Unreachable,
 )
+from stagescope.findings import GROUP_ORDER, Noticed
 from stagescope.frames import Table
 from stagescope.transport import Transport
 
@@ -133,6 +134,14 @@ class Asking:
             about=about,
             truncated=following is not None or len(rows) > limit,
         )
+
+    def _noticed(
+        self, path: str, params: Mapping[str, Any], title: str, order: Sequence[str], limit: int
+    ) -> Noticed:
+        """Return the rows of a list and of its groups."""
+        rows = self.table(path, params, title=title, order=order, limit=limit)
+        groups = self.table(f"{path}/groups", params, title=title, order=GROUP_ORDER, limit=limit)
+        return Noticed.of_answers(rows, groups)
 
     def _patiently(self, path: str, body: Any, wait: float) -> Any:
         """Ask a long question again until it is answered, for `wait` seconds at most."""

@@ -49,7 +49,7 @@ class Operators(Table):
                 lines.append(dump)
             lines += wrapped(f"{row['order']:>5}  ", row["name"], width)
             if row["source"]:
-                lines.append(f"       {_end_of(row['source'], width - 7)}")
+                lines += wrapped("       ", row["source"], width)
             lines += [line for argument in call for line in _argument(argument, width)]
         return [*lines, *self._table_notes(width, len(shown))]
 
@@ -249,7 +249,7 @@ def _first(row: Mapping[str, Any], width: int) -> list[str]:
     place = ".".join(word for word in (row["section"], row["index"]) if word)
     lines += wrapped("  ", f"{place} is {row['non_finite']}; {before}{sure}", width)
     if row["source"]:
-        lines.append(f"  {_end_of(row['source'], width - 2)}")
+        lines += wrapped("  ", row["source"], width)
     return lines
 
 
@@ -283,7 +283,7 @@ def _difference(row: Mapping[str, Any], width: int) -> list[str]:
         how += f", relative {row['relative']:.3g} over {row['threshold']:.3g}"
     lines += wrapped("  ", f"{place}: {how}", width)
     if known["source"]:
-        lines.append(f"  {_end_of(known['source'], width - 2)}")
+        lines += wrapped("  ", known["source"], width)
     lines += wrapped("     ", f"{'tensor':<{_TENSOR}}{_words()}", width)
     for name in ("a", "b"):
         side = row[name]
@@ -305,9 +305,3 @@ def _notes_of(table: Mapping[str, Any]) -> list[str]:
 
 def _listed(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items))
-
-
-def _end_of(text: str, width: int) -> str:
-    """Return a path's end, which says more than its beginning."""
-    text = render.printable(text)
-    return text if len(text) <= width else ".." + text[-(width - 2) :]

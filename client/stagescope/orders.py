@@ -9,9 +9,10 @@ from urllib.parse import urlencode
 
 from stagescope.answers import Record
 from stagescope.asking import LIMIT, Asking, segment, step_word
+from stagescope.findings import FIRING_ORDER, Noticed
 from stagescope.frames import Table
 from stagescope.progress import Ordered, Progress
-from stagescope.triggers import FIRING_ORDER, Triggers, dry_run
+from stagescope.triggers import Triggers, dry_run
 
 _BETWEEN_QUESTIONS: Final = 0.5
 _PLAN_ORDER: Final = (
@@ -149,12 +150,21 @@ class Orders(Asking):
         return str(self.get("/triggers/defaults")["yaml"])
 
     def firings(
-        self, run: str | None = None, rule: str | None = None, *, limit: int = LIMIT
-    ) -> Table:
-        """Return what fired, the last first, with what became of its actions."""
-        params = {"run": run, "rule": rule}
-        path = "/triggers/firings"
-        return self.table(path, params, title="firings", order=FIRING_ORDER, limit=limit)
+        self,
+        run: str | None = None,
+        rule: str | None = None,
+        *,
+        only: str | None = None,
+        limit: int = LIMIT,
+    ) -> Noticed:
+        """Return what fired, the last first, with what became of its actions.
+
+        It is shown by `groups`: one for what a rule said of a stage. `only` holds patterns of
+        rules, joined by commas.
+        """
+        chosen = rule if rule is not None else only
+        params = {"run": run, "only": chosen}
+        return self._noticed("/triggers/firings", params, "firings", FIRING_ORDER, limit)
 
     def pin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
         """Let the kept files and recent payloads of a step stay; needs the operate token."""

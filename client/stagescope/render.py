@@ -120,13 +120,21 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def wrapped(indent: str, text: str, width: int) -> list[str]:
-    """Return `text` behind `indent`, and what does not fit below it; nothing is left out."""
+    """Return `text` behind `indent`, and what does not fit below it; nothing is left out.
+
+    Lines break at spaces alone: a path or an id that is longer than a line stays in one piece, to
+    be copied.
+    """
     text = printable(text)
     room = max(width - len(indent), 20)
     pieces: list[str] = []
     while len(text) > room:
         cut = text.rfind(" ", room // 2, room + 1)
-        cut = room if cut < 0 else cut
+        cut = text.rfind(" ", 0, room // 2) if cut <= 0 else cut
+        # The indent of a first line may be spaces of the text itself: they are no place to break.
+        cut = cut if text[: max(cut, 0)].strip() else text.find(" ", room)
+        if cut < 0:
+            break
         pieces.append(text[:cut].rstrip())
         text = text[cut:].lstrip()
     pieces.append(text)
@@ -226,6 +234,14 @@ def html_table(
         f"<div><b>{html.escape(printable(caption))}</b></div>"
         f'<table style="border-collapse:collapse;color:inherit"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table>{notes}</div>"
+    )
+
+
+def html_block(heading: str, body: str) -> str:
+    """Return a heading and below it `body`, which is HTML already."""
+    return (
+        '<div style="overflow-x:auto;color:inherit">'
+        f"<div><b>{html.escape(printable(heading))}</b></div>{body}</div>"
     )
 
 

@@ -23,6 +23,7 @@ from stagescope.asking import LIMIT, segment, step_word
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
 from stagescope.errors import NotFound
+from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, Noticed
 from stagescope.frames import Table
 from stagescope.framing import MEDIA_TYPE, pack_batch
 from stagescope.hangs import Stacks
@@ -50,9 +51,7 @@ _STEPS_ORDER: Final = (
     "superseded_by",
     "missing",
 )
-_FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
 _POLL_SECONDS: Final = 2.0
-_LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")
 
 
 def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 120.0) -> HttpEngine:
@@ -183,18 +182,48 @@ class Session(Orders, Comparing, EngineRegistry):
         )
 
     def losses(
-        self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
-    ) -> Table:
-        """Return what was announced and never arrived, with the reasons."""
-        params = {"run": run, "attempt": attempt}
-        return self.table("/losses", params, title="losses", order=_LOSS_ORDER, limit=limit)
+        self,
+        run: str | None = None,
+        attempt: int | None = None,
+        *,
+        only: str | None = None,
+        limit: int = LIMIT,
+    ) -> Noticed:
+        """Return what was announced and never arrived, with the reasons; see `findings`."""
+        params = {"run": run, "attempt": attempt, "only": only}
+        return self._noticed("/losses", params, "losses", LOSS_ORDER, limit)
 
     def findings(
-        self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
-    ) -> Table:
-        """Return what the service noticed to be wrong, with its evidence."""
-        params = {"run": run, "attempt": attempt}
-        return self.table("/findings", params, title="findings", order=_FINDING_ORDER, limit=limit)
+        self,
+        run: str | None = None,
+        attempt: int | None = None,
+        *,
+        only: str | None = None,
+        limit: int = LIMIT,
+    ) -> Noticed:
+        """Return what the service noticed to be wrong, a row each, the last seen first.
+
+        It is shown by `groups`: one for what lasts over steps and ranks, the most severe first.
+
+        Args:
+            run, attempt: of these.
+            only: severities and patterns of kinds, joined by commas: `"error"`,
+                `"streams_*,non_finite_operator"`.
+            limit: most rows.
+
+        Raises:
+            NotFound: no finding is of such a kind.
+        """
+        params = {"run": run, "attempt": attempt, "only": only}
+        return self._noticed("/findings", params, "findings", FINDING_ORDER, limit)
+
+    def finding(self, finding_id: str) -> Finding:
+        """Return one finding whole, by its id or how it begins.
+
+        Raises:
+            NotFound: there is none.
+        """
+        return Finding(self.get(f"/findings/{segment(finding_id)}"))
 
     def stacks(
         self,

@@ -59,15 +59,16 @@ def report(error: StagescopeError) -> None:
     """Print what was wrong on stderr, and below it what was expected and what to do."""
     click.echo(f"{style('error:', fg='red', err=True)} {_plain(error.wrong)}", err=True)
     expected = f"expected {error.expected}" if error.expected else ""
-    hint = "; ".join(part for part in (expected, for_command_line(error.advice, _known())) if part)
+    hint = "; ".join(part for part in (expected, in_commands(error.advice)) if part)
     if hint:
         click.echo(f"  {_plain(hint)}", err=True)
 
 
-def _known() -> list[str]:
-    """Return the names of all commands."""
+def in_commands(text: str) -> str:
+    """Return advice with the commands that stand for the API's paths in it."""
     root = click.get_current_context().find_root()
-    return root.command.list_commands(root) if isinstance(root.command, click.Group) else []
+    known = root.command.list_commands(root) if isinstance(root.command, click.Group) else []
+    return for_command_line(text, known)
 
 
 def exit_code(error: StagescopeError) -> int:
@@ -91,7 +92,8 @@ def style(text: str, *, err: bool = False, **styles: Any) -> str:
 def show(answer: Shown) -> None:
     """Print an answer for a reader."""
     columns = width()
-    click.echo(style(render.clip(answer.heading, columns), bold=True))
+    for line in render.wrapped("", answer.heading, columns):
+        click.echo(style(line, bold=True))
     for line in answer.lines(width=columns):
         click.echo(line)
 

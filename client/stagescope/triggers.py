@@ -9,7 +9,6 @@ from stagescope import render
 from stagescope.frames import Table
 
 _RULE_ORDER: Final = ("name", "metric", "when", "fired", "last_step", "last_value", "actions")
-FIRING_ORDER: Final = ("step", "rule", "message", "stage", "role", "rank", "round", "wall")
 _TEST_ORDER: Final = ("step", "rule", "value", "stage", "role", "rank", "round", "fired_live")
 _DETAILS: Final = ("message", "evidence")
 _SHOWN_STEPS: Final = 20

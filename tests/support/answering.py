@@ -36,6 +36,9 @@ KNOWN = {
     "stages": {*LIST, *SLICE, "superseded"},
     "scalars": {*LIST, *SLICE, "name"},
     "dumps": {*LIST, *SLICE},
+    "findings": {*LIST, "only", "step", "kind", "severity"},
+    "losses": {*LIST, "only", "step", "kind"},
+    "groups": {*LIST, "only"},
 }
 """The query parameters of each route: like the service, this one refuses any other."""
 
@@ -136,6 +139,7 @@ class Answering:
             "/losses": [{"step": 5, "kind": "payload", "bytes": 3_000_000, "reason": "killed"}],
             "/findings": [{"kind": "nonfinite", "message": "\x1b[31m<script>alert(1)</script>"}],
         }
+        lists |= {f"{path}/groups": lists[path] for path in ("/losses", "/findings")}
         path = path.replace("/latest/", "/5/")
         if path.startswith("/steps/5/"):
             context["step"] = 5

@@ -13,6 +13,7 @@ import click
 from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
 from stagescope.errors import InvalidInput
+from stagescope.findings import Noticed
 from stagescope.frames import Table
 from stagescope.plugins import Commands
 from stagescope.session import Session, StepWord, attach
@@ -110,9 +111,10 @@ def _print(answer: Table | Metrics | Record, as_json: bool) -> None:
     if not as_json:
         terminal.show(answer)
     elif isinstance(answer, Table):
-        terminal.show_json(
-            {**answer.about, "truncated": answer.truncated, "rows": answer.to_dicts()}
-        )
+        said = {**answer.about, "truncated": answer.truncated, "rows": answer.to_dicts()}
+        if isinstance(answer, Noticed):
+            said["groups"] = answer.groups.to_dicts()
+        terminal.show_json(said)
     elif isinstance(answer, Metrics):
         terminal.show_json({**answer.about, "metrics": dict(answer)})
     else:

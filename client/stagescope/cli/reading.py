@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from stagescope import terminal
 from stagescope.answers import Metrics, Record
 from stagescope.cli.questions import (
     ATTEMPT,
@@ -124,13 +125,23 @@ def scalars(session: Session, step: StepWord, **options: Any) -> Table:
     return noun(session, step, options).scalars(**options)
 
 
-@question(RUN, ATTEMPT, LIMIT)
-def losses(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
+def _only(what: str) -> Any:
+    return click.option("--only", metavar="A,B", help=f"Only these {what}.")
+
+
+@question(RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT)
+def losses(session: Session, **options: Any) -> Table:
     """What was announced and never arrived, with the reasons."""
-    return session.losses(run, attempt, limit=limit)
+    return session.losses(**options)
 
 
-@question(RUN, ATTEMPT, LIMIT)
-def findings(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
-    """What the service noticed to be wrong."""
-    return session.findings(run, attempt, limit=limit)
+@question(RUN, ATTEMPT, _only("severities or kinds: error, 'streams_*'"), LIMIT)
+def findings(session: Session, **options: Any) -> Table:
+    """What the service noticed to be wrong, the most severe first; what lasts is said once."""
+    return session.findings(**options).saying(terminal.in_commands)
+
+
+@question(click.argument("finding_id", metavar="ID"))
+def finding(session: Session, finding_id: str) -> Record:
+    """One finding whole: what, where, what to try, and its evidence (ID as `findings` shows it)."""
+    return session.finding(finding_id).saying(terminal.in_commands)

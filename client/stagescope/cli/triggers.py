@@ -26,6 +26,7 @@ from stagescope.session import Session
     click.option("--run", help="Only of this run (test: default the live one)."),
     click.option("--steps", type=click.IntRange(min=1), help="test: newest steps [default: 1000]."),
     click.option("--defaults", is_flag=True, help="Print the rules that ship, as YAML."),
+    click.option("--only", metavar="RULE,...", help="firings: only of these rules."),
     LIMIT,
 )
 def triggers(
@@ -35,6 +36,7 @@ def triggers(
     run: str | None,
     steps: int | None,
     defaults: bool,
+    only: str | None,
     limit: int,
 ) -> Table | Record:
     """The rules in force; `test` them, or others, on a stored run; `set` others.
@@ -58,5 +60,5 @@ def triggers(
     if action == "test":
         return session.test_triggers(run, document, steps=steps)
     if action == "firings":
-        return session.firings(run, limit=limit)
+        return session.firings(run, only=only, limit=limit)
     return session.triggers(run)

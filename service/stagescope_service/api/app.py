@@ -20,6 +20,7 @@ from stagescope_service.api import (
     diff,
     divergence,
     engines,
+    groups,
     hangs,
     health,
     kept,
@@ -128,8 +129,8 @@ def make_app(
 
 
 _STATIONS: Final = (
-    health, runs, steps, batches, operators, divergence, tensors, captures, triggers, weights,
-    engines, hangs, diff, compare, kept, live,
+    health, runs, groups, steps, batches, operators, divergence, tensors, captures, triggers,
+    weights, engines, hangs, diff, compare, kept, live,
 )  # fmt: skip
 _PROBLEM: Final[dict[str, Any]] = {"schema": problems.PROBLEM_SCHEMA}
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, arrival
 from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.groups import Only, only_of, scope_of
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.target import Target, superseded_by
 
@@ -103,11 +104,13 @@ def losses(
     attempt: AttemptNumber = None,
     step: StepFilter = None,
     kind: Annotated[str | None, Query(max_length=200, description="Only this kind.")] = None,
+    only: Only = None,
 ) -> Answer:
     """List what was announced and never arrived, or was dropped, with the reason; last first."""
-    scope, numbers, said = _scope(desk, run, attempt)
+    scope, numbers, said = scope_of(desk, run, attempt)
+    asked = {"kind": kind} if kind is not None else only_of(desk, "losses", scope, only)
     found = desk.catalogue.losses(
-        **scope, step=step, kind=kind, limit=page.limit + 1, offset=page.offset
+        **scope, step=step, **asked, limit=page.limit + 1, offset=page.offset
     )
     rows = shape.numbered(found[: page.limit], numbers)
     return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
@@ -122,26 +125,19 @@ def findings(
     step: StepFilter = None,
     kind: Annotated[str | None, Query(max_length=200, description="Only this kind.")] = None,
     severity: Annotated[str | None, Query(max_length=50, description="Only these.")] = None,
+    only: Only = None,
 ) -> Answer:
     """List what the service noticed to be wrong, with evidence and advice; last seen first."""
-    scope, numbers, said = _scope(desk, run, attempt)
+    scope, numbers, said = scope_of(desk, run, attempt)
+    asked = only_of(desk, "findings", scope, only)
+    said_too = {"kind": kind, "severity": severity}
+    asked |= {name: value for name, value in said_too.items() if value is not None}
     found = desk.catalogue.findings(
         **scope,
         step=step,
-        kind=kind,
-        severity=severity,
+        **asked,
         limit=page.limit + 1,
         offset=page.offset,
     )
     rows = shape.numbered(found[: page.limit], numbers)
     return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
-
-
-def _scope(desk: Desk, run: str | None, attempt: int | None) -> tuple[Row, dict[int, int], Row]:
-    """Return the filters, attempt_id -> number, and what the answer says first."""
-    target = desk.finder.attempt(run, attempt)
-    numbers = {row["attempt_id"]: row["number"] for row in desk.catalogue.attempts(target.run)}
-    said = {**target.heading(), "attempt": attempt}
-    if attempt is None:
-        return {"run": target.run}, numbers, said
-    return {"attempt_id": target.attempt_id}, numbers, said

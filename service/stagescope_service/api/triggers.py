@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from stagescope.errors import InvalidInput
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.desk import AtDesk, Desk, Row, Run, StepTarget
+from stagescope_service.api.groups import Only, only_of
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.triggers.replay import Fired, replay
@@ -98,13 +99,16 @@ def firings(
     page: PageOf,
     run: Run = None,
     rule: Annotated[str | None, Query(max_length=100, description="Only this rule.")] = None,
+    only: Only = None,
 ) -> Answer:
     """List what fired, the last first, with what became of its actions.
 
     One with `withdrawn_wall` no longer stands: the step's whole was formed again, and says
     something else.
     """
-    found = desk.catalogue.firings(run=run, rule=rule, limit=page.limit + 1, offset=page.offset)
+    scope = {} if run is None else {"run": run}
+    asked = {"rule": rule} if rule is not None else only_of(desk, "firings", scope, only)
+    found = desk.catalogue.firings(**scope, **asked, limit=page.limit + 1, offset=page.offset)
     rows = [_firing(row) for row in found[: page.limit]]
     return Answer(page.answer(rows, more=len(found) > page.limit))
 

@@ -2,16 +2,84 @@
 
 from __future__ import annotations
 
+from typing import Any, Final, Literal
+
+import sqlalchemy as sa
+
 from stagescope_service.store.base import Row
 from stagescope_service.store.reads.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.tables import TABLES
+
+Noticed = Literal["findings", "losses", "firings"]
+
+_OUTLINES: Final[dict[str, tuple[str, str]]] = {
+    "findings": (
+        "finding_id attempt_id step stage role rank kind severity count first_wall last_wall "
+        "over_wall",
+        "-last_wall finding_id",
+    ),
+    "losses": (
+        "loss_id attempt_id step stage role rank kind reason count bytes wall", "-wall loss_id",
+    ),
+    "firings": (
+        "run attempt_id step rule stage role rank round message wall actions withdrawn_wall",
+        "-wall -attempt_id -step rule",
+    ),
+}  # fmt: skip
+"""Columns that say what a row is about, and the newest first."""
 
 
 class NoticedReads(Reader):
     """Questions about findings, losses, stacks, triggers and what they fired."""
 
+    def outline(
+        self,
+        name: Noticed,
+        *,
+        run: Filter = None,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        kind: Filter = None,
+        severity: Filter = None,
+        rule: Filter = None,
+        limit: int = LIMIT,
+    ) -> list[Row]:
+        """Return what each finding, loss or firing is about, without its text; the newest first.
+
+        Of findings that name an operator or a rule's metric, their `evidence` too.
+        """
+        table = TABLES[name]
+        columns, order = _OUTLINES[name]
+        shown: list[sa.ColumnElement[Any]] = [table.c[column] for column in columns.split()]
+        if name == "findings":
+            named = (table.c.kind == "non_finite_operator") | table.c.kind.startswith(
+                "trigger_", autoescape=True
+            )
+            shown.append(sa.case((named, table.c.evidence)).label("evidence"))
+        by = [
+            table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
+            for column in order.split()
+        ]
+        query = sa.select(*shown).where(*conditions(name, locals())).order_by(*by)
+        return self._rows(query.limit(limit))
+
+    def kinds(self, name: Noticed, *, run: Filter = None, attempt_id: Filter = None) -> list[str]:
+        """Return the kinds of findings or losses, or the rules of firings, that there are."""
+        table = TABLES[name]
+        column = table.c["rule" if name == "firings" else "kind"]
+        query = sa.select(column.label("kind")).where(*conditions(name, locals())).distinct()
+        return [str(row["kind"]) for row in self._rows(query.order_by(column))]
+
+    def finding(self, finding_id: str) -> list[Row]:
+        """Return the findings whose id begins with this, at most two."""
+        column = TABLES["findings"].c.finding_id
+        query = sa.select(TABLES["findings"]).where(column.startswith(finding_id, autoescape=True))
+        return self._rows(query.order_by(column).limit(2))
+
     def findings(
         self,
         *,
+        finding_id: Filter = None,
         run: Filter = None,
         attempt_id: Filter = None,
         step: Filter = None,
@@ -28,6 +96,7 @@ class NoticedReads(Reader):
     def losses(
         self,
         *,
+        loss_id: Filter = None,
         run: Filter = None,
         attempt_id: Filter = None,
         step: Filter = None,

@@ -1,0 +1,139 @@
+"""Findings, losses and firings, grouped by the real service and read by client and terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+
+import stagescope
+from stagescope.errors import NotFound
+from stagescope_service.engine.findings import finding
+from stagescope_service.store.base import Put
+
+STAGE = "actor_update"
+OPERATOR = "Module.model.layers.11.mlp.down_proj.Linear.forward.0"
+ADVICE = "trust the mismatch of this step only once this is explained"
+
+
+def noticed(kind: str, message: str, step: int, **more: object) -> Put:
+    keys = {"run": "r", "attempt_id": 1, "wall": 1e9 + step, "stage": STAGE, "step": step}
+    return finding(kind, message, **{**keys, **more})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A NaN that lasts from step 10 to 25 on both ranks, the operator, and a warning of step 3."""
+    with service(tmp_path_factory.mktemp("home")) as running:
+        ranks = [Rank(running, rank=rank) for rank in (0, 1)]
+        for step, rank in ((4, 0), (5, 1)):
+            reason = f"the buffer is full: {299 + step} MB wait"
+            work = {"step": step, "stage": STAGE}
+            ranks[rank].say("dropped", what="payload", count=2, bytes=30, reason=reason, **work)
+        puts = [
+            noticed(
+                "nonfinite_log_probs",
+                f"{step} old_nan of 96 tokens",
+                step,
+                severity="error",
+                role="actor",
+                rank=rank,
+                advice=f"see /steps/{step}/tokens?kind=nonfinite for which",
+                evidence={"old_nan": step},
+            )
+            for step in range(10, 26)
+            for rank in (0, 1)
+        ]
+        named = {"severity": "error", "role": "actor", "rank": 1, "evidence": {"name": OPERATOR}}
+        puts.append(noticed("non_finite_operator", f"{OPERATOR} gave nan", 10, **named))
+        puts.append(noticed("streams_temperature", "0.6 a nat", 3, advice=ADVICE))
+        running.store.submit(puts).result(30)
+        yield running
+
+
+@pytest.fixture
+def session(real: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[stagescope.Session]:
+    home = real.settings.home
+    files = {name: str(home / f"{name.split('_')[0]}.token") for name in ("read_token_file",)}
+    (home / "service.json").write_text(json.dumps({"url": real.server.url, **files}))
+    monkeypatch.setenv("STAGESCOPE_HOME", str(home))
+    with stagescope.attach() as session:
+        yield session
+
+
+def ask(*words: str, width: int = 80) -> str:
+    result = invoke(*words, env={"COLUMNS": str(width)})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_what_lasts_is_said_once_and_the_operator_first(session: stagescope.Session) -> None:
+    found = session.findings()
+    assert len(found) == 34
+    kinds = found.groups["kind"]
+    assert kinds == ("non_finite_operator", "nonfinite_log_probs", "streams_temperature")
+    lasting = found.groups[1]
+    assert lasting["where"] == "steps 10-25, ranks 0-1"
+    assert (lasting["findings"], lasting["first_step"], lasting["last_step"]) == (32, 10, 25)
+    # The first of them speaks for all: there it began.
+    assert (lasting["step"], lasting["rank"], lasting["evidence"]) == (10, 0, {"old_nan": 10})
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_a_message_and_its_advice_are_wrapped_not_cut(
+    session: stagescope.Session, width: int
+) -> None:
+    text = ask("findings", width=width)
+    assert max(map(len, text.splitlines())) <= max(width, len(OPERATOR) + 2)
+    assert ".." not in text
+    flat = " ".join(text.split())
+    assert OPERATOR in text
+    assert ADVICE in flat
+    assert "see `stagescope tokens 10 --kind nonfinite` for which" in flat
+    assert flat.count("steps 10-25, actor ranks 0-1") == 1
+
+
+def test_only_some(session: stagescope.Session) -> None:
+    assert len(session.findings(only="error").groups) == 2
+    assert set(session.findings(only="warning,error")["severity"]) == {"error", "warning"}
+    assert session.findings(only="streams_*").groups["kind"] == ("streams_temperature",)
+    assert not len(session.findings(only="info"))
+    with pytest.raises(NotFound, match="streams_temperature"):
+        session.findings(only="stream")
+    assert "non_finite_operator" not in ask("findings", "--only", "warning")
+
+
+def test_one_finding_whole_by_the_id_that_is_shown(session: stagescope.Session) -> None:
+    shown = re.findall(r"^([0-9a-f]{10}) error nonfinite", ask("findings"), re.MULTILINE)
+    assert len(shown) == 1
+    text = ask("finding", shown[0])
+    for words in ("10 old_nan of 96", "old_nan  10", "32 findings, steps 10-25", "--kind nonf"):
+        assert words in text
+    assert session.finding(shown[0])["advice"].startswith("see /steps/10/tokens")
+    refused = invoke("finding", "zz")
+    assert refused.exit_code == 4
+
+
+def test_losses_that_differ_in_a_number_are_one(session: stagescope.Session) -> None:
+    lost = session.losses()
+    assert len(lost) == 2
+    (group,) = lost.groups
+    assert (group["count"], group["bytes"], group["where"]) == (4, 60, "steps 4-5, ranks 0-1")
+    assert "303 MB wait" in ask("losses")
+
+
+def test_json_holds_every_row_and_the_groups(session: stagescope.Session) -> None:
+    answer = json.loads(ask("findings", "--json", "--limit", "500"))
+    assert len(answer["rows"]) == 34
+    assert len(answer["groups"]) == 3
+
+
+def test_a_notebook_shows_the_groups_too(session: stagescope.Session) -> None:
+    page = session.findings()._repr_html_()
+    assert page.count("steps 10-25") == 1
+    assert page.index("down_proj") < page.index("old_nan of 96") < page.index("0.6 a nat")
+    assert ADVICE in page
