@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from tests.support.api import Rank, Service
 
 from stagescope_service.engine.orders.agreement import AGREED
@@ -9,18 +12,107 @@ from stagescope_service.engine.orders.agreement import AGREED
 STAGE = "actor_update"
 
 
+def ordered(live: Service, **order: Any) -> str:
+    """Order a capture by step numbers, in force before anybody trains; return its id."""
+    response = live.operate.post("/captures", json={"run": "r", **order})
+    assert response.status_code == 201, response.text
+    answer = response.json()
+    assert answer["agreement"]["phase"] == AGREED
+    return str(answer["capture_id"])
+
+
+def dump(
+    rank: Rank, capture_id: str, stage: str, step: int, state: str = "complete", **part: int
+) -> None:
+    rank.stage(stage, step, **part)
+    said = {"stage": stage, "step": step, "capture_id": capture_id, "state": state, **part}
+    rank.say("dump", path="/d", **said)
+
+
+def come_to(live: Service, capture_id: str) -> tuple[str, list[tuple[str, int, int, int]]]:
+    """Return (state, [(state, collected, waiting, gaps) of each step])."""
+    said = live.get(f"/captures/{capture_id}")
+    steps = [
+        (each["state"], each["collected"], len(each["waiting"]), len(each["gaps"]))
+        for each in said["steps"]
+    ]
+    return said["state"], steps
+
+
 def test_a_step_that_an_earlier_attempt_captured_is_not_waited_for(live: Service) -> None:
-    live.operate.post("/captures", json={"run": "r", "stages": [STAGE], "steps": [3, 7]})
-    [entry] = live.engine.in_force.entries.values()
-    assert entry.agreement.phase == AGREED  # nobody trains yet
+    capture_id = ordered(live, stages=[STAGE], steps=[3, 7])
     rank = Rank(live, world_size=1)
-    for step in (3, 4):
-        rank.begin(STAGE, step)
-    rank.say("dump", stage=STAGE, step=3, capture_id=entry.capture_id, state="complete", path="/d")
+    dump(rank, capture_id, STAGE, 3)
+    rank.begin(STAGE, 4)
     resumed = Rank(live, key="again", world_size=1, resumed_from_step=5)
     resumed.begin(STAGE, 6)
-    said = live.get(f"/captures/{entry.capture_id}")
+    said = live.get(f"/captures/{capture_id}")
     assert [(each["attempt"], each["step"], each["state"]) for each in said["steps"]] == [
         (1, 3, "complete"),
         (2, 7, "waiting"),
     ]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_a_step_is_not_complete_between_its_stages(live: Service, steps_before: int) -> None:
+    stages = ["actor_compute_log_prob", STAGE]
+    first = 1 + steps_before
+    capture_id = ordered(live, stages=stages, steps=[first])
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    for step in range(1, first):
+        for rank in ranks:
+            for stage in stages:
+                rank.stage(stage, step)
+    for stage in stages:
+        for rank in ranks:
+            assert come_to(live, capture_id)[0] == "agreed"
+            dump(rank, capture_id, stage, first)
+    if steps_before:
+        # All that the ranks did in the step before is reported: nothing more is waited for.
+        assert come_to(live, capture_id) == ("complete", [("complete", 2, 0, 0)])
+    else:
+        assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 2, 0)])
+        ranks[0].begin(stages[0], first + 1)
+        assert come_to(live, capture_id) == ("agreed", [("waiting", 1, 1, 0)])
+        ranks[1].begin(stages[0], first + 1)
+        assert come_to(live, capture_id) == ("complete", [("complete", 2, 0, 0)])
+
+
+def test_minibatches_that_are_still_to_come_are_waited_for(live: Service) -> None:
+    capture_id = ordered(live, stages="all", steps=[4])
+    rank = Rank(live, world_size=1)
+    for step, minibatches in ((1, 2), (2, 2), (3, 3)):
+        for minibatch in range(minibatches):
+            rank.stage(STAGE, step, minibatch=minibatch)
+    for minibatch in range(3):
+        # Their number changed between the steps before: only the step's end says how many.
+        dump(rank, capture_id, STAGE, 4, minibatch=minibatch)
+        assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 1, 0)])
+    rank.begin(STAGE, 5)
+    assert come_to(live, capture_id) == ("complete", [("complete", 1, 0, 0)])
+
+
+def test_a_stage_without_a_report_is_a_gap_once_its_step_is_over(live: Service) -> None:
+    capture_id = ordered(live, stages=["actor_compute_log_prob", STAGE], steps=[1])
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    for rank in ranks:
+        dump(rank, capture_id, "actor_compute_log_prob", 1)
+    dump(ranks[0], capture_id, STAGE, 1, state="failed")
+    assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 2, 1)])
+    ranks[1].stage(STAGE, 1)
+    for rank in ranks:
+        rank.begin(STAGE, 2)
+    said = live.get(f"/captures/{capture_id}")
+    assert said["state"] == "partial"
+    assert [(gap["rank"], gap["state"]) for gap in said["steps"][0]["gaps"]] == [
+        (0, "failed"), (1, "no report"),
+    ]  # fmt: skip
+
+
+def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: Service) -> None:
+    capture_id = ordered(live, stages=[STAGE], steps=[1], keep=["responses"])
+    rank = Rank(live, world_size=1)
+    rank.stage(STAGE, 1)
+    assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 0, 0)])
+    rank.begin(STAGE, 2)
+    assert come_to(live, capture_id) == ("complete", [("complete", 0, 0, 0)])

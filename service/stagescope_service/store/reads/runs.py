@@ -110,10 +110,20 @@ class RunReads(Reader):
     ) -> list[Row]:
         """Return stages in the order in which they began; superseded ones only when asked."""
         where = conditions("stages", {**locals(), "superseded": True if superseded else None})
-        if superseded is False:  # null is unknown, and unknown is not superseded
-            column = TABLES["stages"].c.superseded
-            where.append(column.is_(None) | (column == sa.false()))
+        if superseded is False:
+            where.append(_not_superseded())
         return self._page("stages", where, "begin_wall rank work_key", limit, offset)
+
+    def count_stages(
+        self, attempt_id: int, step: int, *, stage: Filter = None
+    ) -> dict[tuple[str, str, int], int]:
+        """Return (stage, role, rank) -> how many parts of the stage it did in a step."""
+        table = TABLES["stages"]
+        where = [*conditions("stages", locals()), _not_superseded()]
+        key = (table.c.stage, table.c.role, table.c.rank)
+        query = sa.select(*key, sa.func.count().label("parts")).where(*where).group_by(*key)
+        rows = self._rows(query)
+        return {(row["stage"], row["role"], row["rank"]): int(row["parts"]) for row in rows}
 
     def open_stages(self, attempt_id: Filter = None, *, limit: int = LIMIT) -> list[Row]:
         """Return stages that began and did not end, oldest first."""
@@ -131,3 +141,8 @@ class RunReads(Reader):
     def paces(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
         """Return how ranks went through each part of steps; see `paces.paces`."""
         return self._rows(paces.paces(attempt_id, steps))
+
+
+def _not_superseded() -> sa.ColumnElement[bool]:
+    column = TABLES["stages"].c.superseded
+    return column.is_(None) | (column == sa.false())  # null is unknown, and that is not superseded
