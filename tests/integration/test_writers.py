@@ -20,6 +20,7 @@ ray = pytest.importorskip("ray")
 from tests.support.cluster import Service, eventually  # noqa: E402
 from tests.support.ranks import Rank  # noqa: E402
 
+from stagescope.errors import InvalidInput  # noqa: E402
 from stagescope_service.serve import start_service  # noqa: E402
 
 pytestmark = pytest.mark.ray
@@ -240,3 +241,15 @@ def test_serve_without_a_cluster_starts_one_and_stop_ends_it_and_no_other(tmp_pa
     assert not is_alive(keeper)
     assert ray.cluster_resources()  # this module's own lives on
     assert call("stop") == {"stopped": False}
+
+
+def test_odd_arguments_of_calls_are_refused_by_name(service: Service) -> None:
+    coordinator = service.coordinator
+    for call, wrong in (
+        (coordinator.pin.remote(attempt_id=1, step=1 << 63, by="x"), "step is 9223372036854775808"),
+        (coordinator.remove_capture.remote(capture_id={}, by="x"), "capture_id is {}"),
+        (coordinator.poll.remote(sender=None, revision=0), "sender is None"),
+        (coordinator.record_events.remote(sender=(), events=None), "events is a NoneType"),
+    ):
+        with pytest.raises(InvalidInput, match=wrong):
+            ray.get(call, timeout=30)

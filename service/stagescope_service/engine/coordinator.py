@@ -18,8 +18,21 @@ from typing import Any, Final
 import ray
 
 from stagescope.captures import validate_capture
+from stagescope.engines.registry import check_engine
 from stagescope.errors import NotReady, StagescopeError
 from stagescope_service.engine import digests
+from stagescope_service.engine.arguments import (
+    AttemptId,
+    Fields,
+    Name,
+    Ranks,
+    Revision,
+    Seconds,
+    Seqs,
+    StepNumber,
+    check_batch,
+    checked,
+)
 from stagescope_service.engine.floor import RayFloor
 from stagescope_service.engine.instructions import Assemble, Put
 from stagescope_service.engine.orders.bench import with_bench
@@ -67,23 +80,25 @@ class DebugCoordinator:
     async def record_events(
         self,
         *,
-        sender: tuple[Any, ...],
+        sender: Sequence[Any],
         events: Sequence[Any],
         payloads: Mapping[int, Any] | None = None,
     ) -> Reply:
         """Take in a batch; returns after its commit."""
+        check_batch(events, payloads)
         try:
             return await self._ready().record(sender, events, payloads)
         except NotReady as error:
             return self._not_ready(error)
 
+    @checked
     async def poll(
         self,
         *,
-        sender: tuple[Any, ...],
-        revision: int,
-        unreceipted: Sequence[int] = (),
-        wait: float = 20.0,
+        sender: Sequence[Any],
+        revision: Revision,
+        unreceipted: Seqs = (),
+        wait: Seconds = 20.0,
     ) -> Reply:
         """Renew the lease; returns news of the plan and receipts, after `wait` at most."""
         try:
@@ -128,7 +143,8 @@ class DebugCoordinator:
         """Return the plan in force."""
         return self._ready().plan.stored()
 
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0) -> Reply:
+    @checked
+    async def add_capture(self, *, spec: Fields, by: Name, wait: Seconds = 0.0) -> Reply:
         """Order a capture; returns it with its id once it is agreed on, or after `wait` seconds."""
         reception = self._ready()
         reception.executor.check_ready()  # before the plan changes: who is refused may ask again
@@ -151,7 +167,8 @@ class DebugCoordinator:
         row = await asyncio.to_thread(catalogue.capture, entry.capture_id)
         return {**(entry.stored() if row is None else row["spec"]), "notes": orders.notes(entry)}
 
-    async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
+    @checked
+    async def remove_capture(self, *, capture_id: Name, by: Name) -> Reply:
         """Withdraw a capture and return it."""
         reception = self._ready()
         reception.executor.check_ready()
@@ -159,13 +176,15 @@ class DebugCoordinator:
         await reception.order([*rows, _audit(by, "remove_capture", entry.stored())])
         return entry.stored()
 
-    async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> Reply:
+    @checked
+    async def set_triggers(self, *, document: Fields, by: Name) -> Reply:
         """Put rules in force; returns their revision."""
         self._ready().executor.check_ready()
         assert self._floor is not None
         return {"revision": await self._floor.triggers.put(Rules.parse(document), by=by)}
 
-    async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+    @checked
+    async def pin(self, *, attempt_id: AttemptId, step: StepNumber, by: Name) -> Reply:
         """Let the payloads and the kept files of a step stay until it is unpinned."""
         reception = self._ready()
         reception.executor.check_ready()
@@ -177,7 +196,8 @@ class DebugCoordinator:
         await reception.write([*rows, _audit(by, "pin", place)])
         return {**place, "pinned": True, **dataclasses.asdict(held)}
 
-    async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
+    @checked
+    async def unpin(self, *, attempt_id: AttemptId, step: StepNumber, by: Name) -> Reply:
         """Let the payloads of a step leave the rings when room is needed."""
         reception = self._ready()
         reception.executor.check_ready()
@@ -188,15 +208,17 @@ class DebugCoordinator:
         await reception.write([*rows, _audit(by, "unpin", place)])
         return {**place, "unpinned": done}
 
-    async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> Reply:
+    @checked
+    async def add_engine(self, *, engine: Fields, by: Name) -> Reply:
         """Register a long-lived engine, or register it anew; nothing here ever asks it."""
         reception = self._ready()
         reception.executor.check_ready()
-        row = {**engine, "by": by, "wall": time.time()}
+        row = {**check_engine(engine), "by": by, "wall": time.time()}
         await reception.write([Put("engines", row), _audit(by, "add_engine", row)])
         return row
 
-    async def remove_engine(self, *, name: str, by: str) -> Reply:
+    @checked
+    async def remove_engine(self, *, name: Name, by: Name) -> Reply:
         """Take an engine out of the registry."""
         reception = self._ready()
         reception.executor.check_ready()
@@ -208,14 +230,15 @@ class DebugCoordinator:
         """Order what a trigger asks for, as anyone would."""
         return await self.add_capture(spec=spec, by=by)
 
+    @checked
     async def ask_stacks(
         self,
         *,
-        attempt_id: int,
-        role: str | None,
-        ranks: Sequence[int] | None,
-        seconds: float,
-        by: str,
+        attempt_id: AttemptId,
+        role: Name | None,
+        ranks: Ranks | None,
+        seconds: Seconds,
+        by: Name,
     ) -> Reply:
         """Ask processes for their stacks, which come into the catalogue; see `Reception`."""
         return await self._ready().ask_stacks(attempt_id, role, ranks, seconds=seconds, by=by)
@@ -248,7 +271,8 @@ class DebugCoordinator:
             "keeping": None if self._floor is None else self._floor.retention.health(),
         }
 
-    async def drain(self, *, run: str | None, timeout: float = 30.0) -> Reply:
+    @checked
+    async def drain(self, *, run: Name | None, timeout: Seconds = 30.0) -> Reply:
         """Wait until nothing of a run (None: of any) is still to be read."""
         return await self._ready().drain(run, timeout)
 
@@ -297,7 +321,7 @@ class DebugCoordinator:
         pause = _FIRST_PAUSE
         while True:
             try:
-                settings.data_path.mkdir(parents=True, exist_ok=True)
+                settings.data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 store = self._store = SqlStore(settings.catalogue_url)
                 await asyncio.to_thread(store.open)
                 snapshot = await asyncio.to_thread(store.snapshot)

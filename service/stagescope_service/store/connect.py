@@ -110,7 +110,7 @@ def writer_engine(url: str) -> sa.Engine:
         raise CatalogueUnavailable(
             f"SQLite is {sqlite3.sqlite_version}", expected="3.37 or later", advice=_MOVE
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_local(path)
     engine = _sqlite_engine(path, mode="rwc")
 

@@ -1,0 +1,98 @@
+"""What calls of the coordinator may be given: whoever can call an actor may call it wrongly.
+
+A call that comes over HTTP was checked there; one of an actor's handle was not. Events are checked
+one by one where they are read, for speed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import pydantic
+
+from stagescope.errors import InvalidInput
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_BELOW = 1 << 63
+"""What a column of the catalogue does not hold any more."""
+
+AttemptId = Annotated[int, pydantic.Field(ge=1, lt=_BELOW)]
+StepNumber = Annotated[int, pydantic.Field(ge=0, lt=_BELOW)]
+Revision = Annotated[int, pydantic.Field(ge=-_BELOW, lt=_BELOW)]
+Seconds = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Ranks = Annotated[
+    Sequence[Annotated[int, pydantic.Field(ge=0, lt=1 << 31)]], pydantic.Field(max_length=100_000)
+]
+Seqs = Annotated[
+    Sequence[Annotated[int, pydantic.Field(ge=0, lt=_BELOW)]], pydantic.Field(max_length=100_000)
+]
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("it holds characters that cannot be printed")
+    return value
+
+
+Name = Annotated[
+    str,
+    pydantic.Field(min_length=1, max_length=500),
+    pydantic.AfterValidator(_printable),
+]
+Fields = Mapping[str, Any]
+
+_STRICT = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+    """Refuse arguments that are not what the annotations of `method` say.
+
+    Raises:
+        InvalidInput: by the call; names each argument, what it is and what was expected.
+    """
+
+    @pydantic.validate_call(config=_STRICT)
+    @functools.wraps(method)
+    def begin(*positional: P.args, **named: P.kwargs) -> Awaitable[R]:
+        # Not a coroutine: what the call itself raises is no fault of its arguments.
+        return method(*positional, **named)
+
+    @functools.wraps(method)
+    async def call(*positional: P.args, **named: P.kwargs) -> R:
+        try:
+            running = begin(*positional, **named)
+        except pydantic.ValidationError as error:
+            raise InvalidInput(_wrong(error), expected=_expected(error)) from None
+        return await running
+
+    return call
+
+
+def check_batch(events: object, payloads: object) -> None:
+    """Refuse what is no batch of events; each event is looked at where it is read.
+
+    Raises:
+        InvalidInput: not a list of events, or payloads that are not seq -> payload.
+    """
+    if not isinstance(events, list | tuple):
+        raise InvalidInput(f"events is a {type(events).__name__}", expected="a list of events")
+    if payloads is not None and not isinstance(payloads, Mapping):
+        raise InvalidInput(
+            f"payloads is a {type(payloads).__name__}", expected="a dict of seq to payload"
+        )
+
+
+def _wrong(error: pydantic.ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, item['loc']))} is {item['input']!r:.100}"
+        for item in error.errors()[:5]
+    )
+
+
+def _expected(error: pydantic.ValidationError) -> str:
+    told = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in error.errors())
+    return "; ".join(list(told)[:5])

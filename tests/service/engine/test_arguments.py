@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagescope.errors import InvalidInput, NotReady
+from stagescope_service.engine.coordinator import DebugCoordinator
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(1 << 70), 1 << 70)
+    | st.floats() | st.text() | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)  # fmt: skip
+CALLS = (
+    "record_events", "poll", "add_capture", "remove_capture", "set_triggers", "pin", "unpin",
+    "add_engine", "remove_engine", "ask_stacks", "drain",
+)  # fmt: skip
+
+
+class Opening(DebugCoordinator):
+    """A coordinator whose catalogue does not open."""
+
+    def _wake(self) -> None:
+        pass
+
+
+def call(name: str, arguments: dict[str, Any]) -> Any:
+    return asyncio.run(getattr(Opening({}), name)(**arguments))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@given(data=st.data())
+def test_whatever_a_call_is_given_is_taken_or_refused(name: str, data: st.DataObject) -> None:
+    names = [
+        each for each in inspect.signature(getattr(Opening, name)).parameters if each != "self"
+    ]
+    arguments = {each: data.draw(anything) for each in names}
+    try:
+        answer = call(name, arguments)
+    except (InvalidInput, NotReady):
+        return
+    assert "not_ready" in answer
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "wrong"),
+    [
+        ("pin", {"attempt_id": 1, "step": 1 << 63, "by": "x"}, "step is 9223372036854775808"),
+        ("pin", {"attempt_id": True, "step": 1, "by": "x"}, "attempt_id is True"),
+        ("unpin", {"attempt_id": 0, "step": -1, "by": "x"}, "attempt_id is 0; step is -1"),
+        ("remove_capture", {"capture_id": {}, "by": "x"}, "capture_id is {}"),
+        ("remove_engine", {"name": "a\n", "by": "x"}, "name is 'a"),
+        ("drain", {"run": 5, "timeout": float("nan")}, "run is 5; timeout is nan"),
+        ("poll", {"sender": (), "revision": "1", "unreceipted": [None]}, "revision is '1'"),
+        ("record_events", {"sender": (), "events": 5}, "events is a int"),
+        ("record_events", {"sender": (), "events": [], "payloads": [1]}, "payloads is a list"),
+        ("ask_stacks", {"attempt_id": 1, "role": None, "ranks": [-1], "seconds": 1, "by": "x"},
+         "ranks.0 is -1"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(name: str, arguments: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        call(name, arguments)
+    assert wrong in caught.value.wrong
+    assert caught.value.expected
+
+
+def test_calls_stay_what_ray_makes_methods_of() -> None:
+    for name in CALLS:
+        method = getattr(DebugCoordinator, name)
+        assert inspect.iscoroutinefunction(method)
+        kinds = [each.kind for each in inspect.signature(method).parameters.values()][1:]
+        assert set(kinds) == {inspect.Parameter.KEYWORD_ONLY}
