@@ -1,8 +1,11 @@
 """Where the service is: arguments, then the environment, then the file that `serve` wrote.
 
 `$STAGESCOPE_HOME/service.json` (default `~/.stagescope/service.json`, mode 0600) holds
-`{"url", "read_token_file", "operate_token_file", "cluster_address", "started"}`. Its tokens go
-to its own URL only: a URL that is named otherwise never receives them.
+`{"url", "host", "read_token_file", "operate_token_file", "cluster_address", "started"}`. Its
+tokens go to its own URL only: a URL that is named otherwise never receives them. A loopback URL
+is that of one host: where the file is read on another (a shared home), it names no service.
+
+httpx is imported where a URL is read: a training process looks for the file, and most find none.
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
-
 from stagescope.errors import InvalidInput, Unauthorized, Unreachable
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_PASSWORD: Final = re.compile(r"//[^/@\s]*@")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,11 +52,14 @@ def find(url: str | None = None, token: str | None = None) -> Place:
     path = service_file()
     written, problem = _read(path)
     token = token or os.environ.get("STAGESCOPE_TOKEN") or None
+    note = ""
+    if token is None:
+        token, note = _token(os.environ.get("STAGESCOPE_TOKEN_FILE"))
     if url is not None:
         found = "the URL given"
     elif os.environ.get("STAGESCOPE_URL"):
         url, found = os.environ["STAGESCOPE_URL"], "STAGESCOPE_URL"
-    elif written:
+    elif written and not (problem := _elsewhere(written, path)):
         url, found = str(written["url"]), str(path)
     else:
         raise Unreachable(
@@ -67,9 +74,11 @@ def find(url: str | None = None, token: str | None = None) -> Place:
         read, read_problem = _token(written.get("read_token_file"))
         operate, operate_problem = _token(written.get("operate_token_file"))
         # Either token reads: an operator's machine may keep only the one that operates.
-        note = (read_problem or operate_problem) if not (read and operate) else ""
+        if not (read and operate):
+            note = note or read_problem or operate_problem
         return Place(base, found, read or operate, operate, note)
-    return Place(base, found, note=f"{path} has tokens for another URL" if written else problem)
+    other = f"{path} has tokens for another URL" if written else problem
+    return Place(base, found, note=note or other)
 
 
 def check_url(url: str) -> str:
@@ -78,23 +87,38 @@ def check_url(url: str) -> str:
     Raises:
         InvalidInput: not an http or https URL, or one with a query or a password.
     """
+    import httpx
+
+    shown = _PASSWORD.sub("//...@", repr(url))
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise InvalidInput(f"{url!r} is not a URL", expected="http://HOST:8700") from error
+        raise InvalidInput(f"{shown} is not a URL", expected="http://HOST:8700") from error
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.userinfo:
         raise InvalidInput(
-            f"{url!r} is not the URL of a service", expected="http://HOST:8700 or https://HOST/PATH"
+            f"{shown} is not the URL of a service", expected="http://HOST:8700 or https://HOST/PATH"
         )
     return str(parsed).rstrip("/")
 
 
 def is_loopback(url: str) -> bool:
     """Return whether `url` names this machine by a loopback name."""
+    import httpx
+
     return httpx.URL(url).host in _LOOPBACK
 
 
+def _elsewhere(written: Mapping[str, Any], path: Path) -> str:
+    """Return why the file's URL is of no use on this host; empty where it is."""
+    host = written.get("host")
+    if not isinstance(host, str) or host == socket.gethostname() or not is_loopback(written["url"]):
+        return ""
+    return f"{path} names {written['url']} of the host {host}, which this host cannot reach"
+
+
 def _same_service(one: str, other: str) -> bool:
+    import httpx
+
     def key(url: str) -> tuple[Any, ...]:
         parsed = httpx.URL(url)
         host = "localhost" if parsed.host in _LOOPBACK else parsed.host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -132,6 +133,10 @@ class CoordinatorCommands:
         """Return how the coordinator is."""
         return await self._call("status")
 
+    async def drain(self, *, run: str | None, timeout: float) -> Reply:
+        """Wait for the receipts of a run."""
+        return await self._call("drain", run=run, timeout=timeout)
+
     async def _call(self, method: str, **arguments: Any) -> Reply:
         seconds = _CALL_SECONDS + float(arguments.get("wait") or 0.0)
         try:
@@ -197,7 +202,8 @@ class ApiServer:
             app, host=settings.host, port=port, header_seconds=settings.header_seconds
         )
         server.start(wait_for_port=5.0)
-        service_file.change(settings, {"url": server.url, "pid": os.getpid()})
+        said = {"url": server.url, "pid": os.getpid(), "host": socket.gethostname()}
+        service_file.change(settings, said)
         return server
 
     def where(self) -> dict[str, Any]:
@@ -208,6 +214,7 @@ class ApiServer:
             "url": url,
             "problem": self._problem,
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "started": self._started,
             "home": str(self._settings.home),
         }

@@ -85,7 +85,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         if running and is_same(home, settings.home):
             known = service_file.read(settings)
             started = known.get("started") or where["started"]
-            said = {"url": where["url"], "started": started, "pid": where["pid"]}
+            said = {name: where[name] for name in ("url", "pid", "host")} | {"started": started}
             _write_down(settings, cluster, said)
     return ServiceInfo(
         url=where["url"],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,29 @@ def test_the_files_tokens_go_to_its_own_url_only(url: str) -> None:
     place = discovery.find(url)
     assert place.read_token is None
     assert place.operate_token is None
+
+
+def test_a_loopback_url_of_another_host_is_no_service_here() -> None:
+    write_service_file("http://127.0.0.1:8700", host="head")
+    with pytest.raises(Unreachable, match="of the host head"):
+        discovery.find()
+    write_service_file("http://10.0.0.4:8700", host="head")
+    assert discovery.find().operate_token == "o" * 20
+    write_service_file("http://127.0.0.1:8700", host=socket.gethostname())
+    assert discovery.find().operate_token == "o" * 20
+
+
+def test_a_token_by_the_path_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STAGESCOPE_TOKEN_FILE", str(tmp_path / "token"))
+    assert "token" in discovery.find("http://head:8700").note  # it cannot be read
+    (tmp_path / "token").write_text("t" * 20)
+    assert discovery.find("http://head:8700").operate_token == "t" * 20
+
+
+def test_a_password_in_a_url_is_not_repeated() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        discovery.find("http://me:hidden@head:8700")
+    assert "hidden" not in str(caught.value)
 
 
 def test_one_service_by_two_loopback_names() -> None:

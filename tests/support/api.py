@@ -156,6 +156,11 @@ class LocalEngine:
             "poll_seconds": 20.0,
         }
 
+    async def drain(self, *, run: str | None, timeout: float) -> dict[str, Any]:
+        pending = self.state.pending(run)
+        known = self.state.registry.is_known(run)
+        return {"run": run, "drained": not pending, "pending": len(pending), "known": known}
+
     async def plan(self) -> dict[str, Any]:
         return self.in_force.stored()
 

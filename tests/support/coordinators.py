@@ -166,6 +166,8 @@ class FakeApi:
 class FakeLink:
     """A link to whatever coordinator the test has put in place."""
 
+    address = "the test"
+
     def __init__(self, place: FakeService) -> None:
         self._place = place
         self._coordinator = place.coordinator

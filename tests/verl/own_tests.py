@@ -49,7 +49,9 @@ def outcomes(folder: Path, targets: list[str], more: Mapping[str, str]) -> dict[
             f"--junitxml={report.name}", *targets,
         ]  # fmt: skip
         # No hub: what a test cannot load, it shall not wait for. No cluster but the tests' own.
-        env = {**kept, "HF_HUB_OFFLINE": "1", "RAY_ADDRESS": "local", **more}
+        # No service but the tests' own: `folder` holds no service.json.
+        alone = {"HF_HUB_OFFLINE": "1", "RAY_ADDRESS": "local", "STAGESCOPE_HOME": str(folder)}
+        env = {**kept, **alone, **more}
         subprocess.run(command, cwd=folder, env=env, stdout=sys.stderr, check=False)
         cases = ET.parse(report.name).getroot().iter("testcase")
         return {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,21 @@ from stagescope import framing
 from stagescope.errors import Unauthorized, Unreachable
 from stagescope.schema import DTYPE_BYTES
 from stagescope_service.api import framing as api_framing
-from stagescope_workers import lifecycle
+from stagescope_workers import courier, lifecycle
+from stagescope_workers import link as links
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.draft import Draft
 from stagescope_workers.http_link import HttpLink
 from stagescope_workers.link import find_link
 from stagescope_workers.payload import owned_tensor
+
+
+def write_service_file(monkeypatch: pytest.MonkeyPatch, home: Path, url: str, token: str) -> None:
+    monkeypatch.setenv("STAGESCOPE_HOME", str(home))
+    (home / "operate.token").write_text(token)
+    written = {"url": url, "operate_token_file": str(home / "operate.token")}
+    (home / "service.json").write_text(json.dumps(written))
+
 
 SENDER = (1, "incarnation", "run", "key", "actor", 0, None, None, None)
 
@@ -81,6 +91,9 @@ class Service(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.coordinator = FakeCoordinator()
         self.status = 200
+        self.authorizations: list[str | None] = []
+        self.drained: list[str | None] = []
+        self.holds: threading.Event | None = None
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -95,6 +108,8 @@ class Handler(BaseHTTPRequestHandler):
         service = self.server
         assert isinstance(service, Service)
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        service.authorizations.append(self.headers["Authorization"])
+        assert service.holds is None or service.holds.wait(30)
         status = 401 if self.headers["Authorization"] != "Bearer right" else service.status
         answer: dict[str, Any] = {"detail": "as the test said"}
         if status == 200 and self.path == "/events":
@@ -109,6 +124,9 @@ class Handler(BaseHTTPRequestHandler):
                 threading.Event().wait(0.01)
                 service.coordinator.tick()
             answer = future.result()
+        elif status == 200 and self.path == "/drain":
+            service.drained.append(json.loads(body)["run"])
+            answer = {"drained": True, "known": True}
         text = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
@@ -172,11 +190,91 @@ def test_nobody_there_is_unreachable() -> None:
     link.close()
 
 
-def test_an_address_is_used_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    find: Callable[..., object] = find_link
-    assert find(None, None, "stagescope", url_only=False, waited=60.0) is None
-    assert isinstance(
-        find("http://127.0.0.1:9", None, "stagescope", url_only=False, waited=60.0), HttpLink
-    )
+def test_a_probe_without_ray_finds_the_service_as_attach_does(
+    server: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_service_file(monkeypatch, tmp_path, server.url, "right")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    probe = lifecycle.init("by-file", attempt_key="a")
+    with probe.stage("s", step=2):
+        pass
+    wait_for(lambda: server.coordinator.of_kind("end"))
+    wait_for(lambda: f": connected to {server.url} (from {tmp_path}" in repr(probe))
+    assert "right" not in repr(probe)
+    assert lifecycle.finish(30.0)
+    assert "by-file" in server.drained
+
+
+def test_where_and_when_a_service_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    nowhere = "http://127.0.0.1:9"
+    assert find_link(None, None, "stagescope") is None
+    assert isinstance(find_link(nowhere, None, "stagescope", waited=0.0), HttpLink)
+    write_service_file(monkeypatch, tmp_path, nowhere, "token-of-the-file")
+    link = find_link(None, None, "stagescope", waited=0.0)
+    assert isinstance(link, HttpLink)
+    assert link.address == f"{nowhere} (from {tmp_path / 'service.json'})"
+    # A process that imported Ray may still join a cluster that has a service.
     monkeypatch.setitem(sys.modules, "ray", object())
-    assert find("http://127.0.0.1:9", None, "stagescope", url_only=False, waited=0.0) is None
+    assert find_link(None, None, "stagescope", waited=0.0) is None
+    assert find_link(None, None, "stagescope", waited=60.0) is not None
+
+
+def test_a_token_of_the_file_goes_to_its_own_url_alone(
+    server: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_service_file(monkeypatch, tmp_path, "http://127.0.0.1:9", "right")
+    link = find_link(server.url, None, "stagescope")
+    assert link is not None
+    with pytest.raises(Unauthorized, match="STAGESCOPE_TOKEN_FILE"):
+        link.record(SENDER, [], {}).result(10)
+    assert server.authorizations == [None]
+    link.close()
+
+
+def test_nothing_connected_is_said_once_and_finish_is_false(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(links, "_warned_in", set())
+    monkeypatch.setattr(courier, "UNCONNECTED_SECONDS", 0.05)
+    for rank in (0, 1):
+        probe = lifecycle.init("alone", rank=rank)
+    wait_for(lambda: caplog.records)
+    assert "not connected, no service was found" in repr(probe)
+    assert lifecycle.finish(0.1) is False
+    [line] = [r.getMessage() for r in caplog.records if "nothing is reported" in r.getMessage()]
+    words = ("run alone", "DebugCoordinator", "has not joined Ray", "STAGESCOPE_URL is not set")
+    for word in (*words, f"{tmp_path / 'service.json'} does not exist", "STAGESCOPE_TOKEN_FILE"):
+        assert word in line
+    assert lifecycle.finish(0.1) is False  # nor where this process has no probe at all
+
+
+def test_a_refused_token_is_said_once_and_not_sent_again_and_again(
+    server: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe = lifecycle.init("refused-token", url=server.url, token="wrong", attempt_key="a")
+    wait_for(lambda: server.authorizations)
+    wait_for(lambda: "401" in repr(probe))
+    assert len(server.authorizations) <= 2  # the first batch and the first poll
+    assert probe.close(0.3) is False
+    said = [r.getMessage() for r in caplog.records if "401" in r.getMessage()]
+    assert len([line for line in said if "failed, and is tried again" in line]) == 1
+    assert "wrong" not in " ".join(said)
+
+
+def test_a_call_under_way_outlives_the_close_of_its_link(server: Service) -> None:
+    server.holds = threading.Event()
+    link = HttpLink(server.url, "right")
+    poll = link.poll(SENDER, 0, [], 0.0)
+    wait_for(lambda: server.authorizations)
+    link.close()
+    late = link.record(SENDER, [], {})
+    with pytest.raises(Unreachable, match="given up"):
+        late.result(10)
+    server.holds.set()
+    assert "receipts" in poll.result(10)
+    wait_for(lambda: link._client.is_closed)

@@ -10,12 +10,13 @@ kept until the actor answers, dies or another one takes its name.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from stagescope.errors import StagescopeError
+from stagescope.errors import StagescopeError, Unauthorized
 from stagescope_workers.calls import MOST_BACKOFF, Backoff, Call
 from stagescope_workers.clock import Clock
 from stagescope_workers.device import PinnedPool
@@ -28,6 +29,9 @@ POLL_SECONDS: Final = 20.0
 RECEIPT_POLL_SECONDS: Final = 3.0
 CALL_SECONDS: Final = 10.0
 """After so long without an answer the coordinator's name is looked up again."""
+UNCONNECTED_SECONDS: Final = 10.0
+_UNAUTHORIZED_SECONDS: Final = 10.0
+"""After a refused token: it changes by hand alone."""
 _LEAST_BETWEEN_POLLS: Final = 0.05
 _MOST_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
@@ -61,6 +65,7 @@ class Courier:
         pool: PinnedPool,
         asked: Callable[[Sequence[Mapping[str, Any]]], None],
         alive: Callable[[], float],
+        unconnected: Callable[[str], None],
     ) -> None:
         """Make a courier; `start` begins its thread.
 
@@ -74,6 +79,8 @@ class Courier:
             asked: told what the service asks for in a poll's answer.
             alive: called as long as the thread runs, once a service was reached; returns the
                 seconds after which it is to be called again.
+            unconnected: told once, with the last problem, where no service has answered for
+                `UNCONNECTED_SECONDS`.
         """
         self._outbox = outbox
         self._connect = connect
@@ -83,6 +90,10 @@ class Courier:
         self._pool = pool
         self._asked_for = asked
         self._alive = alive
+        self._unconnected = unconnected
+        self._unconnected_at: float | None = time.monotonic() + UNCONNECTED_SECONDS
+        self.problem = ""
+        """What the last call failed with; empty after an answer."""
         self._longest_pause = _LONGEST_PAUSE
         self.clock = Clock()
         self.coordinator: str | None = None
@@ -186,6 +197,9 @@ class Courier:
         self._pool.settle()
         if self.answers:
             self._longest_pause = min(self._alive(), _LONGEST_PAUSE)
+        elif self._unconnected_at is not None and time.monotonic() >= self._unconnected_at:
+            self._unconnected_at = None
+            self._unconnected(self.problem)
         if self._link is None and not self._join():
             return
         self._collect()
@@ -219,6 +233,7 @@ class Courier:
         try:
             self._link = self._connect()
         except Exception as error:
+            self.problem = f"{error!s:.300}"
             self._warn("connect", f"looking for the service failed: {error!r:.300}")
         self._searched = search
         if self._link is None:
@@ -269,10 +284,15 @@ class Courier:
         try:
             answer = call.future.result()
         except Exception as error:
+            self.problem = f"{type(error).__name__}: {error!s:.500}"
+            unauthorized = isinstance(error, Unauthorized)
             self._warn(
-                what, f"{what} failed, and is tried again: {type(error).__name__}: {error!s:.300}"
+                "token" if unauthorized else what,
+                f"{what} failed, and is tried again: {self.problem}",
             )
             backoff.fail()
+            if unauthorized:
+                backoff.until = time.monotonic() + _UNAUTHORIZED_SECONDS * random.uniform(0.5, 1.0)
             self._connecting.until = backoff.until
             if _is_refusal(error):
                 self._refusals += what == "sending"
@@ -287,6 +307,7 @@ class Courier:
         backoff.succeed()
         self._connecting.succeed()
         self.answers += 1
+        self.problem = ""
         if "wall" in answer:
             self.clock.add(
                 sent=call.wall,

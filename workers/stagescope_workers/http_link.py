@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from stagescope.discovery import is_loopback
 from stagescope.errors import NotFound, NotReady, StagescopeError, Unauthorized, Unreachable
 from stagescope.framing import MEDIA_TYPE, pack_batch
 from stagescope_workers.calls import in_thread
@@ -14,16 +17,45 @@ if TYPE_CHECKING:
     import httpx
 
 
-class HttpLink:
-    """Calls to the service's API, each in a daemon thread of its own."""
+_DRAIN_SECONDS: Final = 5.0
+"""How long one request waits for receipts; the whole wait is made of several."""
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 30.0) -> None:
+
+class HttpLink:
+    """Calls to the service's API, each in a daemon thread of its own.
+
+    The connections outlive `close` until the calls under way have ended: closing a socket that
+    another thread reads from would let that thread read from whatever is opened next.
+    """
+
+    def __init__(
+        self, url: str, token: str | None = None, *, found: str = "", timeout: float = 30.0
+    ) -> None:
+        """Make a link; nothing is sent yet.
+
+        Args:
+            url: of the API.
+            token: the operate token; sent to `url` alone.
+            found: where the URL comes from, for messages.
+            timeout: seconds for an answer, beside what the service is asked to wait.
+        """
         import httpx
 
+        self.address = f"{url} (from {found})" if found else url
         headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._has_token = bool(token)
         self._timeout = timeout
         self._errors = (httpx.HTTPError, OSError)
-        self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
+        # A proxy cannot reach our own loopback, and must not be shown the token.
+        self._client = httpx.Client(
+            base_url=url.rstrip("/"),
+            headers=headers,
+            timeout=timeout,
+            trust_env=not is_loopback(url),
+        )
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._is_closed = False
 
     def pack(self, payload: dict[str, Any]) -> object:
         """Return `payload` as it is: it travels in the body."""
@@ -33,7 +65,7 @@ class HttpLink:
         self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
     ) -> Future[dict[str, Any]]:
         """Send a batch to `POST /events`."""
-        return in_thread(lambda: self._record(sender, events, payloads))
+        return self._start(lambda: self._record(sender, events, payloads))
 
     def _record(
         self, sender: Sequence[Any], events: Sequence[Sequence[Any]], payloads: Mapping[int, Any]
@@ -51,11 +83,11 @@ class HttpLink:
             "unreceipted": unreceipted,
             "wait": wait,
         }
-        return in_thread(lambda: self._answer("/poll", json=said, timeout=wait + self._timeout))
+        return self._start(lambda: self._answer("/poll", json=said, timeout=wait + self._timeout))
 
     def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
         """Ask `GET /steps/{step}/metrics`."""
-        return in_thread(lambda: self._metrics(run, attempt_key, step))
+        return self._start(lambda: self._metrics(run, attempt_key, step))
 
     def _metrics(self, run: str, attempt_key: str | None, step: int) -> dict[str, Any]:
         asked = {"run": run, "attempt_key": attempt_key}
@@ -92,7 +124,10 @@ class HttpLink:
         if status in {401, 403}:
             raise Unauthorized(
                 f"the service answered {status} to {call}",
-                expected="STAGESCOPE_TOKEN with the service's operate token",
+                expected="the service's operate token",
+                advice=f"{'another' if self._has_token else 'no'} token was sent; set "
+                "STAGESCOPE_TOKEN_FILE (a path that this process can read) or STAGESCOPE_TOKEN in "
+                "the environment of this process: on Ray, where `ray start` runs on each node",
             )
         if status >= 500 or status == 404:
             raise Unreachable(f"{call} was answered with {status}")
@@ -106,12 +141,50 @@ class HttpLink:
         return False
 
     def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
-        """Nothing more to wait for than this process's own receipts, which `close` awaits."""
-        return {"run": run, "drained": True}
+        """Wait, `timeout` seconds at most, for the receipts of a whole run.
+
+        Raises:
+            StagescopeError: the service does not answer, or refuses.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            wait = max(0.0, min(deadline - time.monotonic(), _DRAIN_SECONDS))
+            said = {"run": run, "timeout": wait}
+            response = self._send("POST", "/drain", json=said, timeout=wait + min(timeout, 5.0))
+            answer = self._taken(response)
+            if answer["drained"] or time.monotonic() >= deadline:
+                return answer
 
     def close(self) -> None:
-        """Close the connections; a call in flight fails, in its own thread."""
-        self._client.close()
+        """Take no more calls; the connections are closed when none is under way any more."""
+        with self._lock:
+            self._is_closed = True
+            is_idle = not self._under_way
+        if is_idle:
+            self._client.close()
+
+    def _start(self, call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+        with self._lock:
+            if self._is_closed:
+                future: Future[dict[str, Any]] = Future()
+                future.set_exception(Unreachable("this way to the service was given up"))
+                return future
+            self._under_way += 1
+
+        def run() -> dict[str, Any]:
+            try:
+                return call()
+            finally:
+                self._end_call()
+
+        return in_thread(run)
+
+    def _end_call(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            is_last = self._is_closed and not self._under_way
+        if is_last:
+            self._client.close()
 
 
 def _code(response: httpx.Response) -> object:

@@ -13,7 +13,14 @@ from stagescope.schema import HELLO, Sender
 from stagescope_workers import identity
 from stagescope_workers.clock import Clock
 from stagescope_workers.draft import plain
-from stagescope_workers.link import Link, RayPlace, find_link, ray_place
+from stagescope_workers.link import (
+    Link,
+    RayLink,
+    RayPlace,
+    find_link,
+    ray_place,
+    warn_unconnected,
+)
 from stagescope_workers.options import ProbeOptions
 from stagescope_workers.outbox import Entry, Outbox
 from stagescope_workers.standing import Standing
@@ -36,6 +43,7 @@ class Introduction:
         self._options = options
         self._incarnation = incarnation
         self._standing = standing
+        self._by_ray = False
         self._hello: Entry = outbox.put(HELLO, {})
 
     def locate(self) -> None:
@@ -49,18 +57,25 @@ class Introduction:
         """Look for the service once; None while there is none."""
         options = self._options
         link = find_link(
-            options.url or os.environ.get("STAGESCOPE_URL"),
+            options.url or None,
             options.token,
             options.namespace,
-            url_only=options.url is not None,
-            waited=math.inf if self.is_leaving else time.monotonic() - self.made,
+            waited=self._waited(),
         )
         if link is not None:
+            self._by_ray = self._by_ray or isinstance(link, RayLink)
             self.locate()
             node = None if self.place is None else self.place.node_id
             self._hello.fields["watchdog"] = self._standing.watch()
             self._hello.fields["layout"] = plain(identity.detect_layout(options.layout, node=node))
         return link
+
+    def _waited(self) -> float:
+        """Return how long this process may have joined Ray and found no service there."""
+        if self._by_ray and not os.environ.get("STAGESCOPE_URL"):
+            # What is away is that service: one that runs elsewhere on this machine is another.
+            return -math.inf
+        return math.inf if self.is_leaving else time.monotonic() - self.made
 
     def sender(self, clock: Clock) -> tuple[Any, ...]:
         """Return the sender's tuple of a batch that leaves now."""
@@ -75,6 +90,12 @@ class Introduction:
             clock_offset=None if best is None else best.offset,
             clock_error=None if best is None else best.error,
         ).wire()
+
+    def warn_unconnected(self, problem: str) -> None:
+        """Log, once in a process, that nothing is reported; `problem`: of the last call, if any."""
+        options = self._options
+        who = f"run {options.run}, {options.role} {options.rank}"
+        warn_unconnected(who, options.url, options.namespace, problem)
 
     def say_hello(self) -> None:
         """Fill the HELLO in: the fingerprint takes a while."""

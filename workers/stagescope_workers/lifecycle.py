@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import time
@@ -14,7 +15,7 @@ from typing import Any, Final, TypeVar
 from stagescope.errors import StagescopeError
 from stagescope_workers import decorator
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
-from stagescope_workers.link import NAMESPACE, RayLink
+from stagescope_workers.link import NAMESPACE, Link, find_link, warn_unconnected
 from stagescope_workers.options import checked_options
 from stagescope_workers.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 from stagescope_workers.probe import Probe
@@ -56,8 +57,10 @@ def init(
 ) -> Probe:
     """Return this process's probe at once, whether or not a service runs.
 
-    Nothing is asked of Ray before the process has initialised it. Without Ray, and with
-    `STAGESCOPE_URL` set, everything goes over HTTP.
+    Nothing is asked of Ray before the process has initialised it. Where its Ray cluster has no
+    service, or it joins none, everything goes over HTTP to the service that `STAGESCOPE_URL`, else
+    `$STAGESCOPE_HOME/service.json` names, as `stagescope.attach` finds it. Where none answers
+    within ten seconds, one line a process says what was looked for; `repr(probe)` says it too.
 
     Args:
         run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`.
@@ -79,7 +82,8 @@ def init(
             then reported as skipped, with the text as the reason.
         data_root: where dumps go that name no directory; else the variable STAGESCOPE_DATA_DIR.
         strict: raise on bad input, instead of reporting it.
-        url, token: of the API, to use it instead of Ray; else STAGESCOPE_URL, STAGESCOPE_TOKEN.
+        url, token: of the API, to use it instead of Ray; the token else from STAGESCOPE_TOKEN,
+            STAGESCOPE_TOKEN_FILE or, for its own URL alone, service.json.
         max_pending_bytes: payload bytes that may wait for their receipt.
         max_pending_events: events that may wait; see `outbox` for what goes when it is full.
         max_pinned_bytes: pinned host memory for tensors on their way from a device.
@@ -137,21 +141,36 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
         namespace: of the coordinator, in Ray.
 
     Returns:
-        Whether everything was received. Never raises.
+        Whether everything was received: False where no service was reached, or nothing of the run
+        ever came to it. Never raises.
     """
     deadline = time.monotonic() + timeout
+    probes = list(_probes)
+    named = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
+    url, token = (named[0].url, named[0].token) if named else (None, None)
     complete = _close_all(deadline)
     try:
-        link = RayLink.find(namespace)
-        runs: list[str | None] = [run] if run is not None else [*sorted(_runs)] or [None]
-        for name in runs if link is not None else ():
-            assert link is not None
-            answer = link.drain(name, max(0.1, deadline - time.monotonic()))
-            complete = complete and bool(answer.get("drained", True))
+        link = find_link(url, token, namespace)
+        if link is None:
+            warn_unconnected("finish", url, namespace)
+            return complete and any(probe.has_arrived for probe in probes)
+        with contextlib.closing(link):
+            runs: list[str | None] = [run] if run is not None else [*sorted(_runs)] or [None]
+            for name in runs:
+                complete = _drain(link, name, max(0.1, deadline - time.monotonic())) and complete
     except Exception as error:
         _log.warning("finish could not wait for the service: %r", error)
         return False
     return complete
+
+
+def _drain(link: Link, run: str | None, timeout: float) -> bool:
+    answer = link.drain(run, timeout)
+    if not answer.get("known", True):
+        name = "any run" if run is None else f"run {run}"
+        _log.warning("finish: nothing of %s has come to the service at %s", name, link.address)
+        return False
+    return bool(answer.get("drained", True))
 
 
 def _close_all(deadline: float) -> bool:

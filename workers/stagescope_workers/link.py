@@ -1,4 +1,4 @@
-"""The two ways to the service: Ray actor calls, or HTTP where a process never joins Ray.
+"""The two ways to the service: Ray actor calls, or HTTP where the process's Ray has no service.
 
 Every call answers at once with a `concurrent.futures.Future`; nothing here waits for the service,
 except `drain`. ray is looked up only where the process imported it itself, and asked only once
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, NamedTuple, Protocol
 
-from stagescope.errors import Unreachable
+from stagescope import discovery
+from stagescope.errors import StagescopeError, Unreachable
 from stagescope_workers.calls import in_thread
 from stagescope_workers.http_link import HttpLink
 
@@ -28,10 +30,17 @@ _READ_SECONDS: Final = 30.0
 
 _log = logging.getLogger("stagescope.workers")
 _forked_from_ray = False
+_warned_in: set[int] = set()
+"""Processes (a fork has its parent's memory) that were told that nothing is reported."""
 
 
 class Link(Protocol):
     """What the courier needs of a way to the service."""
+
+    @property
+    def address(self) -> str:
+        """Where it leads to, in words."""
+        ...
 
     def pack(self, payload: dict[str, Any]) -> object:
         """Return `payload` in the form in which `record` sends it."""
@@ -120,6 +129,7 @@ class RayLink:
         self._handle = handle
         self._namespace = namespace
         self._answers: dict[Future[dict[str, Any]], Any] = {}
+        self.address = f"the Ray cluster at {_cluster_address(ray)}"
 
     @classmethod
     def find(cls, namespace: str = NAMESPACE) -> RayLink | None:
@@ -197,16 +207,68 @@ class RayLink:
 
 
 def find_link(
-    url: str | None, token: str | None, namespace: str, *, url_only: bool, waited: float
+    url: str | None, token: str | None, namespace: str, *, waited: float = math.inf
 ) -> Link | None:
     """Return the way to the service that is open now, or None.
 
-    Ray goes first, unless `url_only` (the caller named an address). An address from the
-    environment serves processes that do not join Ray, or whose cluster has no coordinator; one
-    that imported ray is given some seconds (of `waited`) to join.
+    A `url` that the caller names is the only way. Else the order is: the coordinator of the Ray
+    cluster that this process has joined, STAGESCOPE_URL, service.json; the last two as
+    `stagescope.attach` reads them. A process that imported ray is given some seconds (of `waited`)
+    to join a cluster.
+
+    Raises:
+        InvalidInput: a URL that is none.
     """
-    link = None if url_only else RayLink.find(namespace)
-    if link is not None or not url:
+    link = None if url is not None else RayLink.find(namespace)
+    if link is not None:
         return link
-    may_join = "ray" in sys.modules and not url_only
-    return None if may_join and waited < _JOIN_SECONDS else HttpLink(url, token)
+    may_join = "ray" in sys.modules and url is None
+    if may_join and waited < _JOIN_SECONDS:
+        return None
+    try:
+        place = discovery.find(url, token)
+    except Unreachable:
+        return None
+    return HttpLink(place.url, place.operate_token, found=place.found)
+
+
+def looked_for(url: str | None, namespace: str) -> str:
+    """Return in words where `find_link` looks for the service, and what is there."""
+    try:
+        place = discovery.find(url)
+        known = f"{place.url}, from {place.found}"
+    except StagescopeError as error:
+        known = error.wrong
+    if url is not None:
+        return known
+    ray = _ray()
+    where = "this process has not joined Ray" if ray is None else f"at {_cluster_address(ray)}"
+    return f"the actor {COORDINATOR} in namespace {namespace} of its Ray cluster ({where}); {known}"
+
+
+def warn_unconnected(who: str, url: str | None, namespace: str, problem: str = "") -> None:
+    """Log, once in a process, that nothing is reported, what was looked for and what to set.
+
+    Args:
+        who: could not report.
+        url, namespace: as for `find_link`.
+        problem: what the last call failed with, where there was a way to a service.
+    """
+    if os.getpid() in _warned_in:
+        return
+    _warned_in.add(os.getpid())
+    _log.warning(
+        "%s: nothing is reported, for no service has answered; looked for: %s%s. Set "
+        "STAGESCOPE_URL and STAGESCOPE_TOKEN_FILE, or join the service's Ray cluster (`stagescope "
+        "serve` prints how). The search goes on",
+        who,
+        looked_for(url, namespace),
+        f" ({problem})" if problem else "",
+    )
+
+
+def _cluster_address(ray: Any) -> str:
+    try:
+        return str(ray.get_runtime_context().gcs_address)
+    except Exception:
+        return "an unknown address"

@@ -61,7 +61,6 @@ def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
         "world_size": "WORLD_SIZE",
         "attempt_key": "STAGESCOPE_ATTEMPT",
         "data_root": "STAGESCOPE_DATA_DIR",
-        "token": "STAGESCOPE_TOKEN",
         "watchdog": "STAGESCOPE_WATCHDOG",
     }
     for name, variable in stand_ins.items():

@@ -93,6 +93,7 @@ class Probe:
             pool=self.pool,
             asked=self.standing.answer,
             alive=self.standing.feed,
+            unconnected=self._introduction.warn_unconnected,
         )
         self._courier.start()
 
@@ -264,6 +265,8 @@ class Probe:
         courier.stop()
         self.standing.close()
         self._arrived = self.outbox.is_empty
+        if not self._arrived and not courier.answers:
+            self._introduction.warn_unconnected(courier.problem)
         if not self._arrived:
             _log.warning(
                 "closed with %d events and %d payloads of run %s that were not acknowledged",
@@ -287,6 +290,25 @@ class Probe:
         self.is_inert = True
         self._courier = None
         self.outbox = Outbox()
+
+    def __repr__(self) -> str:
+        """Say whose probe it is, and whether a service answers, at which address."""
+        return f"<Probe of run {self.run}, {self.role} {self.rank}: {self._connection()}>"
+
+    def _connection(self) -> str:
+        courier = self._courier
+        if courier is None:
+            return "inert"
+        link = courier.link
+        if courier.is_connected and link is not None:
+            state = f"connected to {link.address}"
+        elif link is not None:
+            state = f"not connected, no answer from {link.address}"
+        else:
+            state = "not connected, no service was found"
+        if courier.problem and not courier.is_connected:
+            state += f" ({courier.problem})"
+        return f"closed, was {state}" if self.is_inert else state
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker that holds a probe may be copied or shipped: its copy must not report as it.
@@ -322,6 +344,16 @@ class Probe:
     def service(self) -> Link | None:
         """The way to the service that is open now; None while none was found."""
         return None if self._courier is None else self._courier.link
+
+    @property
+    def has_arrived(self) -> bool:
+        """Say whether the probe was closed and everything of it was received."""
+        return self._arrived
+
+    @property
+    def options(self) -> ProbeOptions:
+        """What `init` was told."""
+        return self._options
 
     @property
     def data_root(self) -> str | None:

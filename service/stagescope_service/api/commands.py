@@ -32,6 +32,13 @@ class Commands(Protocol):
         """Renew the sender's lease; returns news of the plan and receipts, after `wait` at most."""
         ...
 
+    async def drain(self, *, run: str | None, timeout: float) -> Reply:
+        """Wait until nothing of a run (None: of any) is still to be read.
+
+        Returns `{"run", "drained", "pending", "known"}`.
+        """
+        ...
+
     async def plan(self) -> Reply:
         """Return the plan in force: `{"revision", "captures"}`."""
         ...

@@ -9,7 +9,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 
 from stagescope.errors import InvalidInput
-from stagescope.schema import Sender
+from stagescope.schema import Sender, check_run_name
 from stagescope_service.api import framing
 from stagescope_service.api.desk import AtDesk
 from stagescope_service.api.problems import check_ready
@@ -19,6 +19,7 @@ router = APIRouter()
 
 MAX_WAIT: Final = 20.0
 MAX_UNRECEIPTED: Final = 100_000
+MAX_DRAIN: Final = 5.0
 
 _BINARY: Final[dict[str, Any]] = {"type": "string", "format": "binary"}
 _EVENTS_BODY: Final[dict[str, Any]] = {
@@ -50,6 +51,21 @@ _POLL_BODY: Final[dict[str, Any]] = {
                     "revision": {"type": "integer", "default": -1},
                     "unreceipted": {"type": "array", "items": {"type": "integer"}},
                     "wait": {"type": "number", "minimum": 0, "maximum": MAX_WAIT},
+                },
+            }
+        }
+    },
+}
+_DRAIN_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["run"],
+                "properties": {
+                    "run": {"type": ["string", "null"]},
+                    "timeout": {"type": "number", "minimum": 0, "maximum": MAX_DRAIN},
                 },
             }
         }
@@ -108,7 +124,28 @@ async def poll(request: Request, desk: AtDesk) -> Answer:
         sender=tuple(said["sender"]),
         revision=_integer(said.get("revision", -1), "revision"),
         unreceipted=_integers(said.get("unreceipted", [])),
-        wait=min(_seconds(said.get("wait", MAX_WAIT)), MAX_WAIT, desk.settings.poll_seconds),
+        wait=min(
+            _seconds(said.get("wait", MAX_WAIT), "wait"), MAX_WAIT, desk.settings.poll_seconds
+        ),
+    )
+    return Answer(check_ready(reply))
+
+
+@router.post("/drain", tags=["processes"], openapi_extra={"requestBody": _DRAIN_BODY})
+async def drain(request: Request, desk: AtDesk) -> Answer:
+    """Wait until nothing of `run` (null: of any) is still to be read; needs operate.
+
+    Ends after `timeout` seconds (5 at most): `{"run", "drained", "pending", "known"}`. `known` is
+    whether anything of the run ever came.
+    """
+    said = await read_json(request, desk.settings)
+    unknown = sorted(set(said) - {"run", "timeout"})
+    if unknown or "run" not in said:
+        raise InvalidInput(f"a drain has the fields {sorted(said)!r:.200}", expected="run, timeout")
+    run = said["run"]
+    reply = await desk.commands.drain(
+        run=None if run is None else check_run_name(run),
+        timeout=min(_seconds(said.get("timeout", MAX_DRAIN), "timeout"), MAX_DRAIN),
     )
     return Answer(check_ready(reply))
 
@@ -136,7 +173,7 @@ def _integers(value: Any) -> list[int]:
     return [_integer(item, "a seq of unreceipted") for item in value]
 
 
-def _seconds(value: Any) -> float:
+def _seconds(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise InvalidInput(f"wait is {value!r:.100}", expected=f"seconds from 0 to {MAX_WAIT:g}")
+        raise InvalidInput(f"{name} is {value!r:.100}", expected="seconds from 0")
     return float(value)

@@ -150,6 +150,12 @@ def _announce(info: ServiceInfo, home: Path) -> None:
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
     click.echo(f"token          {info.token_file}  (to read)")
     click.echo(f"operate token  {info.operate_token_file}  (to order captures)")
+    # RAY_AUTH_MODE: of a cluster that is named, Ray does not look for its token by itself.
+    joining = f"RAY_AUTH_MODE=token RAY_ADDRESS={info.address}"
+    click.echo(f"trainings      {joining} python train.py  (ray.init() joins)")
+    click.echo("               in a Ray cluster of their own, or without Ray: over HTTP, found by")
+    click.echo(f"               {info.home / 'service.json'}, else set STAGESCOPE_URL={info.url}")
+    click.echo(f"               and STAGESCOPE_TOKEN_FILE={info.operate_token_file}")
     click.echo()
     click.echo(f"try            {prefix}stagescope status")
     click.echo(f'               curl -H "Authorization: Bearer $(cat {info.token_file})" \\')

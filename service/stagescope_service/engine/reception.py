@@ -310,7 +310,8 @@ class Reception:
     async def drain(self, run: str | None, timeout: float) -> dict[str, Any]:
         """Wait until nothing of a run (None: of any) is still to be read.
 
-        Returns `{"run", "drained": bool, "pending": n}`.
+        Returns `{"run", "drained": bool, "pending": n, "known": bool}`; `known` says whether
+        anything of the run ever came.
         """
         deadline = self.mono() + timeout
         while pending := self.state.pending(run):
@@ -318,7 +319,8 @@ class Reception:
             if left <= 0:
                 break
             await self.executor.wait(pending[0].incarnation, min(left, 0.5))
-        return {"run": run, "drained": not pending, "pending": len(pending)}
+        known = self.state.registry.is_known(run)
+        return {"run": run, "drained": not pending, "pending": len(pending), "known": known}
 
 
 def _seq_of(wire: object) -> int:

@@ -67,6 +67,10 @@ class Registry:
         found = self._newest.get(run)
         return None if found is None else self.attempts[found]
 
+    def is_known(self, run: str | None) -> bool:
+        """Say whether a run (None: any) has an attempt."""
+        return bool(self._newest) if run is None else run in self._newest
+
     def adopt(self, attempt: Attempt) -> None:
         """Take in an attempt that was opened or restored."""
         self.attempts[attempt.attempt_id] = attempt

@@ -123,6 +123,7 @@ class TestMatrix:
         [
             ("POST", "/events"),
             ("POST", "/poll"),
+            ("POST", "/drain"),
             ("POST", "/captures"),
             ("DELETE", "/captures/x"),
             ("PUT", "/runs"),

@@ -357,3 +357,10 @@ class TestCounts:
         while counts.read()[0] == first and time.monotonic() < deadline:
             pass
         assert counts.read()[0]["attempts"][0]["count"] >= 2
+
+
+def test_a_drain_says_whether_all_came_and_whether_anything_did(live: Service) -> None:
+    unknown = live.operate.post("/drain", json={"run": "never-heard-of", "timeout": 0}).json()
+    assert unknown == {"run": "never-heard-of", "drained": True, "pending": 0, "known": False}
+    for body in ({"run": "no/name"}, {"run": None, "timeout": -1}, {"run": None, "wait": 1}):
+        assert live.operate.post("/drain", json=body).status_code == 422

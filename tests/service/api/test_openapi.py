@@ -15,6 +15,7 @@ ROUTES = {
     "/steps/{step}/metrics", "/steps/{step}/rounds", "/steps/{step}/ranks",
     "/steps/{step}/stages", "/steps/{step}/tokens", "/steps/{step}/dumps",
     "/steps/{step}/scalars", "/plan", "/captures", "/captures/{capture_id}", "/events", "/poll",
+    "/drain",
     "/losses", "/losses/groups", "/findings", "/findings/groups", "/findings/{finding_id}",
     "/triggers/firings/groups",
     "/steps/{step}/stuck", "/steps/{step}/stacks", "/stacks",

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import verl_fakes
+from tests.support.coordinators import wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
+from stagescope_workers import link as links
 from stagescope_workers.integrations.verl import (
     context,
     driver,
@@ -137,6 +142,39 @@ def test_an_address_is_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (services.is_there(), place.asked) == (True, 0)
 
 
+def test_a_service_that_attach_finds_is_there_once_it_takes_connections(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(services, "time", clock)
+    monkeypatch.setattr(services, "RayLink", Place())
+    monkeypatch.setattr(services, "_FIRST_WAIT", 30.0)
+    monkeypatch.setattr(links, "_warned_in", set())
+    for name, value in {"_found": False, "_looked": float("-inf"), "_first": None}.items():
+        monkeypatch.setattr(services, name, value)
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    (tmp_path / "service.json").write_text(json.dumps({"url": url}))  # an old one
+    assert not services.is_there()
+    services.warn_if_absent("maths.first")
+    assert caplog.records == []
+    clock.now += 11
+    services.warn_if_absent("maths.first")
+    services.warn_if_absent("maths.first")
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "maths.first" in line
+    assert url in line
+    port = int(url.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+
+        def is_there_later() -> bool:
+            clock.now += 6
+            return services.is_there()
+
+        wait_for(is_there_later)
+
+
 # --- the variables, in every process of the job -----------------------------------------------
 
 
@@ -152,11 +190,15 @@ def test_variables_are_brought_to_the_job_s_processes(
     monkeypatch.setenv(VARIABLE, mode)
     monkeypatch.setenv("STAGESCOPE_RUN", "ours")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "secret")
+    monkeypatch.setenv("STAGESCOPE_HOME", "/shared/home")
+    monkeypatch.setenv("STAGESCOPE_TOKEN_FILE", "operate.token")
     assert modules["verl.trainer.constants_ppo"].get_ppo_ray_runtime_env() is held
     assert held["env_vars"] == {
         "NCCL_DEBUG": "WARN",
         "STAGESCOPE_RUN": "verl's",
         "STAGESCOPE_ATTEMPT": "attempt-a",
+        "STAGESCOPE_HOME": "/shared/home",
+        "STAGESCOPE_TOKEN_FILE": str(Path("operate.token").absolute()),  # where it is, no token
         VARIABLE: mode,
     }
     assert "STAGESCOPE_TOKEN" not in environment.CARRIED

@@ -10,7 +10,7 @@ from typing import Any, Final
 from stagescope_workers.integrations.verl import batches, configuration, context, processes
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
-from stagescope_workers.integrations.verl.service import is_there
+from stagescope_workers.integrations.verl.service import is_there, warn_if_absent
 from stagescope_workers.lifecycle import finish
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe import Probe
@@ -63,7 +63,10 @@ class Driver:
     def context(self) -> Context | None:
         """Return the context of the step; None where nothing is to be reported."""
         step = getattr(self.trainer, "global_steps", None)
-        if self.is_validating or not isinstance(step, int) or not is_there():
+        if self.is_validating or not isinstance(step, int):
+            return None
+        if not is_there():
+            warn_if_absent(configuration.run_name(self.trainer.config))
             return None
         if self._step is None or self._step[0] != step:
             version = getattr(self.trainer, "current_param_version", None)

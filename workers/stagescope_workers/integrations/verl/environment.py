@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from stagescope_workers.integrations.verl.guard import guarded
@@ -15,8 +16,10 @@ from stagescope_workers.integrations.verl.modes import VARIABLE
 
 Function = Callable[..., Any]
 
-# No token: Ray shows a job's variables to whoever may look at the job.
-CARRIED: Final = (VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL")
+_PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE")
+# No token: Ray shows a job's variables to whoever may look at the job. Where a token lies is no
+# secret, and each process reads it there.
+CARRIED: Final = (VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", *_PATHS)
 
 
 def run_runtime_env(function: Function) -> Function:
@@ -27,8 +30,10 @@ def run_runtime_env(function: Function) -> Function:
         with guarded("the variables of the job's processes"):
             held = environment["env_vars"]
             for name in CARRIED:
-                if name in os.environ:
-                    held.setdefault(name, os.environ[name])
+                value = os.environ.get(name)
+                if value is not None:
+                    absolute = str(Path(value).expanduser().absolute())
+                    held.setdefault(name, absolute if value and name in _PATHS else value)
         return environment
 
     return run

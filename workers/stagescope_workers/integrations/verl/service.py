@@ -1,17 +1,30 @@
-"""Whether there is a service to report to; asked of the environment and of Ray's name server."""
+"""Whether there is a service to report to: where `init` looks for one, asked in the training."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
-from typing import Final
+from concurrent.futures import Future
+from typing import Any, Final
+from urllib.parse import urlsplit
 
-from stagescope_workers.link import RayLink
+from stagescope import discovery
+from stagescope_workers.calls import in_thread
+from stagescope_workers.link import NAMESPACE, RayLink, warn_unconnected
 
 _LOOK_AGAIN_SECONDS: Final = 5.0
+_WARN_SECONDS: Final = 10.0
+_CONNECT_SECONDS: Final = 2.0
+_FIRST_WAIT: Final = 0.3
+"""Seconds that the first look waits for an answer, once a process: a host on the same machine
+answers in a fraction, and the first step is then reported too."""
 
 _found = False
 _looked = float("-inf")
+_first: float | None = None
+_connecting: Future[dict[str, Any]] | None = None
 
 
 def is_there() -> bool:
@@ -19,9 +32,45 @@ def is_there() -> bool:
 
     Once found it is taken to come back: what it misses meanwhile waits in the probe, bounded.
     """
-    global _found, _looked
+    global _found, _looked, _first
     now = time.monotonic()
     if not _found and now - _looked > _LOOK_AGAIN_SECONDS:
         _looked = now
-        _found = bool(os.environ.get("STAGESCOPE_URL")) or RayLink.find() is not None
+        _first = now if _first is None else _first
+        _found = (
+            bool(os.environ.get("STAGESCOPE_URL"))
+            or RayLink.find() is not None
+            or _is_written_and_connects()
+        )
     return _found
+
+
+def warn_if_absent(run: str) -> None:
+    """Log, once in a process, that there is no service; call where `is_there` said no."""
+    if _first is not None and time.monotonic() - _first > _WARN_SECONDS:
+        warn_unconnected(f"run {run} (STAGESCOPE_VERL=off silences this)", None, NAMESPACE)
+
+
+def _is_written_and_connects() -> bool:
+    """Say whether service.json names a service that takes connections; the file may be old.
+
+    Asked in a thread: a host that is away must not hold up the training.
+    """
+    global _connecting
+    if _connecting is None:
+        if not discovery.service_file().exists():
+            return False
+        _connecting = in_thread(_connect)
+        with contextlib.suppress(Exception):
+            _connecting.result(_FIRST_WAIT if _looked == _first else 0.0)
+    if not _connecting.done():
+        return False
+    asked, _connecting = _connecting, None
+    return asked.exception() is None
+
+
+def _connect() -> dict[str, Any]:
+    place = urlsplit(discovery.find().url)
+    address = (place.hostname or "", place.port or (443 if place.scheme == "https" else 80))
+    socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+    return {}
