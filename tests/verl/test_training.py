@@ -97,9 +97,9 @@ def test_a_training_is_reported_and_untouched(
         expect_stages(service, run.name, step)
         expect_one_batch(service, run.name, step, "bfloat16" if trainer == "v1" else "float32")
         if trainer == "v0":
-            own = untimed(alone[step])
+            own = untimed(alone[step])  # under a service, or not: verl's values are verl's
             assert {name: logged[step][name] for name in own} == own, f"step {step} is not verl's"
-        expect_numbers(service, run.name, step, logged[step])
+        expect_numbers(service, run.name, step, logged[step], 2e-4 if trainer == "v0" else 2**-7)
     # What is not answered when verl logs is left out: the first of a new service, or of a dead one.
     assert any("per_round/round_1_abs_diff_mean" in logged[step] for step in (1, 2))
     expect_capture(service, run.name, dumps)
@@ -196,8 +196,13 @@ def expect_one_batch(service: Service, run: str, step: int, dtype: str) -> None:
     assert metrics["per_round/total_rounds"] == 2
 
 
-def expect_numbers(service: Service, run: str, step: int, own: Mapping[str, Any]) -> None:
-    """The service's numbers are those that verl computes of the same batch."""
+def expect_numbers(
+    service: Service, run: str, step: int, own: Mapping[str, Any], tolerance: float
+) -> None:
+    """The service's numbers are those that verl computes of the same batch, V1 in bfloat16.
+
+    Where they came in time they stand in verl's log, beside its own.
+    """
     with service.session() as session:
         ours = session.step(step, run=run).metrics()
         missing = [name for name in VERLS_OWN if name not in own]
@@ -206,7 +211,9 @@ def expect_numbers(service: Service, run: str, step: int, own: Mapping[str, Any]
             # verl sums in float32, and takes this one as a root of a difference of two means.
             power = 2 if name == "rollout_corr/rollout_is_std" else 1
             found, expected = ours[name] ** power, own[name] ** power
-            assert math.isclose(found, expected, rel_tol=2e-4, abs_tol=2e-6), name
+            assert math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance / 100), name
+            if "per_round/round_1_abs_diff_mean" in own:
+                assert own[f"stagescope/{name}"] == ours[name]
 
 
 def expect_capture(service: Service, run: str, dumps: Path) -> None:

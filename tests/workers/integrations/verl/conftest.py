@@ -18,7 +18,7 @@ from stagescope_workers.integrations.verl import (
     rollout,
     trainer_calls,
 )
-from stagescope_workers.integrations.verl.modes import VARIABLE, Mode
+from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE, Mode
 from stagescope_workers.integrations.verl.patches import APPLIED
 from stagescope_workers.probe import Probe
 
@@ -51,7 +51,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "is_there", lambda: True)
     monkeypatch.setattr(rollout, "is_there", lambda: True)
     monkeypatch.setenv("STAGESCOPE_ATTEMPT", "attempt-a")
-    for name in (VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_URL", "RANK", "WORLD_SIZE"):
+    for name in (VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_URL", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -16,6 +16,7 @@ from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope.schema import END_STEP, FINISH, HELLO, LOG
 from stagescope_workers.integrations.verl import context, trainer_calls
+from stagescope_workers.integrations.verl.modes import FLOAT32
 from stagescope_workers.probe import Probe
 
 Modules = dict[str, Any]
@@ -88,29 +89,29 @@ def test_the_index_of_a_sample_stays_with_its_row(verl: Modules, seen: Seen, end
     assert strings["group_ids"] == ["g1", "g0", "g1", "g0"]
 
 
-def test_bfloat16_is_reported_and_upcast_for_verl_s_own_metrics(
-    verl: Modules, seen: Seen, ended: Read
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_bfloat16_is_reported_and_verl_s_own_metrics_are_upcast_where_asked(
+    is_asked: bool, verl: Modules, seen: Seen, ended: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = torch.full((4, 3), -0.3, dtype=torch.bfloat16)
+    if is_asked:
+        monkeypatch.setenv(FLOAT32, "1")
+    half, mask = torch.full((4, 3), -0.3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.int64)
     held = verl_fakes.tensors(old_log_probs=half)
     in_v1(verl, seen, held)
     verl_fakes.trainer(verl, v1=True)._compute_old_log_prob(verl_fakes.batch_v1())
     tensors = ended(1)[0].payload["tensors"]
     assert (tensors["old_log_probs"][0], tensors["rollout_log_probs"][0]) == ("bfloat16", "float32")
     [given] = [args[0] for name, args, _ in seen.calls if name == "calculate_debug_metrics"]
-    assert given.batch["old_log_probs"].dtype == torch.float32
-    assert torch.equal(given.batch["old_log_probs"], half.float())
+    expected = half.float() if is_asked else half
+    assert given.batch["old_log_probs"].dtype == expected.dtype
+    assert torch.equal(given.batch["old_log_probs"], expected)
     assert given.batch["response_mask"] is held["response_mask"]
     assert held["old_log_probs"] is half  # what trains is not touched
-
-
-def test_perplexities_are_computed_in_float32(verl: Modules, seen: Seen) -> None:
-    half, mask = torch.zeros(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.int64)
     helper = verl["verl.trainer.ppo.rollout_corr_helper"]
     helper.compute_offpolicy_metrics(half, rollout_log_prob=half.float(), mask=mask)
-    [(_, given, _)] = seen.calls
-    assert [tensor.dtype for tensor in given] == [torch.float32, torch.float32, torch.int64]
-    assert given[2] is mask
+    _, metrics_of, _ = seen.calls[-1]
+    assert [t.dtype for t in metrics_of] == [expected.dtype, torch.float32, torch.int64]
+    assert metrics_of[2] is mask
 
 
 def test_v1_s_keys_name_the_samples_and_tags_their_versions(
@@ -278,6 +279,7 @@ def test_the_service_s_numbers_stand_beside_verl_s_own(
     [(_, (_, logged, step, backend), _)] = [call for call in seen.calls if call[0] == "log"]
     assert (logged["per_round/total_rounds"], logged["mine"], step, backend) == (2, 0.5, 3, None)
     assert math.isnan(logged["nan"])
+    assert logged["stagescope/mine"] == 1.0  # beside verl's own of that name
     assert "per_round/total_rounds" not in data
     wait_for(lambda: coordinator.of_kind(LOG))
     [told] = coordinator.of_kind(LOG)

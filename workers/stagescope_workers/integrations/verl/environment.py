@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope_workers.integrations.verl.guard import guarded
-from stagescope_workers.integrations.verl.modes import VARIABLE
+from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE
 
 Function = Callable[..., Any]
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE")
 # No token: Ray shows a job's variables to whoever may look at the job. Where a token lies is no
 # secret, and each process reads it there.
-CARRIED: Final = (VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", *_PATHS)
+CARRIED: Final = (
+    VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", *_PATHS
+)  # fmt: skip
 
 
 def run_runtime_env(function: Function) -> Function:

@@ -15,6 +15,8 @@ STAGES: Final = "stages"
 ALL: Final = "all"
 _MODES: Final = (OFF, METRICS, STAGES, ALL)
 VARIABLE: Final = "STAGESCOPE_VERL"
+FLOAT32: Final = "STAGESCOPE_VERL_FLOAT32"
+"""Set to 1: V1's own debug metrics and perplexities are computed in float32, not in bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +47,8 @@ def chosen() -> Mode:
         _log.warning("%s is %r: one of %s is expected; taken as %r", VARIABLE, name, _MODES, ALL)
         name = ALL
     return Mode(name)
+
+
+def wants_float32() -> bool:
+    """Say whether verl's own numbers are to be upcast; by default none of them is changed."""
+    return os.environ.get(FLOAT32, "").strip().lower() in ("1", "true", "yes", "on")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.driver import Driver
 from stagescope_workers.integrations.verl.guard import guarded, running
-from stagescope_workers.integrations.verl.modes import chosen
+from stagescope_workers.integrations.verl.modes import chosen, wants_float32
 from stagescope_workers.stage import Stage
 
 Function = Callable[..., Any]
@@ -81,7 +81,10 @@ def run_old_log_prob(function: Function) -> Function:
 
 
 def run_debug_metrics(function: Function) -> Function:
-    """Return `calculate_debug_metrics` in float32: V1 hands over bfloat16, and rounds to 0.0037."""
+    """Return `calculate_debug_metrics`, which V1 calls with the step's log-probs in hand.
+
+    They are bfloat16, rounded by 0.0037 in the mean; STAGESCOPE_VERL_FLOAT32 upcasts them.
+    """
 
     def run(data: Any, *args: Any, **kwargs: Any) -> Any:
         with guarded("the step's log-probs"):
@@ -89,20 +92,24 @@ def run_debug_metrics(function: Function) -> Function:
                 stage, batch = _expecting
                 _driver.record(stage, batch, batches.log_probs(data))
         upcast = data
-        with guarded("upcasting log-probs"):
-            upcast = batches.in_float32(data)
+        if wants_float32():
+            with guarded("upcasting log-probs"):
+                upcast = batches.in_float32(data)
         return function(upcast, *args, **kwargs)
 
     return run
 
 
 def run_offpolicy_metrics(function: Function) -> Function:
-    """Return `compute_offpolicy_metrics` in float32: V1's perplexities are summed in bfloat16.
+    """Return `compute_offpolicy_metrics`: V1's perplexities are summed in bfloat16.
 
-    It makes numbers for the log alone; what trains is not touched.
+    STAGESCOPE_VERL_FLOAT32 upcasts them. It makes numbers for the log alone; what trains is not
+    touched.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not wants_float32():
+            return function(*args, **kwargs)
         with guarded("upcasting log-probs"):
             args = tuple(batches.at_least_float32(value) for value in args)
             kwargs = {name: batches.at_least_float32(value) for name, value in kwargs.items()}
@@ -204,16 +211,24 @@ def run_fit(function: Function) -> Function:
 
 
 def run_log(function: Function) -> Function:
-    """Return `Tracking.log`, with the service's numbers beside verl's own; verl's win."""
+    """Return `Tracking.log`, with the service's numbers beside verl's own, which stay.
+
+    A name that verl logs too is ours under `stagescope/`.
+    """
 
     def run(tracking: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
         logged = data
         with guarded("the numbers in verl's log"):
             if _driver is not None and "training/global_step" in data:
-                logged = {**_driver.log(int(step), data), **data}
+                ours = _driver.log(int(step), data)
+                logged = {_beside(name, data): value for name, value in ours.items()} | {**data}
         return function(tracking, logged, step, *args, **kwargs)
 
     return run
+
+
+def _beside(name: str, data: Mapping[str, Any]) -> str:
+    return f"stagescope/{name}" if name in data else name
 
 
 @contextlib.contextmanager
