@@ -111,6 +111,7 @@ class Introduction:
             "resumed_from_step": options.resumed_from_step,
             "pid": os.getpid(),
             "captures": False if options.captures is False else None,
+            "expects": [str(role) for role in options.expects] or None,
         }
         self._hello.fields.update({k: v for k, v in said.items() if v is not None})
 

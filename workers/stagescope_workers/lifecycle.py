@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -44,6 +44,7 @@ def init(
     plan: str | Path | Mapping[str, Any] | None = None,
     keep: Mapping[str, Any] | None = None,
     captures: bool | str = True,
+    expects: Sequence[str] = (),
     data_root: str | None = None,
     strict: bool = False,
     url: str | None = None,
@@ -80,6 +81,8 @@ def init(
         captures: False where the operators of this process's stages run in processes that report
             them too, and are captured there; a text where they run out of reach: captures are
             then reported as skipped, with the text as the reason.
+        expects: roles whose ranks report beside this process, as a trainer's driver knows: where
+            none of them ever does, a finding says so, and no step is called complete.
         data_root: where dumps go that name no directory; else the variable STAGESCOPE_DATA_DIR.
         strict: raise on bad input, instead of reporting it.
         url, token: of the API, to use it instead of Ray; the token else from STAGESCOPE_TOKEN,

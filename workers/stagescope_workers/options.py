@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ class ProbeOptions:
     plan: str | Path | Mapping[str, Any] | None = None
     keep: Mapping[str, Any] | None = None
     captures: bool | str = True
+    expects: Sequence[str] = ()
     data_root: str | None = None
     strict: bool = False
     url: str | None = None

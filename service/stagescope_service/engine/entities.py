@@ -112,6 +112,8 @@ class Process:
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: It collects what is ordered; False where somebody else does, or nobody.
     captures: bool = True
+    #: Roles whose ranks report beside it, where it says so.
+    expected_roles: frozenset[str] = frozenset()
     #: The file of its watchdog, on its node.
     watchdog: str | None = None
     #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
@@ -238,11 +240,19 @@ class Attempt:
     loose: Step = dataclasses.field(default_factory=lambda: Step(step=-1, opened_wall=0.0))
     #: How many live processes stand at which step: the lowest key holds its step open.
     clock: Counter[int] = dataclasses.field(default_factory=Counter)
+    #: Roles whose ranks report beside a process that said so (a trainer's driver), and roles of
+    #: which anybody has spoken.
+    expected_roles: set[str] = dataclasses.field(default_factory=set)
+    heard_roles: set[str] = dataclasses.field(default_factory=set)
+    #: Role -> the finding that says that none of its ranks has spoken.
+    silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def add(self, process: Process) -> None:
         """Take in a process."""
         self.processes[process.incarnation] = process
         self.by_rank.setdefault((process.role, process.rank), []).append(process)
+        self.heard_roles.add(process.role)
+        self.expected_roles |= process.expected_roles
         self.believe(process)
 
     def remove(self, process: Process) -> None:
@@ -267,6 +277,11 @@ class Attempt:
         """Return how many ranks a role has, by its newest process that said it."""
         known = self.sizes.get(role)
         return None if known is None else known[1]
+
+    @property
+    def unheard_roles(self) -> set[str]:
+        """Roles that are expected to report and of which no rank has spoken."""
+        return self.expected_roles - self.heard_roles
 
     @property
     def over(self) -> bool:

@@ -32,6 +32,8 @@ REFRESH: Final = 5.0
 MAX_WORLD_SIZE: Final = 1 << 18
 """No role has more ranks; a greater number is a mistake, and is not believed."""
 
+MAX_ROLES: Final = 100
+
 GONE_REMEMBERED: Final = 100_000
 """Processes of earlier attempts of which the attempt alone stays in memory."""
 
@@ -44,6 +46,12 @@ def given_key(key: str) -> str:
 def base_key(key: str) -> str:
     """Return the key that the processes of an attempt gave, without the count of its start."""
     return key.partition(RESTART_MARK)[0]
+
+
+def role_names(said: object) -> frozenset[str]:
+    """Return the roles that a HELLO says report beside its sender (its field `expects`)."""
+    names = said if isinstance(said, list | tuple) else ()
+    return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
 
 
 class Registry:
@@ -192,6 +200,8 @@ class Registry:
         process.settings = settings or process.settings
         process.captures = fields.get("captures") is not False
         process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
+        process.expected_roles |= role_names(fields.get("expects"))
+        attempt.expected_roles |= process.expected_roles
         apart = ("layout", "settings", "fingerprint")
         hello = {name: plain(value) for name, value in fields.items() if name not in apart}
         hello["layout"] = {

@@ -27,6 +27,7 @@ from stagescope_service.engine.entities import (
     Step,
 )
 from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.engine.registry import role_names
 from stagescope_service.engine.state import State
 from stagescope_service.store.base import Snapshot
 
@@ -94,6 +95,7 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         data_rank=row["data_rank"],
         captures=(row["hello"] or {}).get("captures") is not False,
         watchdog=(row["hello"] or {}).get("watchdog"),
+        expected_roles=role_names((row["hello"] or {}).get("expects")),
         node_id=row["node_id"],
         settings=dict(row.get("settings") or {}),
         layout={

@@ -104,6 +104,8 @@ class State:
             out += leaving.wake(self.registry, process, event.wall)
         if attempt.over:
             out += steps.resume(attempt, process)
+        if attempt.silent_roles:
+            out += steps.heard_at_last(attempt, event.wall)
         match event.kind:
             case "hello":
                 resized, rows = self.registry.introduce(process, event.fields)

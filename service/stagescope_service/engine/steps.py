@@ -25,6 +25,7 @@ from stagescope_service.engine.entities import (
     Span,
     Step,
 )
+from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Assemble, Instruction, PayloadKey, Put
 from stagescope_service.engine.rows import attempt_row, process_row
 
@@ -33,6 +34,9 @@ ENDED: Final = "attempt ended"
 SAID: Final = "end_step"
 LEFT_BEHIND: Final = "left behind"
 """Somebody still stands there, but the others are too many steps ahead to wait for it."""
+
+RANKS_SECONDS: Final = 30.0
+"""How long after its start an attempt may wait for the first word of ranks that were announced."""
 
 FINISHED: Final = "finished"
 SILENT: Final = "its processes fell silent"
@@ -160,8 +164,39 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
         out.append(attempt_row(attempt))
     if not attempt.pending.get(step.step):
         out += form(attempt, step.step, wall)
+    if reason == ENDED or wall - attempt.opened_wall > RANKS_SECONDS:
+        out += _note_silent_roles(attempt, step.step, wall)
     _forget(attempt)
     return out
+
+
+def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruction]:
+    """Say of which announced roles no rank has spoken when a step closes, once an attempt."""
+    out: list[Instruction] = []
+    for role in sorted(attempt.unheard_roles - attempt.silent_roles.keys()):
+        said = finding(
+            "silent_ranks",
+            f"step {step} closed with what the trainer's process reported alone: no rank of role "
+            f"{role} has reported anything",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            severity="error",
+            role=role,
+            advice="the log of the ranks says why: over HTTP each of them needs STAGESCOPE_URL, "
+            "and STAGESCOPE_TOKEN_FILE (a path that it can read) or STAGESCOPE_TOKEN in the "
+            "environment of `ray start` on its node; over Ray it must have the package",
+        )
+        attempt.silent_roles[role] = {**said.row, "over_wall": None}
+        out.append(Put("findings", attempt.silent_roles[role]))
+    return out
+
+
+def heard_at_last(attempt: Attempt, wall: float) -> list[Instruction]:
+    """End the findings about roles of which a rank has spoken since."""
+    heard = attempt.silent_roles.keys() & attempt.heard_roles
+    columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
+    return [Put("findings", {**attempt.silent_roles.pop(role), **columns}) for role in heard]
 
 
 # --- judging ----------------------------------------------------------------------------------
@@ -223,6 +258,9 @@ def judge_in_memory(attempt: Attempt, step: Step) -> None:
         for rank in ranks
         if (status := statuses.get(key, {}).get(rank, NOT_BEGUN)) is not None
     }
+    if not step.missing and attempt.expected_roles - {role for role, _ in statuses}:
+        # What its driver reports alone is no step: how many ranks are missing, nobody knows.
+        step.unknown = True
 
 
 def _judged(attempt: Attempt, step: Step, **columns: Any) -> list[Instruction]:

@@ -66,6 +66,33 @@ def test_the_first_step_is_never_complete_without_a_world_size(
     assert bench.step(1)["completeness"] == verdict
 
 
+def test_a_driver_whose_ranks_never_speak_completes_no_step(bench: Bench) -> None:
+    driver = Rank(0, "driver")
+    bench.give(driver.hello(world_size=1, expects=["actor"]))
+    for step in (1, 2):
+        bench.give(*driver.work(step))
+    assert bench.step(1)["completeness"] == "unknown"
+    assert bench.rows.of("findings") == []  # they may still be on their way
+    driver.wall += 60.0
+    for step in (3, 4):
+        bench.give(*driver.work(step))
+    [found] = bench.rows.of("findings")
+    assert (found["kind"], found["role"], found["over_wall"]) == ("silent_ranks", "actor", None)
+    assert "STAGESCOPE_TOKEN_FILE" in found["advice"]
+    actor = Rank(0)
+    bench.give(actor.hello(world_size=1), *actor.work(3))
+    [found] = bench.rows.of("findings")
+    assert found["over_wall"] is not None
+    assert [bench.step(step)["completeness"] for step in (2, 3)] == ["unknown", "complete"]
+
+
+def test_a_short_training_without_its_ranks_says_so_at_its_end(bench: Bench) -> None:
+    driver = Rank(0, "driver")
+    bench.give(driver.hello(expects=["actor"]), *driver.work(1), driver.finish())
+    assert [row["kind"] for row in bench.rows.of("findings")] == ["silent_ranks"]
+    assert bench.step(1)["completeness"] == "unknown"
+
+
 def test_a_first_step_stays_unknown_when_something_of_it_comes_late(bench: Bench) -> None:
     rank = Rank(0)
     begun = rank.begin(1)

@@ -144,5 +144,7 @@ class Driver:
             "captures": _CAPTURES.get(role, True),
             "layout": {"framework": "verl"},
             "resumed_from_step": self.resumed_from_step,
+            # Of the critic and the reference not every configuration has one.
+            "expects": ("actor",) if role == "driver" and found.stages else (),
         }
         return processes.probe_of(found, role, 0, world_size=1, describe=lambda: options)
