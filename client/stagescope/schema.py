@@ -143,6 +143,19 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "position_ids": "as `input_ids`",
 }
 """Names that are known; any other tensor may be recorded, too, and kept by its name."""
+PER_TOKEN: Final = (
+    *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
+    "round_ids", "turn_ids", "advantages",
+)  # fmt: skip
+"""Tensors with one value a token: all of a payload have the same rows and tokens."""
+INTEGER_TENSORS: Final = frozenset(
+    {
+        "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset",
+        "round_offset", "cu_seqlens", "tokens", "prompts", "input_ids", "attention_mask",
+        "position_ids",
+    }
+)  # fmt: skip
+"""Tensors of integers: an empty list of one of these names holds integers, too."""
 RECENT_TENSORS: Final = frozenset(
     {
         *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
@@ -316,8 +329,8 @@ class Work:
         """Read the work fields of an event.
 
         Raises:
-            InvalidEvent: a step, version or part that is not an int (of 64 bits, a part from 0),
-                or a stage that is no name.
+            InvalidEvent: a step, version or part that is not an int (of 64 bits, a step or part
+                from 0), or a stage that is no name.
         """
         try:
             return _parse_work(*map(fields.get, WORK_FIELDS))
@@ -344,9 +357,10 @@ class Work:
 @functools.lru_cache(maxsize=8192, typed=True)  # typed: True is no step
 def _parse_work(step: Any, policy_version: Any, stage: Any, *part: Any) -> Work:
     # All ranks of a step say the same work: one object serves them all.
-    for name, value in (("step", step), ("policy_version", policy_version)):
-        if value is not None and not _is_int(value, -_INT64, _INT64):
-            raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int or None")
+    if step is not None and not _is_int(step, 0, _INT64):
+        raise InvalidEvent(f"step is {step!r:.200}", expected="an int from 0, or None")
+    if policy_version is not None and not _is_int(policy_version, -_INT64, _INT64):
+        raise InvalidEvent(f"policy_version is {policy_version!r:.200}", expected="an int, or None")
     for name, value in zip(PART_FIELDS, part, strict=True):
         if value is not None and not _is_int(value, 0, _INT64):
             raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int from 0, or None")

@@ -175,6 +175,10 @@ BAD_CALLS: dict[str, Callable[[Probe], object]] = {
     ),
     "twice": lambda probe: _record_twice(probe),
     "mask": lambda probe: _end_without_mask(probe),
+    "misspelt": lambda probe: _record_misspelt(probe),
+    "negative step": lambda probe: probe.begin("s", step=-1),
+    "negative step of a log": lambda probe: probe.log(step=-1, loss=1.0),
+    "negative end": lambda probe: probe.end_step(-1),
     "end_step": lambda probe: probe.end_step(1.5),  # type: ignore[arg-type]
     "log": lambda probe: probe.log(step=1, loss="high"),
 }
@@ -189,6 +193,11 @@ def _record_twice(probe: Probe) -> None:
 def _end_without_mask(probe: Probe) -> None:
     with probe.stage("s", step=1) as stage:
         stage.record(old_log_probs=torch.zeros(2, 3), rollout_log_probs=torch.zeros(2, 3))
+
+
+def _record_misspelt(probe: Probe) -> None:
+    with probe.stage("s", step=1) as stage:
+        stage.record(rollout_logprobs=torch.zeros(2, 3), my_own_name=torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
@@ -222,6 +231,46 @@ def test_one_bad_tensor_does_not_cost_the_others(
     assert set(ends(coordinator, 2)[0]["payload"]["tensors"]) == {"response_mask", "rewards"}
     assert probe.refused["record"] == 2
     assert len([r for r in caplog.records if "old_log_probs" in r.getMessage()]) == 1
+
+
+def test_a_misspelt_name_is_told_once_with_the_closest_and_kept(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    for step in (1, 2):
+        with probe.stage("s", step=step) as stage:
+            stage.record(rollout_logprobs=[[0.5]], sample_id=["a"], response_mask=[[1]])
+    assert "rollout_logprobs" in ends(coordinator, 2)[1]["payload"]["tensors"]
+    wait_for(lambda: len(coordinator.of_kind("refused")) == 2)
+    told = [event.fields["message"] for event in coordinator.of_kind("refused")]
+    assert "rollout_logprobs is kept" in told[0]
+    assert "expected rollout_log_probs" in told[0]
+    assert "expected sample_ids" in told[1]
+
+
+def test_a_rank_that_its_world_size_does_not_know_is_told(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    with pytest.raises(InvalidInput, match="rank 8 is not one of the 8 ranks"):
+        make_probe(rank=8, world_size=8, strict=True)
+    probe = make_probe(rank=8, world_size=8)
+    probe.stage("s", step=1).begin()
+    wait_for(lambda: coordinator.of_kind("begin"))
+    [refused] = coordinator.of_kind("refused")
+    assert "a rank from 0 to 7" in refused.fields["message"]
+    assert coordinator.of_kind("hello")[0].fields.get("world_size") is None
+
+
+def test_empty_lists_of_rows_are_legal(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
+    probe = make_probe(strict=True)
+    names = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
+    with probe.stage("s", step=1) as stage:
+        stage.record({name: [] for name in names}, sample_ids=[])
+    with probe.stage("s", step=2) as stage:
+        stage.record({name: [[], []] for name in names}, sample_ids=["a", "b"])
+    told = [end["payload"]["tensors"] for end in ends(coordinator, 2)]
+    assert [each["responses"] for each in told] == [["int64", [0], 0], ["int64", [0], 2]]
+    assert [each["old_log_probs"] for each in told] == [["float64", [0], 0], ["float64", [0], 2]]
 
 
 def test_shapes_that_disagree_are_named_and_everything_is_kept(

@@ -8,10 +8,12 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope.names import misspelt
 from stagescope.schema import (
     DTYPE_BYTES,
     PAYLOAD_STRINGS,
     PAYLOAD_TENSORS,
+    PER_TOKEN,
     SCHEMA,
     STREAM_TENSORS,
     WRITTEN,
@@ -21,9 +23,6 @@ from stagescope_workers.payload import Spec, WireTensor, describe, is_tensor_lik
 from stagescope_workers.payload import spec_of as wire_spec
 
 STREAM_NAMES: Final = (*STREAM_TENSORS.values(), "ref_log_prob")
-PER_TOKEN: Final = (
-    *STREAM_NAMES, "response_mask", "responses", "positions", "round_ids", "turn_ids", "advantages"
-)  # fmt: skip
 _KNOWN_TENSORS: Final = frozenset({*STREAM_NAMES, *PAYLOAD_TENSORS})
 _FLOATS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 _MAX_META_ITEMS: Final = 1000
@@ -140,6 +139,18 @@ class Draft:
         found.extend(_wrong_shapes(specs))
         found.extend(self._wrong_ids(specs))
         return found
+
+    def misspelt(self) -> Iterator[tuple[str, InvalidTensor]]:
+        """Yield (name, what is wrong) of names that no statistic reads, but for their spelling."""
+        for name, meant in misspelt([*self._tensors, *self._strings]):
+            yield (
+                name,
+                InvalidTensor(
+                    f"{name} is kept, but no statistic reads it: there is no such name",
+                    expected=f"{meant}, which is the closest",
+                    advice="rename it in stage.record",
+                ),
+            )
 
     def _wrong_ids(self, specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
         rows = _row_count(specs)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from stagescope.errors import InvalidInput
 from stagescope.schema import PART_FIELDS, Part, Work
-from stagescope_workers.options import index
+from stagescope_workers.options import index, step_index
 
 _COUNTED_STEPS: Final = 64  # steps whose occurrences are remembered
 
@@ -37,7 +37,7 @@ class Numbering:
         if not (isinstance(name, str) and 0 < len(name) <= 200):
             raise InvalidInput(f"stage is {name!r:.200}", expected="a name of 1 to 200 characters")
         part = {field: index(field, given.get(field)) for field in PART_FIELDS}
-        clock = (index("step", step), index("policy_version", version))
+        clock = (step_index(step), index("policy_version", version))
         occurrence = part.pop("occurrence")
         if occurrence is None:
             occurrence = self._next(clock, (name, *part.values()))

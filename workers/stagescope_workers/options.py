@@ -47,6 +47,8 @@ class ProbeOptions:
     device_events: bool = False
     watchdog: float = DEFAULT_SECONDS
     namespace: str = NAMESPACE
+    problem: InvalidInput | None = None
+    """What was refused of it while the rest is in force."""
 
 
 def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
@@ -77,6 +79,16 @@ def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
         raise InvalidInput(
             f"role {role!r} and rank {rank!r}", expected="a role's name and a rank from 0"
         )
+    size = options["world_size"]
+    if size is not None and rank >= size:
+        # Its data is good all the same; how many ranks there are is then unknown.
+        options["world_size"] = None
+        options["problem"] = InvalidInput(
+            f"rank {rank} is not one of the {size} ranks that world_size says",
+            expected=f"a rank from 0 to {size - 1}" if size > 0 else "a world_size from 1",
+            advice="both are those of the role; the variables RANK and WORLD_SIZE stand in for "
+            "what is not given. This world_size is not taken",
+        )
     options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
     for name in ("layout", "settings"):
         options[name] = dict(options.get(name) or {})
@@ -98,6 +110,18 @@ def _seconds(name: str, value: object, default: float) -> float:
 
 def _is_digits(value: object) -> bool:
     return isinstance(value, str) and value.isascii() and value.isdigit()
+
+
+def step_index(value: object) -> int | None:
+    """Return a trainer's step as an int, or None.
+
+    Raises:
+        InvalidInput: it is no whole number, or negative.
+    """
+    step = index("step", value)
+    if step is not None and step < 0:
+        raise InvalidInput(f"step is {step}", expected="an int from 0, or None")
+    return step
 
 
 def index(name: str, value: object) -> int | None:

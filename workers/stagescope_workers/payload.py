@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from stagescope.errors import InvalidTensor
-from stagescope.schema import DTYPE_BYTES, PAYLOAD_STRINGS
+from stagescope.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
 from stagescope_workers.buffers import POOL
 
 WireTensor: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any], IntArray | None]"
@@ -226,7 +226,14 @@ def _from_array(name: str, value: object) -> WireTensor:
 
 
 def _from_sequence(name: str, items: Sequence[object]) -> WireTensor:
-    """Pack rows into one buffer; a flat list of numbers is an ordinary 1-D tensor."""
+    """Pack rows into one buffer; a flat list of numbers is an ordinary 1-D tensor.
+
+    An empty list of what has a value a token is no row; its dtype is what its name says.
+    """
+    if not items:
+        tag = "int64" if name.partition("[")[0] in INTEGER_TENSORS else "float64"
+        offsets = np.zeros(1, np.int64) if name in PER_TOKEN else None
+        return tag, (0,), np.empty(0, tag), offsets
     if all(isinstance(item, bool | int | float | np.generic) for item in items):
         return _from_numbers(name, items)
     rows = [host_tensor(f"{name}[{i}]", item) for i, item in enumerate(items)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from stagescope.errors import StagescopeError
+from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.keeping import is_wanted
 from stagescope.schema import (
     END_STEP,
@@ -23,10 +23,11 @@ from stagescope_workers.capture.answers import OrderAnswers
 from stagescope_workers.courier import Courier
 from stagescope_workers.decorator import as_stage
 from stagescope_workers.device import PinnedPool
+from stagescope_workers.draft import Draft
 from stagescope_workers.introduction import Introduction
 from stagescope_workers.link import Link
 from stagescope_workers.numbering import Numbering
-from stagescope_workers.options import ProbeOptions, index
+from stagescope_workers.options import ProbeOptions, index, step_index
 from stagescope_workers.outbox import Outbox
 from stagescope_workers.plan import PlanWatch, read_plan
 from stagescope_workers.stage import Stage, log_scalars
@@ -81,6 +82,9 @@ class Probe:
             InvalidInput: only when strict; the run's name, the rank or the plan is wrong.
         """
         options = self._options
+        with self.guard("init", None):
+            if options.problem is not None:
+                raise options.problem
         with self.guard("init", None):
             if options.plan is not None:
                 self.plan = self._watch(read_plan(options.plan))
@@ -178,7 +182,7 @@ class Probe:
         if self.is_inert:
             return
         with self.guard("log", None):
-            work = Work(index("step", step), index("policy_version", policy_version), None)
+            work = Work(step_index(step), index("policy_version", policy_version), None)
             log_scalars(self, work, scalars)
 
     def wants(self, name: str, *, stage: str, step: int | None = None) -> bool:
@@ -245,7 +249,7 @@ class Probe:
         if self.is_inert:
             return
         with self.guard("end_step", None):
-            self.outbox.put(END_STEP, {"step": index("step", step)})
+            self.outbox.put(END_STEP, {"step": step_index(step)})
 
     def close(self, timeout: float = 5.0) -> bool:
         """Take leave: wait, `timeout` seconds at most, until everything was acknowledged.
@@ -389,6 +393,19 @@ class Probe:
         if self.strict and not quiet:
             error._stagescope_refused = True  # type: ignore[attr-defined]
             raise error
+
+    def new_misspellings(self, work: Work, draft: Draft) -> list[InvalidTensor]:
+        """Return what is wrong with names that a stage recorded: once a stage's name and name.
+
+        Strict says it each time.
+        """
+        found = []
+        for name, error in draft.misspelt():
+            known = (f"name {name}", work.stage or "")
+            if self.strict or known not in self._said:
+                self._said.add(known)
+                found.append(error)
+        return found
 
     def _note(self, what: str, error: Exception, work: Work | None) -> None:
         self.refused[what] += 1

@@ -180,6 +180,7 @@ class Stage:
                 self._timer.stop()
             self._hand_over_shards()
             problems += self._draft.problems()
+            problems += self._probe.new_misspellings(work, self._draft)
             self._send_end(work, error)
         try:
             with self._probe.guard("end", work, quiet=error is not None):

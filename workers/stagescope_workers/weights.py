@@ -18,7 +18,7 @@ from stagescope.schema import WEIGHT_KINDS, WEIGHT_SIDES, WEIGHTS, Work
 from stagescope_workers import identity
 from stagescope_workers.checksum import checksum, unsigned
 from stagescope_workers.device import HostCopy, take_tensor
-from stagescope_workers.options import index
+from stagescope_workers.options import index, step_index
 from stagescope_workers.payload import describe, is_torch
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def record_weights(
     Raises:
         InvalidInput: a version, side, kind, rule or collection of weights that cannot be right.
     """
-    work = Work(index("step", step), _version(version), None)
+    work = Work(step_index(step), _version(version), None)
     _check_word("side", side, WEIGHT_SIDES)
     _check_word("kind", kind, WEIGHT_KINDS)
     rename, is_copy = _renaming(names), _copies(replicated)

@@ -10,9 +10,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from stagescope.errors import InvalidInput, NotFound
+from stagescope.names import misspelt
 from stagescope.schema import WHOLE_STAGES
 from stagescope_service.api.cache import Lru
 from stagescope_service.api.completeness import ALL_ROWS
@@ -159,13 +160,35 @@ class Measures:
                 f"nothing of step {place.step} was measured there",
                 expected=f"a stage of {', '.join(has_pair)}",
             )
+        recorded, advice = self._recorded(place)
         return NotFound(
-            f"step {place.step} has no numbers (yet): no rank has handed over both streams",
+            f"step {place.step} has no numbers (yet): no rank has handed over both streams; "
+            f"recorded is {recorded}",
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
-            advice=f"see /steps/{place.step}/stages for who has arrived, /losses for what was lost",
+            advice=f"{advice}see /steps/{place.step}/stages for who has arrived, /losses for what "
+            "was lost",
         )
 
+    def _recorded(self, place: Place) -> tuple[str, str]:
+        """Return what was recorded in a step, and which of its names seem to be misspelt."""
+        rows = self._catalogue.payloads(place.attempt_id, place.step, limit=_PAYLOADS_LOOKED_AT)
+        by_stage: dict[str, dict[str, None]] = {}
+        for row in rows:
+            names = by_stage.setdefault(str(row["stage"]), {})
+            names.update(dict.fromkeys(map(str, row["tensors"] or ())))
+        told = [
+            f"in {stage}: {', '.join(sorted(names)[:_NAMES_TOLD]) or 'no tensor'}"
+            for stage, names in sorted(by_stage.items())
+        ]
+        wrong = dict(pair for names in by_stage.values() for pair in misspelt(names))
+        advice = "".join(f"{name} seems to mean {meant}; " for name, meant in wrong.items())
+        reasons = sorted({str(row["reason"]) for row in rows if row["state"] == "refused"})
+        refused = f" (refused: {reasons[0]:.500})" if reasons else ""
+        return ("; ".join(told) or "nothing") + refused, advice
 
+
+_PAYLOADS_LOOKED_AT: Final = 200
+_NAMES_TOLD: Final = 20
 _STREAM_KEYS = ("attempt_id", "stream", "role", "stage")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stagescope.names import misspelt
 from stagescope.schema import Event, Work
 from stagescope_service.engine import steps
 from stagescope_service.engine.entities import (
@@ -19,6 +20,7 @@ from stagescope_service.engine.entities import (
     Payload,
     Process,
 )
+from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete, Ingest, Instruction, PayloadKey, Settled
 from stagescope_service.engine.rows import (
     digest,
@@ -55,6 +57,8 @@ def announce(
         steps.payload_pending(attempt, work.step, key)
         columns = _payload_columns(process, event, announced)
         out.append(payload_row(process, key, work, ANNOUNCED, reason=None, **columns))
+        if process.raw:
+            out += _misspelt(attempt, process, event, work, announced)
     if has_payload and not payload.in_flight:
         payload.in_flight = True
         job = {
@@ -72,6 +76,31 @@ def announce(
         }
         out.append(Ingest(key, process.node_id, job))
     return out
+
+
+def _misspelt(
+    attempt: Attempt, process: Process, event: Event, work: Work, announced: Mapping[str, Any]
+) -> list[Instruction]:
+    """Say which names of a raw caller's payload no statistic reads; a probe says it itself."""
+    names = announced.get("tensors")
+    wrong = dict(misspelt(map(str, names))) if isinstance(names, Mapping) else {}
+    if not wrong:
+        return []
+    pairs = ", ".join(f"{name} (expected {meant})" for name, meant in wrong.items())
+    return [
+        finding(
+            "misspelt_tensor",
+            f"kept, but no statistic reads them: {pairs}"[:2000],
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            stage=work.stage,
+            role=process.role,
+            rank=process.rank,
+            evidence={"names": wrong, "step": work.step},
+            advice="rename them in the payload",
+        )
+    ]
 
 
 def announce_dropped(

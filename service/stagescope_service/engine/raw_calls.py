@@ -14,8 +14,10 @@ from stagescope.errors import InvalidEvent
 from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
 from stagescope_service.engine import spans
 from stagescope_service.engine.executor import Executor
+from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Instruction, PayloadKey
 from stagescope_service.engine.registry import UNKEYED, Registry
+from stagescope_service.engine.rows import text
 from stagescope_service.engine.spans import RAW_SEQ
 from stagescope_service.engine.state import State
 
@@ -59,22 +61,21 @@ class RawCalls:
             NotReady: the catalogue cannot be written now; nothing was taken.
         """
         self._executor.check_ready()
-        if payload is not None and not isinstance(payload, Mapping):
-            raise InvalidEvent(
-                f"the payload is a {type(payload).__name__}",
-                expected="a dict of names to tensors or to refs of them",
-            )
         run = check_run_name(fields.get("run"))
-        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
-        attempt_key = fields.get("attempt_key")
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
-        newest = self._state.registry.newest(run)
-        key = attempt_key or (newest.key if newest else UNKEYED)
-        name = f"raw/{run}/{key}/{role}/{rank}"
-        sender = Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
         wall, mono = self._wall(), self._mono()
         body = {name: value for name, value in fields.items() if value is not None}
-        self._state.check(Event(kind, seq, wall, mono, body))  # before anything is changed
+        try:  # before anything is changed
+            sender = self._sender(run, fields)
+            self._state.check(Event(kind, seq, wall, mono, body))
+            if payload is not None and not isinstance(payload, Mapping):
+                raise InvalidEvent(
+                    f"the payload is a {type(payload).__name__}",
+                    expected="a dict of names to tensors or to refs of them",
+                )
+        except InvalidEvent as error:
+            await self._executor.carry_out([self._refusal(run, kind, fields, error)])
+            raise
         out: list[Instruction] = []
         if body.get("world_size") is not None:
             hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
@@ -104,6 +105,35 @@ class RawCalls:
         if payload is not None:
             answer["payload"] = await self._settled(PayloadKey(sender.incarnation, seq))
         return answer
+
+    def _sender(self, run: str, fields: Mapping[str, Any]) -> Sender:
+        """Return who calls, known by name.
+
+        Raises:
+            InvalidEvent: a role, rank or attempt_key that cannot be right.
+        """
+        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        attempt_key = fields.get("attempt_key")
+        newest = self._state.registry.newest(run)
+        key = attempt_key or (newest.key if newest else UNKEYED)
+        name = f"raw/{run}/{key}/{role}/{rank}"
+        return Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
+
+    def _refusal(
+        self, run: str, kind: str, fields: Mapping[str, Any], error: InvalidEvent
+    ) -> Instruction:
+        """Return the finding of a call that was refused: many a caller never asks what became."""
+        attempt = self._state.registry.newest(run)
+        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        return finding(
+            "refused_call",
+            f"{kind} of {text(role, 100)} rank {text(rank, 100)}: {error}"[:2000],
+            run=run,
+            attempt_id=None if attempt is None else attempt.attempt_id,
+            wall=self._wall(),
+            stage=text(fields.get("stage"), 200),
+            advice="nothing of this call was taken",
+        )
 
     async def _settled(self, key: PayloadKey) -> str:
         while not (receipts := self._executor.receipts(key.incarnation, [key.seq])):

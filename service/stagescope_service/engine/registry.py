@@ -188,7 +188,7 @@ class Registry:
         """
         attempt = self.attempt_of(process)
         size = integer(fields.get("world_size"))
-        if size is not None and 0 < size <= MAX_WORLD_SIZE:
+        if size is not None and process.rank < size <= MAX_WORLD_SIZE:
             process.world_size = size
         data_rank = integer(fields.get("data_rank"))
         process.data_rank = process.data_rank if data_rank is None else data_rank

@@ -134,12 +134,36 @@ def versions(attempt: Attempt, process: Process, event: Event) -> list[Instructi
     ]
 
 
+def world_size(attempt: Attempt, process: Process, event: Event) -> list[Instruction]:
+    """Say that a process has a rank that its own world_size does not know (a HELLO's fields)."""
+    size = integer(event.fields.get("world_size"))
+    if size is None or process.rank < size:
+        return []
+    return [
+        finding(
+            "refused_world_size",
+            f"{process.role} rank {process.rank} says world_size {size}, which is not taken",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            severity="error",
+            role=process.role,
+            rank=process.rank,
+            advice="ranks count from 0 to world_size - 1, both of the role",
+        )
+    ]
+
+
 def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Instruction:
-    """Say that a call in the training process had bad input."""
+    """Say that a call in the training process had bad input.
+
+    Of one stage several things may be wrong: each is a finding of its own.
+    """
     what = text(event.fields.get("what"), 200) or "input"
-    return finding(
+    message = text(event.fields.get("message"), 2000) or ""
+    found = finding(
         f"refused_{what}",
-        text(event.fields.get("message"), 2000) or "",
+        message,
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=event.wall,
@@ -149,6 +173,7 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
         rank=process.rank,
         advice="the call in the training process had bad input; training went on",
     )
+    return Put("findings", {**found.row, "finding_id": digest(found.row["finding_id"], message)})
 
 
 def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:

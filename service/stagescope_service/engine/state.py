@@ -111,6 +111,7 @@ class State:
                 resized, rows = self.registry.introduce(process, event.fields)
                 out += rows
                 out += reports.versions(attempt, process, event)
+                out += reports.world_size(attempt, process, event)
                 out += steps.rejudge_all(attempt) if resized else []
             case "begin":
                 out += self._begin(process, sender, event, work, at)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -111,10 +113,9 @@ def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:
     narrow = any(array is not None for array in special) and mask.itemsize > 1
     if narrow or mask.itemsize == 2:
         mask, one = _narrow_mask(mask, one), 1
-    found = segments.find(
-        mask,
-        one,
-        batch.row_offsets,
+    find = functools.partial(
+        segments.find,
+        row_offsets=batch.row_offsets,
         token_offset=batch.token_offset,
         round_offset=batch.round_offset,
         positions=none if batch.positions is None else batch.positions,
@@ -123,6 +124,10 @@ def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:
         versions=none if versions is None else versions,
         skip=segments.NO_SKIP if skip is None else skip,
     )
+    found = find(mask, one)
+    if found.bad_mask >= 0 and one != 1:
+        # -0.0 is a 0 with other bits: looked at only where something else than those is found.
+        found = find(_narrow_mask(mask, one), 1)
     if found.bad_round >= 0:
         ids = batch.round_ids
         raise InvalidTensor(
@@ -142,8 +147,11 @@ def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:
 
 def _narrow_mask(mask: npt.NDArray[np.generic], one: int) -> Skip:
     """Return the mask as uint8; a wrong value becomes 2, which is still wrong."""
-    on = mask == mask.dtype.type(one)
-    return np.where(on, 1, np.where(mask == mask.dtype.type(0), 0, 2)).astype(np.uint8)
+    kind = mask.dtype.type
+    off = mask == kind(0)
+    if one != 1:  # of floats: their -0.0 is the sign bit alone
+        off |= mask == kind(1 << (8 * mask.itemsize - 1))
+    return np.where(mask == kind(one), 1, np.where(off, 0, 2)).astype(np.uint8)
 
 
 def _optional_slots(values: Int64, known: bool) -> tuple[Int64, Int64]:

@@ -185,6 +185,18 @@ class TestMetrics:
         assert "both streams" in problem["wrong"]
         assert "rollout_log_probs" in problem["expected"]
 
+    def test_what_was_recorded_instead_is_told(self, live: Service) -> None:
+        handed = payload()
+        handed["tensors"]["rollout_logprobs"] = handed["tensors"].pop("rollout_log_probs")
+        rank = Rank(live)
+        told = {name: ["float32", [4, 12], None] for name in handed["tensors"]}
+        announced = {"tensors": told, "bytes": 1, "meta": {}}
+        rank.begin(LOG_PROB, 5)
+        rank.say("end", handed, stage=LOG_PROB, step=5, payload=announced)
+        problem = live.problem(404, "/steps/5/metrics")
+        assert f"recorded is in {LOG_PROB}: old_log_probs, response_mask" in problem["wrong"]
+        assert "rollout_logprobs seems to mean rollout_log_probs" in problem["advice"]
+
     def test_latest(self, live: Service) -> None:
         measured(live)
         assert live.get("/steps/latest/stages")["step"] == 6

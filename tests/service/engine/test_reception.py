@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
@@ -92,6 +93,31 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     store.open()
     yield Desk(store)
     store.close()
+
+
+def test_a_raw_call_that_is_refused_is_a_finding(desk: Desk) -> None:
+    desk.raw("begin", "first", rank=0, world_size=2)
+    for fields in ({"rank": -1}, {"step": -3}):
+        with pytest.raises(InvalidEvent):
+            desk.raw("begin", "second", **fields)
+    desk.raw("begin", "third", rank=2, world_size=2)
+    rows = {row["kind"]: row for row in rows_of(desk.store, "findings")}
+    assert rows.keys() == {"refused_call", "refused_world_size"}
+    assert "step is -3" in rows["refused_call"]["message"]
+    assert "actor rank 2 says world_size 2" in rows["refused_world_size"]["message"]
+
+
+def test_a_raw_callers_misspelt_tensor_is_a_finding(desk: Desk) -> None:
+    async def end() -> None:
+        taken = desk.reception.raw_calls.take(
+            "end", "d", {"run": "r", "step": 1, "stage": "s"}, {"rollout_logprobs": [[0.5]]}
+        )
+        with contextlib.suppress(asyncio.TimeoutError):  # nobody reads it here
+            await asyncio.wait_for(taken, 0.2)
+
+    desk.run(end())
+    [row] = [row for row in rows_of(desk.store, "findings") if row["kind"] == "misspelt_tensor"]
+    assert "rollout_logprobs (expected rollout_log_probs)" in row["message"]
 
 
 def test_raw_calls_that_ran_in_the_other_order_are_one_stage(desk: Desk) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.support.batches import batch_of, random_streams, wire
 
 from stagescope.errors import InvalidTensor
+from stagescope_service.engine.ingestion.values import to_wire
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
 
 RNG = np.random.default_rng(0)
@@ -28,6 +29,36 @@ def packed() -> tuple[list[Any], list[int]]:
 
 def without_rows(metrics: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if k != "counts/empty_rows"}
+
+
+@pytest.mark.parametrize("tag", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("with_turns", [False, True])
+def test_a_negative_zero_in_a_mask_is_a_zero(tag: str, with_turns: bool) -> None:
+    turns: dict[str, Any] = {"turn_ids": np.zeros(MASK.shape, np.int64)} if with_turns else {}
+
+    def numbers(mask: Any) -> dict[str, float]:
+        if tag == "bfloat16":
+            bits = np.ascontiguousarray(mask.astype(np.float32)).view(np.uint32) >> 16
+            taken = wire(bits.astype(np.uint16))
+            mask = ("bfloat16", *taken[1:])
+        else:
+            mask = mask.astype(tag)
+        given = tensors(response_mask=mask, **turns)
+        return publish(summarise(TokenBatch.from_tensors(given)))
+
+    signed = np.where(MASK == 1, 1.0, -0.0)
+    assert numbers(signed) == numbers(MASK)
+    for wrong in (-1.0, 0.5, np.nan):
+        with pytest.raises(InvalidTensor, match="other than 0 and 1"):
+            numbers(np.where(MASK == 1, wrong, -0.0))
+
+
+@pytest.mark.parametrize("empty", [[], [[], []]], ids=["no rows", "empty rows"])
+def test_lists_without_a_token_are_legal(empty: list[Any]) -> None:
+    given = {name: to_wire(name, empty) for name in (*tensors(), "responses")}
+    found = publish(summarise(TokenBatch.from_tensors(given)))
+    assert found["counts/tokens"] == 0.0
+    assert found["counts/empty_rows"] == len(empty)
 
 
 def test_padding_on_either_side_packing_and_offsets_give_the_same_numbers() -> None:

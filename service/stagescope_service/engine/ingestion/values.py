@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidEvent, InvalidTensor
-from stagescope.schema import DTYPE_BYTES, PAYLOAD_STRINGS, SCHEMA
+from stagescope.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN, SCHEMA
 from stagescope_service.statistics import WireTensor
 
 _MAX_DIMENSIONS: Final = 8
@@ -97,14 +97,21 @@ def to_wire(name: str, value: object) -> WireTensor:
     """
     if hasattr(value, "detach"):
         return _from_torch(value)
-    if isinstance(value, list | tuple) and value and hasattr(value[0], "__len__"):
-        parts = [to_wire(name, row) for row in value]
+    if isinstance(value, list | tuple) and not value:
+        tag = "int64" if name in INTEGER_TENSORS else "float64"
+        rows = np.zeros(1, np.int64) if name in PER_TOKEN else None
+        return tag, (0,), np.empty(0, tag), rows
+    if isinstance(value, list | tuple) and hasattr(value[0], "__len__"):
+        parts = [_row(name, row) for row in value]
+        # An empty list has no dtype of its own: the other rows say it.
+        typed = [part for part, row in zip(parts, value, strict=True) if len(row)] or parts
+        parts = [part if len(part[2]) else (typed[0][0], *part[1:]) for part in parts]
         if len({part[0] for part in parts}) != 1 or any(len(part[1]) != 1 for part in parts):
             raise InvalidTensor(
                 f"{name} is a list of {[part[1] for part in parts[:4]]}",
                 expected="a list of 1-D rows of one dtype",
             )
-        packed = np.concatenate([part[2] for part in parts])
+        packed = np.concatenate([part[2] for part in typed])
         offsets = np.cumsum([0, *(len(part[2]) for part in parts)], dtype=np.int64)
         return parts[0][0], packed.shape, packed, offsets
     array = np.asarray(value)
@@ -113,6 +120,11 @@ def to_wire(name: str, value: object) -> WireTensor:
             f"{name} has dtype {array.dtype}", expected=f"one of {', '.join(DTYPE_BYTES)}"
         )
     return array.dtype.name, array.shape, np.ascontiguousarray(array), None
+
+
+def _row(name: str, value: object) -> WireTensor:
+    tag, shape, buffer, _ = to_wire(name, value)
+    return tag, shape, buffer, None
 
 
 def _from_torch(value: Any) -> WireTensor:

@@ -1,0 +1,56 @@
+"""Which known name a recorded tensor's name is a misspelling of.
+
+Any name may be recorded, and is kept; but statistics read the names of the schema alone, so that
+`rollout_logprobs` would leave a step without numbers, and nobody would say why.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from stagescope.schema import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
+
+KNOWN: Final = frozenset(
+    {*STREAM_TENSORS.values(), "ref_log_prob", *PAYLOAD_TENSORS, *PAYLOAD_STRINGS}
+)
+_CLOSE: Final = 0.9
+"""Similarity (`difflib.SequenceMatcher.ratio`) from which on a name is taken for a misspelling:
+NeMo-RL's `prev_log_probs` is a name of its own (0.89 to `ref_log_probs`)."""
+_LOG_PROBS: Final = re.compile(r"log_?p(?:rob)?s?(?![a-z])")
+_MEANT: Final = {f"{stream}_log_probs": name for stream, name in STREAM_TENSORS.items()}
+"""What a stream's name with `_log_probs` means: `current_log_probs` is called `log_probs`."""
+
+
+@functools.lru_cache(maxsize=4096)
+def closest(name: str) -> str | None:
+    """Return the known name that `name` seems to mean; None where it is known, or its own.
+
+    A known name with another word before or behind it (`old_values`, `rewards_scaled`) is its own,
+    as is one with a slash.
+    """
+    if name in KNOWN or "/" in name or not name:
+        return None
+    written = _LOG_PROBS.sub("log_probs", name.lower().replace("-", "_"))
+    found = _MEANT.get(written) or (written if written in KNOWN else None)
+    if found is None:
+        match = difflib.get_close_matches(written, [*sorted(KNOWN), *_MEANT], n=1, cutoff=_CLOSE)
+        found = _MEANT.get(match[0], match[0]) if match else None
+        if found and (written.startswith(f"{found}_") or written.endswith(f"_{found}")):
+            return None
+    return found
+
+
+def misspelt(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, known name that it seems to mean) of what was recorded together.
+
+    A name beside which the known one was recorded as well is its own.
+    """
+    recorded = list(names)
+    for name in recorded:
+        found = closest(str(name))
+        if found is not None and found not in recorded:
+            yield str(name), found

@@ -1,0 +1,40 @@
+"""Names of tensors that seem to mean a known one."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagescope.names import KNOWN, closest, misspelt
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rollout_logprobs", "rollout_log_probs"),
+        ("rollout_log_prob", "rollout_log_probs"),
+        ("rollouts_log_probs", "rollout_log_probs"),
+        ("rolout_log_probs", "rollout_log_probs"),
+        ("rollout_logps", "rollout_log_probs"),
+        ("Old-LogProb", "old_log_probs"),
+        ("current_log_probs", "log_probs"),
+        ("respones_mask", "response_mask"),
+        ("sample_id", "sample_ids"),
+    ],
+)
+def test_a_misspelling_has_a_closest_name(name: str, meant: str) -> None:
+    assert closest(name) == meant
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(KNOWN), "prev_log_probs", "teacher_log_probs", "old_values", "rewards_scaled",
+        "token_level_rewards", "logits", "mask", "datums/rollout_logprobs", "",
+    ],
+)  # fmt: skip
+def test_known_names_and_own_names_have_none(name: str) -> None:
+    assert closest(name) is None
+
+
+def test_a_name_beside_the_known_one_is_its_own() -> None:
+    assert list(misspelt(["old_log_probs", "old_logprobs", "reward"])) == [("reward", "rewards")]
