@@ -327,14 +327,14 @@ class Rank:
         key: str = "a1",
         world_size: int | None = 2,
         start: float = 1_000.0,
+        incarnation: str | None = None,
         **hello: Any,
     ) -> None:
         self.service = service
         self.clock = start
         self.seq = 0
-        self.sender = schema.Sender(
-            f"{run}-{key}-{role}-{rank}", run, key, role, rank, started=start
-        )
+        name = incarnation or f"{run}-{key}-{role}-{rank}"
+        self.sender = schema.Sender(name, run, key, role, rank, started=start)
         self.say(schema.HELLO, **({"world_size": world_size} if world_size else {}), **hello)
 
     def say(self, kind: str, handed: Any = None, /, **fields: Any) -> int:

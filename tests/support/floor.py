@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,14 @@ class LocalFloor:
     """What `RayFloor` and the ingestors do, in one process: payloads are read as they arrive."""
 
     def __init__(
-        self, store: Store, catalogue: Catalogue, data_dir: Path, ring_bytes: int = 1 << 30
+        self,
+        store: Store,
+        catalogue: Catalogue,
+        data_dir: Path,
+        ring_bytes: int = 1 << 30,
+        *,
+        state: State | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._data_dir, self._ring_bytes = data_dir, ring_bytes
         self._intakes: dict[str | None, Intake] = {}
@@ -47,8 +56,15 @@ class LocalFloor:
         self.restated: list[PayloadKey] = []
         self.formed: list[Assemble] = []
         self.reception = Reception(
-            State(), store, Plan(), self, coordinator="c", poll_seconds=1.0
-        )  # fmt: skip
+            State() if state is None else state,
+            store,
+            Plan(),
+            self,
+            coordinator="c",
+            poll_seconds=1.0,
+            wall=clock or time.time,
+            mono=clock or time.monotonic,
+        )
 
     # --- the floor ------------------------------------------------------------------------
     def ingest(self, order: Ingest, payload: object) -> None:
@@ -82,9 +98,10 @@ class LocalFloor:
                 assert not answer["refused"], answer
             await self.work()
 
-    async def work(self) -> None:
-        """Carry out what is to do until nothing is."""
-        while self._orders:
+    async def work(self, most: float = math.inf) -> None:
+        """Carry out what is to do until nothing is, or `most` of it is done."""
+        while self._orders and most > 0:
+            most -= 1
             order = self._orders.pop(0)
             if isinstance(order, Assemble):
                 attempt = self.reception.state.attempt(order.attempt_id)

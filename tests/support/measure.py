@@ -54,7 +54,7 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], taken: Mapping[str, An
 
 def whole_row(catalogue: Catalogue, attempt_id: int, step: int) -> Put | None:
     """The whole of a closed step, or None where nothing was measured."""
-    replaced = catalogue.stages(attempt_id, step, superseded=True)
+    replaced = catalogue.replaced(attempt_id, step)
     processes = catalogue.processes(attempt_id)
     parts = part_records(catalogue.summaries(attempt_id, step), processes, replaced)
     if not any(part.summary.pair in MISMATCH_PAIRS for part in parts):

@@ -21,6 +21,7 @@ from stagescope.schema import (
     Event,
     Sender,
 )
+from stagescope_service.engine.entities import Attempt, Span, Step
 from stagescope_service.engine.instructions import (
     Assemble,
     Delete,
@@ -328,16 +329,36 @@ def check_memory(state: State) -> None:
                     assert held == (span.status == "open"), span
                     held = process.unfinished.get((key, span.revision)) is span
                     assert held == (span.status == "unfinished"), span
-            for (role, rank, key), holders in step.holders.items():
-                answering = [
-                    span
-                    for name in holders
-                    for span in step.spans[(name, key)]
-                    if not span.superseded
-                ]
-                assert len(answering) == 1, (role, rank, key, answering)
+            check_who_answers(attempt, step)
         pending = {key for keys in attempt.pending.values() for key in keys}
         assert pending == {key for each in attempt.processes.values() for key in each.payloads}
     for name, process in registry.processes.items():
         assert process.incarnation == name
         assert registry.attempts[process.attempt_id].processes[name] is process
+
+
+def check_who_answers(attempt: Attempt, step: Step) -> None:
+    """Of a part that was done repeatedly one span answers: the last of the newest incarnation.
+
+    Where that one began no such part, nor a lower one, the next older one answers.
+    """
+    stages: dict[Any, list[Span]] = defaultdict(list)
+    for spans in step.spans.values():
+        for span in spans:
+            work = span.work
+            version = work.policy_version if work.step is None else None
+            stages[span.role, span.rank, work.stage, version].append(span)
+    for place, spans in stages.items():
+        ages = {name: _age(attempt, name) for name in {span.incarnation for span in spans}}
+        for span in spans:
+            alike = [s for s in spans if s.incarnation == span.incarnation and s.work == span.work]
+            newer = [s for s in spans if ages[s.incarnation] > ages[span.incarnation]]
+            answers = span.revision == max(s.revision for s in alike) and not any(
+                s.work.part <= span.work.part for s in newer
+            )
+            assert bool(span.superseded) != answers, (place, span)
+
+
+def _age(attempt: Attempt, incarnation: str) -> tuple[float, str]:
+    process = attempt.processes.get(incarnation)
+    return (0.0, incarnation) if process is None else process.age

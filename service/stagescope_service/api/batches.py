@@ -132,10 +132,12 @@ def _known_gaps(
 ) -> Iterator[Gap]:
     """Yield what the catalogue knows to be missing."""
     step = _number(target)
+    replaced = desk.catalogue.replaced(target.attempt_id, step)
     wanted = [
         row
         for row in desk.catalogue.payloads(target.attempt_id, step, limit=ALL_ROWS)
         if stages is None or row["stage"] in stages
+        if (row["incarnation"], row["seq"]) not in replaced
     ]
     for item in stages_of(desk, target)[1].missing:
         if stages is None or item.get("stage") in stages:

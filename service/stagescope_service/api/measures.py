@@ -150,7 +150,7 @@ class Measures:
         rows = catalogue.summaries(attempt_id, step, pair=text)
         if not rows:
             return []
-        replaced = catalogue.stages(attempt_id, step, superseded=True, limit=ALL_ROWS)
+        replaced = catalogue.replaced(attempt_id, step)
         return part_records(rows, catalogue.processes(attempt_id), replaced)
 
     def _unmeasured(self, place: Place, parts: Sequence[PartRecord]) -> NotFound:

@@ -25,11 +25,15 @@ KINDS: Final = ("kept", "ring")
 def payload_artifacts(desk: Desk, target: Target, step: int) -> list[Row]:
     """Return a step's payload files, kept ones first, and those of rollouts that it consumed.
 
-    A rollout of no step stands in it with step None.
+    A rollout of no step stands in it with step None. What a newer incarnation of its rank did
+    again is left out, but for rollouts that the step consumed.
     """
     rows = desk.catalogue.artifacts(target.attempt_id, step, kind=KINDS, limit=ALL_ROWS)
     beside = side_by_side(desk.catalogue.attempts(target.run), target.attempt_id)
     consumed = desk.catalogue.payloads(beside, consumed_step=step, limit=ALL_ROWS)
+    replaced = desk.catalogue.replaced(target.attempt_id, step)
+    replaced -= {(row["incarnation"], row["seq"]) for row in consumed}
+    rows = [row for row in rows if (row["incarnation"], row["seq"]) not in replaced]
     if consumed:
         keys = {(row["incarnation"], row["seq"]) for row in consumed if row["step"] is None}
         more = desk.catalogue.artifacts(

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from typing import Any, ClassVar, Final
 
-from stagescope.schema import Work
+from stagescope.schema import Part, Work
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.stuck import Pace
 
@@ -185,8 +185,9 @@ class Step:
     ghost: bool = False
     #: Every process's spans by work key, in order of revision: the last of a list answers.
     spans: dict[tuple[str, str], list[Span]] = dataclasses.field(default_factory=dict)
-    #: Who worked on the same thing: (role, rank, work key) -> incarnations.
-    holders: dict[tuple[str, int, str], list[str]] = dataclasses.field(default_factory=dict)
+    #: Who worked on a stage of a rank, and the lowest part that each began:
+    #: (role, rank, work key without the part) -> incarnation -> part.
+    holders: dict[tuple[str, int, str], dict[str, Part]] = dataclasses.field(default_factory=dict)
     #: (role, stage) -> rank -> its spans.
     ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
     #: role -> work key -> how its ranks went through it.

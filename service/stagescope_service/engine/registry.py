@@ -237,12 +237,16 @@ class Registry:
         """Settle a process's attempt at the first step that it begins.
 
         A rank that starts again at a step which its attempt has closed is a new start; then the
-        attempt that it left is returned, too.
+        attempt that it left is returned, too. One that was there when the step closed only comes
+        late to it: the others of its start went on in that attempt.
         """
         process.bound = True
         attempt = self.attempt_of(process)
         closed = attempt.last_closed_step
         if process.raw or process.role == "rollout" or closed is None or step > closed:
+            return None, []
+        known = attempt.steps.get(step)
+        if known is not None and process.started < (known.closed_wall or process.started):
             return None, []
         older = self._older(attempt, process)
         if older is None:

@@ -7,6 +7,11 @@ sequence number of its BEGIN, which its END says too (`begin_seq`). So both find
 order, also where nothing is remembered of the other, and of two spans of one identity the one
 that began later has the higher revision. Where it is not known (raw callers, who have no order;
 an END of a probe that does not say it) the span is found among those in memory.
+
+A rank that is made anew need not cut a stage as its predecessor did: from the lowest part on that
+the newer incarnation began, it answers for the stage, and all that older ones did of those parts
+and of later ones is superseded. A newer one that goes on where the older stopped leaves the parts
+before as they are.
 """
 
 from __future__ import annotations
@@ -148,9 +153,10 @@ def keep(step: Step, span: Span) -> None:
     """Put a span in its places in `step`."""
     revisions = step.spans.setdefault((span.incarnation, span.work.key), [])
     bisect.insort(revisions, span, key=_revision)
-    holders = step.holders.setdefault((span.role, span.rank, span.work.key), [])
-    if span.incarnation not in holders:
-        holders.append(span.incarnation)
+    holders = step.holders.setdefault(_holders_key(span), {})
+    lowest = holders.get(span.incarnation)
+    if lowest is None or span.work.part < lowest:
+        holders[span.incarnation] = span.work.part
     if span.work.stage is not None:
         ranks = step.ranks.setdefault((span.role, span.work.stage), {})
         ranks.setdefault(span.rank, []).append(span)
@@ -232,26 +238,46 @@ def _add(
     if step.step == attempt.loose.step:
         let_go_of_ended(step)
     revisions = step.spans[(process.incarnation, work.key)]
-    holders = step.holders[(process.role, process.rank, work.key)]
-    if len(revisions) == 1 and len(holders) == 1:
+    if len(revisions) == 1 and len(step.holders[_holders_key(span)]) == 1:
         return span, []
-    return span, _supersede(attempt, step, span, event.wall)
+    out = _supersede(attempt, step, span)
+    if out or span.superseded:
+        out.append(_repeated(attempt, span, event.wall))
+    return span, out
 
 
-def _supersede(attempt: Attempt, step: Step, span: Span, wall: float) -> list[Instruction]:
-    """Let the latest span of the newest incarnation answer for work that was done repeatedly."""
-    holders = step.holders[(span.role, span.rank, span.work.key)]
-    newest = max(holders, key=lambda name: _age(attempt, name))
+def _holders_key(span: Span) -> tuple[str, int, str]:
+    """Return what names a stage of a rank: (role, rank, the work's key without the part)."""
+    return (span.role, span.rank, span.work.key.rpartition("|")[0])
+
+
+def _supersede(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
+    """Judge again which spans answer, now that `span` is there; return the rows of the others."""
+    key = _holders_key(span)
+    holders = step.holders[key]
+    ages = {name: _age(attempt, name) for name in holders}
+    judged = [*step.spans[(span.incarnation, span.work.key)]]
+    if holders[span.incarnation] == span.work.part:
+        # It may be the first from which on its incarnation answers.
+        judged += [
+            each
+            for each in step.ranks[(span.role, span.work.stage or "")][span.rank]
+            if each.work.part >= span.work.part
+            and _holders_key(each) == key
+            and ages[each.incarnation] < ages[span.incarnation]
+        ]
     out: list[Instruction] = []
-    for incarnation in holders:
-        revisions = step.spans[(incarnation, span.work.key)]
-        for each in revisions:
-            superseded = incarnation != newest or each is not revisions[-1]
-            if each.superseded != superseded:
-                each.superseded = superseded
-                if each is not span:  # its own row is about to be written
-                    out.append(span_row(attempt.attempt_id, each))
-    return [*out, _repeated(attempt, span, wall)]
+    for each in judged:
+        replaced = any(
+            lowest <= each.work.part and ages[name] > ages[each.incarnation]
+            for name, lowest in holders.items()
+        )
+        superseded = replaced or each is not step.spans[(each.incarnation, each.work.key)][-1]
+        if each.superseded != superseded:
+            each.superseded = superseded
+            if each is not span:  # its own row is about to be written
+                out.append(span_row(attempt.attempt_id, each))
+    return out
 
 
 def _age(attempt: Attempt, incarnation: str) -> tuple[float, str]:

@@ -213,15 +213,28 @@ class State:
             out.append(span_row(attempt.attempt_id, forgotten))
             reason = "its end never arrived"
             out.append(leaving.stage_loss(attempt, process, forgotten.work, reason, event.wall))
-        return out + self._stand(attempt, process, step, span, event.wall)
+        repeated = len(begun) > 1
+        return out + self._stand(attempt, process, step, span, event.wall, repeated=repeated)
 
     def _stand(
-        self, attempt: Attempt, process: Process, step: Step, span: Span, wall: float
+        self,
+        attempt: Attempt,
+        process: Process,
+        step: Step,
+        span: Span,
+        wall: float,
+        *,
+        repeated: bool,
     ) -> list[Instruction]:
-        """Note where a process stands, and judge what that decides."""
+        """Note where a process stands, and judge what that decides.
+
+        `repeated` says that the event is news of work that was done before: who answers changed.
+        """
         if step is attempt.loose:
             return []
         out = steps.rejudge_rank(attempt, step, span)
+        if repeated and step.closed_wall is not None and not attempt.pending.get(step.step):
+            out += steps.form(attempt, step.step, wall)
         if step.ghost and span.status != OPEN:
             # Its verdict is out of memory: it is corrected with the whole, from the catalogue.
             out += steps.form(attempt, step.step, wall)
@@ -257,7 +270,8 @@ class State:
             out += payloads.announce(attempt, process, event, work, announced, has_payload)
         elif isinstance(dropped, Mapping):
             out += payloads.announce_dropped(attempt, process, event, work, dropped)
-        return out + self._stand(attempt, process, step, span, event.wall)
+        repeated = len(ended) > 1
+        return out + self._stand(attempt, process, step, span, event.wall, repeated=repeated)
 
     # --- weights ----------------------------------------------------------------------------
     def _weights(

@@ -6,7 +6,7 @@ steps, both read them here: the same rows give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part
@@ -32,15 +32,16 @@ def incarnation_of(key: str) -> str:
 
 
 def part_records(
-    summaries: Iterable[Row], processes: Iterable[Row], superseded: Iterable[Row] = ()
+    summaries: Iterable[Row],
+    processes: Iterable[Row],
+    replaced: Collection[tuple[str, int | None]] = (),
 ) -> list[PartRecord]:
     """Return the parts of `summaries`.
 
     Args:
         summaries: rows of `summaries` with their blobs; those without one are passed over.
         processes: rows of `processes`, for the layouts.
-        superseded: rows of `stages` that a newer incarnation or report replaced: their payloads
-            do not count.
+        replaced: (incarnation, seq) of payloads that do not count (`Catalogue.replaced`).
 
     Raises:
         InvalidInput: a blob is not a summary of this version.
@@ -49,7 +50,6 @@ def part_records(
         row["incarnation"]: {name: row[name] for name in LAYOUT_COLUMNS if row[name] is not None}
         for row in processes
     }
-    replaced = {(row["incarnation"], row["end_seq"]) for row in superseded}
     return [
         PartRecord(
             key=part_key(row["incarnation"], row["seq"]),

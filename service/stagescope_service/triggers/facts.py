@@ -146,7 +146,7 @@ def _parts(
     rows = catalogue.summaries(attempt_id, step, pair=pair)
     if not rows:
         return []
-    replaced = catalogue.stages(attempt_id, step, superseded=True, limit=_ALL)
+    replaced = catalogue.replaced(attempt_id, step)
     return part_records(rows, catalogue.processes(attempt_id), replaced)
 
 

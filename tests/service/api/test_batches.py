@@ -95,6 +95,16 @@ def test_it_comes_back_exactly(step: stagescope.Step) -> None:
     assert [each["log_probs"].shape for each in micro] == [(2, 9), (2, 4)] * 2
 
 
+def test_what_a_rank_made_anew_did_again_stands_alone(
+    asked: Service, step: stagescope.Step
+) -> None:
+    anew = Rank(asked, rank=1, start=2000.0, incarnation="anew")
+    anew.stage(STAGE, 5, recorded([2]))
+    batch = step.batch(stages=[STAGE])
+    assert batch.sample_ids == tuple(WHOLE.samples[:3])
+    assert len(batch.source["files"]) == 2
+
+
 def test_what_was_not_kept_is_said(asked: Service, step: stagescope.Step) -> None:
     assert step.batch().gaps == (("tensor", "actor_update recorded spare: not kept"),)
     assert step.batch(names=["old_log_probs"]).gaps == ()

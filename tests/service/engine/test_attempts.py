@@ -9,6 +9,7 @@ from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope.errors import InvalidEvent
 from stagescope.schema import Event
+from stagescope_service.engine.instructions import Assemble
 
 
 @pytest.fixture
@@ -127,6 +128,22 @@ def test_ranks_that_are_new_in_the_second_start_follow_too(bench: Bench) -> None
     joined, again = Rank(1, started=2000.0), Rank(0, started=2000.1)
     bench.give(joined.hello(world_size=2), again.hello(world_size=2), again.begin(5))
     assert len(bench.rows.of("processes", attempt_id=2)) == 2
+
+
+def test_a_rank_that_comes_late_to_a_step_stays_with_the_others_of_its_start(bench: Bench) -> None:
+    killed = [Rank(rank) for rank in range(2)]
+    for rank in killed:
+        bench.give(rank.hello(world_size=2), *rank.work(1))
+    bench.give(killed[1].begin(2))
+    quick, slow = (Rank(rank, started=1010.0) for rank in range(2))
+    bench.give(quick.hello(world_size=2), *quick.work(1), quick.begin(2))
+    assert bench.step(1)["close_reason"] == "everyone went on"
+    bench.give(slow.hello(world_size=2), *slow.work(1))
+    assert attempts(bench) == [(1, "job-1")]
+    answering = bench.rows.of("stages", superseded=False, step=1)
+    names = {row["incarnation"] for row in answering}
+    assert names == {quick.sender.incarnation, slow.sender.incarnation}
+    assert bench.assembled.count(Assemble(1, 1)) == 2  # closed, and another one answered
 
 
 def test_the_old_start_stays_ended_when_its_second_leaves_it(bench: Bench) -> None:

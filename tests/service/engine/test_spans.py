@@ -114,6 +114,45 @@ def test_two_incarnations_did_the_same(bench: Bench, order: tuple[int, ...]) -> 
     assert bench.rows.one("findings")["kind"] == "superseded_work"
 
 
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_a_rank_made_anew_answers_also_for_parts_that_it_does_not_have(
+    bench: Bench, order: tuple[int, ...]
+) -> None:
+    killed, resumed = Rank(started=1000.0), Rank(started=1100.0)
+    pieces = [
+        killed.work(3, microbatch=0),
+        killed.work(3, microbatch=1),
+        resumed.work(3, microbatch=0),
+    ]
+    for place in order:
+        bench.give(*pieces[place])
+    answering = bench.rows.of("stages", superseded=False)
+    assert [row["incarnation"] for row in answering] == [resumed.sender.incarnation]
+    assert len(bench.rows.of("findings", kind="superseded_work")) == 1
+    bench.restart()
+
+
+def test_a_rank_that_goes_on_where_its_predecessor_stopped_leaves_its_parts(bench: Bench) -> None:
+    killed, resumed = Rank(started=1000.0), Rank(started=1100.0)
+    bench.give(*killed.work(3, microbatch=0), *killed.work(3, microbatch=1))
+    bench.give(*resumed.work(3, microbatch=1), *resumed.work(3, microbatch=2))
+    answering = {
+        row["microbatch"]: row["incarnation"] for row in bench.rows.of("stages", superseded=False)
+    }
+    names = [each.sender.incarnation for each in (killed, resumed, resumed)]
+    assert answering == dict(enumerate(names))
+
+
+def test_a_closed_step_is_formed_again_once_another_answers(bench: Bench) -> None:
+    rank = Rank()
+    bench.give(*rank.work(1, payload=True), rank.begin(2))
+    bench.settle_all()
+    assert bench.step(1)["closed_wall"] is not None
+    formed = len(bench.assembled)
+    bench.give(*rank.work(1))  # done again, and nothing handed over
+    assert len(bench.assembled) > formed
+
+
 def test_a_finding_keeps_when_it_was_made_first(bench: Bench) -> None:
     rank = Rank()
     said = [*rank.work(1), *rank.work(1), *rank.work(1)]

@@ -124,6 +124,24 @@ def test_stages_filter(catalogue: Catalogue) -> None:
     assert [row["rank"] for row in catalogue.open_stages()] == [1, 3, 2, 4]
 
 
+def test_what_was_replaced_no_longer_answers(store: SqlStore, catalogue: Catalogue) -> None:
+    work_key = "5||actor_update|0.0.0.0"
+    place = {"attempt_id": 1, "step": 5, "rank": 0, "work_key": work_key, "name": "loss"}
+    write(
+        store,
+        stage_row(0, 5, end_seq=7, superseded=True),
+        stage_row(1, 5, end_seq=8, superseded=True),
+        stage_row(1, 5, end_seq=9, superseded=False, revision=1),
+        *(
+            Put("scalars", {**place, "incarnation": f"incarnation-{rank}", "value": float(rank)})
+            for rank in range(3)  # of the last no stage is known
+        ),
+    )
+    assert [row["value"] for row in catalogue.scalars(1, 5)] == [1.0, 2.0]
+    assert catalogue.replaced(1, 5) == {("incarnation-0", 7), ("incarnation-1", 8)}
+    assert catalogue.replaced(1, 6) == set()
+
+
 def test_rows_come_back_as_they_went_in(store: SqlStore, catalogue: Catalogue) -> None:
     place = {"attempt_id": 1, "step": 2, "stage": "actor_update", "role": "actor", "rank": 0}
     work = {"incarnation": "i", "work_key": "w"}

@@ -68,7 +68,7 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
     """Read a step's parts and put them together."""
     mark = catalogue.parts_mark(attempt_id, step)  # before the parts, which then hold no less
     rows = catalogue.summaries(attempt_id, step)
-    replaced = catalogue.stages(attempt_id, step, superseded=True, limit=_ALL)
+    replaced = catalogue.replaced(attempt_id, step)
     parts = part_records(rows, catalogue.processes(attempt_id), replaced) if rows else []
     keyed = {
         f"{row['incarnation']}:{row['seq']}": {k: v for k, v in row.items() if k != "summary"}

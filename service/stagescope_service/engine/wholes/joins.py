@@ -109,6 +109,7 @@ def _lacking(
     for part in forming.parts:
         if part.summary.pair[1] == "rollout":
             measured.setdefault(part.stage, set()).add(part.key)
+    replaced = catalogue.replaced(forming.attempt_id, forming.step)
     of_whole = [stage for stage in TRAINER_STAGES if stage in measured]
     for stage in of_whole[:1] or TRAINER_STAGES:
         done = measured.get(stage, set())
@@ -119,6 +120,7 @@ def _lacking(
             row
             for row in payloads
             if _is_alone(row["tensors"] or {})
+            and _key(row) not in replaced
             and (f"{row['incarnation']}:{row['seq']}" not in done or _key(row) in again)
         ]
         if lacking:

@@ -28,10 +28,13 @@ class MeasuredReads(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return scalars by step, name and rank; `value` is a float again, also nan and inf."""
+        """Return scalars by step, name and rank; `value` is a float again, also nan and inf.
+
+        Those of stages that a newer incarnation or report replaced are left out.
+        """
         found = self._page(
             "scalars",
-            conditions("scalars", locals()),
+            [*conditions("scalars", locals()), _answers()],
             "step name role rank work_key",
             limit,
             offset,
@@ -116,3 +119,12 @@ class MeasuredReads(Reader):
     ) -> list[Row]:
         """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
         return self._rows(rollouts.rollout_payloads(attempts, step, versions))
+
+
+def _answers() -> sa.ColumnElement[bool]:
+    """Return the condition that a scalar's stage was not replaced, as far as is known."""
+    scalars, stages = TABLES["scalars"].c, TABLES["stages"].c
+    own = (stages.incarnation == scalars.incarnation) & (stages.work_key == scalars.work_key)
+    replaced = stages.superseded == sa.true()
+    answering = stages.superseded.is_(None) | (stages.superseded == sa.false())
+    return sa.or_(~sa.exists().where(own, replaced), sa.exists().where(own, answering))

@@ -125,6 +125,13 @@ class RunReads(Reader):
         rows = self._rows(query)
         return {(row["stage"], row["role"], row["rank"]): int(row["parts"]) for row in rows}
 
+    def replaced(self, attempt_id: int, step: Filter = None) -> set[tuple[str, int | None]]:
+        """Return (incarnation, seq) of payloads whose stage something newer replaced."""
+        columns = TABLES["stages"].c
+        where = conditions("stages", {"attempt_id": attempt_id, "step": step, "superseded": True})
+        chosen = sa.select(columns.incarnation, columns.end_seq).where(*where)
+        return {(row["incarnation"], row["end_seq"]) for row in self._rows(chosen)}
+
     def open_stages(self, attempt_id: Filter = None, *, limit: int = LIMIT) -> list[Row]:
         """Return stages that began and did not end, oldest first."""
         table = TABLES["stages"]
