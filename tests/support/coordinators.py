@@ -27,6 +27,7 @@ class FakeCoordinator:
     def __init__(self, name: str = "first") -> None:
         self.name = name
         self.mode = "serve"
+        self.pause: float | None = None
         self.plan: dict[str, Any] = {"revision": 0, "captures": []}
         self.requests: list[dict[str, Any]] = []
         self.batches: list[list[Event]] = []
@@ -62,7 +63,9 @@ class FakeCoordinator:
                 if self.settle_at_once:
                     self.receipts[seq] = "ingested"
             refused = {e.seq: self.refuses[e.seq] for e in batch if e.seq in self.refuses}
-        future.set_result(self._answer() | {"received": len(batch), "refused": refused})
+        asked = {} if self.pause is None else {"pause": self.pause}
+        said = {"received": len(batch), "refused": refused}
+        future.set_result(self._answer() | said | asked)
         return future
 
     def poll(self, revision: int, unreceipted: list[int], wait: float) -> Future[dict[str, Any]]:

@@ -103,6 +103,32 @@ def test_batch_on_the_way_when_the_coordinator_died_is_sent_again(
     wait_for(lambda: steps(second) == [1])
 
 
+def test_a_service_that_is_behind_is_sent_more_events_in_fewer_calls(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator.pause = 2.0
+    probe = make_probe()
+    wait_for(lambda: coordinator.batches)  # the hello
+    before = len(coordinator.batches)
+    began = time.monotonic()
+    for step in range(200):
+        stage(probe, step)
+        time.sleep(0.002)
+    wait_for(lambda: len(steps(coordinator)) == 200)
+    assert time.monotonic() - began > 1.0
+    assert len(coordinator.batches) - before <= 3
+    assert "the service is behind" in caplog.text
+    coordinator.pause = None
+    for step in range(200, 203):
+        stage(probe, step)
+        wait_for(lambda: len(steps(coordinator)) == step + 1)  # noqa: B023
+
+
+@pytest.mark.parametrize("pause", ["soon", -1.0, float("nan"), 1e9, None])
+def test_a_pause_that_cannot_be_right_is_none(pause: object) -> None:
+    assert courier_module._pause({"pause": pause}) == 0.0
+
+
 def test_not_ready_is_tried_again(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
     coordinator.mode = "not_ready"
     probe = make_probe()

@@ -44,6 +44,11 @@ class Backoff:
         self._failures += 1
         self.until = time.monotonic() + delay * random.uniform(0.5, 1.0)
 
+    def hold(self, seconds: float) -> None:
+        """Wait about so long at least, each sender otherwise."""
+        if seconds > 0:
+            self.until = max(self.until, time.monotonic() + seconds * random.uniform(0.75, 1.25))
+
     def succeed(self) -> None:
         """Wait no more."""
         self._failures = 0

@@ -36,6 +36,8 @@ _LEAST_BETWEEN_POLLS: Final = 0.05
 _MOST_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
 _LONGEST_PAUSE: Final = 1.0
+MOST_PAUSE: Final = 60.0
+"""A service that is behind may hold a sender's batches back for so many seconds."""
 
 
 class PlanHolder(Protocol):
@@ -303,6 +305,7 @@ class Courier:
         if answer.get("not_ready") is not None:
             self._warn("not_ready", f"the service is not ready: {answer['not_ready']}")
             backoff.fail()
+            backoff.hold(_pause(answer))
             return None
         backoff.succeed()
         self._connecting.succeed()
@@ -344,6 +347,9 @@ class Courier:
             self._outbox.settle(dict.fromkeys(refused, "refused"))
         if self._outbox.has_drops:
             self._outbox.report_drops()
+        if pause := _pause(answer):
+            self._warn("behind", f"the service is behind: events are sent every {pause:.1f} s")
+            self._sends.hold(pause)
 
     def _polled(self, call: Call) -> None:
         answer = self._answer(call, self._polls, "polling")
@@ -422,6 +428,12 @@ class Courier:
         level = logging.DEBUG if kind in self._warned else logging.WARNING
         self._warned.add(kind)
         _log.log(level, message, *values, exc_info=exc_info)
+
+
+def _pause(answer: Mapping[str, Any]) -> float:
+    """Return the seconds for which a service that is behind asks its senders to wait."""
+    pause = answer.get("pause")
+    return float(pause) if isinstance(pause, int | float) and 0 < pause <= MOST_PAUSE else 0.0
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -35,6 +35,7 @@ from stagescope_service.engine.arguments import (
 )
 from stagescope_service.engine.floor import RayFloor
 from stagescope_service.engine.instructions import Assemble, Put
+from stagescope_service.engine.load import resident_bytes
 from stagescope_service.engine.orders.bench import with_bench
 from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.orders.standing import Standing, read_standing
@@ -264,6 +265,8 @@ class DebugCoordinator:
         return {
             **status,
             "events_taken": reception.events_taken,
+            "load": reception.load.status(),
+            "memory_bytes": resident_bytes(),
             "live_processes": sum(process.live for process in processes),
             "pending_payloads": sum(len(process.payloads) for process in processes),
             "revision": reception.plan.revision,
@@ -300,7 +303,10 @@ class DebugCoordinator:
         return self._reception
 
     def _not_ready(self, error: NotReady) -> Reply:
-        return {"coordinator": self._coordinator, "not_ready": str(error)}
+        reply: Reply = {"coordinator": self._coordinator, "not_ready": str(error)}
+        if self._reception is not None and (pause := self._reception.load.pause):
+            reply["pause"] = pause
+        return reply
 
     async def _run(self) -> None:
         """Open the catalogue, whatever it takes, then look after leases."""
@@ -348,6 +354,7 @@ class DebugCoordinator:
             stuck_rules=StuckRules(floor=settings.stuck_seconds, factor=settings.stuck_factor),
         )
         floor.reception.hangs.adopt(snapshot.findings)
+        floor.reception.load.adopt(snapshot.findings)
         state.stack_requests.adopt(snapshot.asked_stacks)
         await floor.reception.write(rows)
         floor.open(settings)

@@ -27,6 +27,7 @@ from stagescope_service.engine.instructions import (
     Put,
     Settled,
 )
+from stagescope_service.engine.load import Load
 from stagescope_service.engine.orders.agreement import ASKED
 from stagescope_service.engine.orders.desk import Orders
 from stagescope_service.engine.orders.plans import Entry, Plan
@@ -61,6 +62,7 @@ class Reception:
         self.plan = plan
         self.orders = Orders(plan, state)
         self.hangs = HangWatch(state, stuck_rules, late_seconds=1.5 * poll_seconds)
+        self.load = Load(state)
         self.executor = Executor(state, store, plan, floor)
         self.raw_calls = RawCalls(
             state, self.executor, poll_seconds=poll_seconds, wall=wall, mono=mono
@@ -89,15 +91,26 @@ class Reception:
 
         Raises:
             InvalidEvent: the sender cannot be read: then nothing of the batch is taken.
-            NotReady: the catalogue cannot be written now; nothing was taken.
+            NotReady: the catalogue cannot be written now, or too much waits; nothing was taken.
         """
         self.executor.check_ready()
         sender = Sender.parse(sender_wire)
+        async with self.load.admit(len(events)):
+            answer = await self._record(sender, events, payloads)
+        if pause := self.load.pause:
+            answer["pause"] = pause
+        return answer
+
+    async def _record(
+        self, sender: Sender, events: Sequence[object], payloads: Mapping[int, object] | None
+    ) -> dict[str, Any]:
         refused: dict[int, str] = {}
         out: list[Instruction] = []
+        newest: float | None = None
         for wire in events:
             try:
                 event = Event.parse(wire)
+                newest = event.wall
                 has_payload = payloads is not None and event.seq in payloads
                 taken = self.state.handle(
                     sender, event, self.mono(), has_payload=has_payload, arrived=self.wall()
@@ -109,6 +122,8 @@ class Reception:
                 refused[_seq_of(wire)] = str(error)
                 out += self._refusal(sender, error)
         self._taken += len(events) - len(refused)
+        if newest is not None and sender.clock_offset is not None:
+            self.load.arrived(self.wall() - sender.clock_offset - newest)
         dumps = [order for order in out if isinstance(order, Put) and order.table == "dumps"]
         ordered = [
             put
@@ -269,6 +284,7 @@ class Reception:
             wall = self.wall()
             await self.executor.carry_out(self.state.expire(now, wall))
             await self.executor.carry_out(self.hangs.look(now, wall))
+            await self.executor.carry_out(self.load.look(now, wall))
             await self.look()
 
     def _look_soon(self) -> None:

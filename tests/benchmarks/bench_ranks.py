@@ -1,0 +1,167 @@
+"""What a rank costs the coordinator: many simulated ranks on a real one.
+
+Each simulated rank speaks as a probe's background thread does: one batch of events and one long
+poll on the way at a time, what comes meanwhile in the next batch, and it heeds `pause`. It prints
+the coordinator's memory and CPU time a rank, the delay from an event to its acknowledgement, and
+how long a status call takes beside it.
+
+    python -m tests.benchmarks.bench_ranks [RANKS [SECONDS_A_STEP [STEPS]]]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+from tests.support.cluster import Service, ray_cluster
+
+from stagescope import schema
+from stagescope_service.engine.coordinator import NAME, NAMESPACE
+
+STAGES = schema.STAGES[:6]
+POLL_SECONDS = 20.0
+
+
+class SimulatedRank:
+    """One rank's events, its batch on the way and its poll."""
+
+    def __init__(self, coordinator: Any, rank: int, ranks: int, delays: list[float]) -> None:
+        self.coordinator = coordinator
+        self.sender = schema.Sender(
+            f"simulated-{rank:027d}", "simulated", "key", "actor", rank,
+            clock_offset=0.0, clock_error=0.0, started=time.time(),
+        ).wire()  # fmt: skip
+        self.seq = 0
+        self.waiting: list[tuple[float, tuple[Any, ...]]] = []
+        self.delays = delays
+        self.pushed_back = 0
+        self.calls = 0
+        self.has_news = asyncio.Event()
+        self.say(schema.HELLO, world_size=ranks, layout=dict.fromkeys(schema.LAYOUT_COLUMNS, 1))
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self.seq += 1
+        event = schema.Event(kind, self.seq, time.time(), time.monotonic(), fields).wire()
+        self.waiting.append((time.monotonic(), event))
+        self.has_news.set()
+
+    async def send(self) -> None:
+        """Send what waits, for ever."""
+        while True:
+            await self.has_news.wait()
+            self.has_news.clear()
+            batch = list(self.waiting)
+            self.calls += 1
+            answer = await self.coordinator.record_events.remote(
+                sender=self.sender, events=[event for _, event in batch]
+            )
+            if answer.get("not_ready") is None:
+                del self.waiting[: len(batch)]
+                now = time.monotonic()
+                self.delays += [now - said for said, _ in batch]
+            else:
+                self.pushed_back += 1
+            if self.waiting:
+                self.has_news.set()
+            pause = answer.get("pause") or (0.5 if answer.get("not_ready") else 0.0)
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))
+
+    async def poll(self) -> None:
+        """Poll for ever."""
+        while True:
+            await self.coordinator.poll.remote(
+                sender=self.sender, revision=0, unreceipted=[], wait=POLL_SECONDS
+            )
+
+    async def train(self, steps: int, seconds: float) -> None:
+        """Go through the stages of each step, each at a moment of its own."""
+        for step in range(1, steps + 1):
+            for name in STAGES:
+                self.say(schema.BEGIN, step=step, stage=name)
+                await asyncio.sleep(random.uniform(0.5, 1.5) * seconds / len(STAGES))
+                self.say(schema.END, step=step, stage=name, status="ok", scalars={"loss": 1.0})
+
+
+class Asker:
+    """Asks for the status from a process of its own: that of the simulated ranks is busy."""
+
+    def ask(self) -> tuple[float, dict[str, Any]]:
+        coordinator = ray.get_actor(NAME, namespace=NAMESPACE)
+        began = time.monotonic()
+        status: Any = ray.get(coordinator.status.remote())
+        return time.monotonic() - began, status
+
+
+async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> None:
+    coordinator = service.coordinator
+    process = psutil.Process((await coordinator.status.remote())["pid"])
+    asker: Any = ray.remote(num_cpus=0)(Asker)
+    asker = asker.remote()
+    await asker.ask.remote()
+    before = process.memory_info().rss
+    delays: list[float] = []
+    asked: list[float] = []
+    everyone = [SimulatedRank(coordinator, rank, ranks, delays) for rank in range(ranks)]
+    running = [asyncio.create_task(one.send()) for one in everyone]
+    running += [asyncio.create_task(one.poll()) for one in everyone]
+    training = [asyncio.create_task(one.train(steps, seconds)) for one in everyone]
+    began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
+    report = time.monotonic()
+    while not all(task.done() for task in training):
+        await asyncio.sleep(1.0)
+        took, status = await asker.ask.remote()
+        asked.append(took)
+        if time.monotonic() > report:
+            report += seconds
+            held = sum(len(one.waiting) for one in everyone)
+            print(  # noqa: T201
+                f"{time.monotonic() - began:6.0f} s  {len(delays):8d} acknowledged  "
+                f"{held:7d} at the ranks  memory {process.memory_info().rss / 2**20:6.0f} MiB  "
+                f"status {took:5.2f} s  load {status.get('load')}",
+                flush=True,
+            )
+    while any(one.waiting for one in everyone):  # noqa: ASYNC110 - of a thousand senders
+        await asyncio.sleep(0.1)
+    took = time.monotonic() - began
+    used = sum(process.cpu_times()[:2]) - cpu
+    grown = process.memory_info().rss - before
+    calls = sum(one.calls for one in everyone)
+    print(  # noqa: T201
+        f"{ranks} ranks, {len(delays)} events in {calls} calls, {took:.0f} s for "
+        f"{steps * seconds:.0f} s of training"
+    )
+    print(  # noqa: T201
+        f"memory  {grown / ranks / 1024:8.1f} KiB a rank ({grown / 2**20:.0f} MiB)\n"
+        f"CPU     {used / len(delays) * 1e6:8.0f} us an event ({used / took:.2f} of a core)\n"
+        f"delay   {np.median(delays):8.3f} s, p99 {np.quantile(delays, 0.99):.3f} s, "
+        f"longest {max(delays):.3f} s\n"
+        f"status  {np.median(asked):8.3f} s, longest {max(asked):.3f} s\n"
+        f"pushed back {sum(one.pushed_back for one in everyone)} of {calls} calls"
+    )
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def main() -> None:
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
+    steps = int(sys.argv[3]) if len(sys.argv) > 3 else 4
+    with tempfile.TemporaryDirectory() as home, ray_cluster() as address:
+        service = Service.start(Path(home), address, lease_seconds=45.0, poll_seconds=POLL_SECONDS)
+        try:
+            asyncio.run(simulate(service, ranks, seconds, steps))
+        finally:
+            service.stop()
+
+
+if __name__ == "__main__":
+    main()

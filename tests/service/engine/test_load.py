@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.engine.test_reception import NoFloor
+from tests.support.stores import rows_of, url_of
+
+from stagescope.errors import NotReady
+from stagescope.schema import BEGIN, HELLO, Event, Sender
+from stagescope_service.engine.instructions import Put
+from stagescope_service.engine.load import (
+    BEHIND_SECONDS,
+    FEWEST_CALLS,
+    KIND,
+    WINDOW_SECONDS,
+    Load,
+)
+from stagescope_service.engine.orders.plans import Plan
+from stagescope_service.engine.reception import Reception
+from stagescope_service.engine.state import State
+from stagescope_service.store.sql import SqlStore
+
+RANKS = 1000
+
+
+@pytest.fixture
+def state() -> State:
+    """An attempt with a thousand ranks."""
+    state = State()
+    for rank in range(RANKS):
+        sender = Sender(f"i{rank}", "r", "k", "actor", rank, clock_offset=0.0, started=1.0)
+        state.handle(sender, Event(HELLO, 1, 1.0, 1.0, {"world_size": RANKS}), 0.0)
+    return state
+
+
+class Clock:
+    """Looks of a coordinator, a window apart."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.now = 100.0
+        self.load.look(self.now, self.now)
+
+    def window(self, calls: int, age: float) -> list[dict[str, Any]]:
+        """Let batches of this age arrive, and return the findings of the look after them."""
+        for _ in range(calls):
+            self.load.arrived(age)
+        self.now += WINDOW_SECONDS
+        found = self.load.look(self.now, self.now)
+        return [dict(put.row) for put in found if isinstance(put, Put)]
+
+
+def test_events_that_stay_late_are_a_finding_until_they_are_not(state: State) -> None:
+    clock = Clock(Load(state))
+    late = 2 * BEHIND_SECONDS
+    assert clock.load.pause == 0.0
+    assert clock.window(FEWEST_CALLS, late) == []
+    assert clock.load.pause == RANKS / 250.0
+    assert clock.window(FEWEST_CALLS, late) == []
+    (found,) = clock.window(FEWEST_CALLS, late)
+    assert found["kind"] == KIND
+    assert found["message"] == "the service is 10 s behind: 20 calls/s of 1000 ranks"
+    assert found["evidence"]["lag_seconds"] == late
+    assert found["advice"].startswith("nothing is lost")
+    (again,) = clock.window(FEWEST_CALLS, 3 * late)
+    assert again["finding_id"] == found["finding_id"]
+    (over,) = clock.window(FEWEST_CALLS, 0.1)
+    assert over == {"finding_id": found["finding_id"], "over_wall": clock.now}
+    assert clock.load.pause == 0.0
+    assert clock.window(FEWEST_CALLS, 0.1) == []
+
+
+def test_ranks_that_come_back_after_an_outage_are_no_load(state: State) -> None:
+    clock = Clock(Load(state))
+    assert clock.window(RANKS, 120.0) == []
+    assert clock.window(RANKS, 0.1) == []
+    for _ in range(5):  # some slow ranks alone
+        assert clock.window(FEWEST_CALLS - 1, 120.0) == []
+    assert clock.load.pause == 0.0
+
+
+def test_a_new_coordinator_ends_the_finding_of_its_predecessor(state: State) -> None:
+    clock = Clock(Load(state))
+    clock.load.adopt([{"kind": KIND, "over_wall": None, "attempt_id": 1, "finding_id": "f"}])
+    assert clock.window(0, 0.0) == [{"finding_id": "f", "over_wall": clock.now}]
+
+
+def begins(first: int, count: int) -> list[Any]:
+    fields = {"step": 1, "stage": "actor_update"}
+    return [
+        Event(BEGIN, seq, 1.0, 1.0, {**fields, "microbatch": seq}).wire()
+        for seq in range(first, first + count)
+    ]
+
+
+class HeldStore(SqlStore):
+    """A store that begins to write when it is told to."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        super().open()
+        self.held: list[Any] = []
+        self.holds = False
+
+    def submit(self, puts: Any) -> Any:
+        if self.holds and puts:
+            future: Future[None] = Future()
+            self.held.append((puts, future))
+            return future
+        return super().submit(puts)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[HeldStore]:
+    made = HeldStore(url_of(tmp_path))
+    yield made
+    made.close()
+
+
+def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(store: HeldStore) -> None:
+    state = State()
+    reception = Reception(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
+    reception.load = Load(state, most_events=100)
+    sender = Sender("i", "r", "k", "actor", 0, clock_offset=0.0, started=1.0).wire()
+
+    async def flood() -> None:
+        store.holds = True
+        taken = asyncio.create_task(reception.record(sender, begins(1, 80)))
+        while not store.held:  # noqa: ASYNC110 - the store knows no loop
+            await asyncio.sleep(0)
+        with pytest.raises(NotReady, match="80 events wait to be written") as caught:
+            await reception.record(sender, begins(81, 30))
+        assert "sends it again" in caught.value.advice
+        assert reception.load.status()["pushed_back"] == 1
+        assert reception.load.pause == 0.5
+        store.holds = False
+        for puts, future in store.held:
+            store.submit(puts).result(30)
+            future.set_result(None)
+        assert (await taken)["received"] == 80
+        assert reception.load.status()["waiting_events"] == 0
+        answer = await reception.record(sender, begins(81, 30))
+        assert answer["received"] == 30
+        assert "pause" not in answer
+
+    asyncio.run(flood())
+    assert len(rows_of(store, "stages")) == 110
+
+
+def test_one_batch_is_taken_however_large_it_is(store: HeldStore) -> None:
+    state = State()
+    reception = Reception(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
+    reception.load = Load(state, most_events=10)
+    sender = Sender("i", "r", "k", "actor", 0).wire()
+    assert asyncio.run(reception.record(sender, begins(1, 50)))["received"] == 50
