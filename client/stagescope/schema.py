@@ -92,6 +92,9 @@ STAGES: Final = (
 WHOLE_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
 """The order in which the stage of a step's whole is chosen: the first that has both streams."""
 
+DUMP_MARKER: Final = ".stagescope-dump"
+"""Lies in each directory that a capture has made: what is in it may be read wherever it lies."""
+
 WEIGHT_SIDES: Final = ("trainer", "rollout")
 WEIGHT_KINDS: Final = ("exchanged", "held")
 """exchanged: as they were sent, or received, before fusion and quantisation; held: as they lie in

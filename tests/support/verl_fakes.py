@@ -155,7 +155,8 @@ def _trainers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
         "_balance_batch", "_compute_old_log_prob", "_compute_ref_log_prob", "_compute_values",
         "_compute_reward_colocate", "_update_critic", "_update_actor",
     )  # fmt: skip
-    members = {name: with_batch(name) for name in batched}
+    members: dict[str, Any] = {name: with_batch(name) for name in batched}
+    members["__init__"] = lambda self: None
     members |= {name: alone(name) for name in ("_load_checkpoint", "_validate", "fit")}
     return {
         "verl.trainer.ppo.ray_trainer": {"RayPPOTrainer": type("RayPPOTrainer", (), {**members})},

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from stagescope.errors import Forbidden, NotFound
-from stagescope.schema import Part
+from stagescope.schema import DUMP_MARKER, Part
 from stagescope_service.store.tensorfile import (
     TensorFile,
     WireTensor,
@@ -103,7 +104,10 @@ def ring_directory(data_dir: Path, node_id: str) -> Path:
 
 
 def confine(path: str | Path, roots: Iterable[str | Path]) -> Path:
-    """Return `path` resolved, after a check that it lies in one of `roots`.
+    """Return `path` resolved, after a check that it lies in one of `roots`, or in a capture's dump.
+
+    A dump's directory holds a file that only who may write there can make (`DUMP_MARKER`): a
+    training's own `save_path` needs no root. What is named without it is refused as ever.
 
     Args:
         path: absolute, or relative to the first root. It need not exist.
@@ -120,13 +124,25 @@ def confine(path: str | Path, roots: Iterable[str | Path]) -> Path:
         found = (allowed[0] / path).resolve()
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise Forbidden(f"path {str(path)!r:.200} cannot be used: {error}") from error
-    if not any(found.is_relative_to(root) for root in allowed):
+    if not any(found.is_relative_to(root) for root in allowed) and not _is_in_dump(found):
         raise Forbidden(
             f"path {str(path)!r:.200} lies outside the directories that may be used",
             expected=f"a path in {', '.join(map(str, allowed))}",
             advice="add a root to the service's allowed_roots",
         )
     return found
+
+
+def _is_in_dump(path: Path) -> bool:
+    """Say whether a resolved path is a directory that a capture made, or lies in one."""
+    for directory in (path, *path.parents[:2]):  # a tensor's file lies one level below
+        try:
+            mode = (directory / DUMP_MARKER).lstat().st_mode
+        except (OSError, ValueError):
+            continue
+        if stat.S_ISREG(mode):
+            return True
+    return False
 
 
 def file_checksum(path: Path) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.errors import Forbidden
-from stagescope.schema import Part
+from stagescope.schema import DUMP_MARKER, Part
 from stagescope_service.store.artifacts import (
     attempt_directory,
     confine,
@@ -81,6 +81,22 @@ def test_paths_inside(roots: list[Path], path: str) -> None:
 def test_paths_outside(roots: list[Path], path: str) -> None:
     with pytest.raises(Forbidden):
         confine(path.format(a=roots[0], b=roots[1]), roots)
+
+
+def test_what_a_capture_wrote_is_read_wherever_it_lies(roots: list[Path], tmp_path: Path) -> None:
+    _, files = dump_paths.claim_rank_directory(tmp_path / "outside" / "step_1", 0)
+    (files / "dump_tensor_data").mkdir()
+    (files / "leads_out").symlink_to("/etc")
+    for path in (files, files / "dump.json", files / "dump_tensor_data" / "x.pt"):
+        assert confine(path, roots) == path.resolve()
+    for path in (files.parent, files / "leads_out" / "passwd", files / ".." / ".." / "other"):
+        with pytest.raises(Forbidden):
+            confine(path, roots)
+    marker = files / DUMP_MARKER
+    marker.unlink()
+    marker.symlink_to("/etc/passwd")  # no proof of who may write here
+    with pytest.raises(Forbidden):
+        confine(files, roots)
 
 
 def test_no_root_allows_nothing_and_a_loop_leads_nowhere(roots: list[Path]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import CaptureError
-from stagescope.schema import Part
+from stagescope.schema import DUMP_MARKER, Part
 
 OWNER_FILE: Final = ".stagescope-attempt"
 _MSPROBE_PATH: Final = re.compile(r"[A-Za-z0-9_.:/-]+\Z")
@@ -117,6 +117,8 @@ def claim_rank_directory(directory: Path, rank: int) -> tuple[Path, Path]:
         files = dump_path / "step0" / f"rank{rank}"
         with contextlib.suppress(FileExistsError):
             files.mkdir()
+            # The service reads what lies beside it, also outside its allowed roots.
+            (files / DUMP_MARKER).write_text("written by a capture of stagescope\n")
             return dump_path, files
     raise CaptureError(f"{directory} holds {_MOST_TRIES} dumps of rank {rank} already")
 
@@ -126,6 +128,8 @@ def measure(directory: Path) -> tuple[int, int]:
     total = files = 0
     for folder, _, names in os.walk(directory):
         for name in names:
+            if name == DUMP_MARKER:
+                continue
             with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(folder, name)).st_size
                 files += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from typing import Any
@@ -334,3 +335,27 @@ def test_the_end_of_training_is_the_end_of_its_step(
     wait_for(lambda: coordinator.of_kind(FINISH))
     steps = [event.fields["step"] for event in coordinator.of_kind(END_STEP)]
     assert steps == [3]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_trainer_s_own_fit_is_closed_as_verl_s_is(
+    is_async: bool, verl: Modules, coordinator: FakeCoordinator
+) -> None:
+    plain = verl["verl.trainer.ppo.ray_trainer"].RayPPOTrainer
+
+    def fit(self: Any) -> str:
+        self._compute_reward_colocate(verl_fakes.batch_v0())
+        plain.fit(self)  # verl's own in it closes nothing twice
+        return "the result"
+
+    async def fit_async(self: Any) -> str:
+        return fit(self)
+
+    own = type("RayPPOTrainer", (plain,), {"fit": fit_async if is_async else fit})
+    verl["verl.trainer.ppo.ray_trainer"].RayPPOTrainer = own
+    coordinator.settle_at_once = True
+    trainer = verl_fakes.trainer(verl)
+    assert (asyncio.run(trainer.fit()) if is_async else trainer.fit()) == "the result"
+    wait_for(lambda: coordinator.of_kind(FINISH))
+    assert [event.fields["step"] for event in coordinator.of_kind(END_STEP)] == [3]
+    assert len(coordinator.of_kind(HELLO)) == 2  # driver and reward_model, none made anew

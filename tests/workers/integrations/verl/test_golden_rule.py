@@ -30,7 +30,7 @@ from stagescope_workers.integrations.verl import (
     trainer_calls,
 )
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.modes import Mode
+from stagescope_workers.integrations.verl.modes import FLOAT32, Mode
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.options import checked_options
 from stagescope_workers.probe import Probe
@@ -43,7 +43,10 @@ PARTS: list[tuple[Any, str]] = [
     *((Probe, name) for name in ("stage", "begin", "log", "end_step")),
     *((MetricsFeed, name) for name in ("__init__", "want", "take", "close")),
     *((driver.Driver, name) for name in ("__init__", "context", "plant", "stage", "record")),
-    *((driver.Driver, name) for name in ("want_numbers", "log", "close", "_probe")),
+    *(
+        (driver.Driver, name)
+        for name in ("want_numbers", "log", "close", "_probe", "watch_rollout")
+    ),
     *((driver, name) for name in ("is_there", "finish", "MetricsFeed")),
     *(
         (rollout, name)
@@ -51,6 +54,7 @@ PARTS: list[tuple[Any, str]] = [
     ),
     (rollout, "_watched"),
     *((trainer_calls, name) for name in ("driver_of", "chosen", "_take_log_probs", "_is_inner")),
+    (trainer_calls, "_closed_after"),
     (processes, "init"),
     *((ranks, name) for name in ("probe_of", "is_critic", "is_active", "_note", "_weight_sync")),
     (ranks, "Minibatches"),
@@ -134,6 +138,9 @@ def _trainer_calls(modules: dict[str, Any], seen: Seen, v1: bool) -> Iterator[tu
     tracking = modules["verl.utils.tracking"].Tracking()
     yield "log", lambda: tracking.log(data={"training/global_step": 3, "loss": 0.5}, step=3)
     yield "fit", lambda: bypassing.fit("a loop")
+    # Made anew each time: its __init__ is what has it closed.
+    own = type("Own", (type(trainer),), {"fit": lambda self: seen("own fit")})
+    yield "own fit", lambda: own().fit()
 
 
 def _advantage_calls(modules: dict[str, Any], seen: Seen, v1: bool) -> Iterator[tuple[str, Call]]:
@@ -283,6 +290,7 @@ def world(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Patched
     def init(run: str, **options: Any) -> Probe:
         return Probe(checked_options({"run": run} | options))
 
+    monkeypatch.setenv(FLOAT32, "1")
     monkeypatch.setattr(processes, "init", init)
     monkeypatch.setattr(driver, "finish", lambda *_, **__: True)
     monkeypatch.setattr(MetricsFeed, "_run", lambda self: None)
@@ -310,6 +318,7 @@ def check_all(world: tuple[Patched, list[Any]], seen: Seen) -> None:
 
 def test_every_patched_function_is_called(world: tuple[Patched, list[Any]], seen: Seen) -> None:
     renamed = {"AgentLoopManager.__init__": "manager", "AgentLoopWorker.__init__": "loop"}
+    renamed |= {f"{name}.__init__": "own fit" for name in ("RayPPOTrainer", "PPOTrainer")}
     paths = [patch.path for patch in hooks.patches(Mode("all"))]
     names = {renamed.get(path, path.rpartition(".")[2]) for path in paths}
     assert names <= {name for name, _ in world[1]}

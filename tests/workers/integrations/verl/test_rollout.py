@@ -15,7 +15,7 @@ from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope.schema import HELLO
-from stagescope_workers.integrations.verl import configuration, rollout
+from stagescope_workers.integrations.verl import configuration, managers, rollout
 from stagescope_workers.probe import Probe
 
 Modules = dict[str, Any]
@@ -151,3 +151,71 @@ def test_the_rank_stands_in_the_actor_s_name(
     ray.get_runtime_context = lambda: runtime  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert rollout._index() == index
+
+
+class OwnManager:
+    """A manager of `agent_loop_manager_class` whose workers are not verl's."""
+
+    agent_loop_workers_class: Any = None
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def generate_sequences(self, batch: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return f"generated from {batch}"
+
+
+class OwnAsyncManager(OwnManager):
+    async def generate_sequences(self, batch: Any) -> Any:
+        return super().generate_sequences(batch)
+
+
+@pytest.mark.parametrize("kind", [OwnManager, OwnAsyncManager])
+def test_a_configured_manager_generates_in_a_stage_of_its_own(
+    kind: type[OwnManager], verl: Modules, seen: Seen, ended: Read
+) -> None:
+    trainer = verl_fakes.trainer(verl)
+    manager = trainer.async_rollout_manager = kind()
+
+    def step(*_: Any) -> Any:
+        result = manager.generate_sequences("prompts")
+        return asyncio.run(result) if kind is OwnAsyncManager else result
+
+    seen.outcomes["fit"] = step
+    assert trainer.fit() == "generated from prompts"
+    manager.error = ValueError("the manager's own")
+    with pytest.raises(ValueError, match="own"):
+        trainer.fit()
+    ends = ended(2)
+    assert [(end.stage, end.role, end.rank, end.clock) for end in ends] == [
+        ("rollout_generate", "rollout", 0, (3, 2))
+    ] * 2
+    assert [end.fields["status"] for end in ends] == ["ok", "failed"]
+
+
+def test_verl_s_own_workers_are_not_reported_twice(
+    verl: Modules, seen: Seen, probes: list[Probe]
+) -> None:
+    trainer = verl_fakes.trainer(verl)
+    manager = trainer.async_rollout_manager = OwnManager()
+    own = verl["verl.experimental.agent_loop.agent_loop"].AgentLoopWorker
+    manager.agent_loop_workers_class = type("Derived", (own,), {})
+    seen.outcomes["fit"] = lambda *_: manager.generate_sequences("prompts")
+    trainer.fit()
+    assert probes == []
+
+
+def test_where_no_rollout_can_be_reported_it_is_said_once(
+    verl: Modules, probes: list[Probe], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(managers, "_said", set())
+    trainer = verl_fakes.trainer(verl, v1=True)
+    trainer.agent_loop_manager = OwnManager()
+    trainer.fit()
+    trainer.fit()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "rollout_generate" in line
+    assert "OwnManager" in line

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from stagescope_workers.integrations.verl import batches, configuration, context, processes
 from stagescope_workers.integrations.verl.context import Context
+from stagescope_workers.integrations.verl.managers import watch_manager
 from stagescope_workers.integrations.verl.modes import Mode
 from stagescope_workers.integrations.verl.service import is_there, warn_if_absent
 from stagescope_workers.lifecycle import finish
@@ -22,6 +23,7 @@ _NO_SCALARS: Final = ("step", "policy_version")
 """What `Probe.log` would take for the clock."""
 _CAPTURES: Final = {
     "driver": False,
+    "rollout": "verl's engine runs in servers of its own, not in the trainer's process",
     "reward_model": "verl's reward model runs in servers of its own, not in the trainer's process",
 }
 """What becomes of captures in the trainer's process, which runs no model itself."""
@@ -124,18 +126,24 @@ class Driver:
         self._probe(found, "driver").log(step=step, **scalars)
         return {} if self._feed is None else self._feed.take(step)
 
+    def watch_rollout(self) -> None:
+        """Have the configured manager's generation be a stage, where no agent loop reports it."""
+        if self.mode.stages:
+            watch_manager(self.trainer, lambda: self.stage("rollout_generate", role="rollout"))
+
     def close(self, error: BaseException | None) -> None:
         """Send what waits: training is over, or ends with `error`."""
         feed, self._feed = self._feed, None
+        step, self._step = self._step, None
         if feed is not None:
             feed.close()
-        if self._step is None:
+        if step is None:  # nothing was reported, or a subclass's fit has called that of its base
             return
-        probe = self._probe(self._step[2], "driver")
+        probe = self._probe(step[2], "driver")
         if error is not None:
             probe.close(_FAILED_SECONDS)
         else:
-            probe.end_step(self._step[0])
+            probe.end_step(step[0])
             finish(_FINISH_SECONDS, run=probe.run)
         processes.forget()
 

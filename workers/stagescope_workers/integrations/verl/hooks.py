@@ -54,6 +54,7 @@ def _job() -> list[Patch]:
 
 def _trainers() -> list[Patch]:
     calls: dict[str, tuple[Wrap, str, frozenset[str]]] = {
+        "__init__": (trainer_calls.run_trainer_init, "the end of a trainer's own fit", _ANY),
         "_load_checkpoint": (trainer_calls.run_load_checkpoint, "the step resumed from", _ANY),
         "_validate": (trainer_calls.run_validate, "telling validation from training", _ANY),
         "_balance_batch": (trainer_calls.run_balance, "the index of samples", _WITH_METRICS),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from stagescope_workers.integrations.verl import batches
@@ -197,17 +199,53 @@ def run_fit(function: Function) -> Function:
     """Return `fit`; what waits when it ends is sent before the job is gone."""
 
     def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        error: BaseException | None = None
-        try:
+        with _closing(trainer):
             return function(trainer, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("taking leave"):
-                driver_of(trainer).close(error)
+
+    run._stagescope_closes = True  # type: ignore[attr-defined]
+    return run
+
+
+def run_trainer_init(function: Function) -> Function:
+    """Return a trainer's `__init__`, after which a `fit` of its subclass's own is closed too."""
+
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        function(trainer, *args, **kwargs)
+        with guarded("waiting for receipts at the end of a trainer's own fit"):
+            own = getattr(type(trainer), "fit", None)
+            if callable(own) and not hasattr(own, "_stagescope_closes"):
+                trainer.fit = _closed_after(trainer, trainer.fit)
 
     return run
+
+
+def _closed_after(trainer: Any, fit: Function) -> Function:
+    @functools.wraps(fit)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _closing(trainer):
+            return fit(*args, **kwargs)
+
+    @functools.wraps(fit)
+    async def run_async(*args: Any, **kwargs: Any) -> Any:
+        with _closing(trainer):
+            return await fit(*args, **kwargs)
+
+    return run_async if inspect.iscoroutinefunction(fit) else run
+
+
+@contextlib.contextmanager
+def _closing(trainer: Any) -> Iterator[None]:
+    with guarded("the rollout's stage"):
+        driver_of(trainer).watch_rollout()
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        with guarded("taking leave"):
+            driver_of(trainer).close(error)
 
 
 def run_log(function: Function) -> Function:
