@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from stagescope.schema import Part, Work
@@ -38,6 +39,11 @@ ANNOUNCED, INGESTED, LOST, DROPPED, REFUSED = (
 
 Participants = dict[tuple[str, str], set[int]]
 """(role, stage) -> ranks."""
+
+
+def leaves(settings: Mapping[str, Any]) -> int:
+    """Return how many values settings have, a mapping in them counted by its own."""
+    return sum(len(value) if isinstance(value, Mapping) else 1 for value in settings.values())
 
 
 @dataclasses.dataclass(slots=True)
@@ -220,6 +226,12 @@ class Attempt:
     #: (role, rank) whose fingerprint it has: the first of all, whoever speaks first, so that those
     #: of two attempts are of processes that do the same.
     fingerprint_of: tuple[str, int] | None = None
+    fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: The fullest configuration that any of its processes said, and whose it is.
+    config: Any = None
+    config_of: tuple[int, tuple[str, int]] | None = None
+    #: How many values the settings have that the run is shown with.
+    settings_size: int = 0
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
     by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
     #: role -> (age of the process that said it, world_size): the newest is believed.
@@ -278,6 +290,12 @@ class Attempt:
         """Return how many ranks a role has, by its newest process that said it."""
         known = self.sizes.get(role)
         return None if known is None else known[1]
+
+    def is_fullest(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether no process said more of the run's settings so far."""
+        size = leaves(settings)
+        self.settings_size, before = max(size, self.settings_size), self.settings_size
+        return size >= before
 
     @property
     def unheard_roles(self) -> set[str]:

@@ -75,6 +75,8 @@ class Ingestor:
         self._room = _Room(most_bytes)
         # One thread: two payloads at once would only take turns, and hold twice the memory.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, initializer=_start_worker)
+        # The thread begins with its first task: the kernel is loaded now, not in the first step.
+        self._pool.submit(_nothing)
 
     async def ingest(
         self, key: tuple[str, int], job: dict[str, Any], payload: Any
@@ -230,6 +232,10 @@ def _start_worker() -> None:
     # Only this thread computes; the loop of the actor stays as quick as any.
     os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     warm()
+
+
+def _nothing() -> None:
+    """Have the worker's thread begin."""
 
 
 def _fetched(payload: Any) -> Any:

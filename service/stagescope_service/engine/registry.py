@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.schema import LAYOUT_COLUMNS, Event, Sender
-from stagescope_service.engine.entities import Attempt, Process
+from stagescope_service.engine.entities import Attempt, Process, leaves
 from stagescope_service.engine.instructions import Instruction, Put
 from stagescope_service.engine.rows import (
     attempt_row,
@@ -34,6 +34,9 @@ MAX_WORLD_SIZE: Final = 1 << 18
 
 MAX_ROLES: Final = 100
 
+RESTORED: Final = ("", -1)
+"""Stands for who an attempt's fingerprint is of where that was not stored: it stays."""
+
 GONE_REMEMBERED: Final = 100_000
 """Processes of earlier attempts of which the attempt alone stays in memory."""
 
@@ -52,6 +55,15 @@ def role_names(said: object) -> frozenset[str]:
     """Return the roles that a HELLO says report beside its sender (its field `expects`)."""
     names = said if isinstance(said, list | tuple) else ()
     return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
+
+
+def reading_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what of a process's settings goes with each of its payloads to who reads it.
+
+    A whole configuration (verl's has 50 kB) stays where it was said.
+    """
+    given = settings or {}
+    return {k: v for k, v in given.items() if k == "keep" or not isinstance(v, Mapping)}
 
 
 class Registry:
@@ -197,7 +209,7 @@ class Registry:
             process.layout.update({str(name): plain(value) for name, value in layout.items()})
         settings = fields.get("settings")
         settings = plain(settings) if isinstance(settings, Mapping) else None
-        process.settings = settings or process.settings
+        process.settings = reading_settings(settings) or process.settings
         process.captures = fields.get("captures") is not False
         process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
         process.expected_roles |= role_names(fields.get("expects"))
@@ -212,7 +224,8 @@ class Registry:
             process_row(process, **layout_columns(process.layout), **columns),
             *self._introduce_attempt(attempt, process, fields),
         ]
-        if settings and attempt is self.newest(attempt.run):
+        # Ranks are told less than a driver knows: what says most stays.
+        if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
             out.append(Put("runs", {"run": attempt.run, "settings": settings}))
         return attempt.believe(process), out
 
@@ -227,10 +240,9 @@ class Registry:
             attempt.resumed_from_step = resumed if told is None else min(told, resumed)
             columns["resumed_from_step"] = attempt.resumed_from_step
         fingerprint = fields.get("fingerprint")
-        place, known = (process.role, process.rank), attempt.fingerprint_of
-        if isinstance(fingerprint, Mapping) and (known is None or place < known):
-            attempt.fingerprint_of = place
-            columns["fingerprint"] = plain(fingerprint)
+        if isinstance(fingerprint, Mapping) and _take_fingerprint(attempt, process, fingerprint):
+            config = {} if attempt.config_of is None else {"config": attempt.config}
+            columns["fingerprint"] = {**attempt.fingerprint, **config}
         return [attempt_row(attempt, **columns)] if columns else []
 
     def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
@@ -298,6 +310,26 @@ class Registry:
             mapping.clear()
         attempt.loose.holders.clear()
         attempt.loose.ranks.clear()
+
+
+def _take_fingerprint(attempt: Attempt, process: Process, fingerprint: Mapping[str, Any]) -> bool:
+    """Take in a process's fingerprint; return whether that changed the attempt's.
+
+    It is that of the first (role, rank), but for the configuration: a driver knows all of it, and
+    its ranks what they were told.
+    """
+    place, known = (process.role, process.rank), attempt.fingerprint_of
+    changed = known is None or place < known
+    if changed:
+        attempt.fingerprint_of = place
+        attempt.fingerprint = {str(name): plain(value) for name, value in fingerprint.items()}
+    config = fingerprint.get("config")
+    if known != RESTORED and isinstance(config, Mapping):
+        size = (-leaves(config), place)
+        if attempt.config_of is None or size < attempt.config_of:
+            attempt.config_of, attempt.config = size, plain(config)
+            changed = True
+    return changed
 
 
 def _heard(process: Process) -> dict[str, Any]:

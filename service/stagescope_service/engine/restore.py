@@ -27,7 +27,7 @@ from stagescope_service.engine.entities import (
     Step,
 )
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.engine.registry import role_names
+from stagescope_service.engine.registry import RESTORED, reading_settings, role_names
 from stagescope_service.engine.state import State
 from stagescope_service.store.base import Snapshot
 
@@ -76,7 +76,7 @@ def _attempt(row: Row) -> Attempt:
         resumed_told=resumed is not None and (first is None or resumed != first - 1),
         last_closed_step=row["last_closed_step"],
         # Whose it is was not stored: it stays.
-        fingerprint_of=None if row.get("fingerprint") is None else ("", -1),
+        fingerprint_of=None if row.get("fingerprint") is None else RESTORED,
     )
 
 
@@ -97,7 +97,7 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         watchdog=(row["hello"] or {}).get("watchdog"),
         expected_roles=role_names((row["hello"] or {}).get("expects")),
         node_id=row["node_id"],
-        settings=dict(row.get("settings") or {}),
+        settings=reading_settings(row.get("settings")),
         layout={
             **((row["hello"] or {}).get("layout") or {}),
             **{name: row[name] for name in LAYOUT_COLUMNS if row.get(name) is not None},

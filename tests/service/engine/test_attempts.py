@@ -9,7 +9,7 @@ from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope.errors import InvalidEvent
 from stagescope.schema import Event
-from stagescope_service.engine.instructions import Assemble
+from stagescope_service.engine.instructions import Assemble, Ingest
 
 
 @pytest.fixture
@@ -208,6 +208,24 @@ def test_an_unsupported_version_is_one_finding_of_the_attempt(bench: Bench) -> N
     found = bench.rows.one("findings", kind="unsupported_version")
     assert (found["message"], found["role"]) == ("torch 2.3.1 is not supported", "actor")
     assert bench.attempt()["fingerprint"]["versions"] == said
+
+
+@pytest.mark.parametrize("driver_first", [False, True])
+def test_the_configuration_is_that_of_who_says_most(bench: Bench, driver_first: bool) -> None:
+    whole = {"rollout_is": "token", "verl": {"trainer.n": 4, "actor.lr": 1e-6}}
+    told = {"rollout_is": "token"}
+    driver, rank = Rank(role="driver"), Rank()
+    hellos = [
+        driver.hello(settings=whole, fingerprint={"git": "d", "config": whole}),
+        rank.hello(settings=told, fingerprint={"git": "r", "config": told}),
+    ]
+    bench.give(*(hellos if driver_first else reversed(hellos)))
+    assert bench.attempt()["fingerprint"] == {"git": "r", "config": whole}
+    assert bench.rows.one("runs")["settings"] == whole
+    begun = driver.begin(1)
+    bench.give(begun)
+    jobs = [o for o in bench.give(driver.end(begun, payload=True)) if isinstance(o, Ingest)]
+    assert [job.job["settings"] for job in jobs] == [told]  # not 50 kB with each payload
 
 
 def test_an_attempt_has_the_fingerprint_of_its_first_rank_whoever_speaks_first(

@@ -62,7 +62,10 @@ PARTS: list[tuple[Any, str]] = [
     *((batches, name) for name in ("is_keys", "is_v1", "is_synchronous", "log_probs", "outcome")),
     *((batches, name) for name in ("name_samples", "ids", "one_version", "versions")),
     *((batches, name) for name in ("in_float32", "at_least_float32")),
-    *((configuration, name) for name in ("run_name", "attempt_key", "is_bypass", "settings")),
+    *(
+        (configuration, name)
+        for name in ("run_name", "attempt_key", "is_bypass", "settings", "shaping")
+    ),
     *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "at")),
     (layout, "describe"),
     *((meeting.Meeting, name) for name in ("__init__", "add", "take")),

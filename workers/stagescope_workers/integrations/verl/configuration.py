@@ -70,16 +70,21 @@ def is_bypass(config: Any) -> bool:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Return what shapes the statistics (verl's rollout_correction), and the whole configuration.
+    """Return what shapes the statistics, and the whole configuration, for the driver alone.
 
     The configuration is flat, `{"actor_rollout_ref.actor.ppo_epochs": 1, ...}`, without what may
-    be a secret.
+    be a secret. Reading it takes some tenths of a second, and it is some 50 kB.
     """
+    kept = dict(sorted(shown(container(config) or {}).items())[:_MOST_SHOWN])
+    return {**shaping(config), "verl": kept}
+
+
+def shaping(config: Any) -> dict[str, Any]:
+    """Return what shapes the statistics, verl's rollout_correction: what every rank is told."""
     correction = at(config, "algorithm", "rollout_correction")
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-    shaping = {name: at(correction, name) for name in names}
-    kept = dict(sorted(shown(container(config) or {}).items())[:_MOST_SHOWN])
-    return {**{name: value for name, value in shaping.items() if value is not None}, "verl": kept}
+    found = {name: at(correction, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def streams(config: Any) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Context:
         synchronous: Whether the weights that a step begins with sampled all of its tokens.
         bypass: Whether the workers' loss is where the two log-prob streams meet.
         version: Of the weights that the step begins with, where the trainer counts them by itself.
-        settings: Of the run: what shapes the statistics, and the configuration.
+        settings: Of the run: what shapes the statistics. The configuration is the driver's to say:
+            what is planted travels with every chunk of every batch.
         streams: Metadata that stands beside log-probs: who made them, and how tokens were drawn.
         profiler: verl's own precision_debugger configuration, where it orders something.
     """

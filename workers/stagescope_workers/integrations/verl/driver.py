@@ -52,10 +52,19 @@ class Driver:
             "stages": self.mode.stages,
             "synchronous": batches.is_synchronous(self.trainer),
             "bypass": self.mode.metrics and configuration.is_bypass(config),
-            "settings": configuration.settings(config),
+            "settings": configuration.shaping(config),
             "streams": configuration.streams(config),
             "profiler": configuration.profiler(config) if self.mode.stages else None,
         }
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        return configuration.settings(self.trainer.config)
+
+    def prepare(self) -> None:
+        """Read the configuration before the first step, whose time it would take."""
+        if is_there():
+            _ = self._told, self._settings
 
     @property
     def is_bypass(self) -> bool:
@@ -152,6 +161,7 @@ class Driver:
             "captures": _CAPTURES.get(role, True),
             "layout": {"framework": "verl"},
             "resumed_from_step": self.resumed_from_step,
+            **({"settings": self._settings} if role == "driver" else {}),
             # Of the critic and the reference not every configuration has one.
             "expects": ("actor",) if role == "driver" and found.stages else (),
         }

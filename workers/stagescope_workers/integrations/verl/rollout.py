@@ -127,7 +127,7 @@ def _stage(worker: Any, step: Any) -> Stage | None:
         world_size=configuration.at(config, "actor_rollout_ref", "rollout", "agent", "num_workers"),
         describe=lambda: {
             "layout": _layout(config),
-            "settings": configuration.settings(config),
+            "settings": configuration.shaping(config),
         },
     )
     asynchronous = (

@@ -235,6 +235,8 @@ def _closed_after(trainer: Any, fit: Function) -> Function:
 
 @contextlib.contextmanager
 def _closing(trainer: Any) -> Iterator[None]:
+    with guarded("reading verl's configuration"):
+        driver_of(trainer).prepare()
     with guarded("the rollout's stage"):
         driver_of(trainer).watch_rollout()
     error: BaseException | None = None
