@@ -26,6 +26,13 @@ _TENSOR: Final = 22
 _NUMBER: Final = 9
 
 
+_LEFT_OUT: Final = {
+    "not_read": "in memory that no call read left out",
+    "zero_gradients": "gradients zero but for rounding left out",
+}
+"""Rows of a divergence that differ and are no difference."""
+
+
 class Operators(Table):
     """Operator calls, a row an argument, result, parameter or gradient, in execution order.
 
@@ -135,9 +142,12 @@ class Divergence(Record):
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self["counts"].items())
         threshold = "exactly" if self["exact"] else f"within {self['factor']:g} eps"
         sharded = f", {self['sharded']} shards left out" if self["sharded"] else ""
+        no_difference = "".join(
+            f", {self[name]} {what}" for name, what in _LEFT_OUT.items() if self.get(name)
+        )
         return (
             f"{self['compared']} values of {self['paired']} calls compared {threshold}"
-            f"{sharded}; different: {counts or 'none'}"
+            f"{sharded}{no_difference}; different: {counts or 'none'}"
         )
 
     def _first_of(self, name: str, what: str, width: int) -> list[str]:

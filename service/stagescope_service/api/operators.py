@@ -129,6 +129,8 @@ async def non_finite(
     """Name the first operator with a NaN or infinite result on each rank, and the earliest.
 
     A row a dump; `name` is null where all results were finite (or masks: these are counted).
+    `not_read` counts calls that handed on memory without reading it, such as a view of a buffer
+    before it is filled: what was left there is no evidence.
     `certain` is false where what was found may be a mask. Ranks share an order of calls: the one
     whose first stands lowest is `earliest`, `together` are all that found it there (after a
     collective every rank has it). `order_differs` names ranks that went another way.
@@ -221,5 +223,6 @@ def _first_row(row: Row, found: Row | None) -> Row:
         "order_differs": found is not None and rank in found["order_differs"],
         "culprits": summary.get("culprits"),
         "masks": summary.get("masks"),
+        "not_read": summary.get("not_read"),
         **{name: of_table[name] for name in ("state", "reason", "truncated", "done")},
     }

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from stagescope_service.compare.operators.evidence import fsdp_stacks, use_of
 from stagescope_service.compare.operators.sequences import (
     MOST_STEPS,
     Codes,
@@ -30,7 +31,7 @@ from stagescope_service.compare.operators.sequences import (
     common_ends,
     match,
 )
-from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns
+from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns, read_stacks
 
 _WRAPPERS: Final = re.compile(
     r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\."
@@ -38,6 +39,7 @@ _WRAPPERS: Final = re.compile(
 _COUNTER: Final = re.compile(r"\.\d+(?=\Z|\.(?:forward|backward|debug)\Z)")
 _SOURCE: Final = re.compile(r"(?:.*/)?(?P<file>[^/]*):\d+ in (?P<function>.*)\Z")
 
+_OF_USE: Final = ("kind", "operator", "direction", "section", "index")
 _COLUMNS: Final = (
     "order", "name", "kind", "operator", "module_class", "direction", "source", "stack_id",
     "parent", "section", "index", "type", "dtype", "shape", "min", "max", "mean", "norm",
@@ -56,6 +58,7 @@ class Operators:
         # A call has at least one row, and its rows stand together.
         self.starts: Codes = np.flatnonzero(np.diff(order, prepend=-1)).astype(np.int64)
         self.call_of_row: Codes = np.cumsum(np.diff(order, prepend=-1) != 0) - 1
+        self._fsdp_stacks = fsdp_stacks(read_stacks(path))
 
     @property
     def calls(self) -> int:
@@ -85,6 +88,41 @@ class Operators:
         """Return the rows of a call."""
         end = self.starts[call + 1] if call + 1 < self.calls else self.rows
         return range(int(self.starts[call]), int(end))
+
+    def made_by_fsdp(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which rows are of calls that FSDP itself made (see `evidence`)."""
+        stacks = self.texts("stack_id")
+        made = [stack_id in self._fsdp_stacks for stack_id in stacks.values]
+        found: np.ndarray[Any, np.dtype[np.bool_]] = np.asarray([*made, False])[stacks.codes[rows]]
+        return found
+
+    def uses(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.int8]]:
+        """Return the `Use` of each of these rows."""
+        columns = [self.texts(name) for name in _OF_USE]
+        codes = np.zeros(len(rows), np.int64)
+        for column in columns:
+            codes = codes * (len(column.values) + 1) + column.codes[rows] + 1
+        codes = codes * 2 + self._selected_by_tensor(rows)
+        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        found = [
+            use_of(*(column.text(row) for column in columns), by_tensor=bool(codes[at] % 2))
+            for at, row in zip(first.tolist(), rows[first].tolist(), strict=True)
+        ]
+        return np.asarray(found, np.int8)[inverse.reshape(-1)]
+
+    def _selected_by_tensor(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which rows are of a `__getitem__` whose index holds a tensor."""
+        operators, indexes, dtypes = map(self.texts, ("operator", "index", "dtype"))
+        found = np.zeros(len(rows), bool)
+        if "__getitem__" not in operators.values:
+            return found
+        code = operators.values.index("__getitem__")
+        for at in np.flatnonzero(operators.codes[rows] == code).tolist():
+            found[at] = any(
+                dtypes.codes[row] >= 0 and (indexes.text(row) or "").partition(".")[0] == "1"
+                for row in self.rows_of(int(self.call_of_row[rows[at]]))
+            )
+        return found
 
 
 class PairedCalls(NamedTuple):

@@ -16,6 +16,16 @@ against the extremes and not against itself, since a mean near zero is all noise
 finite on both sides is left out (a Norm of float16 overflows on finite data), and so are extremes
 that are the limit of their own dtype on both sides: -FLT_MAX of a mask differs per dtype.
 
+Two kinds of rows are no difference, and are counted apart:
+
+* values that no call read (see `evidence`): memory before it is written, views of it;
+* gradients that are zero but for rounding on both sides, such as that of a bias before BatchNorm
+  or of the keys of an attention. An element of a one-dimensional gradient is a sum of n gradients
+  g of the call's results. It is zero but for rounding up to rms(g) x sqrt(n) x (t + t32 x sqrt(n)):
+  each g was rounded on its own (t, the row's threshold), and the sum and what g was made from in
+  float32 (t32, that of float32; the bound of a sum is eps x sum |g|: N. Higham, "Accuracy and
+  Stability of Numerical Algorithms", 2002, 4.2).
+
 **Threshold**: `factor` (4) times the eps of the coarsest floating dtype that either side had up to
 and with this call: what was rounded once stays rounded. 0 for integers and booleans.
 """
@@ -23,12 +33,16 @@ and with this call: what was rounded once stays rounded. 0 for integers and bool
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from stagescope_service.compare.operators.calls import Operators, PairedCalls, shared_codes
+from stagescope_service.compare.operators.evidence import Use
 from stagescope_service.compare.operators.sequences import Codes
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -36,6 +50,9 @@ Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 VERDICTS: Final = ("", "missing", "type", "shape", "non_finite", "checksum", "value", "statistics")
 """By code; 0 is no difference."""
+
+_OF_VALUES: Final = ("non_finite", "checksum", "statistics")
+"""Verdicts that rest on a tensor's values alone."""
 
 EPS: Final[Mapping[str, float]] = {
     "float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7,
@@ -81,6 +98,10 @@ class Differences(NamedTuple):
     threshold: Floats
     sharded: int
     """Rows left out because they are shards."""
+    not_read: int
+    """Rows whose values differ in memory that no call read."""
+    zero_gradients: int
+    """Rows that differ in gradients that are zero but for rounding."""
 
 
 def differences(
@@ -113,7 +134,12 @@ def differences(
     verdict[both] = _verdicts(
         a, b, row_a[both], row_b[both], relative[both], threshold[both], thresholds
     )
-    return Differences(row_a, row_b, verdict, relative, threshold, int(sharded.sum()))
+    not_read = _not_read(a, b, row_a, row_b, pair, verdict)
+    verdict[not_read] = 0
+    zero = _zero_gradients(a, b, row_a, row_b, verdict, threshold, thresholds)
+    verdict[zero] = 0
+    left_out = (int(flags.sum()) for flags in (sharded, not_read, zero))
+    return Differences(row_a, row_b, verdict, relative, threshold, *left_out)
 
 
 def _join(a: Operators, b: Operators, paired: PairedCalls) -> tuple[Codes, Codes, Codes]:
@@ -225,6 +251,116 @@ def _threshold(
     return threshold
 
 
+def _not_read(
+    a: Operators,
+    b: Operators,
+    row_a: Codes,
+    row_b: Codes,
+    pair: Codes,
+    verdict: np.ndarray[Any, np.dtype[np.int8]],
+) -> Flags:
+    """Return which rows differ in values that are no evidence (see `evidence`)."""
+    rows = np.flatnonzero(np.isin(verdict, [VERDICTS.index(name) for name in _OF_VALUES]))
+    use = a.uses(row_a[rows])
+    memory = use == Use.MEMORY
+    carried = (use == Use.CARRIED) & np.isin(pair[rows], pair[rows[memory]])
+    of_fsdp = a.made_by_fsdp(row_a[rows]) | b.made_by_fsdp(row_b[rows])
+    found = np.zeros(len(verdict), bool)
+    found[rows[memory | carried | of_fsdp]] = True
+    return found
+
+
+def _zero_gradients(
+    a: Operators,
+    b: Operators,
+    row_a: Codes,
+    row_b: Codes,
+    verdict: np.ndarray[Any, np.dtype[np.int8]],
+    threshold: Floats,
+    thresholds: Thresholds,
+) -> Flags:
+    """Return which rows differ in gradients that are zero but for rounding on both sides."""
+    found = np.zeros(len(verdict), bool)
+    of_float32 = thresholds.of("float32")
+    gradients_a, gradients_b = _ResultGradients(a), _ResultGradients(b)
+    one_dimensional = _where(a, "shape", lambda shape: "," not in shape)[row_a]
+    gradients = _where(a, "direction", {"backward", "parameters_grad"}.__contains__)[row_a]
+    differing = verdict == VERDICTS.index("statistics")
+    for at in np.flatnonzero(differing & one_dimensional & gradients).tolist():
+        own = float(threshold[at])
+        found[at] = gradients_a.sum_to_zero(int(row_a[at]), own, of_float32) and (
+            gradients_b.sum_to_zero(int(row_b[at]), own, of_float32)
+        )
+    return found
+
+
+class _ResultGradients:
+    """The gradients of calls' results in one table: those of parameters are sums of them."""
+
+    def __init__(self, side: Operators) -> None:
+        self._side = side
+        self._of_modules: defaultdict[tuple[str | None, str | None], list[int]] | None = None
+
+    def sum_to_zero(self, row: int, threshold: float, of_float32: float) -> bool:
+        """Return whether a row is a gradient that is zero but for rounding."""
+        side = self._side
+        size = _size(side, row)
+        calls = self._made_of(row) if size is not None and size[0] == 1 else []
+        rows = [
+            other
+            for call in calls
+            for other in side.rows_of(call)
+            if side.texts("section").text(other) == "input" and _size(side, other) is not None
+        ]
+        squares, count = 0.0, 0
+        for other in rows:
+            _, elements = _size(side, other) or (0, 0)
+            norm = abs(float(side.numbers("norm")[other]))
+            if not math.isfinite(norm):  # not recorded for float64
+                norm = _largest(side, other) * math.sqrt(elements)
+            squares, count = squares + norm * norm, count + elements
+        if size is None or not size[1] or count <= size[1]:
+            return False
+        root = math.sqrt(count / size[1])
+        limit = math.sqrt(squares / count) * root * (threshold + of_float32 * root)
+        return _largest(side, row) <= limit
+
+    def _made_of(self, row: int) -> list[int]:
+        """Return the backward calls whose results' gradients a gradient is a sum of."""
+        side = self._side
+        call = int(side.call_of_row[row])
+        section, direction = side.texts("section").text(row), side.call_text("direction", call)
+        if (section, direction) == ("output", "backward"):
+            return [call]
+        if section != "grad" or direction != "parameters_grad":
+            return []
+        if self._of_modules is None:
+            self._of_modules = defaultdict(list)
+            for other in range(side.calls):
+                if side.call_text("direction", other) == "backward":
+                    self._of_modules[self._module(other)].append(other)
+        return self._of_modules.get(self._module(call), [])
+
+    def _module(self, call: int) -> tuple[str | None, str | None]:
+        side = self._side
+        return side.call_text("operator", call), side.call_text("module_class", call)
+
+
+def _size(side: Operators, row: int) -> tuple[int, int] | None:
+    """Return the number of dimensions and of elements of a tensor."""
+    text = side.texts("shape").text(row)
+    if text is None:
+        return None
+    shape = json.loads(text)
+    return len(shape), math.prod(shape)
+
+
+def _largest(side: Operators, row: int) -> float:
+    """Return the largest absolute value; infinite where it is unknown or not finite."""
+    ends = [abs(float(side.numbers(name)[row])) for name in ("min", "max")]
+    return max(ends) if all(map(math.isfinite, ends)) else math.inf
+
+
 def _of_dtype(side: Operators, table: Mapping[str, float], otherwise: float) -> Floats:
     dtypes = side.texts("dtype")
     values = [table.get(dtype, otherwise) for dtype in dtypes.values]
@@ -237,9 +373,13 @@ def _tensors(side: Operators) -> Flags:
 
 
 def _shards(side: Operators) -> Flags:
-    placements = side.texts("placements")
-    sharded = ["Shard" in text or "Partial" in text for text in placements.values]
-    return np.append(np.asarray([*sharded, False])[placements.codes], False)
+    return _where(side, "placements", lambda text: "Shard" in text or "Partial" in text)
+
+
+def _where(side: Operators, column: str, holds: Callable[[str], bool]) -> Flags:
+    """Return for each row whether its text is one that `holds`; False for row -1."""
+    texts = side.texts(column)
+    return np.append(np.asarray([*map(holds, texts.values), False])[texts.codes], False)
 
 
 def _texts_differ(a: Operators, b: Operators, column: str, row_a: Codes, row_b: Codes) -> Flags:

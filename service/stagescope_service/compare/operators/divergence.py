@@ -49,6 +49,8 @@ class Divergence:
         compared: rows that both sides have.
         parameters_compared, gradients_compared: of these; 0 at level L1, which records none.
         sharded: rows left out because each rank holds another shard.
+        not_read: rows whose values differ in memory that no call read: no difference.
+        zero_gradients: rows that differ in gradients that are zero but for rounding: no difference.
         exact_alignment: False where the two differ so much that calls were paired by counting.
     """
 
@@ -68,6 +70,8 @@ class Divergence:
     parameters_compared: int
     gradients_compared: int
     sharded: int
+    not_read: int
+    zero_gradients: int
     exact_alignment: bool
 
     @property
@@ -127,6 +131,8 @@ def first_divergent(
         parameters_compared=_compared(one, found, "parameters"),
         gradients_compared=_compared(one, found, "grad"),
         sharded=found.sharded,
+        not_read=found.not_read,
+        zero_gradients=found.zero_gradients,
         exact_alignment=paired.exact,
     )
 

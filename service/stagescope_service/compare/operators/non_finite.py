@@ -10,10 +10,12 @@ execution order. Not every infinity is wrong, so each call with a bad result get
   matrices nor sums up, or out of a module with a mask inside. A parameter holds no mask.
 * `perhaps_mask`: a module's forward output with -inf alone from finite inputs, where nothing
   recorded inside it tells why (level L0 records no operators).
-* `uninitialised`: what `empty` returned.
+* `not_read`: memory that no call has read (see `evidence`): what `empty` returned, a view of it,
+  and whatever FSDP itself called to gather its shards.
 
 The first `culprit` is named. Only where there is none the first `perhaps_mask` is, with
-`certain` false. Masks are counted and the first are listed. -FLT_MAX is finite and never met here.
+`certain` false. Masks are counted and the first are listed; so is
+memory that was not read. -FLT_MAX is finite and never met here.
 
 Over ranks a call's place is its position in the order of names that most ranks share (of equally
 many the longest; a rank whose dump was cut off earlier shares it too). The rank with the lowest
@@ -34,10 +36,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from stagescope_service.compare.operators.evidence import Use, fsdp_stacks, use_of
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
     iterate_rows,
     load_columns,
+    read_stacks,
 )
 
 MOST_MASKS: Final = 20
@@ -47,7 +51,6 @@ _FILLS: Final = frozenset(
     {"masked_fill", "where", "full", "full_like", "new_full", "fill", "index_fill", "scatter",
      "masked_scatter", "setitem", "tensor", "as_tensor", "scalar_tensor", "triu", "tril"}
 )  # fmt: skip
-_EMPTY: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "empty_permuted"})
 _NO_MASK: Final = re.compile(
     r"linear|matmul|addmm|baddbmm|bmm|\bmm\b|einsum|conv|norm|embedding|attention"
     r"|\bsum\b|mean|cumsum|prod|\bvar\b|\bstd\b|\bdot\b|loss|entropy",
@@ -71,6 +74,8 @@ class RankNonFinite:
     masks: int
     first_masks: list[str]
     """Names of the first calls that were taken for masks."""
+    not_read: int
+    """Calls whose results are memory that they did not read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,13 +126,16 @@ def non_finite_of_rank(path: Path) -> RankNonFinite:
     """Find the first non-finite result of one operator table."""
     culprit: list[dict[str, Any]] | None = None
     perhaps: list[dict[str, Any]] | None = None
-    culprits, masks = 0, list[str]()
+    culprits, masks, not_read = 0, list[str](), 0
     holding_masks: set[str] = set()
+    of_fsdp = fsdp_stacks(read_stacks(path))
     for call in _calls(path):
-        status = _status(call, holding_masks)
+        status = _status(call, holding_masks, of_fsdp)
         if status == "culprit":
             culprits += 1
             culprit = culprit or call
+        elif status == "not_read":
+            not_read += 1
         elif status is not None:
             masks.append(call[0]["name"])
             holding_masks.add(call[0]["parent"] or "")
@@ -135,12 +143,13 @@ def non_finite_of_rank(path: Path) -> RankNonFinite:
                 perhaps = perhaps or call
     named = culprit or perhaps
     return RankNonFinite(
-        first=None if named is None else _results(named)[0],
+        first=None if named is None else _evident_results(named)[0],
         certain=culprit is not None,
         bad_inputs=[] if named is None else _bad_inputs(named),
         culprits=culprits,
         masks=len(masks),
         first_masks=masks[:MOST_MASKS],
+        not_read=not_read,
     )
 
 
@@ -151,16 +160,21 @@ def _calls(path: Path) -> Iterator[list[dict[str, Any]]]:
         yield list(call)
 
 
-def _status(call: list[dict[str, Any]], holding_masks: set[str]) -> str | None:
+def _status(
+    call: list[dict[str, Any]], holding_masks: set[str], of_fsdp: frozenset[str]
+) -> str | None:
     """Judge a call; None where its results are finite."""
     results = _results(call)
     if not results:
         return None
+    if results[0]["stack_id"] in of_fsdp:
+        return "not_read"
     kinds = {row["non_finite"] for row in results}
     operator = str(results[0]["operator"]).strip("_")
     module_class = results[0]["module_class"]
-    if module_class is None and operator in _EMPTY:
-        return "uninitialised"
+    # A view of a mask is a mask, below.
+    if not _evident_results(call) and kinds != {"-inf"}:
+        return "not_read"
     if "nan" in kinds or results[0]["direction"] != "forward":
         return "culprit"
     if any(row["section"] == "parameters" for row in call):
@@ -179,9 +193,26 @@ def _results(call: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in call if row["section"] in _RESULTS]
 
 
+def _evident_results(call: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results that are evidence; a view of bad memory is none."""
+    memory = any(_use(row) == Use.MEMORY for row in call)
+    none = {Use.MEMORY, Use.CARRIED} if memory else {Use.MEMORY}
+    return [row for row in _results(call) if _use(row) not in none]
+
+
 def _bad_inputs(call: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the bad inputs that the call read."""
     names = ("section", "index", "non_finite")
-    return [{name: row[name] for name in names} for row in call if row["section"] not in _RESULTS]
+    return [
+        {name: row[name] for name in names}
+        for row in call
+        if row["section"] not in _RESULTS and _use(row) == Use.EVIDENCE
+    ]
+
+
+def _use(row: Mapping[str, Any]) -> Use:
+    places = ("kind", "operator", "direction", "section", "index")
+    return use_of(*(row[name] for name in places))
 
 
 def _names(path: Path) -> bytes:

@@ -164,11 +164,19 @@ def read_stack(path: Path, stack_id: str) -> list[str]:
         NotFound: no such file, or no such stack in it.
         StoreError: it is no operator table.
     """
-    stacks = _metadata(path, STACKS_KEY)
+    stacks = read_stacks(path)
     if stack_id not in stacks:
         raise NotFound(f"there is no stack {stack_id!r:.100} in {path.name}")
-    frames: list[str] = stacks[stack_id]
-    return frames
+    return stacks[stack_id]
+
+
+def read_stacks(path: Path) -> dict[str, list[str]]:
+    """Return the frames of every stack that the table holds, by the stack's id.
+
+    Raises:
+        NotFound, StoreError: see `read_operators`.
+    """
+    return _metadata(path, STACKS_KEY)
 
 
 def _metadata(path: Path, key: bytes) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _table_row(
         certain=found.certain,
         first_non_finite=first,
         summary={**summary.fields(), "culprits": found.culprits, "masks": found.masks,
-                 "first_masks": found.first_masks},
+                 "first_masks": found.first_masks, "not_read": found.not_read},
         wall=job["announced_wall"],
     )  # fmt: skip
 

@@ -1,0 +1,271 @@
+"""Memory that no call reads is no evidence and hides no fault: real dumps, and corners."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.dumps import table, tabled
+from tests.support.families import (
+    FAMILIES,
+    nan_weight,
+    one_pass,
+    other_element,
+    scaled_gradient,
+    scaled_weight,
+)
+from tests.support.leftovers import NAN, leftovers
+from torch import nn
+
+from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.divergence import Divergence, first_divergent
+from stagescope_service.compare.operators.evidence import Use, fsdp_stacks, use_of
+from stagescope_service.compare.operators.non_finite import non_finite_of_rank
+from stagescope_service.dumps.msprobe.operator_query import iterate_rows
+
+LEVELS = ("L0", "L1", "mix")
+FAULTS: Mapping[str, tuple[tuple[Callable[[nn.Module, str], None], str], ...]] = {
+    "llama": ((nan_weight, "model.layers.0.mlp.down_proj"),),
+    "convolutions": ((scaled_weight, "conv2"), (scaled_gradient, "conv1")),
+    "mixtral": (
+        (scaled_weight, "model.layers.0.mlp.experts"),
+        (nan_weight, "model.norm"),
+        (other_element, "lm_head"),
+    ),
+}
+
+
+def captured(
+    path: Path,
+    model: nn.Module,
+    *,
+    level: str,
+    byte: int = 0xEE,
+    backwards: bool = False,
+) -> Path:
+    with leftovers(byte):
+        return table(path, model, level=level, body=lambda: one_pass(model, backwards=backwards))
+
+
+def calls_inside(path: Path, module: str) -> set[str]:
+    """The calls of a module and of all that it calls, forward and backward (level mix)."""
+    parents = {row["name"]: row["parent"] for row in iterate_rows(path, columns=["name", "parent"])}
+
+    def inside(name: str | None) -> bool:
+        while name is not None and not name.startswith(f"Module.{module}."):
+            name = parents.get(name)
+        return name is not None
+
+    names = {name for name in parents if inside(name)}
+    return names | {name.replace("forward", "backward") for name in names}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_planted_fault_is_named_whatever_lay_in_memory(family: str, tmp_path: Path) -> None:
+    make = FAMILIES[family]
+    references = {level: captured(tmp_path / level, make(), level=level) for level in LEVELS}
+    for level, reference in references.items():
+        same = captured(tmp_path / level / "same", make(), level=level, byte=NAN)
+        found = first_divergent(reference, same)
+        assert found.same, found.first
+        # The experts' permutation is written into an empty tensor.
+        assert (found.not_read > 0) == (family == "mixtral" and level != "L0")
+        assert non_finite_of_rank(same).first is None
+    for number, (plant, module) in enumerate(FAULTS[family]):
+        tables = {}
+        for level in LEVELS:
+            model = make()
+            plant(model, module)
+            tables[level] = captured(tmp_path / level / f"{number}", model, level=level, byte=NAN)
+        names = calls_inside(tables["mix"], module)
+        for level in LEVELS:
+            found = first_divergent(references[level], tables[level])
+            assert found.first is not None
+            assert found.first["b"]["name"] in names, (level, module)
+            bad = non_finite_of_rank(tables[level])
+            assert (bad.first is not None) == (plant is nan_weight)
+            assert bad.first is None or (bad.first["name"] in names and bad.certain)
+
+
+def test_healthy_shards_give_no_finding_and_a_division_by_zero_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.fsdp_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store"), str(tmp_path)],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(240) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for level in LEVELS:
+        for rank in range(2):
+            healthy = tmp_path / level / "healthy" / f"rank{rank}" / "operators.parquet"
+            faulty = tmp_path / level / "faulty" / f"rank{rank}" / "operators.parquet"
+            fine = non_finite_of_rank(healthy)
+            assert (fine.first, fine.culprits) == (None, 0)
+            assert (fine.not_read > 0) == (level != "L0")
+            bad = non_finite_of_rank(faulty)
+            assert bad.first is not None
+            assert bad.certain
+            assert bad.bad_inputs == []
+            expected = "Module.blocks.1.FSDPFaulty.forward.0" if level == "L0" else "truediv"
+            assert expected in bad.first["name"]
+
+
+@pytest.mark.parametrize("level", ["L0", "L1"])
+def test_gradients_that_are_zero_but_for_rounding_are_no_difference(
+    level: str, tmp_path: Path
+) -> None:
+    make = FAMILIES["convolutions"]
+    one = captured(tmp_path / "one", make(), level=level)
+    other = captured(tmp_path / "other", make(), level=level, backwards=True)
+    found = first_divergent(one, other)
+    assert (found.first, found.counts) == (None, {})
+    # The biases of both convolutions.
+    assert found.zero_gradients == 2
+    assert not first_divergent(one, other, Thresholds(exact=True)).same
+
+
+def tensor(low: float, high: float, shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": list(shape), "Max": high,
+            "Min": low, "Mean": None, "Norm": None}  # fmt: skip
+
+
+def made(path: Path, name: str, inputs: list[Any], outputs: list[Any], **kwargs: Any) -> Path:
+    section = "input_args" if name.endswith("forward") else "input"
+    record = {section: inputs, "input_kwargs": kwargs, "output": outputs}
+    text = json.dumps({"task": "statistics", "level": "L1", "data": {name: record}})
+    return tabled(path, text)[0]
+
+
+A, B, LEFT, BAD = tensor(0, 1), tensor(0, 2), tensor(0, 7), tensor(math.nan, math.nan)
+ROWS = {"type": "slice", "value": [0, 1, None]}
+OTHER_ROWS = {"type": "slice", "value": [1, 2, None]}
+
+
+def held(path: Path, name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> Divergence:
+    return first_divergent(made(path / "a", name, *a), made(path / "b", name, *b))
+
+
+@pytest.mark.parametrize(
+    ("operator", "a", "b", "first"),
+    [
+        # What a destination held before it is written.
+        ("Tensor.__setitem__", ([A, ROWS, A], [None]), ([LEFT, ROWS, A], [None]), None),
+        ("Tensor.__setitem__", ([A, ROWS, A], [None]), ([LEFT, ROWS, B], [None]), "2"),
+        ("Tensor.__setitem__", ([A, ROWS, A], [None]), ([LEFT, OTHER_ROWS, A], [None]), "1"),
+        ("Tensor.copy_", ([A, A], [A]), ([LEFT, A], [A]), None),
+        ("Tensor.copy_", ([A, A], [A]), ([LEFT, A], [B]), "0"),
+        ("Tensor.zero_", ([A], [A]), ([BAD], [A]), None),
+        ("Tensor.index_copy_", ([A, A, A], [A]), ([LEFT, A, A], [LEFT]), None),
+        ("Tensor.index_copy_", ([A, A, A], [A]), ([A, A, A], [B]), "0"),
+        ("Tensor.index_add_", ([A, A, A], [A]), ([LEFT, A, A], [LEFT]), "0"),
+        ("Distributed.all_gather_into_tensor", ([A, A], [A]), ([LEFT, A], [A]), None),
+        # Views, and what copies a part.
+        ("Tensor.narrow", ([A, A], [A]), ([LEFT, A], [LEFT]), None),
+        ("Tensor.narrow", ([A], [A]), ([A], [B]), "0"),
+        ("Tensor.__getitem__", ([A, ROWS], [A]), ([LEFT, ROWS], [LEFT]), None),
+        ("Tensor.__getitem__", ([A, A], [A]), ([LEFT, A], [A]), None),
+        ("Tensor.__getitem__", ([A, A], [A]), ([LEFT, A], [B]), "0"),
+        ("Torch.where", ([A, A, A], [A]), ([A, LEFT, A], [A]), None),
+        ("Torch.where", ([A, A, A], [A]), ([B, LEFT, A], [A]), "0"),
+        ("Torch.zeros_like", ([A], [A]), ([LEFT], [A]), None),
+        # What computes, and what is not known.
+        ("Tensor.__add__", ([A], [A]), ([LEFT], [LEFT]), "0"),
+        ("Custom.unknown_", ([A], [A]), ([LEFT], [LEFT]), "0"),
+        # Another shape is a difference of the program, not of what lay in memory.
+        ("Tensor.narrow", ([A], [A]), ([tensor(0, 1, (3,))], [A]), "0"),
+    ],
+)
+def test_which_values_of_a_call_are_evidence(
+    tmp_path: Path, operator: str, a: tuple[Any, ...], b: tuple[Any, ...], first: str | None
+) -> None:
+    found = held(tmp_path, f"{operator}.0.forward", a, b)
+    assert (None if found.first is None else found.first["index"]) == first
+    assert first is not None or found.not_read > 0
+
+
+def test_what_out_held_before_is_no_evidence(tmp_path: Path) -> None:
+    name = "Torch.add.0.forward"
+    one = made(tmp_path / "a", name, [A, A], [A], out=A)
+    assert first_divergent(one, made(tmp_path / "b", name, [A, A], [A], out=BAD)).same
+    found = first_divergent(one, made(tmp_path / "c", name, [A, B], [A], out=BAD))
+    assert found.first is not None
+    assert found.first["index"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "output", "bad_inputs"),
+    [
+        ("Tensor.narrow", [BAD], BAD, None),
+        ("Tensor.narrow", [A], BAD, []),
+        ("Tensor.copy_", [BAD, A], BAD, []),
+        ("Tensor.copy_", [BAD, BAD], BAD, ["1"]),
+        ("Tensor.index_copy_", [BAD, A, A], BAD, None),
+        ("Tensor.index_copy_", [A, A, BAD], BAD, ["2"]),
+        ("Tensor.__mul__", [BAD, A], BAD, ["0"]),
+    ],
+)
+def test_which_bad_results_are_evidence(
+    tmp_path: Path, operator: str, inputs: list[Any], output: Any, bad_inputs: list[str] | None
+) -> None:
+    found = non_finite_of_rank(made(tmp_path, f"{operator}.0.forward", inputs, [output]))
+    assert (found.first is None) == (bad_inputs is None) == (found.not_read == 1)
+    assert [row["index"] for row in found.bad_inputs] == (bad_inputs or [])
+
+
+def test_a_bias_whose_gradient_really_differs_is_found(tmp_path: Path) -> None:
+    gradient = {**tensor(-0.1, 0.1, (4, 8, 8, 8)), "Norm": 0.25}
+    name = "Functional.conv2d.0.backward"
+
+    def bias(largest: float) -> Path:
+        return made(tmp_path / str(largest), name, [gradient], [tensor(0, largest, (8,))])
+
+    zero, rounding, real = bias(1e-9), bias(8e-8), bias(1e-4)
+    assert first_divergent(zero, rounding).zero_gradients == 1
+    assert first_divergent(zero, real).counts == {"statistics": 1}
+    # A gradient of the results' own size is no sum of them.
+    small, large = (
+        made(tmp_path / f"alone{end}", name, [gradient], [tensor(0, end, (4, 8, 8, 8))])
+        for end in (1e-9, 8e-8)
+    )
+    assert first_divergent(small, large).counts == {"statistics": 1}
+
+
+def test_a_backward_call_and_a_module_have_evidence_alone() -> None:
+    assert use_of("Tensor", "narrow", "backward", "input", "0") == Use.EVIDENCE
+    assert use_of("Module", "copy_", "forward", "input_args", "0") == Use.EVIDENCE
+    assert use_of(None, None, None, None, None) == Use.EVIDENCE
+
+
+def test_a_call_is_of_fsdp_only_where_its_innermost_frame_is() -> None:
+    site = "/env/lib/python3.11/site-packages/torch"
+    gather = f"File {site}/distributed/fsdp/_fully_shard/_fsdp_collectives.py, line 270, in gather"
+    wrapper = f"File {site}/distributed/fsdp/fully_sharded_data_parallel.py, line 850, in forward"
+    dispatch = f"File {site}/_ops.py, line 1279, in __call__"
+    module = f"File {site}/nn/modules/module.py, line 1789, in _call_impl"
+    linear = f"File {site}/nn/modules/linear.py, line 134, in forward"
+    own = "File /home/me/torch_fsdp/model.py, line 3, in forward"
+    stacks = {
+        "gather": [gather, module, own],
+        "dispatched": [dispatch, gather, own],
+        "model inside": [own, module, wrapper],
+        "layer inside": [linear, module, wrapper, own],
+        "module inside": [module, wrapper, own],
+        "none": [],
+        "odd": ["no frame"],
+    }
+    assert fsdp_stacks(stacks) == {"gather", "dispatched"}
