@@ -281,9 +281,10 @@ class _Writer:
         several = len(self.said["sides"][0]["steps"]) > 1
         step = f" of step {tensor['step']}" if several else ""
         found, verdict = tensor["statistics"], tensor["verdict"]
-        rows = tensor["samples"].get("compared")
+        rows, total = (tensor["samples"].get(name) for name in ("compared", "total"))
+        share = "" if total in (None, rows) else f"{rows} of "
         count = counted(found["pairs"], "value")
-        count += "" if rows is None else f" of {counted(rows, 'sample')}"
+        count += "" if rows is None else f" of {share}{counted(total or rows, 'sample')}"
         text = f"{tensor['name']}{step}: {verdict}, {count}"
         yield from self._wrap(f"  {MARKS[verdict]} ", text, _tone(verdict))
         if tensor["reason"]:

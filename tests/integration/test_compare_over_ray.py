@@ -125,6 +125,31 @@ def test_an_imported_directory_is_the_directory(trained: Service, tmp_path: Path
     assert unlike <= {("loss", "within noise")}
 
 
+def test_an_export_that_is_taken_in_again_is_the_run(trained: Service, tmp_path: Path) -> None:
+    (attempt,) = (
+        path for path in (trained.settings.data_path / "exact").iterdir() if path.is_dir()
+    )
+    env = {"STAGESCOPE_URL": trained.info.url, "STAGESCOPE_TOKEN": trained.token}
+    for words in (("export", str(attempt), str(tmp_path / "out")),
+                  ("import", str(tmp_path / "out"), "--run", "again")):  # fmt: skip
+        result = invoke(*words, env=env)
+        assert result.exit_code == 0, result.output
+    code, said = compare(trained, f"exact:{STEPS}", f"again:{STEPS}")
+    assert (code, said["verdict"]) == (0, "same"), said["reason"]
+    numbers = {
+        tensor["name"]: tensor["statistics"]["pairs"]
+        for section in said["pairs"][0]["sections"]
+        for tensor in section["tensors"]
+        if section["section"] in ("loss", "metrics")
+    }
+    # Two ranks, two epochs of two minibatches; the log-probs before them once a rank.
+    assert numbers == {
+        "loss": 8, "pg_loss": 8, "entropy_loss": 8, "kl": 8, "clip_fraction": 8, "grad_norm": 8,
+        "entropy": 10, "response_tokens": 1, "rounds": 1,
+    }  # fmt: skip
+    assert not said["pairs"][0]["causes"]
+
+
 def test_a_step_comes_back_to_a_notebook(trained: Service) -> None:
     import numpy as np
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from stagescope_service.compare.pairing.taking import (
 from stagescope_service.compare.results import PlaceResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import Floor, Tolerances, is_noise
 from stagescope_service.statistics.pairwise import Pairwise
+
+PAIRED: Final = ("compared", "tokens differ", "lengths differ")
+"""What becomes of trajectories that both sides have."""
 
 
 def assemble(
@@ -42,6 +46,27 @@ def assemble(
         for (step, section, name), each in grouped.items()
     ]
     return tuple(sorted(results, key=_order))
+
+
+def with_totals(
+    tensors: Sequence[TensorResult], alone: Mapping[int | None, Collection[str]]
+) -> tuple[tuple[TensorResult, ...], int]:
+    """Return tensors that say of how many trajectories theirs are, and how many there are at all.
+
+    Args:
+        tensors: of all steps.
+        alone: step -> trajectories that one side alone has.
+    """
+    paired: dict[int | None, int] = {}
+    for tensor in tensors:
+        rows = sum(tensor.samples.get(name, 0) for name in PAIRED)
+        paired[tensor.step] = max(rows, paired.get(tensor.step, 0))
+    total = {step: count + len(alone.get(step, ())) for step, count in paired.items()}
+    told = tuple(
+        dataclasses.replace(t, samples={**t.samples, "total": total[t.step]}) if t.samples else t
+        for t in tensors
+    )
+    return told, sum(total.values())
 
 
 def heaviest(verdicts: Iterable[Verdict]) -> Verdict:
@@ -198,7 +223,7 @@ def _reason(
         words.append(f"{found.agreeing_non_finite} are the same NaN or infinity on both sides")
     for state in ("tokens differ", "lengths differ"):
         if samples.get(state):
-            total = sum(samples[name] for name in ("compared", "tokens differ", "lengths differ"))
+            total = sum(samples[name] for name in PAIRED)
             words.append(f"the {state} in {samples[state]} of {total} samples")
     words += dict.fromkeys(piece.problem for piece in pieces if piece.problem)
     if verdict is Verdict.NOT_COMPARABLE:

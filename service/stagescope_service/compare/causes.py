@@ -7,17 +7,20 @@ entropy_coeff, FP16 against FP32 and seeds where losses do; options where data i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.compared import ALONE
 from stagescope.render import counted
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
+from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
 
 BROKE_OFF: Final = "broke_off"
 """In what is known of a dump (`about`): the sentence that its attempt ended inside the step."""
 
+_OF_THE_SERVICE: Final = frozenset({"keep", "capture", "capture_budget", "imported"})
+"""Settings of what is kept and captured: they change no number of a training."""
 _AGREE: Final = (Verdict.SAME, Verdict.WITHIN_NOISE)
 
 _BY_STATION: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
@@ -221,7 +224,7 @@ def _of_settings(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
     apart = [
         f"{name}: {one[name]} and {other[name]}"
         for name in sorted(one.keys() & other.keys())
-        if one[name] != other[name]
+        if one[name] != other[name] and name.partition(".")[0] not in _OF_THE_SERVICE
     ]
     if not apart:
         return []
@@ -231,8 +234,10 @@ def _of_settings(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
 
 
 def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
-    found = []
+    found: list[Cause] = []
     for side, dump in enumerate(dumps):
+        if result.verdict in _AGREE and dump.kind == OWN:
+            continue  # what a run did not keep makes nothing differ
         lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
         broke_off = dump.about.get(BROKE_OFF)
         kinds = ("section",) if broke_off is None else ALONE
@@ -275,8 +280,21 @@ def _excluded(result: PairResult) -> tuple[str, ...]:
         agree = bool(tensors) and all(tensor.verdict in _AGREE for tensor in tensors)
         measured = any(tensor.found.pairs for tensor in tensors)
         if agree and measured and not (station == "tokens" and names_alone):
-            said.append(text)
+            what, _, conclusion = text.partition(": ")
+            said.append(f"{what} ({_share(tensors, result.samples)}): {conclusion}")
     return tuple(said) if result.verdict is not Verdict.SAME else ()
+
+
+def _share(tensors: Sequence[TensorResult], total: int) -> str:
+    """Return on how many samples, or numbers, it rests that tensors agree."""
+    by_step: dict[int | None, int] = {}
+    for tensor in tensors:
+        if tensor.samples:
+            compared = tensor.samples["compared"]
+            by_step[tensor.step] = min(compared, by_step.get(tensor.step, compared))
+    if by_step:
+        return f"{sum(by_step.values())} of {counted(total, 'sample')}"
+    return counted(sum(tensor.found.pairs for tensor in tensors), "number")
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Notes:
         }
         self._left_out: dict[tuple[int, str], str] = {}
         self._alone: tuple[set[str], set[str]] = (set(), set())
+        self.alone: dict[int | None, set[str]] = {}
+        """Step -> trajectories that one side alone has."""
         self._parts: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
         """Section -> places of numbers that have no counterpart, of each side."""
         self._by_place: dict[str, dict[Place, int]] = {}
@@ -103,8 +105,10 @@ class Notes:
             if not dealt.confirms(piece.places[0], couple):
                 found[piece.places[0]] = len(piece.rows.labels)
 
-    def of_join(self, joined: Join, match: Match) -> None:
-        """Name what has no counterpart once rows and named tensors are joined."""
+    def of_join(self, joined: Join, match: Match, step: int | None) -> None:
+        """Name what has no counterpart once rows and named tensors of a step are joined."""
+        if match.section in flow.SAMPLING:
+            self.alone.setdefault(step, set()).update(*joined.alone)
         for side in range(2):
             self._of_join_side(joined, match, side)
         section = match.section

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from stagescope_service.compare.flow import SAMPLING
 from stagescope_service.compare.results import Finding, Verdict
 from stagescope_service.dumps.formats.own import KIND as OWN
+from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import SECTIONS, Dump, Entry, Place
 
 COUNTERPARTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -119,9 +120,17 @@ def of_a_part(a: Dump, b: Dump) -> Verdict:
     """Return what a section or stage makes of the comparison that one side alone has.
 
     Two runs of this project say the same where they do the same: what one lacks it has not done,
-    or not kept. Other formats have forms that hold different sections.
+    or not kept. Other formats have forms that hold different sections, and so have runs that were
+    taken in from them.
     """
-    return Verdict.NOT_COMPARABLE if a.kind == b.kind == OWN else Verdict.SAME
+    is_one_form = all(dump.kind == OWN and not _is_imported(dump) for dump in (a, b))
+    return Verdict.NOT_COMPARABLE if is_one_form else Verdict.SAME
+
+
+def _is_imported(dump: Dump) -> bool:
+    attempts = dump.about.get("attempts")
+    names = attempts if isinstance(attempts, list) else []
+    return any(str(name).rpartition("@")[2].startswith(KEY_PREFIX) for name in names)
 
 
 def _order(section: str) -> tuple[int, str]:

@@ -86,8 +86,8 @@ class TensorResult:
         places: each pair of shards.
         first: where the first value is that is different (over the tolerance where one is).
         largest: where the largest |d| is.
-        samples: trajectories, each once: {compared, unequal, tokens differ, lengths differ}; empty
-            of what has no rows.
+        samples: trajectories, each once: {compared, unequal, tokens differ, lengths differ}, and
+            the `total` that the two sides have of its step; empty of what has no rows.
     """
 
     step: int | None
@@ -156,6 +156,7 @@ class PairResult:
         findings: see `Finding`.
         keys: by what the rows of each section were paired.
         floor: the noise floor that log-probs were held against.
+        samples: trajectories of both sides, each once, those of one side alone too.
         causes, excluded: likely causes, and what the evidence excludes.
     """
 
@@ -167,6 +168,7 @@ class PairResult:
     findings: tuple[Finding, ...]
     keys: Mapping[str, tuple[str, ...]]
     floor: Floor | None = None
+    samples: int = 0
     causes: tuple[Cause, ...] = ()
     excluded: tuple[str, ...] = ()
 

@@ -9,7 +9,9 @@ The reasons of the defaults:
 * float32: 1e-5 + 1e-4 |x|, what NexRL's script allows: a log-prob is a reduction over a
   vocabulary of 1e5 values, each rounded to 6e-8.
 * bfloat16: 2 units in the last place of its 8 bits (2^-7 relative); float16: of its 11 bits.
-* losses: 1e-5 absolute, NexRL's line for loss, pg_loss and entropy_loss.
+* losses: 1e-5 absolute, NexRL's line for loss, pg_loss and entropy_loss; 1e-6 |x| beside it, for a
+  loss that is a sum over 1e5 tokens in float32 is rounded by more. Where the tensors that a loss is
+  computed from are within noise, so is what that noise makes of the loss (`derived`).
 * gradients and parameters: values close to 0 make a relative threshold of each value useless, so
   the tensor's relative error counts: 1e-5 is `equivalent` in miles' severity guide for bfloat16;
   of float32, whose rounding is 2^16 times finer, 1e-10.
@@ -37,12 +39,14 @@ class Tolerance:
         relative: of the whole tensor (`Pairwise.relative`): at most this is noise whatever single
             values say; None where only single values count.
         reason: why these.
+        is_given: whether the user gave it, rather than it being a default.
     """
 
     atol: float = 0.0
     rtol: float = 0.0
     relative: float | None = None
     reason: str = "exact"
+    is_given: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,14 +64,14 @@ class Floor:
 
 
 EXACT: Final = Tolerance()
-LOSS_LINE: Final = Tolerance(1e-5, 0.0, None, "losses: 1e-5 absolute")
+LOSS_LINE: Final = Tolerance(1e-5, 1e-6, None, "losses: 1e-5 + 1e-6 |x|")
 BY_DTYPE: Final[Mapping[str, Tolerance]] = {
     "float64": Tolerance(1e-12, 1e-9, None, "float64: 1e-12 + 1e-9 |x|"),
     "float32": Tolerance(1e-5, 1e-4, None, "float32: 1e-5 + 1e-4 |x|"),
     "bfloat16": Tolerance(2.0**-9, 2.0**-7, None, "bfloat16: 2 units in the last place"),
     "float16": Tolerance(2.0**-14, 2.0**-9, None, "float16: 4 units in the last place"),
 }
-_COARSE: Final = ("bfloat16", "float16", "float32", "float64")
+COARSE_FIRST: Final = ("bfloat16", "float16", "float32", "float64")
 _RELATIVE: Final = {"float64": 1e-20, "float32": 1e-10, "bfloat16": 1e-5, "float16": 1e-6}
 _FLOOR_FACTOR: Final = 3.0
 """The floor is one measurement of a random number: up to so many times it is noise."""
@@ -110,7 +114,7 @@ class Tolerances:
                     expected="PATTERN=ATOL or PATTERN=ATOL,RTOL, such as '*log_probs=1e-3'",
                 )
             rtol = values[1] if len(values) == 2 else 0.0
-            overrides.append((pattern, Tolerance(values[0], rtol, None, f"given: {text}")))
+            overrides.append((pattern, Tolerance(values[0], rtol, None, f"given: {text}", True)))
         return cls(tuple(overrides))
 
     def of(self, section: str, name: str, dtypes: tuple[str, str]) -> Tolerance:
@@ -120,7 +124,7 @@ class Tolerances:
                 name, pattern
             ):
                 return tolerance
-        coarse = next((tag for tag in _COARSE if tag in dtypes), None)
+        coarse = next((tag for tag in COARSE_FIRST if tag in dtypes), None)
         if is_structural(name) or coarse is None:
             return EXACT
         if section in NAMED:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.assemble import assemble, heaviest
+from stagescope_service.compare.assemble import assemble, heaviest, with_totals
 from stagescope_service.compare.causes import likely
+from stagescope_service.compare.derived import judge_derived
 from stagescope_service.compare.mappers import Mapper
 from stagescope_service.compare.notes import Notes
 from stagescope_service.compare.pairing.align import is_in_place, join
@@ -71,6 +72,7 @@ class TwoSides:
             self._pieces, self._tolerances, floor,
             unmatched=_UNMATCHED if self._every_sample_differs else "",
         )  # fmt: skip
+        tensors, total = with_totals(judge_derived(tensors), self._notes.alone)
         findings = [*self._notes.findings, *non_finite(tensors)]
         first = first_difference(tensors, findings)
         verdict = heaviest([*(t.verdict for t in tensors), *(f.verdict for f in findings)])
@@ -80,6 +82,7 @@ class TwoSides:
             sides, verdict, reason_of(verdict, tensors, findings, sides), first, tensors,
             tuple(findings),
             {match.section: tuple(self._keys.get(match.section, ())) for match in matches}, floor,
+            total,
         )  # fmt: skip
         causes, excluded = likely(result, self._dumps)
         return dataclasses.replace(result, causes=causes, excluded=excluded)
@@ -170,7 +173,7 @@ class TwoSides:
 
     def _join_tasks(self, match: Match, a: list[ShardIndex], b: list[ShardIndex]) -> list[JoinTask]:
         joined = join(a, b, match.places)
-        self._notes.of_join(joined, match)
+        self._notes.of_join(joined, match, next(iter([*a, *b])).entry.place.step)
         if match.section in flow.SAMPLING and not is_in_place(joined, a, match.places):
             self._dealt.is_reordered = True
         if joined.is_whole:

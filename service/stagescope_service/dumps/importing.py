@@ -30,6 +30,9 @@ _ROLE_OF_STAGE: Final[Mapping[str, str]] = {
     "ref_compute_log_prob": "ref",
 }
 _ROLE: Final = "actor"
+_LOGGED: Final = "metrics/"
+KEY_PREFIX: Final = "import-"
+"""With which the attempt key of what was taken in begins."""
 _OF_A_PARAMETER: Final = {"parameters": "parameter", "gradients": "gradient"}
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
@@ -60,7 +63,7 @@ def import_key(dump: Dump) -> str:
     files = {entry.path: entry for entry in dump.entries}
     told = [f"{path.resolve()} {entry.bytes} {_written(entry)}" for path, entry in files.items()]
     digest = hashlib.sha256("\n".join(sorted(told)).encode(errors="surrogateescape"))
-    return f"import-{digest.hexdigest()[:16]}"
+    return f"{KEY_PREFIX}{digest.hexdigest()[:16]}"
 
 
 def calls(dump: Dump, run: str, key: str, *, keep: Mapping[str, Any]) -> Iterator[Call]:
@@ -169,10 +172,23 @@ def _merged(records: Sequence[Record]) -> tuple[dict[str, Any], dict[str, float 
         for name, texts in named.items():
             if texts is not None:
                 strings.setdefault(name, [*texts])
-        scalars = {**record.numbers, **scalars}
+        scalars = {**_scalars(record.numbers), **scalars}
         meta = {**record.about, **meta}
     payload = {"schema": schema.SCHEMA, "tensors": tensors, "strings": strings, "meta": meta}
     return payload, scalars
+
+
+def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:
+    """Return what was logged under the names of a stage's scalars.
+
+    NexRL's files of losses say what else a microbatch logged as `metrics`: its `metrics/entropy`
+    is the scalar `entropy`, unless the file says that, too.
+    """
+    found: dict[str, float | int] = {}
+    for name, value in numbers.items():
+        bare = name.removeprefix(_LOGGED)
+        found[name if bare in numbers else bare] = value
+    return found
 
 
 def _described(payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,6 +133,14 @@ class Pairwise:
         return self._mean(_AT.D_SUM)
 
     @property
+    def root_mean_square(self) -> float:
+        """The root of the mean of d^2."""
+        if not self.finite:
+            return math.nan
+        spread = math.sqrt(self.cell[_AT.D_SQUARES] / self.finite)
+        return math.ldexp(spread, self._exponent)
+
+    @property
     def relative(self) -> float:
         """1 - 2 sum(xy) / sum(x^2 + y^2), which is sum(d^2) / sum(x^2 + y^2): 0 where all are 0.
 

@@ -9,6 +9,7 @@ in another order, or into other parts, nothing pairs by its place alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -29,11 +30,12 @@ from stagescope_service.dumps.records import Dump, Entry, Place
 _KNOWN: Final = (SAMPLE, RUN, RESPONSE)
 _CLOSE: Final = 0.5
 """Log-probs of the same rows are at most so far apart, of the distance of others."""
-_NOWHERE: Final[frozenset[tuple[Any, ...]]] = frozenset()
 
 Keys = tuple[str, ...]
-_Spots = dict[tuple[str, str], set[tuple[Any, ...]]]
-"""(kind, key) of a row -> at which ranks and parts it lies."""
+_Locations = dict[tuple[str, str], set[tuple[Place, tuple[Any, ...]]]]
+"""(kind, key) of a row -> at which places, and at which rank and part, it lies."""
+_DRIVER: Final = "driver"
+"""The role of what has no ranks: it holds whole steps, and says nothing of how they are split."""
 
 
 class Dealt:
@@ -42,7 +44,9 @@ class Dealt:
     def __init__(self, *, several_steps: bool = False) -> None:
         self._several_steps = several_steps
         self._shards: tuple[dict[Place, ShardIndex], dict[Place, ShardIndex]] = ({}, {})
-        self._spots: tuple[_Spots, _Spots] = ({}, {})
+        self._locations: tuple[_Locations, _Locations] = ({}, {})
+        self._processes: tuple[set[tuple[str | None, str | None]], ...] = (set(), set())
+        """(stage, role) of the places that are known, of each side."""
         self._responses: tuple[dict[str, str], dict[str, str]] = ({}, {})
         """Sample id -> key of its response."""
         self._alike: set[Place] = set()
@@ -59,7 +63,7 @@ class Dealt:
         for side, index in enumerate(outcome.index):
             if index is not None and index.rows and any(kind in index.keys for kind in _KNOWN):
                 self._shards[side].setdefault(index.entry.place, index)
-                self._note_spots(side, index)
+                self._note_locations(side, index)
                 ids, responses = (index.keys.get(kind, ()) for kind in (SAMPLE, RESPONSE))
                 self._responses[side].update(zip(ids, responses, strict=False))
 
@@ -146,13 +150,27 @@ class Dealt:
     def is_moved(self, couple: Couple) -> bool:
         """Whether samples of these places lie elsewhere on the other side, and not here too."""
         return any(
-            bool(spots) and self._spot(entry) not in spots
+            self._lies_elsewhere(1 - side, entry, kind, key)
             for side, entry in enumerate(couple)
-            if entry is not None and entry.place.rank is not None
+            if entry is not None and _is_of_a_rank(entry.place)
             for kind, keys in self._rows_of(side, entry).items()
             for key in keys
-            for spots in [self._spots[1 - side].get((kind, key), _NOWHERE)]
         )
+
+    def _lies_elsewhere(self, side: int, entry: Entry, kind: str, key: str) -> bool:
+        """Whether a side holds a row in the same stage of the same role, and not at this place.
+
+        Stages split a step differently (a whole rank's rows, then minibatches of them): only where
+        one side does not know the stage or the role, any of the other's may be the same.
+        """
+        found = self._locations[side].get((kind, key), ())
+        stage, role = entry.place.stage, entry.place.role
+        known = self._processes[side]
+        if any(each == stage for each, _ in known):
+            found = [each for each in found if each[0].stage == stage]
+        if any(each == role for _, each in known):
+            found = [each for each in found if each[0].role == role]
+        return bool(found) and self._rank_and_part(entry) not in {where for _, where in found}
 
     def same_samples(self, couple: Couple) -> bool:
         """Whether two shards are of the same samples, as far as anything tells."""
@@ -172,25 +190,27 @@ class Dealt:
         """
         if not any(map(self.is_moved, couples)):
             return list(couples), []
-        kind = self._common_kind(each for each in couples if self.is_told(each))
-        kept = [
-            each
-            for each in couples
-            if not self.is_told(each) or (None not in each and self._is_alike(each, kind))
-        ]
-        told = [each for each in couples if each not in kept]
-        by_samples = {
-            self._samples_of(1, other, kind): other for _, other in told if other is not None
-        }
-        left = [other for _, other in told if other is not None]
-        apart: list[Couple] = []
-        for one, _ in told:
-            if one is None:
+        kind = self._common_kind(couples)
+        kept: list[Couple] = []
+        left: tuple[dict[Keys, list[Entry]], dict[Keys, list[Entry]]] = ({}, {})
+        for couple in couples:
+            samples = [
+                () if entry is None else self._samples_of(side, entry, kind)
+                for side, entry in enumerate(couple)
+            ]
+            if samples[0] == samples[1] or any(
+                entry is not None and not each for entry, each in zip(couple, samples, strict=True)
+            ):
+                kept.append(couple)  # of the same samples, or nothing tells of which a side is
                 continue
-            partner = by_samples.pop(self._samples_of(0, one, kind), None)
-            (kept if partner is not None else apart).append((one, partner))
-            left = [other for other in left if other != partner]
-        return kept, [*apart, *((None, other) for other in left)]
+            for side, entry in enumerate(couple):
+                if entry is not None:
+                    left[side].setdefault(samples[side], []).append(entry)
+        apart: list[Couple] = []
+        for keys in left[0] | left[1]:
+            for one, other in itertools.zip_longest(*(each.get(keys, ()) for each in left)):
+                (apart if None in (one, other) else kept).append((one, other))
+        return kept, apart
 
     def _is_alike(self, couple: Couple, kind: str) -> bool:
         one, other = (
@@ -199,23 +219,27 @@ class Dealt:
         )
         return bool(one) and one == other
 
-    def _note_spots(self, side: int, index: ShardIndex) -> None:
-        if index.entry.place.rank is not None:
-            for kind in _KNOWN:
-                for key in index.keys.get(kind, ()):
-                    self._spots[side].setdefault((kind, key), set()).add(self._spot(index.entry))
+    def _note_locations(self, side: int, index: ShardIndex) -> None:
+        place = index.entry.place
+        if not _is_of_a_rank(place):
+            return
+        self._processes[side].add((place.stage, place.role))
+        location = (place, self._rank_and_part(index.entry))
+        for kind in _KNOWN:
+            for key in index.keys.get(kind, ()):
+                self._locations[side].setdefault((kind, key), set()).add(location)
 
-    def _spot(self, entry: Entry) -> tuple[Any, ...]:
-        """Return where an entry lies, as both sides say it: stages may have other names."""
+    def _rank_and_part(self, entry: Entry) -> tuple[Any, ...]:
         place = entry.place
         return (place.step if self._several_steps else None, place.rank, place.part)
 
     def _common_kind(self, couples: Iterable[Couple]) -> str:
+        """Return by what the rows of all these entries are known, of those of which it is told."""
         keys = [
-            self._rows_of(side, entry)
+            rows
             for couple in couples
             for side, entry in enumerate(couple)
-            if entry is not None
+            if entry is not None and (rows := self._rows_of(side, entry))
         ]
         return next((kind for kind in _KNOWN if all(kind in each for each in keys)), ROW)
 
@@ -237,6 +261,10 @@ class Dealt:
         found = self._shards[side]
         of_step = [each for each in found if each.step == place.step and each.rank is not None]
         return [found[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
+
+
+def _is_of_a_rank(place: Place) -> bool:
+    return place.rank is not None and place.role != _DRIVER
 
 
 def _share(sides: Sequence[Sequence[ShardIndex]], kind: str) -> bool:
