@@ -13,8 +13,10 @@ TEXTS: Final[Mapping[str, str]] = {
     "output": "response_text", "response": "response_text",
 }  # fmt: skip
 """Texts of rows that stand for tokens where a file has none -> the name under which they count."""
+TARGETS: Final = "loss_fn_inputs/target_tokens"
+"""Tokens of a datum that its mask, log-probs and advantages are of, each one place to the left."""
 TOKENS: Final = frozenset({
-    "tokens", "prompts", "responses", "input_ids", "input_tokens", *TEXTS.values(),
+    "tokens", "prompts", "responses", "input_ids", "input_tokens", TARGETS, *TEXTS.values(),
 })  # fmt: skip
 MASKS: Final = frozenset({"response_mask", "loss_mask", "attention_mask", "effective_valid"})
 LOG_PROBS: Final = frozenset({

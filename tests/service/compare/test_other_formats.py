@@ -11,9 +11,11 @@ import pytest
 import torch
 from tests.support.dump_files import (
     Batch,
+    Edit,
     areal_batch,
     areal_file,
     make_batch,
+    nexrl_directory,
     slime_rollout_file,
     slime_train_file,
     verl_directory,
@@ -222,3 +224,73 @@ def test_a_strange_file_that_is_whole_is_left_out(tmp_path: Path) -> None:
     result = compare([open_dump(directory), open_dump(directory)])
     assert result.verdict is Verdict.SAME, result.reason
     assert {f.kind for f in result.pairs[0].findings} == {"unknown"}
+
+
+def padded_by_nine(left: bool) -> Edit:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        for tensor, values in data.items():
+            if (
+                isinstance(values, torch.Tensor)
+                and values.dim() == 2
+                and values.dtype != torch.bfloat16
+            ):
+                widths = (9, 0) if left else (0, 9)
+                data[tensor] = torch.nn.functional.pad(values, widths)
+
+    return edit
+
+
+@pytest.mark.parametrize("mode", ["self_hosted", "weaver", "remote_api"])
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_to_another_width_is_the_same(tmp_path: Path, mode: str, left: bool) -> None:
+    a = nexrl_directory(tmp_path / "a", mode=mode)
+    b = nexrl_directory(tmp_path / "b", mode=mode, edit=padded_by_nine(left))
+    for sides in ((a, b), (b, a)):
+        result = compare([open_dump(side) for side in sides])
+        assert result.verdict is Verdict.SAME, result.reason
+
+
+def test_columns_that_one_side_has_more_and_that_are_not_zero_are_no_padding(
+    tmp_path: Path,
+) -> None:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "old_log_probs":
+            data[kind] = torch.nn.functional.pad(data[kind], (0, 9), value=-1.0)
+
+    a, b = nexrl_directory(tmp_path / "a"), nexrl_directory(tmp_path / "b", edit=edit)
+    assert compare([open_dump(a), open_dump(b)]).verdict is Verdict.NOT_COMPARABLE
+
+
+def test_datums_in_another_order_pair_by_their_tokens(tmp_path: Path) -> None:
+    def reversed_rows(kind: str, name: str, data: dict[str, Any]) -> None:
+        for rows in ("trajectories", "datums", "advantages"):
+            if rows in data:
+                data[rows] = data[rows][::-1]
+
+    def moved(kind: str, name: str, data: dict[str, Any]) -> None:
+        reversed_rows(kind, name, data)
+        if kind == "datums":
+            data["datums"][3]["loss_fn_inputs"]["logprobs"][-1] += 0.5
+
+    a = nexrl_directory(tmp_path / "a", mode="remote_api")
+    b = nexrl_directory(tmp_path / "b", mode="remote_api", edit=reversed_rows)
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.verdict is Verdict.SAME, result.reason
+    assert result.pairs[0].keys["datums"] == ("response tokens",)
+    c = nexrl_directory(tmp_path / "c", mode="remote_api", edit=moved)
+    found = compare([open_dump(a), open_dump(c)]).first
+    assert found is not None
+    assert (found.section, found.name) == ("datums", "loss_fn_inputs/logprobs")
+    assert found.location is not None
+    assert [at[0] for at in found.location.coordinates] == [12, 3]
+
+
+def test_a_link_in_a_circle_hides_nothing(tmp_path: Path) -> None:
+    a, b = nexrl_directory(tmp_path / "a"), nexrl_directory(tmp_path / "b")
+    (b / "loop").symlink_to("loop")
+    (b / "forward_data" / "again").symlink_to("../forward_data/again")
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.verdict is Verdict.SAME, result.reason
+    assert [f.kind for f in result.pairs[0].findings] == ["unknown"] * 2
+    (b / "out").symlink_to(tmp_path)  # there may be anything
+    assert compare([open_dump(a), open_dump(b)]).verdict is Verdict.NOT_COMPARABLE

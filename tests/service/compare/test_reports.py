@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from tests.support.command_line import invoke
 from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, record, split
@@ -188,4 +189,52 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
     assert by_name["advantages"] == "not_compared"
     datums = sections["datums_analysis"]
     assert (datums["status"], datums["num_datums"]) == ("analyzed", 16)
-    assert "input_tokens" in datums["first_datum_keys"]
+    assert datums["first_datum_keys"] == ["input_tokens", "loss_fn_inputs"]
+    keys = {"target_tokens", "logprobs", "advantages", "loss_mask"}
+    assert set(datums["loss_fn_inputs_keys"]) == keys
+    assert datums["input_tokens_len"] > 1
+
+
+def spoiled(kind: str, name: str, data: dict[str, Any]) -> None:
+    if kind == "forward_data" and name.endswith("rank0_micro0"):
+        data["log_probs"] = data["log_probs"] + 0.5 * (data["response_mask"] == 0)
+        data["entropy"] = data["entropy"].clone()
+        data["entropy"][0, 0] = math.nan
+    if kind == "forward_data" and name.endswith("rank1_micro1"):
+        data["log_probs"] = torch.nn.functional.pad(data["log_probs"], (0, 9))
+        for other in ("entropy", "response_mask"):
+            data[other] = torch.nn.functional.pad(data[other], (0, 9))
+
+
+def test_under_nexrls_keys_stand_nexrls_definitions(tmp_path: Path) -> None:
+    a = nexrl_directory(tmp_path / "a")
+    b = nexrl_directory(tmp_path / "b", mode="weaver", edit=spoiled)
+    report = tmp_path / "report.json"
+    invoke("compare-dumps", "--self_hosted_dir", str(a), "--weaver_dir", str(b),
+           "--output", str(report))  # fmt: skip
+    sections = {each["section"]: each for each in json.loads(report.read_text())["sections"]}
+    found = {
+        (each["rank"], each["micro"]): {one["name"]: one for one in each["comparisons"]}
+        for each in sections["forward_data_all"]["comparisons"]
+    }
+    sides = [
+        torch.load(side / "forward_data" / "step_000000_rank0_micro0.pt", weights_only=True)
+        for side in (a, b)
+    ]
+    one, other = (side["log_probs"].double() for side in sides)
+    said = found[0, 0]["log_probs"]
+    # What is under the mask is equal; its script looks at padding and at other rounds, too.
+    assert (said["is_close"], said["verdict"]) == (False, "same")
+    for prefix, values in (("t1", one), ("t2", other)):
+        for name in ("mean", "std", "min", "max"):
+            assert said[f"{prefix}_{name}"] == pytest.approx(float(getattr(values, name)()))
+    assert said["max_diff"] == pytest.approx(float((one - other).abs().max()))
+    assert said["mean_diff"] == pytest.approx(float((one - other).abs().mean()))
+    both = torch.stack([one.flatten(), other.flatten()])
+    assert said["correlation"] == pytest.approx(float(torch.corrcoef(both)[0, 1]))
+    said = found[0, 0]["entropy"]
+    assert (said["is_close"], said["t2_mean"], said["max_diff"]) == (False, "nan", "nan")
+    assert said["t1_mean"] == pytest.approx(float(sides[0]["entropy"].double().mean()))
+    said = found[1, 1]["log_probs"]
+    assert (said["status"], said["verdict"]) == ("shape_mismatch", "same")
+    assert (said["t1_shape"], said["t2_shape"]) == ([4, 16], [4, 25])

@@ -38,7 +38,7 @@ def rows(section: str, samples: Sequence[str], place: Mapping[str, Any]) -> Reco
         for k, name in enumerate(("old_log_probs", "log_probs"))
         if name.startswith("old") == (section == "old_log_probs")
     }
-    tensors = {**values, "response_mask": np.ones((len(samples), width), np.int64)}
+    tensors: dict[str, Any] = {**values, "response_mask": np.ones((len(samples), width), np.int64)}
     held = record(section, tensors, samples=tuple(samples), mask="response_mask")
     return at(held, **place)
 
@@ -126,16 +126,16 @@ def noisy(
         entropy = random.random(shape)
         moved = exact + deviation * np.random.default_rng(step + 1).standard_normal(shape)
         policy = float(-(advantages * np.exp(moved - exact)).mean())
-        tensors = {
+        tensors: dict[str, Any] = {
             "log_probs": moved.astype(np.float32),
             "response_mask": np.ones(shape, np.int64),
         }
-        held = {
+        held: dict[str, Any] = {
             "advantages": advantages.astype(np.float32),
             "response_mask": np.ones(shape, np.int64),
         }
         samples = tuple(f"s{row}" for row in range(len(exact)))
-        of = {"samples": samples, "step": step, "mask": "response_mask"}
+        of: dict[str, Any] = {"samples": samples, "step": step, "mask": "response_mask"}
         numbers = {"pg_loss": policy, "loss": policy - coefficient * float(entropy.mean())}
         records += [
             record("forward_data", tensors, **of), record("advantages", held, **of),

@@ -163,7 +163,7 @@ class Dealt:
         Stages split a step differently (a whole rank's rows, then minibatches of them): only where
         one side does not know the stage or the role, any of the other's may be the same.
         """
-        found = self._locations[side].get((kind, key), ())
+        found = list(self._locations[side].get((kind, key), ()))
         stage, role = entry.place.stage, entry.place.role
         known = self._processes[side]
         if any(each == stage for each, _ in known):

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
-from stagescope_service.compare.flow import MASKS, NAMED, TEXTS, TOKENS, is_structural
+from stagescope_service.compare.flow import MASKS, NAMED, TARGETS, TEXTS, TOKENS, is_structural
 from stagescope_service.compare.pairing.layout import (
     Layout,
     before_first,
@@ -33,8 +33,8 @@ from stagescope_service.dumps.records import AFTER, Record
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 
-_WHOLE: Final = ("tokens", "input_ids")
-"""Tensors of prompt and response together."""
+WHOLE: Final = ("tokens", "input_ids", TARGETS, "input_tokens")
+"""Tensors of prompt and response together; of a datum its targets lie as its mask does."""
 _SEQUENCES: Final = (
     "tokens", "responses", "input_ids", "prompts", "log_probs", "old_log_probs",
     "rollout_log_probs", "loss_mask", "response_mask",
@@ -143,7 +143,7 @@ class Rows:
                 found["full"] = full
             if mask is not None:
                 found["span"] = Extent("span", self._span(mask))
-            elif name in _WHOLE and (ones := self._ones_at_end(layout)) is not None:
+            elif name in WHOLE and (ones := self._ones_at_end(layout)) is not None:
                 found["response"] = Extent("response", spans(ones, layout.offsets))
         elif mask is not None:
             found["mask"] = Extent("mask", self.ones(mask))
@@ -204,7 +204,7 @@ class Rows:
             responses = self._hashes("responses", self._sampled("responses"))
         if "prompts" in self.names:
             prompts = self._hashes("prompts", self._best("prompts"))
-        whole = next((n for n in _WHOLE if n in self.names), None)
+        whole = next((n for n in WHOLE if n in self.names), None)
         if whole is not None and (mask := self.mask_of(whole)) is not None:
             span = self._span(mask)
             responses = responses or self._hashes(whole, span)

@@ -38,7 +38,7 @@ from stagescope_service.compare.pairing.pieces import (
     compare_rows,
     noise_floor,
 )
-from stagescope_service.compare.pairing.rows import Rows
+from stagescope_service.compare.pairing.rows import WHOLE, Rows
 from stagescope_service.compare.pairing.taking import Pairing
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump, Entry, Problem, Record
@@ -289,7 +289,7 @@ def pair_alike(a: Rows, b: Rows) -> Pairing | None:
     if a.count != b.count:
         return None
     labels = tuple(row_label(a.record.entry.place, row) for row in range(a.count))
-    tokens = [name for name in ("responses", "tokens", "input_ids") if name in a.names]
+    tokens = [name for name in ("responses", *WHOLE) if name in a.names]
     tokens = [name for name in tokens if name in b.names]
     if not tokens:
         return _identity(a.count, labels, ROW)

@@ -203,7 +203,33 @@ def _extents(one: Rows, other: Rows, name: str) -> tuple[str, Extent, Extent]:
     spans = [each.get("span", each.get("response")) for each in (a, b)]
     if one.known(name).width != other.known(name).width and spans[0] and spans[1]:
         return "span", spans[0], spans[1]
-    return "row", a.get("mask", a["row"]), b.get("mask", b["row"])
+    if "mask" in a or "mask" in b:
+        return "row", a.get("mask", a["row"]), b.get("mask", b["row"])
+    keeps = _without_padding(one.known(name), other.known(name))
+    return "row", Extent("row", keeps[0]), Extent("row", keeps[1])
+
+
+def _without_padding(one: Layout, other: Layout) -> tuple[Array | None, Array | None]:
+    """Return which values count where no mask says it and one side's rows are wider.
+
+    Columns that it has more, on the right or on the left, are padding where all they hold is 0.
+    """
+    wide, width = (
+        (one, other.width) if (one.width or 0) > (other.width or 0) else (other, one.width)
+    )
+    if one.width is None or other.width is None or one.width == other.width or not width:
+        return None, None
+    assert wide.width is not None
+    if any(len(layout.shape) != 2 for layout in (one, other)):
+        return None, None
+    values = wide.flat.reshape(-1, wide.width)
+    for columns in (slice(0, width), slice(wide.width - width, None)):
+        keep = np.zeros(values.shape, bool)
+        keep[:, columns] = True
+        if not values[~keep].any():
+            flat = keep.reshape(-1)
+            return (flat, None) if wide is one else (None, flat)
+    return None, None
 
 
 def is_direct(pairing: Pairing, layouts: Layouts) -> bool:

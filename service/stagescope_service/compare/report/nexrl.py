@@ -2,17 +2,32 @@
 
 What its script leaves out is there too: every trajectory and not the first five, every rank and
 microbatch that there is, and non-finite numbers in strict JSON.
+
+Its keys have its definitions: of tensors of one shape all values count, padding too (it knows no
+masks); `std` is with n - 1; `is_close` is |a - b| <= 1e-5 + 1e-4 |b| of every value, of scalars
+|a - b| < 1e-5. Beside them `verdict` is ours, of what masks cover and of rows that are paired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from stagescope.errors import StagescopeError
 from stagescope.render import counted
+from stagescope.schema import Part
 from stagescope_service.compare.pairing.rows import Rows
-from stagescope_service.dumps.records import Dump
+from stagescope_service.compare.plan import COUNTERPARTS
+from stagescope_service.dumps.formats.nexrl_rows import widened
+from stagescope_service.dumps.records import Dump, Entry, Place, Record
+from stagescope_service.statistics.pairwise import Pairwise, compare_values
+from stagescope_service.store.tensorfile import WireTensor
 
 DIRECTORIES: Final = ("self_hosted_dir", "remote_api_dir", "weaver_dir")
 _SHORT: Final = ("self_hosted", "remote_api", "weaver")
@@ -27,6 +42,12 @@ _BY_PLACE: Final = (
 
 _RANK: Final = ("rank", "ranks")
 _MICROBATCH: Final = ("microbatch", "microbatches")
+
+_ATOL: Final = 1e-5
+_RTOL: Final = 1e-4
+_INPUTS: Final = "loss_fn_inputs/"
+_CONSTANT: Final = 1e-8
+"""Of sides with a smaller standard deviation no correlation is said."""
 
 _Said = Mapping[str, Any]
 
@@ -67,7 +88,7 @@ def as_nexrl(
         "remarks": remarks,
         "sections": [
             _trajectories(said, names),
-            *(_by_place(said, names, *each) for each in _BY_PLACE),
+            *(_by_place(said, dumps, *each) for each in _BY_PLACE),
             _datums(dumps.get("remote_api_dir")),
         ],
     }
@@ -115,48 +136,135 @@ def _trajectory(index: int, row: _Said) -> dict[str, Any]:
 
 
 def _by_place(
-    said: _Said, names: Sequence[str], title: str, one: str, section: str, tensors: Sequence[str]
+    said: _Said,
+    dumps: Mapping[str, Dump],
+    title: str,
+    one: str,
+    section: str,
+    tensors: Sequence[str],
 ) -> dict[str, Any]:
+    names = list(dumps)
     pair = _pair(said, names, "weaver_dir") or _pair(said, names, "remote_api_dir")
     found = next(
         (each for each in (pair or {"sections": ()})["sections"] if each["section"] == section),
         None,
     )
-    if found is None:
+    if pair is None or found is None:
         short = "weaver" if "weaver_dir" in names else "remote_api"
         return {"section": title, "status": _not_found(said, pair, section, short),
                 "comparisons": []}  # fmt: skip
-    places: dict[tuple[Any, Any], dict[str, Any]] = {}
+    places: dict[tuple[Any, Any], list[tuple[str, _Said]]] = {}
     for tensor in found["tensors"]:
         for each in tensor["places"]:
             place = each["a"] if each["a"]["rank"] is not None else each["b"]
-            report = places.setdefault(
-                (place["rank"], place["microbatch"]),
-                {"section": one, "status": "compared", "rank": place["rank"],
-                 "micro": place["microbatch"], "comparisons": []},
-            )  # fmt: skip
-            report["comparisons"].append(_compared(tensor["name"], each))
-    for report in places.values():
-        there = {each["name"] for each in report["comparisons"]}
-        missing = [name for name in tensors if name not in there]
-        report["comparisons"] += [{"name": name, "status": "not_compared"} for name in missing]
-    return {"section": title, "comparisons": list(places.values())}
+            held = places.setdefault((place["rank"], place["microbatch"]), [])
+            held.append((tensor["name"], each))
+    sides = [_Side(list(dumps.values())[at], section) for at in pair["sides"]]
+    comparisons = []
+    for (rank, micro), held in places.items():
+        compared = [_compared(name, each, sides) for name, each in held]
+        there = {name for name, _ in held}
+        compared += [{"name": n, "status": "not_compared"} for n in tensors if n not in there]
+        comparisons.append(
+            {"section": one, "status": "compared", "rank": rank, "micro": micro,
+             "comparisons": compared}
+        )  # fmt: skip
+    return {"section": title, "comparisons": comparisons}
 
 
-def _compared(name: str, each: _Said) -> dict[str, Any]:
-    found, shapes = each["statistics"], each["shapes"]
-    close = each["verdict"] in ("same", "within noise")
+class _Side:
+    """The tensors of a dump by their places, as its files hold them; one file is held at a time."""
+
+    def __init__(self, dump: Dump, section: str) -> None:
+        self._dump = dump
+        self._sections = (section, *COUNTERPARTS.get(section, ()))
+        self._entries = {
+            (each.section, each.place): each
+            for each in dump.entries
+            if each.section in self._sections
+        }
+        self._records: dict[Entry, Record] = {}
+
+    def tensor(self, name: str, said: _Said) -> WireTensor | None:
+        """Return a tensor of a place of the report, None where it is not there."""
+        numbers = (said[n] for n in ("occurrence", "epoch", "minibatch", "microbatch"))
+        place = Place(said["step"], said["stage"], said["role"], said["rank"], Part(*numbers))
+        for section in self._sections:
+            entry = self._entries.get((section, place))
+            record = None if entry is None else self._read(entry)
+            if record is not None and name in record.tensors:
+                return record.tensors[name]
+        return None
+
+    def _read(self, entry: Entry) -> Record:
+        if entry not in self._records:
+            if self._records and next(iter(self._records)).place != entry.place:
+                self._records.clear()
+            self._records[entry] = self._dump.read(entry)
+        return self._records[entry]
+
+
+def _compared(name: str, each: _Said, sides: Sequence[_Side]) -> dict[str, Any]:
+    found, shapes, verdict = each["statistics"], each["shapes"], each["verdict"]
     if shapes == [[], []]:
         return {"name": name, "status": "compared", "s1": found["a"]["mean"],
-                "s2": found["b"]["mean"], "diff": found["max_abs"], "is_close": close}  # fmt: skip
-    status = "compared" if found["pairs"] else "shape_mismatch"
-    report = {"name": name, "status": status, "t1_shape": shapes[0], "t2_shape": shapes[1]}
-    if status == "compared":
-        report |= {"max_diff": found["max_abs"], "mean_diff": found["mean_abs"]}
-        for side, prefix in (("a", "t1"), ("b", "t2")):
-            report |= {f"{prefix}_{key}": found[side][key] for key in ("mean", "std", "min", "max")}
-        report |= {"is_close": close, "correlation": found["correlation"]}
+                "s2": found["b"]["mean"], "diff": found["max_abs"],
+                "is_close": bool(found["max_abs"] < _ATOL), "verdict": verdict}  # fmt: skip
+    report = {"name": name, "t1_shape": shapes[0], "t2_shape": shapes[1], "verdict": verdict}
+    if shapes[0] != shapes[1]:
+        return {**report, "status": "shape_mismatch"}
+    one, other = (side.tensor(name, each[at]) for side, at in zip(sides, "ab", strict=True))
+    if one is None or other is None or one[3] is not None or other[3] is not None:
+        return {**report, "status": "not_compared"}
+    return {**report, "status": "compared", **_of_all_values(one, other)}
+
+
+def _of_all_values(one: WireTensor, other: WireTensor) -> dict[str, Any]:
+    """Return NexRL's numbers of two tensors of one shape."""
+    found, _ = compare_values(one[2], other[2], dtypes=(one[0], other[0]), tolerance=(_ATOL, _RTOL))
+    if not found.pairs or found.finite < found.pairs:
+        return _of_non_finite(one, other)
+    is_close = found.max_abs <= _ATOL
+    if not is_close and not found.over_count:
+        # Ours allows for the larger of the two, NexRL's for the second.
+        is_close = bool(np.allclose(widened(one), widened(other), rtol=_RTOL, atol=_ATOL))
+    report: dict[str, Any] = {"max_diff": found.max_abs, "mean_diff": found.mean_abs}
+    stds = []
+    for side, prefix in (("x", "t1"), ("y", "t2")):
+        numbers = _unbiased(found, side)
+        stds.append(numbers["std"])
+        report |= {f"{prefix}_{key}": numbers[key] for key in ("mean", "std", "min", "max")}
+    report["is_close"] = is_close
+    if all(std > _CONSTANT for std in stds):
+        report["correlation"] = found.correlation
     return report
+
+
+def _unbiased(found: Pairwise, side: str) -> dict[str, float]:
+    """Return min, max, mean and std of a side, std with n - 1."""
+    numbers = found.side(side)
+    n = found.finite
+    return {**numbers, "std": numbers["std"] * math.sqrt(n / (n - 1)) if n > 1 else math.nan}
+
+
+def _of_non_finite(one: WireTensor, other: WireTensor) -> dict[str, Any]:
+    """Return the same of tensors with NaN, infinities or no values: they go into every number."""
+    x, y = (widened(each).astype(np.float64).reshape(-1) for each in (one, other))
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of no values nothing is known
+        apart = np.abs(x - y)
+        report = {"max_diff": _of(np.max, apart), "mean_diff": _of(np.mean, apart)}
+        for prefix, values in (("t1", x), ("t2", y)):
+            report |= {
+                f"{prefix}_mean": _of(np.mean, values),
+                f"{prefix}_std": _of(functools.partial(np.std, ddof=1), values),
+                f"{prefix}_min": _of(np.min, values), f"{prefix}_max": _of(np.max, values),
+            }  # fmt: skip
+        return {**report, "is_close": bool(np.allclose(x, y, rtol=_RTOL, atol=_ATOL))}
+
+
+def _of(reduction: Callable[[npt.NDArray[np.float64]], Any], values: Any) -> float:
+    return float(reduction(values)) if values.size else math.nan
 
 
 def _not_found(said: _Said, pair: _Said | None, section: str, other: str) -> str:
@@ -172,12 +280,21 @@ def _datums(dump: Dump | None) -> dict[str, Any]:
     entries = [] if dump is None else [e for e in dump.entries if e.section == "datums"]
     if dump is None or not entries:
         return {**report, "status": "not_found"}
-    count, names = 0, dict[str, None]()
+    count, first = 0, dict[str, int]()
     try:
         for entry in entries:
             rows = Rows(dump.read(entry))
+            if not count and rows.count:
+                first = {name: int(rows.known(name).lengths[0]) for name in rows.names}
             count += rows.count or 0
-            names |= dict.fromkeys(rows.record.tensors)
     except StagescopeError as error:
         return {**report, "status": "damaged", "message": str(error)}
-    return {**report, "status": "analyzed", "num_datums": count, "first_datum_keys": [*names]}
+    report |= {"status": "analyzed", "num_datums": count}
+    if count:
+        report["first_datum_keys"] = [*dict.fromkeys(name.partition("/")[0] for name in first)]
+    inputs = [name.partition("/")[2] for name in first if name.startswith(_INPUTS)]
+    if inputs:
+        report["loss_fn_inputs_keys"] = inputs
+    if "input_tokens" in first:
+        report["input_tokens_len"] = first["input_tokens"]
+    return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,8 +56,8 @@ def entry_order(entry: Entry) -> tuple[Any, ...]:
 def files_below(root: Path) -> tuple[list[Found], list[Problem]]:
     """Return every file below a directory in the order of their names, and what was refused.
 
-    Symbolic links that lead out of the directory are refused; hidden files, which are those that
-    are still being written, are passed over.
+    Symbolic links that lead out of the directory are refused. Those in a circle are passed over,
+    and so are hidden files, which are those that are still being written.
 
     Raises:
         NotFound: there is no such directory.
@@ -74,7 +75,9 @@ def files_below(root: Path) -> tuple[list[Found], list[Problem]]:
                     f"{root} holds more than {MOST_FILES} files",
                     advice="give the directory of one dump, or of one of its steps",
                 )
-            if path.is_symlink() and (problem := _leads_out(path, root)):
+            if path.is_symlink() and _leads_nowhere(path):
+                problems.append(Problem(path, "unknown", f"{path} is a link to itself"))
+            elif path.is_symlink() and (problem := _leads_out(path, root)):
                 problems.append(problem)
             elif path.is_file():
                 found.append(Found(path, path.relative_to(root).as_posix(), path.stat().st_size))
@@ -111,6 +114,15 @@ def _walk(root: Path) -> Iterator[Path]:
         here = Path(directory)
         yield from (here / each for each in folders if (here / each).is_symlink())
         yield from (here / each for each in sorted(names) if not each.startswith("."))
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Say whether a link leads to itself: no file can lie behind it, so nothing is left out."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _leads_out(path: Path, root: Path) -> Problem | None:
