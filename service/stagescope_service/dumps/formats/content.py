@@ -19,7 +19,6 @@ import numpy as np
 from stagescope.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
 from stagescope_service.dumps.pickles.pickle_scan import peek
 from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, read_torch_file
-from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tensorfile import (
     WireTensor,
     describe_file,
@@ -154,7 +153,7 @@ def write_content(path: Path, content: Any) -> None:
     encoded = _Encoded()
     tree = encoded(content)
     write_tensors(path.with_suffix(".safetensors"), encoded.tensors())
-    text = dump_json({_CONVERTED: 1, "content": tree})
+    text = json.dumps({_CONVERTED: 1, "content": tree}, allow_nan=False, separators=(",", ":"))
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
         temporary.write_text(text, encoding="utf-8")

@@ -1,8 +1,9 @@
 """Reading what `torch.save` wrote, without running anything of it.
 
-The one file here that imports torch. A file is loaded with `torch.load(weights_only=True)`, and
-beside torch's own tensors only the names of `torch_stand_ins` are known: numpy's scalars, dtypes
-and arrays, and TensorDict.
+The one file here that imports torch, and only where it has to: plain files are read by
+`plain_torch_file`. Others are loaded with `torch.load(weights_only=True)`, and beside torch's own
+tensors only the names of `torch_stand_ins` are known: numpy's scalars, dtypes and arrays, and
+TensorDict.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ import numpy as np
 from stagescope.errors import Forbidden, InvalidTensor, MissingExtra
 from stagescope.schema import DTYPE_BYTES
 from stagescope_service.dumps.pickles.pickle_scan import check_zip, globals_of, size_of_file
-from stagescope_service.dumps.pickles.torch_stand_ins import SCALARS, STAND_INS, Array, TensorDict
-from stagescope_service.store.tensorfile import MOST_BYTES, WireTensor
+from stagescope_service.dumps.pickles.plain_torch_file import NotPlain, read_plain
+from stagescope_service.dumps.pickles.torch_stand_ins import (
+    SCALARS,
+    STAND_INS,
+    Array,
+    FileTensor,
+    TensorDict,
+)
+from stagescope_service.store.tensorfile import MOST_BYTES
+
+__all__ = ["FileTensor", "Unreadable", "load_running_code", "read_torch_file", "save_torch_file"]
 
 MOST_COPIED_BYTES: Final = 4 << 30
 """Bytes that a file's tensors may take beyond what lies in the file: those that are no plain
@@ -36,19 +46,6 @@ _TOLD: Final = re.compile(r"GLOBAL ([A-Za-z_][\w.]*\w) ")
 _WIDER: Final = {"uint16": "int32", "uint32": "int64"}
 
 _globals_lock = threading.Lock()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class FileTensor:
-    """A tensor of a file.
-
-    Attributes:
-        wire: (dtype tag, shape, read-only numpy buffer of that shape, offsets or None).
-        was: the dtype's name in the file, where no tag says it and it was widened without loss.
-    """
-
-    wire: WireTensor
-    was: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +71,14 @@ def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
         NotFound: there is no such file.
         InvalidTensor: truncated, damaged, compressed, or larger than it may be.
         Forbidden: it holds more than tensors and plain values; the message names what.
-        MissingExtra: torch is not installed.
+        MissingExtra: it needs torch's own loader, and torch is not installed.
         StoreError: the disk refused.
     """
     size = size_of_file(path, most_bytes)
     is_zip = check_zip(path, size)
+    if is_zip:  # nearly every file: without torch
+        with contextlib.suppress(NotPlain):
+            return _Plain(path, size)(read_plain(path))
     return _Plain(path, size)(_load(path, mapped=is_zip))
 
 
@@ -213,6 +213,8 @@ class _Plain:
             return value
         if depth > _DEPTH:
             raise InvalidTensor(f"{self._path} is nested deeper than {_DEPTH}")
+        if isinstance(value, FileTensor):
+            return value
         if isinstance(value, TensorDict):
             return self(value.content(), depth + 1)
         if isinstance(value, Array):

@@ -7,17 +7,33 @@ files of any version of them open, whether they are installed or not.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
+from stagescope_service.store.tensorfile import WireTensor
+
 SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
 """Types that are plain by themselves."""
 
 
-class _Dtype:
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor of a file.
+
+    Attributes:
+        wire: (dtype tag, shape, read-only numpy buffer of that shape, offsets or None).
+        was: the dtype's name in the file, where no tag says it and it was widened without loss.
+    """
+
+    wire: WireTensor
+    was: str | None = None
+
+
+class Dtype:
     """`numpy.dtype('f4')` and the byte order that its state tells; objects are 'O'."""
 
     def __init__(self, code: str = "", *_: object) -> None:
@@ -126,7 +142,7 @@ def _named(full_name: str, target: Callable[..., Any]) -> Any:
 def _stand_ins() -> dict[str, Any]:
     array = _named("numpy.ndarray", Array)
     targets: dict[str, Callable[..., Any]] = {
-        "numpy.dtype": _Dtype,
+        "numpy.dtype": Dtype,
         "_codecs.encode": _encode,
         "builtins.bytes": _no_bytes,
         "__builtin__.bytes": _no_bytes,

@@ -8,6 +8,7 @@ import pickle
 import threading
 import tracemalloc
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from tests.support.dump_files import Runs, areal_file, hostile_torch_file, make_
 
 from stagescope.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
 from stagescope_service.dumps.pickles.pickle_scan import globals_of, peek
-from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, read_torch_file
+from stagescope_service.dumps.pickles.plain_torch_file import NotPlain, read_plain
+from stagescope_service.dumps.pickles.torch_file import (
+    FileTensor,
+    Unreadable,
+    _load,
+    _Plain,
+    read_torch_file,
+)
 
 since_2_6 = pytest.mark.skipif(
     torch.__version__ < "2.6", reason="this torch writes no such tensors, or does not load them"
@@ -162,10 +170,73 @@ def _no_import_of(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torch_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(tmp_path, {})
+    path = saved(tmp_path, {"path": tmp_path})
     _no_import_of("torch", monkeypatch)
     with pytest.raises(MissingExtra, match="pip install torch"):
         read_torch_file(path)
+
+
+def test_plain_files_are_read_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    value = {
+        "whole": whole, "rows": whole[1:3], "half": whole.bfloat16(), "mask": whole > 7,
+        "none": torch.zeros(0, 3), "one": torch.tensor(2.5), "array": np.arange(3.0),
+        "scalar": np.float32(0.5), "ordered": OrderedDict(a=1), "size": whole.shape,
+        "parameter_free": [{"text": "ü", "big": -(1 << 70), "nan": float("inf"), "no": False}],
+        "ids": list(range(300)), "long": "x" * 300, "empty": [{}, [], ()],
+    }  # fmt: skip
+    path = saved(tmp_path, value)
+    expected = _Plain(path, path.stat().st_size)(_load(path, mapped=True))
+    _no_import_of("torch", monkeypatch)
+    found = read_torch_file(path)
+    assert found.keys() == value.keys()
+    for name, item in found.items():
+        if not isinstance(item, FileTensor):
+            assert item == expected[name], name
+            continue
+        assert item.wire[:2] == expected[name].wire[:2]
+        assert np.array_equal(item.wire[2], expected[name].wire[2])
+        assert not item.wire[2].flags.writeable
+    # A view of its storage's columns is no plain stretch: torch reads it.
+    with pytest.raises(MissingExtra):
+        read_torch_file(saved(tmp_path, {"columns": whole[:, 1:]}))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00id\x85R.",
+        b"\x80\x02ccollections\nOrderedDict\n)R}b.",  # a state for a dict
+        b"\x80\x02ccollections\nOrderedDict\n]\x85R.",
+        b"\x80\x02ctorch\nFloatStorage\n)R.",
+        b"\x80\x02]q\x00h\x01.",
+        b"\x80\x02(K\x01K\x02s.",
+        b"\x80\x02X\xff\xff\xff\x7fa.",
+        b"\x80\x02K\x01",
+        b"\x80\x04N.",
+    ],
+)
+def test_what_is_not_plain_is_left_to_torchs_own_loader(tmp_path: Path, harm: bytes) -> None:
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", harm)
+    with pytest.raises(NotPlain):
+        read_plain(path)
+
+
+def test_a_storage_is_not_read_beyond_its_member(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"t": torch.zeros(8), "u": torch.ones(8)})
+    with zipfile.ZipFile(path) as file:
+        members = {each: file.read(each) for each in file.namelist()}
+    name = next(each for each in members if each.endswith("data.pkl"))
+    changed = tmp_path / "b.pt"
+    with zipfile.ZipFile(changed, "w") as file:
+        for each, data in members.items():
+            file.writestr(each, data.replace(b"K\x08", b"K\x18") if each == name else data)
+    with pytest.raises(NotPlain, match="storage"):
+        read_plain(changed)
 
 
 def test_what_the_process_allows_is_left_as_it_was(tmp_path: Path) -> None:
