@@ -16,6 +16,7 @@ _HEADS: Final[Mapping[str, str]] = {
     "numbers": "may change numbers",
     "place": "another place",
     "start": "differs at every start",
+    "unknown": "one side does not know it",
 }
 
 
@@ -34,7 +35,9 @@ class Changes(Table):
     def heading(self) -> str:
         """Which two attempts, and how many things differ."""
         a, b = (Target(side["run"], side["attempt"]) for side in self._sides())
-        return render.printable(f"{a} (a) against {b} (b): {len(self)} things differ")
+        unknown = sum(weight == "unknown" for weight in self["weight"])
+        text = f"{a} (a) against {b} (b): {len(self) - unknown} things differ"
+        return render.printable(f"{text}, {unknown} are unknown" if unknown else text)
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return a block of lines for each weight, a thing's two values below each other."""
@@ -61,7 +64,8 @@ class Changes(Table):
 def change_lines(row: Mapping[str, Any], width: int) -> Iterator[str]:
     """Yield what one thing was on both sides, as lines of at most `width` columns."""
     label = f"  {row['area']} {row['name']}: "
-    values = [_value(row[side]) for side in ("a", "b")]
+    missing = "unknown" if row["weight"] == "unknown" else render.MISSING
+    values = [missing if row[side] is None else _value(row[side]) for side in ("a", "b")]
     line = render.printable(f"{label}{values[0]} -> {values[1]}")
     if len(line) <= width:
         yield line
@@ -75,6 +79,4 @@ def change_lines(row: Mapping[str, Any], width: int) -> Iterator[str]:
 
 def _value(value: Any) -> str:
     """Spell a value so that two that differ never read the same."""
-    if value is None:
-        return render.MISSING
     return value if isinstance(value, str) else json.dumps(value)

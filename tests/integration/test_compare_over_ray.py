@@ -104,6 +104,9 @@ def test_runs_that_sampled_differently_differ_first_at_the_tokens(trained: Servi
     assert first(said)["station"] == "tokens"
     changed = {row["name"] for row in said["changes"]["rows"] if row["weight"] == "numbers"}
     assert "rollout/0.engine" in changed
+    driver = next(row for row in said["changes"]["rows"] if row["name"] == "entrypoint")
+    assert "--engine float32" in driver["a"]
+    assert "--engine int8" in driver["b"]
 
 
 def test_an_imported_directory_is_the_directory(trained: Service, tmp_path: Path) -> None:

@@ -42,6 +42,15 @@ def test_value_after_a_secret_option_is_not_shown() -> None:
     assert shown == ["train.py", "--api-key", "...", "--lr", "1e-6", "--no-auth", "--steps", "5"]
 
 
+def test_a_line_is_shown_without_secrets() -> None:
+    line = "python 'my train.py' --token hidden lr=1e-6 https://me:hidden@host/x"
+    shown = identity.visible_line(line)
+    assert shown == "python my train.py --token ... lr=1e-6 https://...@host/x"
+    assert identity.visible_line("train.py --name it's --key=hidden") == (
+        "train.py --name it's --key=..."
+    )
+
+
 def test_git_commit_and_dirt_are_read(tmp_path: Path) -> None:
     assert identity.git_state(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]

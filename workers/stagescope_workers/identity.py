@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -43,6 +44,7 @@ _SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
 _GIT_SECONDS: Final = 2.0
 _MAX_VALUE: Final = 2000
 _MAX_VARIABLES: Final = 500
+_MAX_ARGUMENTS: Final = 100
 
 
 def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
         "config": lambda: dict(settings),
         "python": platform.python_version,
         "platform": platform.platform,
-        "argv": lambda: visible_arguments(sys.argv[:100]),
+        "argv": lambda: visible_arguments(sys.argv[:_MAX_ARGUMENTS]),
         "packages": package_versions,
         "versions": version_remarks,
         "drivers": driver_versions,
@@ -81,6 +83,15 @@ def visible_arguments(arguments: Sequence[str]) -> list[str]:
         value = secret and not argument.startswith("-")
         shown.append("..." if value else hide(argument)[:_MAX_VALUE])
     return shown
+
+
+def visible_line(line: str) -> str:
+    """Return a command line, as one text, without what may be a secret; see `visible_arguments`."""
+    try:
+        arguments = shlex.split(line)
+    except ValueError:  # Ray joins arguments by spaces, quotes and all
+        arguments = line.split()
+    return " ".join(visible_arguments(arguments[:_MAX_ARGUMENTS]))[:_MAX_VALUE]
 
 
 def hide(argument: str) -> str:

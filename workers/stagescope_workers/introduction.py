@@ -18,6 +18,7 @@ from stagescope_workers.link import (
     RayLink,
     RayPlace,
     find_link,
+    ray_entrypoint,
     ray_place,
     warn_unconnected,
 )
@@ -68,7 +69,16 @@ class Introduction:
             node = None if self.place is None else self.place.node_id
             self._hello.fields["watchdog"] = self._standing.watch()
             self._hello.fields["layout"] = plain(identity.detect_layout(options.layout, node=node))
+            self._add_entrypoint()
         return link
+
+    def _add_entrypoint(self) -> None:
+        """Add the driver's command line to the fingerprint; an attempt's is that of a rank 0."""
+        fingerprint = self._hello.fields.get("fingerprint")
+        if self._options.rank == 0 and isinstance(fingerprint, dict):
+            line = fingerprint.get("entrypoint") or ray_entrypoint()
+            if line is not None:
+                fingerprint["entrypoint"] = identity.visible_line(line)
 
     def _waited(self) -> float:
         """Return how long this process may have joined Ray and found no service there."""

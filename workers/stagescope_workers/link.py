@@ -7,6 +7,7 @@ it is initialised: `ray.get_actor` in a process without Ray would start a cluste
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -119,6 +120,22 @@ def ray_place() -> RayPlace | None:
     except AttributeError:  # Ray before 2.5x
         session = ray._private.worker.global_worker.node.session_name
     return RayPlace(f"{session}-{context.get_job_id()}", str(context.get_node_id()))
+
+
+def ray_entrypoint() -> str | None:
+    """Return the command line of the driver of this process's Ray job; None where nothing tells.
+
+    A worker's own command line is Ray's; the driver's stands in the cluster's table of jobs. Asks
+    the cluster: never to be called by the training thread.
+    """
+    ray = _ray()
+    if ray is None:
+        return None
+    with contextlib.suppress(Exception):  # no public call without Ray's dashboard
+        job = ray.get_runtime_context().get_job_id()
+        table = ray._private.state.jobs()
+        return next((each["Entrypoint"] or None for each in table if each["JobID"] == job), None)
+    return None
 
 
 class RayLink:

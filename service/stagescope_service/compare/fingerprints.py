@@ -12,8 +12,15 @@ from typing import Any, Final, Literal, NamedTuple
 AREAS: Final = ("git", "config", "layout", "packages", "drivers", "python", "environment", "place")
 """In the order in which they are told: what decides numbers first."""
 
-Weight = Literal["numbers", "place", "start"]
-"""What a difference may mean: other numbers, another machine, or only another start."""
+Weight = Literal["numbers", "place", "start", "unknown"]
+"""What a difference may mean: other numbers, another machine, or only another start. What one side
+does not know is no difference: whether it is the same is unknown."""
+
+_ORDER: Final[Mapping[Weight, int]] = {"numbers": 0, "place": 1, "start": 2, "unknown": 3}
+_LISTED: Final = ("config", "packages", "environment")
+"""Areas that are listed whole: what is not in such a list of a side is not there."""
+_IMPORTED: Final = "imported"
+"""In the configuration of a run that was made of files."""
 
 _PLACE: Final = ("node", "host", "device_index", "device_serial")
 _LAYOUT: Final = (
@@ -56,24 +63,41 @@ class Attempt(NamedTuple):
 def fingerprint_differences(a: Attempt, b: Attempt) -> list[Difference]:
     """Return everything that differs, what decides numbers first."""
     found = [*_told(a.fingerprint or {}, b.fingerprint or {}), *_ranks(a.processes, b.processes)]
-    order = {"numbers": 0, "place": 1, "start": 2}
-    found.sort(key=lambda each: (order[each.weight], AREAS.index(each.area)))
+    found.sort(key=lambda each: (_ORDER[each.weight], AREAS.index(each.area)))
     return found
 
 
 def _told(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     for area in ("git", "config", "packages", "drivers", "environment"):
-        for name, of_a, of_b in _apart(a.get(area), b.get(area)):
+        one, other = a.get(area), b.get(area)
+        # Of a run that was made of files nothing else is known.
+        is_listed = area in _LISTED and all(isinstance(each, Mapping) for each in (one, other))
+        is_listed = is_listed and not any(_IMPORTED in each for each in (one, other) if each)
+        for name, of_a, of_b in _apart(one, other):
             is_start = (area == "environment" and _OF_A_START.match(name)) or (
                 area == "config" and _OF_THE_SERVICE.match(name)
             )
-            yield Difference(area, name, of_a, of_b, "start" if is_start else "numbers")
+            weight: Weight = "start" if is_start else "numbers"
+            lacking = [said for said, value in ((one, of_a), (other, of_b)) if value is None]
+            if lacking and not (is_listed and _absent(lacking[0], name)):
+                weight = "unknown"
+            yield Difference(area, name, of_a, of_b, weight)
     for name, of_a, of_b in _apart(_interpreter(a), _interpreter(b)):
-        yield Difference("python", name, of_a, of_b, "start" if name == "argv" else "numbers")
+        weight = "start" if name == "argv" else "numbers"
+        yield Difference("python", name, of_a, of_b, "unknown" if None in (of_a, of_b) else weight)
+
+
+def _absent(listed: Any, name: str) -> bool:
+    """Whether a dotted name is not in a tree; one that is there without a value is not known."""
+    for word in name.split("."):
+        if not isinstance(listed, Mapping) or word not in listed:
+            return True
+        listed = listed[word]
+    return listed is not None
 
 
 def _interpreter(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: fingerprint.get(name) for name in ("python", "platform", "argv")}
+    found = {name: fingerprint.get(name) for name in ("python", "platform", "argv", "entrypoint")}
     argv = found["argv"]
     if isinstance(argv, list) and any(str(word).endswith(_RAY_WORKER) for word in argv):
         del found["argv"]  # Ray's own words: sockets and ids, and nothing of the training
@@ -81,12 +105,18 @@ def _interpreter(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks(a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]]) -> Iterator[Difference]:
-    for columns, area, weight in (
-        (_LAYOUT, "layout", "numbers"),
-        (_PLACE, "place", "place"),
-    ):
+    both = {_rank(row) for row in a} & {_rank(row) for row in b}
+    kinds: tuple[tuple[Sequence[str], str, Weight], ...] = (
+        (_LAYOUT, "layout", "numbers"), (_PLACE, "place", "place"),
+    )  # fmt: skip
+    for columns, area, weight in kinds:
         for name, of_a, of_b in _apart(_columns(a, columns), _columns(b, columns)):
-            yield Difference(area, name, of_a, of_b, weight)  # type: ignore[arg-type]
+            is_known = None not in (of_a, of_b) or name.rpartition(".")[0] not in both
+            yield Difference(area, name, of_a, of_b, weight if is_known else "unknown")
+
+
+def _rank(row: Mapping[str, Any]) -> str:
+    return f"{row['role']}/{row['rank']}"
 
 
 def _columns(processes: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -94,7 +124,7 @@ def _columns(processes: Iterable[Mapping[str, Any]], names: Sequence[str]) -> di
     found: dict[str, Any] = {}
     for row in processes:
         said = {name: row[name] for name in names if row.get(name) is not None}
-        found[f"{row['role']}/{row['rank']}"] = said
+        found[_rank(row)] = said
     return found
 
 

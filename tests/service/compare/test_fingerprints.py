@@ -77,3 +77,35 @@ def test_what_is_kept_and_how_ray_starts_a_worker_decide_no_numbers() -> None:
     (keep, own_argv) = differences(Attempt(other, [process(0), process(1)]))
     assert (keep.area, keep.name, keep.weight) == ("config", "keep.what", "start")
     assert (own_argv.name, own_argv.b) == ("argv", None)
+
+
+def weights(one: dict[str, Any], other: dict[str, Any]) -> dict[str, str]:
+    found = fingerprint_differences(Attempt(one, [process(0)]), Attempt(other, [process(0)]))
+    return {f"{each.area} {each.name}": each.weight for each in found}
+
+
+def test_what_one_side_does_not_know_is_no_change() -> None:
+    unknown = {**FINGERPRINT, "git": {"commit": "abc", "dirty": None}, "platform": "Linux"}
+    assert weights(unknown, FINGERPRINT) == {
+        "git dirty": "unknown", "python platform": "unknown",
+    }  # fmt: skip
+    bare = {name: FINGERPRINT[name] for name in ("config", "packages", "python")}
+    assert set(weights(bare, FINGERPRINT).values()) == {"unknown"}
+    # What a list of packages lacks is not installed; what it names without a version is not known.
+    one = {**FINGERPRINT, "packages": {"torch": "2.13.0", "verl": None}}
+    other = {**FINGERPRINT, "packages": {"verl": "0.9.1"}}
+    assert weights(one, other) == {"packages torch": "numbers", "packages verl": "unknown"}
+    imported = {"config": {"imported": "/dumps", "kind": "nexrl"}}
+    assert set(weights(FINGERPRINT, imported).values()) == {"unknown"}
+
+
+def test_a_layout_that_one_side_does_not_say_is_unknown() -> None:
+    said, silent = process(0, tp_size=2), process(0)
+    (found,) = fingerprint_differences(Attempt(FINGERPRINT, [said]), Attempt(FINGERPRINT, [silent]))
+    assert (found.name, found.a, found.b, found.weight) == ("actor/0.tp_size", 2, None, "unknown")
+
+
+def test_the_drivers_command_line_may_decide_numbers() -> None:
+    one = {**FINGERPRINT, "entrypoint": "train.py trainer.lr=1e-6"}
+    other = {**FINGERPRINT, "entrypoint": "train.py trainer.lr=2e-6"}
+    assert weights(one, other) == {"python entrypoint": "numbers"}
