@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from stagescope import discovery, render, terminal
-from stagescope.errors import InvalidInput
+from stagescope.errors import InvalidInput, NotFound, NotReady
 from stagescope.schema import check_run_name
 from stagescope.session import Session, attach
 
+if TYPE_CHECKING:
+    from stagescope_service.dumps.records import Dump
+
+_CAPTURE: Final = "imported"
+_TABLE_SECONDS: Final = 30.0
+"""How long the table of one dump of operators may take."""
+_PAUSE: Final = 0.1
 KEEP: Final = {"what": ["all"], "parameters": ["*"], "gradients": ["*"]}
 """Of an imported run everything is kept: it was handed over to be looked at."""
 _SHOWN: Final = 20
@@ -62,7 +71,7 @@ def import_directory(
     token = None if token_file is None else discovery.read_token(token_file)
     dump = open_dump(directory, step=step, kind=kind)
     with attach(url, token=token, timeout=timeout) as session:
-        report = import_dump(session, dump, name, directory)
+        report = import_dump(session, dump, name, directory, step=step)
     if as_json:
         terminal.show_json(report)
     else:
@@ -70,19 +79,24 @@ def import_directory(
     ctx.exit(1 if report["problems"] or report["refused"] else 0)
 
 
-def import_dump(session: Session, dump: Any, run: str, directory: Path) -> dict[str, Any]:
+def import_dump(
+    session: Session, dump: Dump, run: str, directory: Path, *, step: int | None = None
+) -> dict[str, Any]:
     """Send a dump as a run of the service and wait until its payloads are taken in.
 
     Returns:
-        run, attempt_key, format, processes, events, payloads, `problems` (files that could not be
-        read) and `refused` (what the service did not take).
+        run, attempt_key, format, processes, events, payloads, operators (ranks' dumps of msprobe's
+        whose statistics became tables), `problems` (files that could not be read) and `refused`
+        (what the service did not take).
 
     Raises:
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
-    from stagescope_service.dumps.importing import calls, import_key
+    from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
+    from stagescope_service.dumps.importing import calls, import_key, place_operators
 
-    if not dump.entries:
+    found = rank_dumps(dump, step=step)
+    if not dump.entries and not found:
         raise InvalidInput(
             f"{directory} holds nothing that can be taken in",
             expected="a directory of dumps",
@@ -94,7 +108,8 @@ def import_dump(session: Session, dump: Any, run: str, directory: Path) -> dict[
     senders: set[Any] = set()
     problems = [_problem(each) for each in dump.problems]
     refused: list[dict[str, Any]] = []
-    for call in calls(dump, run, key, keep=KEEP):
+    operators = place_operators(found, run, key, _data_dir(session) if found else None)
+    for call in calls(dump, run, key, keep=KEEP, operators=operators):
         senders.add(call.sender)
         problems += [_problem(each) for each in call.problems]
         answers = session.send(call.sender, call.events, call.payloads)
@@ -103,7 +118,15 @@ def import_dump(session: Session, dump: Any, run: str, directory: Path) -> dict[
         refused += list(_waited(session, call.sender, taken))
         events += len(call.events)
         payloads += len(taken)
+    steps = {place.step for _, place in found if place.step is not None}
+    tables = list(_tables(session, run, steps, len(found)))
+    refused += [
+        {"seq": None, "reason": f"{each['dump_path']}: {each['reason']}"}
+        for each in tables
+        if each["state"] != "digested"
+    ]
     counts = {"processes": len(senders), "events": events, "payloads": payloads}
+    counts["operators"] = sum(each["state"] == "digested" for each in tables)
     return {**report, **counts, "problems": problems, "refused": refused}
 
 
@@ -117,6 +140,31 @@ def _waited(session: Session, sender: Any, seqs: set[int]) -> Iterator[dict[str,
                 yield {"seq": seq, "reason": f"the payload was {state}: see `stagescope losses`"}
 
 
+def _data_dir(session: Session) -> Path | None:
+    """Return the service's data directory where it lies on this machine, and may be written."""
+    said = Path(str(session.status().get("data_dir")))
+    return said if said.is_dir() and os.access(said, os.W_OK) else None
+
+
+def _tables(session: Session, run: str, steps: set[int], count: int) -> Sequence[Mapping[str, Any]]:
+    """Wait until the service has read `count` dumps of operators; return what became of each."""
+    ends = time.monotonic() + _TABLE_SECONDS * max(count, 1)
+    while True:
+        rows = [row for step in sorted(steps) for row in _tables_of(session, run, step)]
+        read = [row for row in rows if row["state"] != "announced"]
+        if len(read) >= count or time.monotonic() > ends:
+            return rows
+        time.sleep(_PAUSE)
+
+
+def _tables_of(session: Session, run: str, step: int) -> Sequence[Mapping[str, Any]]:
+    try:
+        found = session.step(step, run=run).operators(limit=1).about["tables"]
+    except (NotFound, NotReady):  # none is read yet
+        return []
+    return [each for each in found if each["capture_id"] == _CAPTURE]
+
+
 def _problem(problem: Any) -> dict[str, Any]:
     return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
 
@@ -127,13 +175,18 @@ def _name_of(directory: Path) -> str:
 
 def _show(report: dict[str, Any]) -> None:
     wrong = report["problems"] + report["refused"]
+    held = [render.counted(report["payloads"], "payload")]
+    if report["operators"]:
+        held.append(f"the operators of {render.counted(report['operators'], 'dump')}")
     click.echo(
-        f"{report['run']}: {report['payloads']} payloads of {report['processes']} processes, "
-        f"from a directory in {report['format']}'s layout"
+        f"{report['run']}: {' and '.join(held)} of "
+        f"{render.counted(report['processes'], 'process', 'processes')}, from a directory in "
+        f"{report['format']}'s layout"
     )
     for each in wrong[:_SHOWN]:
         text = each.get("message") or each["reason"]
         click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
     if len(wrong) > _SHOWN:
         click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
-    click.echo(f"try  stagescope steps --run {report['run']}")
+    what = "operators captured" if report["operators"] else "steps"
+    click.echo(f"try  stagescope {what} --run {report['run']}")

@@ -18,7 +18,7 @@ from stagescope_service.dumps.records import Dump, Place, Problem
 _HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""
 _UNKNOWN_SECTION = "other"
-"""Of a file whose header could not be read."""
+"""Of a file whose header could not be read, and of what has no section of its own."""
 
 
 class Notes:
@@ -55,7 +55,9 @@ class Notes:
             for unit in sorted(units[side] - units[1 - side], key=str):
                 files = [str(e.path) for e in match.entries[side] if match.unit(e) == unit]
                 # Another stage is another pass; a step or epoch of a shared stage is missing.
+                # What has no section of its own is expected nowhere.
                 known = unit.stage in {other.stage for other in units[1 - side]}
+                known = known and match.section != _UNKNOWN_SECTION
                 verdict = Verdict.NOT_COMPARABLE if known else self._whole
                 self._only(f"{match.section} of {unit} is", side, match, files, verdict)
 

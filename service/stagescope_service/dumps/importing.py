@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from stagescope import schema
 from stagescope.errors import StagescopeError
+from stagescope_service.dumps.formats.msprobe_directory import MARKS, OPERATOR_FILES, rank_dumps
 from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
-from stagescope_service.store.tensorfile import WireTensor
+from stagescope_service.store.artifacts import make_directory, step_directory
+from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 STAGE_OF_SECTION: Final[Mapping[str, str]] = {
     "trajectories": "rollout_generate",
@@ -33,9 +37,18 @@ _ROLE: Final = "actor"
 _LOGGED: Final = "metrics/"
 KEY_PREFIX: Final = "import-"
 """With which the attempt key of what was taken in begins."""
+CAPTURE: Final = "imported"
+"""The capture of dumps of operators that were taken in."""
 _OF_A_PARAMETER: Final = {"parameters": "parameter", "gradients": "gradient"}
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
+
+
+class OperatorDump(NamedTuple):
+    """What msprobe wrote of the operators of one rank, in a directory that the service reads."""
+
+    entry: Entry
+    directory: Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +74,22 @@ def import_key(dump: Dump) -> str:
     Otherwise a directory that grew would be taken for what was sent before.
     """
     files = {entry.path: entry for entry in dump.entries}
+    for directory, place in rank_dumps(dump):
+        for file in _operator_files(directory):
+            files[file] = Entry("other", place, file, file.stat().st_size)
     told = [f"{path.resolve()} {entry.bytes} {_written(entry)}" for path, entry in files.items()]
     digest = hashlib.sha256("\n".join(sorted(told)).encode(errors="surrogateescape"))
     return f"{KEY_PREFIX}{digest.hexdigest()[:16]}"
 
 
-def calls(dump: Dump, run: str, key: str, *, keep: Mapping[str, Any]) -> Iterator[Call]:
+def calls(
+    dump: Dump,
+    run: str,
+    key: str,
+    *,
+    keep: Mapping[str, Any],
+    operators: Sequence[OperatorDump] = (),
+) -> Iterator[Call]:
     """Yield what the processes of a dump say, one (process, step, stage, part) at a time.
 
     Args:
@@ -74,17 +97,24 @@ def calls(dump: Dump, run: str, key: str, *, keep: Mapping[str, Any]) -> Iterato
         run: name of the run.
         key: attempt key.
         keep: of the run's settings: what the service keeps of the payloads.
+        operators: dumps of operators where the service can read them.
 
     A file that cannot be read is a problem of its call; what stands beside it goes on.
     """
-    placed = sorted(((_placed(entry), entry) for entry in dump.entries), key=_order)
+    found: list[tuple[Place, Entry]] = [(_placed(entry), entry) for entry in dump.entries]
+    found += [(_placed(each.entry), each.entry) for each in operators]
+    placed = sorted(found, key=_order)
     processes = sorted({_process(place) for place, _ in placed})
     begun = min((_written(entry) for _, entry in placed), default=0.0)
+    dumped = {each.entry: each.directory for each in operators}
     voices = {each: _Voice(run, key, *each, processes, begun, dump, keep) for each in processes}
     for voice in voices.values():
         yield voice.call([voice.hello()], {})
     for place, group in groupby(placed, key=lambda each: each[0]):
-        yield voices[_process(place)].stage(place, [entry for _, entry in group])
+        entries = [entry for _, entry in group]
+        held = [entry for entry in entries if entry not in dumped]
+        directories = [dumped[entry] for entry in entries if entry in dumped]
+        yield voices[_process(place)].stage(place, held, directories)
     for voice in voices.values():
         yield voice.call([voice.event(schema.FINISH)], {})
 
@@ -133,19 +163,26 @@ class _Voice:
     ) -> Call:
         return Call(self._sender.wire(), events, payloads, [*problems])
 
-    def stage(self, place: Place, entries: Sequence[Entry]) -> Call:
+    def stage(
+        self, place: Place, entries: Sequence[Entry], directories: Sequence[Path] = ()
+    ) -> Call:
         """Return the events of one stage and part, with what its files hold as one payload."""
         records, problems = self._read(entries)
-        self._wall = max(self._wall, *(_written(entry) for entry in entries))
+        self._wall = max([self._wall, *(_written(entry) for entry in entries)])
         work = schema.Work(place.step, None, place.stage, place.part).fields()
         begin = self.event(schema.BEGIN, **work)
+        begin_seq = self._seq
+        dumps = [
+            self.event(schema.DUMP, **work, capture_id=CAPTURE, path=str(each), state="complete")
+            for each in directories
+        ]
         payload, scalars = _merged(records)
-        fields: dict[str, Any] = {"status": "ok", "begin_seq": self._seq, "scalars": scalars}
+        fields: dict[str, Any] = {"status": "ok", "begin_seq": begin_seq, "scalars": scalars}
         if payload["tensors"]:
             fields["payload"] = _described(payload)
         end = self.event(schema.END, **work, **fields)
         payloads = {self._seq: payload} if payload["tensors"] else {}
-        return self.call([begin, end], payloads, problems)
+        return self.call([begin, *dumps, end], payloads, problems)
 
     def _read(self, entries: Sequence[Entry]) -> tuple[list[Record], list[Problem]]:
         records: list[Record] = []
@@ -227,6 +264,43 @@ def _order(placed: tuple[Place, Entry]) -> tuple[Any, ...]:
     step = (place.step is None, place.step or 0)
     known = stages.get(place.stage or "", len(stages))
     return (*step, known, place.stage, place.role, place.rank, place.part, str(entry.path))
+
+
+def place_operators(
+    found: Sequence[tuple[Path, Place]], run: str, key: str, data_dir: Path | None
+) -> list[OperatorDump]:
+    """Return the ranks' dumps of operators where a service reads them.
+
+    Their JSON files are copied into its data directory, for it writes a table beside them and reads
+    nothing outside its roots. Where that directory is not here, they stay where they are.
+
+    Args:
+        found: directories of ranks, with their places.
+        run, key: whose they become.
+        data_dir: the service's.
+
+    Raises:
+        StoreError: the disk refused.
+    """
+    placed = []
+    for directory, place in found:
+        size = sum(each.stat().st_size for each in _operator_files(directory))
+        entry = Entry("other", place, directory / MARKS[0], size, CAPTURE)
+        target = directory.absolute()
+        if data_dir is not None:
+            at = _placed(entry)
+            step = step_directory(data_dir, run, key, at.step, at.stage or "", at.part)
+            target = step / "step0" / f"rank{at.rank}"
+            make_directory(target)
+            for file in _operator_files(directory):
+                with disk_errors(target):
+                    shutil.copyfile(file, target / file.name)
+        placed.append(OperatorDump(entry, target))
+    return placed
+
+
+def _operator_files(directory: Path) -> list[Path]:
+    return [directory / name for name in OPERATOR_FILES if (directory / name).is_file()]
 
 
 def _written(entry: Entry) -> float:

@@ -8,6 +8,7 @@ Operator statistics are read by `stagescope_service.dumps.msprobe` (`stagescope 
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,10 +25,12 @@ from stagescope_service.dumps.formats.listing import (
     files_below,
     unknown,
 )
-from stagescope_service.dumps.records import Entry, Place, Record
+from stagescope_service.dumps.records import Dump, Entry, Place, Record
 
 KIND: Final = "msprobe"
 MARKS: Final = ("dump.json", "debug.json")
+OPERATOR_FILES: Final = (*MARKS, "stack.json", "construct.json", "DONE.json")
+"""Of a rank's directory: what statistics of its operators are read from."""
 TENSOR_FOLDER: Final = "dump_tensor_data"
 
 _TABLE: Final = "operators.parquet"
@@ -95,6 +98,28 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
         "operators_are_read_by": "stagescope operators, and the comparison of operators",
     }
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry, about)
+
+
+def rank_dumps(dump: Dump, *, step: int | None = None) -> list[tuple[Path, Place]]:
+    """Return the ranks' directories that hold statistics of operators, each with its place.
+
+    A process without a distributed group wrote `procPID`, which says no rank: of several in a step
+    the first by name is rank 0.
+    """
+    said = dump.about.get("operators") if dump.kind == KIND else None
+    directories = [Path(each) for each in said] if isinstance(said, list) else []
+    found: list[tuple[Path, Place]] = []
+    unnamed: collections.Counter[Place] = collections.Counter()
+    for directory in directories:
+        place = _place(directory)
+        if step not in (None, place.step) or not (directory / MARKS[0]).is_file():
+            continue
+        if place.rank is None:
+            rank = unnamed[place]
+            unnamed[place] += 1
+            place = place._replace(rank=rank)
+        found.append((directory, place))
+    return found
 
 
 def _entry_of(found: Found) -> Entry:

@@ -189,6 +189,8 @@ def test_plain_files_are_read_without_torch(
     }  # fmt: skip
     path = saved(tmp_path, value)
     expected = _Plain(path, path.stat().st_size)(_load(path, mapped=True))
+    (tmp_path / "other").mkdir()
+    columns = saved(tmp_path / "other", {"columns": whole[:, 1:]})
     _no_import_of("torch", monkeypatch)
     found = read_torch_file(path)
     assert found.keys() == value.keys()
@@ -201,7 +203,7 @@ def test_plain_files_are_read_without_torch(
         assert not item.wire[2].flags.writeable
     # A view of its storage's columns is no plain stretch: torch reads it.
     with pytest.raises(MissingExtra):
-        read_torch_file(saved(tmp_path, {"columns": whole[:, 1:]}))
+        read_torch_file(columns)
 
 
 @pytest.mark.parametrize(
