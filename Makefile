@@ -23,8 +23,12 @@ help:  ## list the targets
 demo: $(VENV)/installed-demo  ## a service, a training that is killed and resumed, and its answers
 	cd workers && ../$(BIN)/python -m examples.countdown.demo
 
+# What starts no cluster runs on all cores; a file's tests stay together, for what they share.
+PARALLEL := -m "not ray" -n logical --dist loadfile
+
 test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest -m ray
 
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
 	$(VERL)/bin/python -m pytest tests/verl
@@ -32,16 +36,20 @@ test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our nu
 
 verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
 
-test-lowest: $(LOWEST)/installed  ## every test but verl's, with the lowest versions that are supported
+# Of the tests with Ray those that call much of its interface: the others differ in what is asked.
+RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py clusters.py writers.py faults.py keeping_over_ray.py compare_tasks_over_ray.py) tests/examples/countdown/test_train_on_ray.py
+
+test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the lowest that are supported
 	@$(LOWEST)/bin/python -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "" if sys.version_info < (3, 11) else "(3.10, the lowest supported, was not found)")'
-	$(LOWEST)/bin/python -m pytest
+	$(LOWEST)/bin/python -m pytest $(PARALLEL)
+	$(LOWEST)/bin/python -m pytest -m ray $(RAY_LOWEST)
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright
-	$(BIN)/python -m pytest
+	$(MAKE) test
 
 bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of the same run
 	@for file in $(filter-out %/bench_verl.py,$(wildcard tests/benchmarks/bench_*.py)); do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done
@@ -83,5 +91,5 @@ $(LOWEST)/bin/python:
 
 # Not the extras `example` and `dev`: the one wants the newest torch, the other brings linters.
 $(LOWEST)/installed: $(LOWEST_NEEDS) | $(LOWEST)/bin/python
-	$(LOWEST_INSTALL) -e '.[service,workers,msprobe,notebook]' torch transformers ctranslate2 tensordict hypothesis playwright psutil pytest pytest-timeout
+	$(LOWEST_INSTALL) -e '.[service,workers,msprobe,notebook]' torch transformers ctranslate2 tensordict hypothesis playwright psutil pytest pytest-timeout pytest-xdist
 	@touch $@
