@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from stagescope import nonfinite, render
-from stagescope.frames import Table, context, gaps_of, no_column
+from stagescope.frames import Table, context, gaps_of, no_column, tokens_of
 
 if TYPE_CHECKING:
     import pandas
@@ -149,6 +149,8 @@ class Metrics(Mapping[str, float]):
             missing = f", missing {render.format_value(self.missing)}" if self.missing else ""
             notes.append(f"complete: {self.complete}{missing}")
         gaps = gaps_of(self._about.get("coverage") or {})
+        if tokens := tokens_of(self._about.get("coverage") or {}):
+            notes.append(tokens)
         if gaps:
             notes.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
         if "comparable" in self._about:

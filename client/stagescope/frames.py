@@ -263,9 +263,24 @@ _GAPS: Final = {
     "payloads_dropped": "dropped payloads",
     "payloads_pending": "payloads on their way",
     "parts_to_restate": "parts that overlap others",
+    "tokens_unaccounted": "tokens unaccounted for",
 }
 
 
 def gaps_of(coverage: Mapping[str, Any]) -> list[str]:
     """Return what was announced and is not in the numbers, as `1 refused payloads`."""
     return [f"{coverage[name]} {what}" for name, what in _GAPS.items() if coverage.get(name)]
+
+
+def tokens_of(coverage: Mapping[str, Any]) -> str | None:
+    """Return what became of all tokens that were sent, None where the service does not say it."""
+    sent, left_out = coverage.get("tokens_sent"), coverage.get("tokens_left_out") or {}
+    if sent is None:
+        return None
+    reasons = ", ".join(f"{tokens} {why}" for why, tokens in left_out.items() if tokens)
+    text = f"tokens: {coverage['tokens']} of {sent} sent count"
+    if reasons:
+        text += f"; left out: {reasons}"
+    if coverage.get("tokens_unaccounted"):
+        text += f"; {coverage['tokens_unaccounted']} unaccounted for (see findings)"
+    return text

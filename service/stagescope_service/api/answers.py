@@ -38,6 +38,7 @@ COLUMNS: Final[Mapping[str, Callable[[Cell], float]]] = {
 
 COUNTS: Final = frozenset({"tokens", "masked_tokens", "over_0.1", "over_0.5", "over_1", "over_5"})
 SLICES: Final = ("round", "turn", "staleness")
+NOT_FINITE: Final = "not finite"
 
 
 def cell_row(cell: Cell, pair: tuple[str, str]) -> Row:
@@ -90,12 +91,20 @@ def metrics(measured: Measured, number: int | None = None) -> Row:
 
 
 def coverage(measured: Measured) -> Row:
-    """Return what the numbers cover: payloads by their end, tokens, and what was left out."""
+    """Return what the numbers cover: payloads by their end, tokens, and what was left out.
+
+    `tokens` + all of `tokens_left_out` (reason -> tokens) = `tokens_sent`, the tokens under the
+    mask in the payloads of the stage; `tokens_unaccounted` is what that lacks: 0, or a finding
+    says it. Both are null where an earlier release formed the step.
+    """
     whole, cell = measured.whole, measured.whole.total
     states = measured.payloads
     left_out: dict[str, int] = {}
     for why in whole.left_out.values():
         left_out[why] = left_out.get(why, 0) + 1
+    tokens_left_out = dict(whole.tokens_left_out)
+    if cell.masked > cell.tokens:
+        tokens_left_out[NOT_FINITE] = cell.masked - cell.tokens
     return {
         "payloads_announced": sum(states.values()),
         **{f"payloads_{name}": states.get(name, 0) for name in ("ingested", "lost", "dropped")},
@@ -103,6 +112,9 @@ def coverage(measured: Measured) -> Row:
         "payloads_pending": states.get("announced", 0),
         "tokens": cell.tokens,
         "masked_tokens": cell.masked,
+        "tokens_sent": whole.sent,
+        "tokens_left_out": tokens_left_out,
+        "tokens_unaccounted": whole.unaccounted,
         "sequences": len(whole.summary.sequences.by_sample()[0]),
         "empty_rows": whole.summary.empty_rows,
         "parts_counted": len(whole.counted),

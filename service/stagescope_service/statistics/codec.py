@@ -91,6 +91,8 @@ def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
         "sequence_placed": sequences.placed.astype(np.uint8),
         "sequence_values": sequences.values,
         "sequence_cover": sequences.cover,
+        "sequence_marks": sequences.marks,
+        "sequence_mark_values": sequences.mark_values,
     }
     for name in ("rounds", "turns", "staleness"):
         slices: Slices = getattr(summary, name)
@@ -112,6 +114,7 @@ def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
         "empty_samples": list(summary.empty_samples),
         "unnamed_empty": summary.unnamed_empty,
         "versions": list(summary.versions),
+        "left_out": dict(summary.left_out),
     }
     return arrays, document
 
@@ -143,6 +146,12 @@ class _Checked:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, not {shape}")
         return array
 
+    def optional(self, name: str, dtype: type[Any], *shape: int | None) -> npt.NDArray[Any]:
+        """Return an array that summaries of an earlier release lack: then it is empty."""
+        if name not in self._arrays:
+            return np.empty([size or 0 for size in shape], dtype)
+        return self.get(name, dtype, *shape)
+
 
 def _indexes(values: npt.NDArray[Any], below: int, name: str) -> npt.NDArray[Any]:
     if values.size and (int(values.min()) < 0 or int(values.max()) >= below):
@@ -161,6 +170,8 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
     place = arrays.get("sequence_rows", np.int64, 2, count)
     cover = arrays.get("sequence_cover", np.int64, None, 3)
     _indexes(cover[:, 0], count, "sequence_cover")
+    marks = arrays.optional("sequence_marks", np.int64, None, 3)
+    _indexes(marks[:, 0], count, "sequence_marks")
     sequences = Sequences(
         samples=tuple(str(sample) for sample in samples),
         source=_indexes(place[0], len(sources), "source"),
@@ -168,6 +179,8 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
         placed=arrays.get("sequence_placed", np.uint8, count, 2).astype(bool),
         values=values,
         cover=cover,
+        marks=marks,
+        mark_values=arrays.optional("sequence_mark_values", np.float32, len(marks)),
     )
     p, q = (str(stream) for stream in document["pair"])
     return Summary(
@@ -190,6 +203,7 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
             str(stream): tuple(str(name) for name in names)
             for stream, names in document.get("producers", {}).items()
         },
+        left_out={str(why): int(n) for why, n in document.get("left_out", {}).items()},
     )
 
 

@@ -23,6 +23,7 @@ class PartRecord:
         layout: `schema.LAYOUT_COLUMNS` by name, as far as known.
         handed: The summary of all that was handed over, where `summary` was taken again without
             tokens that count elsewhere.
+        skipped: The (row, first, last) positions without which `summary` was taken.
         ranked: The same without tokens that another part of this rank counts (`restate_ranks`).
     """
 
@@ -36,6 +37,7 @@ class PartRecord:
     layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     incarnation: str = ""
     handed: Summary | None = None
+    skipped: tuple[tuple[int, int, int], ...] = ()
     ranked: Summary | None = None
 
     @property

@@ -3,7 +3,8 @@
 A **run** is a maximal stretch of 1s in a row, also ended where `positions` jump (context-parallel
 parts, zigzag). The round of a run is its number in the row, counted from `round_offset`, or what
 `round_ids` say. A **segment** is the part of a run over which round, turn and version stay the
-same and no token is skipped; a **stretch** is what a row covers of its sample's positions.
+same and no token is skipped; a **stretch** is a run, or what of it is not skipped, as positions of
+its sample.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from stagescope_service.statistics.jit import entry, exact
 Int64 = npt.NDArray[np.int64]
 
 SEGMENT: Final = ("start", "stop", "row", "round", "turn", "version")
-COVER: Final = ("row", "first", "last")
+COVER: Final = ("row", "first", "last", "token")
 _BLOCK: Final = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """`table` int64 [segments, 6] by `SEGMENT`; `cover` int64 [stretches, 3]: row and positions
-    first to last (half open), trimmed to the model's tokens."""
+    """`table` int64 [segments, 6] by `SEGMENT`; `cover` int64 [stretches, 4] by `COVER`: row,
+    positions first to last (half open), model tokens all of them, and the index of the first."""
 
     table: Int64
     cover: Int64
@@ -44,7 +45,7 @@ def _readonly(kind: Any) -> Any:
 
 _Tuple: Any = numba.types.Tuple
 _I8 = _readonly(numba.int64)
-_RESULT = _Tuple((numba.int64[:, ::1], numba.int64[:, ::1], numba.int64, numba.int64))
+_RESULT = _Tuple((numba.int64[:, ::1], numba.int64, numba.int64))
 _MASKS = [_readonly(kind) for kind in (numba.uint8, numba.uint32, numba.uint64)]
 
 
@@ -76,16 +77,15 @@ def _uniform(block: Any, value: Any) -> bool:
     return bool(difference == value ^ value)
 
 
-@entry(*(_RESULT(mask, numba.uint64, _I8, _I8, _I8) for mask in _MASKS))
-def _find_plain(mask: Any, one: int, offsets: Any, row_token: Any, row_round: Any) -> Any:
+@entry(*(_RESULT(mask, numba.uint64, _I8, _I8) for mask in _MASKS))
+def _find_plain(mask: Any, one: int, offsets: Any, row_round: Any) -> Any:
     """Runs of 1s alone: whole blocks without a change are passed over in vector lanes."""
     off = mask[0] ^ mask[0] if mask.size else one ^ one
     on = (off + one) if mask.size else one
     table, n = np.empty((64, 6), np.int64), 0
-    cover, c = np.empty((64, 3), np.int64), 0
     for row in range(offsets.size - 1):
         begin, end = offsets[row], offsets[row + 1]
-        before, number, start = n, row_round[row], -1
+        number, start = row_round[row], -1
         i = begin
         while i < end:
             stop = i + _BLOCK if i + _BLOCK < end else end
@@ -97,7 +97,7 @@ def _find_plain(mask: Any, one: int, offsets: Any, row_token: Any, row_round: An
                     if start < 0:
                         start = j
                 elif mask[j] != off:
-                    return table[:n], cover[:c], j, -1
+                    return table[:n], j, -1
                 elif start >= 0:
                     table = _put(table, n, start, j, row, number)
                     n, number, start = n + 1, number + 1, -1
@@ -105,35 +105,27 @@ def _find_plain(mask: Any, one: int, offsets: Any, row_token: Any, row_round: An
         if start >= 0:
             table = _put(table, n, start, end, row, number)
             n += 1
-        if n > before:
-            shift = row_token[row] - begin
-            cover[c, 0], cover[c, 1] = row, table[before, 0] + shift
-            cover[c, 2] = table[n - 1, 1] + shift
-            c += 1
-            cover = _grown(cover, c)
-    return table[:n], cover[:c], -1, -1
+    return table[:n], -1, -1
 
 
-@entry(_RESULT(_MASKS[0], numba.uint64, _I8, _I8, _I8, _I8, _I8, _I8, _I8, _MASKS[0]))
+@entry(_RESULT(_MASKS[0], numba.uint64, _I8, _I8, _I8, _I8, _I8, _I8, _MASKS[0]))
 def _find_general(
-    mask: Any, one: int, offsets: Any, row_token: Any, row_round: Any,
+    mask: Any, one: int, offsets: Any, row_round: Any,
     positions: Any, rounds: Any, turns: Any, versions: Any, skip: Any,
 ) -> Any:  # fmt: skip
     """As `_find_plain`, where something other than the mask can end a run or a segment."""
     table, n = np.empty((64, 6), np.int64), 0
-    cover, c = np.empty((64, 3), np.int64), 0
     for row in range(offsets.size - 1):
         begin, end = offsets[row], offsets[row + 1]
-        number, start, inside = row_round[row] - 1, -1, False
-        first, last = -1, -1
+        number, start, inside, last = row_round[row] - 1, -1, False, -1
         for j in range(begin, end + 1):
             on = False
             if j < end:
                 on = mask[j] == one
                 if not on and mask[j] != 0:
-                    return table[:n], cover[:c], j, -1
+                    return table[:n], j, -1
                 if on and rounds.size > 0 and rounds[j] < 0:
-                    return table[:n], cover[:c], -1, j
+                    return table[:n], -1, j
             jump = on and last >= 0 and positions.size > 0
             jump = jump and positions[j] != positions[last] + (j - last)
             skipped = on and skip.size > 0 and skip[j] != 0
@@ -151,20 +143,13 @@ def _find_general(
                 table[n, 5] = versions[start] if versions.size > 0 else 0
                 n, start = n + 1, -1
                 table = _grown(table, n)
-            if first >= 0 and (jump or skipped or j == end):
-                cover[c, 0] = row
-                cover[c, 1] = positions[first] if positions.size else row_token[row] + first - begin
-                cover[c, 2] = cover[c, 1] + last + 1 - first
-                c, first = c + 1, -1
-                cover = _grown(cover, c)
             number += on and (jump or not inside)
             inside = on
             if on:
                 last = j
                 if not skipped:
                     start = j if start < 0 else start
-                    first = j if first < 0 else first
-    return table[:n], cover[:c], -1, -1
+    return table[:n], -1, -1
 
 
 NONE: Final[Int64] = np.empty(0, np.int64)
@@ -198,8 +183,25 @@ def find(
     zeros = np.zeros(len(row_offsets) - 1, np.int64)
     row_token = zeros if token_offset is None else token_offset
     row_round = zeros if round_offset is None else round_offset
-    common: tuple[Any, ...] = (mask, np.uint64(one), row_offsets, row_token, row_round)
+    common: tuple[Any, ...] = (mask, np.uint64(one), row_offsets, row_round)
     optional: tuple[Any, ...] = (positions, round_ids, turn_ids, versions, skip)
     if any(array.size for array in optional):
-        return Segments(*_find_general(*common, *optional))
-    return Segments(*_find_plain(*common))
+        table, bad_mask, bad_round = _find_general(*common, *optional)
+    else:
+        table, bad_mask, bad_round = _find_plain(*common)
+    return Segments(table, _cover(table, row_offsets, row_token, positions), bad_mask, bad_round)
+
+
+def _cover(table: Int64, row_offsets: Int64, row_token: Int64, positions: Int64) -> Int64:
+    """Return the stretches that segments [segments, 6] cover, [stretches, 4] by `COVER`."""
+    start, stop, row = table[:, 0], table[:, 1], table[:, 2]
+    # Segments of one run, cut where round, turn or version change, are one stretch.
+    goes_on = np.zeros(len(table), bool)
+    goes_on[1:] = (row[1:] == row[:-1]) & (start[1:] == stop[:-1])
+    if positions.size:
+        goes_on[1:] &= positions[start[1:]] == positions[stop[:-1] - 1] + 1
+    at = np.flatnonzero(~goes_on)
+    begin, row = start[at], row[at]
+    length = stop[np.append(at[1:], len(table)) - 1] - begin if len(at) else begin
+    first = positions[begin] if positions.size else begin - row_offsets[row] + row_token[row]
+    return np.stack([row, first, first + length, begin], axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,11 @@ _KINDS = {
     "float16": blocks.FLOAT16,
 }
 _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
+
+_MARKS: Final = 8
+"""Marks on a row's grid: at least half as many where it is one run, at most twice as many."""
+_MOST_STRETCHES: Final = 1024
+"""Stretches of a row that are told apart: a mask that flickers does not make a summary large."""
 
 
 def summarise(
@@ -191,6 +197,8 @@ def _sequences(
     index[rows] = np.arange(len(rows))
     cover = found.cover.copy()
     cover[:, 0] = index[cover[:, 0]]
+    named = batch.sample_ids is not None
+    marks, mark_values = _marks(batch, cover) if named else (np.empty((0, 3), np.int64), None)
     ids = batch.sample_ids
     positions = batch.positions is not None or batch.token_offset is not None
     rounds = batch.round_ids is not None or batch.round_offset is not None
@@ -200,8 +208,62 @@ def _sequences(
         row=rows,
         placed=np.tile(np.array([positions, rounds]), (len(rows), 1)),
         values=values[rows],
-        cover=cover,
+        cover=_limited(cover),
+        marks=marks,
+        mark_values=np.empty(0, np.float32) if mark_values is None else mark_values,
     ), index
+
+
+def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, npt.NDArray[np.float32]]:
+    """Return tokens that every other copy of a sample keeps, too: what tells it from another.
+
+    They are the row's first and last, and the model's tokens at multiples of a power of two,
+    chosen by the extent of the row: of two rows that hold the same positions the coarser grid is
+    part of the finer one.
+
+    Returns:
+        int64 [marks, 3]: sequence, position, token id (or `UNKNOWN`); float32 [marks]: their q.
+    """
+    sequence, first, last, token = cover.T
+    begins = np.flatnonzero(np.diff(sequence, prepend=-1))
+    if not len(begins):
+        return np.empty((0, 3), np.int64), np.empty(0, np.float32)
+    low, high = (at.reduceat(x, begins) for at, x in ((np.minimum, first), (np.maximum, last)))
+    extent = np.maximum((high.astype(np.float64) - low) / _MARKS, 1.0)
+    stride = (1 << np.ceil(np.log2(extent)).astype(np.int64))[sequence]
+    count = np.maximum(-(-last // stride) + (first // -stride), 0)
+    # A row whose positions repeat has more: the first ones are enough.
+    before = np.cumsum(count) - count
+    count = np.minimum(count, np.maximum(2 * _MARKS - (before - before[begins][sequence]), 0))
+    run = np.repeat(np.arange(len(cover)), count)
+    number = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+    position = (number - (first // -stride)[run]) * stride[run]
+    ends = np.append(begins[1:], len(cover)) - 1
+    run = np.concatenate([begins, run, ends])
+    position = np.concatenate([first[begins], position, last[ends] - 1])
+    order = np.argsort(sequence[run], kind="stable")
+    run, position = run[order], position[order]
+    at = token[run] + position - first[run]
+    ids = np.full(len(at), UNKNOWN) if batch.token_ids is None else batch.token_ids[at]
+    marks = np.stack([sequence[run], position, ids.astype(np.int64)], axis=1)
+    with np.errstate(over="ignore"):
+        return marks, widened(batch.q[at], batch.q_dtype).astype(np.float32)
+
+
+def _limited(cover: Int64) -> Int64:
+    """Return [stretches, 3] of a cover [stretches, 4]; too many stretches of a row become one."""
+    sequence = cover[:, 0]
+    begins = np.flatnonzero(np.diff(sequence, prepend=-1))
+    number = np.arange(len(cover)) - np.repeat(begins, np.diff(np.append(begins, len(cover))))
+    limited = np.ascontiguousarray(cover[:, :3])
+    if not (number >= _MOST_STRETCHES).any():
+        return limited
+    limited[:, 2] = np.where(
+        number == _MOST_STRETCHES - 1,
+        np.maximum.reduceat(limited[:, 2], begins)[sequence],
+        limited[:, 2],
+    )
+    return limited[number < _MOST_STRETCHES]
 
 
 def _tokens(ids: Int64, batch: TokenBatch, table: Int64, index: Int64) -> Tokens:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -100,7 +101,11 @@ class Sequences:
         row: int64 [n], which row of that payload.
         placed: bool [n, 2]: whether positions and rounds are those of the whole sample.
         values: float64 [n, len(ROW)].
-        cover: int64 [stretches, 3]: sequence, first and last position (half open).
+        cover: int64 [stretches, 3]: sequence, first and last position (half open) of each run of
+            model tokens.
+        marks: int64 [marks, 3]: sequence, position and id of tokens that tell the sample from
+            others (`identity`); none where samples are not named, or after a merge of a step.
+        mark_values: float32 [marks]: their q.
     """
 
     samples: tuple[str, ...]
@@ -109,6 +114,10 @@ class Sequences:
     placed: npt.NDArray[np.bool_]
     values: Float64
     cover: Int64
+    marks: Int64 = dataclasses.field(default_factory=lambda: np.empty((0, 3), np.int64))
+    mark_values: npt.NDArray[np.float32] = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.float32)
+    )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -170,6 +179,8 @@ class Summary:
     """The first token, by sample and position, whose p and q are finite and differ; or none."""
     producers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Stream -> who computed it, ascending; '' where nobody says it."""
+    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Reason -> tokens under the mask that the payload holds and that are in none of the above."""
 
     @property
     def total(self) -> Cell:
@@ -236,6 +247,7 @@ class Summary:
                 [s.unequal for s in summaries], starts, sequences, head, by_d=False, keep=1
             ),
             producers=_merge_texts([s.producers for s in summaries]),
+            left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
         )
 
     def to_bytes(self) -> bytes:
@@ -266,8 +278,10 @@ def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]
         total_sources += len(summary.sources)
     parts = [s.sequences for s in summaries]
     covers: list[Any] = []
+    marks: list[Any] = []
     for part, start in zip(parts, starts, strict=True):
         covers.append(part.cover + np.array([start, 0, 0], np.int64))
+        marks.append(part.marks + np.array([start, 0, 0], np.int64))
     merged = Sequences(
         samples=tuple(sample for part in parts for sample in part.samples),
         source=np.concatenate([p.source + s for p, s in zip(parts, sources, strict=True)]),
@@ -275,6 +289,8 @@ def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]
         placed=np.concatenate([part.placed for part in parts]),
         values=np.concatenate([part.values for part in parts]),
         cover=np.concatenate(covers),
+        marks=np.concatenate(marks),
+        mark_values=np.concatenate([part.mark_values for part in parts]),
     )
     return merged, starts
 

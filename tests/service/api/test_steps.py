@@ -153,12 +153,32 @@ class TestMetrics:
         rank.begin(LOG_PROB, 6)
         assert live.get("/steps/5/metrics")["noise_floor"] == before["noise_floor"]
 
+    @pytest.mark.parametrize("close", [False, True])
+    def test_ids_that_repeat_across_ranks_lose_no_token(self, live: Service, close: bool) -> None:
+        ranks = [Rank(live, rank=rank, world_size=8) for rank in range(8)]
+        for index, rank in enumerate(ranks):
+            rank.stage(LOG_PROB, 5, payload(2 + index % 3, 8 + 2 * index, seed=index))
+        for rank in ranks if close else ():
+            rank.begin(LOG_PROB, 6)
+        sent = sum((2 + index % 3) * (7 + 2 * index) for index in range(8))
+        answer = live.get("/steps/5/metrics")
+        assert answer["coverage"]["tokens"] == sent
+        assert answer["coverage"]["tokens_sent"] == sent
+        assert answer["coverage"]["tokens_left_out"] == {}
+        assert answer["coverage"]["tokens_unaccounted"] == 0
+        assert answer["coverage"]["sequences"] == sum(2 + index % 3 for index in range(8))
+        if close:
+            assert answer["complete"] == "complete"
+
     def test_replicas_count_once(self, live: Service) -> None:
         for rank in (0, 1):
             Rank(live, rank=rank, data_rank=0).stage(LOG_PROB, 5, payload())
         answer = live.get("/steps/5/metrics")
         assert answer["coverage"]["tokens"] == 44
         assert answer["coverage"]["duplicates_left_out"] == 44
+        assert answer["coverage"]["tokens_sent"] == 88
+        assert answer["coverage"]["tokens_left_out"] == {"replica": 44}
+        assert answer["coverage"]["tokens_unaccounted"] == 0
         rows = live.get("/steps/5/ranks")["rows"]
         assert [(row["rank"], row["parts_counted"], row["tokens"]) for row in rows] == [
             (0, 1, 44),

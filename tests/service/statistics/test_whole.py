@@ -297,7 +297,7 @@ def test_any_ranks_parts_and_replicas_give_the_same_whole(seed: int, data: st.Da
 
 
 def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
-    """Two ranks number their samples from 0 each: one is left out, and that is said."""
+    """Two ranks number their samples from 0 each, and a third holds what the first does."""
     first, second = make(seed=1), make(seed=2)
     second = (second[0], second[1], first[2])
     rows = list(range(ROWS))
@@ -305,5 +305,8 @@ def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
     other = record("b", rows_of(second, rows), rank=1)
     same = record("c", rows_of(first, rows), rank=2)
     whole = assemble([one, other, same])
-    assert whole.counted == ("a",)
-    assert whole.differing == (("b", "a"),)
+    assert whole.counted == ("a", "b")
+    assert whole.left_out == {"c": "repeated"}
+    assert not whole.differing
+    assert {found.holders for found in whole.contradictions} == {(("actor", 0), ("actor", 1))}
+    assert len(whole.contradictions) == sum(first[2].any(axis=1))

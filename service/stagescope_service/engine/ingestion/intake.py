@@ -20,6 +20,7 @@ from stagescope_service.engine.ingestion.samples import sample_rows
 from stagescope_service.engine.ingestion.values import Payload, read_value
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.statistics import Settings, TokenBatch, available_pairs, summarise
+from stagescope_service.statistics.identity import Place
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.summary import Summary
@@ -196,7 +197,8 @@ def _check_ids(summary: Summary) -> None:
     Raises:
         InvalidTensor: two rows of an id hold the same positions.
     """
-    skips = Ledger().claim(summary, None).skips
+    own = [Place(sample) for sample in summary.sequences.samples]
+    skips = Ledger().claim(summary, None, own).skips
     names = dict(zip(summary.sequences.row.tolist(), summary.sequences.samples, strict=True))
     repeated = {row: names[row] for row, _, _ in skips if names[row]}
     if repeated:

@@ -10,6 +10,7 @@ row. Where both sides have token ids, a row whose ids differ is not aligned.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -72,6 +73,15 @@ class Joined:
     def skip(self) -> npt.NDArray[np.uint8]:
         """[tokens], 1 where a token must not count."""
         return skip_rows(self.batch, self.left_out)
+
+    @property
+    def tokens_left_out(self) -> dict[str, int]:
+        """Reason -> tokens under the mask of rows that do not count."""
+        offsets, found = self.batch.row_offsets, Counter[str]()
+        for row, why in self.why.items():
+            own = self.batch.mask[offsets[row] : offsets[row + 1]]
+            found[why] += int((own == self.batch.mask_one).sum())
+        return dict(found)
 
 
 def skip_rows(batch: TokenBatch, rows: Collection[int]) -> npt.NDArray[np.uint8]:

@@ -113,7 +113,8 @@ class Retake:
 
         Returns:
             `rows` for the catalogue; `left_out`: reason -> samples whose tokens do not count;
-            `used`: ages of the payloads that had a sample of it.
+            `tokens`: reason -> how many those are, where no row counts; `used`: ages of the
+            payloads that had a sample of it.
 
         Raises:
             NotFound: the ring no longer holds it.
@@ -131,13 +132,17 @@ class Retake:
         for row, why in joined.why.items():
             sample = batch.sample_ids[row] if batch.sample_ids else ""
             left_out.setdefault(why, []).append(sample)
-        answer = {"rows": [], "left_out": left_out, "used": sorted({rows.age for rows in found})}
+        tokens = joined.tokens_left_out
+        used = sorted({rows.age for rows in found})
+        answer = {"rows": [], "left_out": left_out, "tokens": tokens, "used": used}
         if len(joined.left_out) < batch.rows:
             self._keep(key, job, kept.metadata, tensors, joined)
             settings = kept.metadata["settings"]
             summary = _summary(key, settings, joined.batch, joined.left_out, joined.skip)
+            summary = dataclasses.replace(summary, left_out=tokens)
             puts = summary_rows(key, job, summary)
             answer["rows"] = [(put.table, dict(put.row)) for put in puts]
+            answer["tokens"] = {}
         return answer
 
     def _keep(

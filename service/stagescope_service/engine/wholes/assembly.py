@@ -10,6 +10,8 @@ from typing import Any
 from stagescope.errors import InvalidInput
 from stagescope_service.engine.completeness import corrected, statuses_of_rows
 from stagescope_service.engine.findings import finding
+from stagescope_service.engine.instructions import Delete
+from stagescope_service.engine.wholes import accounts
 from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.base import Put
@@ -31,11 +33,16 @@ class Forming:
     mark: int | None
     """What the step's row said of its parts before they were read."""
     whole: Whole | None = None
+    unavailable: set[str] = dataclasses.field(default_factory=set)
+    """Keys of parts that could not be taken again: the ring no longer holds them."""
+    alone: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Reason -> tokens of payloads without the rollout's stream, which are in no part."""
 
     @property
     def restate(self) -> Sequence[Restate]:
-        """The parts to take again."""
-        return () if self.whole is None else self.whole.restate
+        """The parts to take again, as far as they may still be there."""
+        items = () if self.whole is None else self.whole.restate
+        return [item for item in items if item.key not in self.unavailable]
 
     @property
     def restate_ranks(self) -> Sequence[Restate]:
@@ -45,23 +52,27 @@ class Forming:
     def assemble(self) -> None:
         """Put the parts together as they are now."""
         try:
-            self.whole = assemble(self.parts)
+            self.whole = assemble(self.parts, unavailable=self.unavailable)
         except InvalidInput:
             self.whole = None  # nobody handed over both streams: there is nothing to tell
 
-    def replace(self, key: str, summary: bytes | None, *, for_rank: bool = False) -> None:
-        """Put a restated summary in the place of a part's own; None changes nothing."""
+    def replace(self, item: Restate, summary: bytes | None, *, for_rank: bool = False) -> None:
+        """Put a restated summary in the place of a part's own; None: it could not be taken."""
         if summary is None:
+            if not for_rank:
+                self.unavailable.add(item.key)
             return
         taken = Summary.from_bytes(summary)
         for at, part in enumerate(self.parts):
-            if part.key != key or part.summary.pair != taken.pair:
+            if part.key != item.key or part.summary.pair != taken.pair:
                 continue
             if for_rank:
                 self.parts[at] = dataclasses.replace(part, ranked=taken)
             else:
                 handed = part.handed or part.summary
-                self.parts[at] = dataclasses.replace(part, summary=taken, handed=handed)
+                self.parts[at] = dataclasses.replace(
+                    part, summary=taken, handed=handed, skipped=item.skips
+                )
 
 
 def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
@@ -86,16 +97,16 @@ def nodes_of(catalogue: Catalogue, forming: Forming) -> dict[str, str | None]:
     return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
 
 
-def rows_of(forming: Forming, run: str) -> list[Put]:
+def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
     """Return what a formed whole writes: the whole itself and its findings."""
     wall = time.time()
     key = {"attempt_id": forming.attempt_id, "step": forming.step}
-    whole = forming.whole
+    whole = None if forming.whole is None else forming.whole.besides(forming.alone)
     formed = {**key, "whole_wall": wall, "whole_mark": forming.mark}
     if whole is None:
         return [Put("steps", {**formed, "whole": None})]
     place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": wall}
-    puts = [Put("steps", {**formed, "whole": whole.to_bytes()})]
+    puts: list[Put | Delete] = [Put("steps", {**formed, "whole": whole.to_bytes()})]
     puts += [
         finding(
             f"streams_{check.name}",
@@ -109,19 +120,7 @@ def rows_of(forming: Forming, run: str) -> list[Put]:
     ]
     if whole.differing:
         puts.append(_replicas(whole, forming.rows, place))
-    if whole.restate:
-        puts.append(
-            finding(
-                "tokens_missing",
-                f"{len(whole.restate)} parts overlap others in part and are no longer in the "
-                "ring: their other tokens are missing from the step's whole",
-                **place,
-                severity="error",
-                evidence={"parts": [item.key for item in whole.restate]},
-                advice="raise STAGESCOPE_RING_BYTES",
-            )
-        )
-    return puts
+    return puts + accounts.findings(whole, place)
 
 
 def verdict(catalogue: Catalogue, forming: Forming) -> list[Put]:
@@ -150,5 +149,5 @@ def _replicas(whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[s
         **place,
         evidence={"pairs": pairs[:100]},
         advice="replicas of one model on one batch should agree; if these ranks are no replicas, "
-        "their sample_ids are not unique in the step, and all but one of them are left out",
+        "what they said of their data_rank or their sample_ids is wrong",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -69,18 +69,13 @@ class Former:
         forming = await asyncio.to_thread(
             wholes.begin, self._catalogue, order.attempt_id, order.step
         )
-        if await self._join(order, run, forming):
+        joined, alone = await self._join(order, run, forming)
+        if joined:
             forming = await asyncio.to_thread(
                 wholes.begin, self._catalogue, order.attempt_id, order.step
             )
-        if forming.restate or forming.restate_ranks:
-            nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, forming)
-            for item in forming.restate:
-                forming.replace(item.key, await self._restated(item, forming, nodes))
-            for item in forming.restate_ranks:
-                summary = await self._restated(item, forming, nodes)
-                forming.replace(item.key, summary, for_rank=True)
-            await asyncio.to_thread(forming.assemble)
+        forming.alone = alone
+        await self._restate(forming)
         rows = await asyncio.to_thread(wholes.rows_of, forming, run)
         if forgotten:
             rows += await asyncio.to_thread(wholes.verdict, self._catalogue, forming)
@@ -97,13 +92,20 @@ class Former:
             if waiting.run == job["run"] and not uids.isdisjoint(waiting.samples)
         ]
 
-    async def _join(self, order: Assemble, run: str, forming: wholes.Forming) -> bool:
-        """Join what can be joined; return whether something was."""
+    async def _join(
+        self, order: Assemble, run: str, forming: wholes.Forming
+    ) -> tuple[bool, Counter[str]]:
+        """Join what can be joined.
+
+        Returns:
+            Whether something was; of payloads that have no rollout at all, reason -> tokens.
+        """
         waiting = self._waiting.pop(order, None)
         again = frozenset() if waiting is None else waiting.keys
         plan = await asyncio.to_thread(joins.plan, self._catalogue, run, forming, again)
+        alone = Counter[str]()
         if plan is None:
-            return False
+            return False, alone
         rows: list[Put | Delete] = list(plan.consumed)
         left_out: dict[str, list[str]] = {}
         keys: set[PayloadKey] = set()
@@ -117,6 +119,7 @@ class Former:
                 continue
             rows += [Put(table, row) for table, row in answer["rows"]]
             joined = joined or bool(answer["rows"])
+            alone.update(answer["tokens"])
             used |= {(int(a), int(b)) for a, b in answer["used"]}
             for why, samples in answer["left_out"].items():
                 left_out.setdefault(why, []).extend(samples)
@@ -131,12 +134,28 @@ class Former:
             rows.append(_not_joined(order, run, plan.stage, left_out))
         if rows:
             await self._write(rows)
-        return joined
+        return joined, alone
 
     def _wait(self, order: Assemble, waiting: _Waiting) -> None:
         self._waiting[order] = waiting
         while len(self._waiting) > _REMEMBERED:
             self._waiting.popitem(last=False)
+
+    async def _restate(self, forming: wholes.Forming) -> None:
+        """Take parts again of which some tokens count elsewhere, until every token counts once."""
+        if not forming.restate and not forming.restate_ranks:
+            return
+        nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, forming)
+        for item in forming.restate_ranks:
+            summary = await self._restated(item, forming, nodes)
+            forming.replace(item, summary, for_rank=True)
+        # A part that cannot be taken again may leave its tokens to others, which then overlap.
+        for _ in range(len(forming.parts) + 1):
+            for item in forming.restate:
+                forming.replace(item, await self._restated(item, forming, nodes))
+            await asyncio.to_thread(forming.assemble)
+            if not forming.restate:
+                return
 
     async def _restated(
         self, item: Restate, forming: wholes.Forming, nodes: Mapping[str, str | None]

@@ -1,0 +1,436 @@
+"""Which rows of a step are of one sample: the id alone cannot say it.
+
+Ids are meant to be unique in a step. Where ranks (or microbatches) number their rows from 0 each,
+one id names several samples; counted by the id alone, all but one would be lost. So rows that
+share an id are held against each other by what they hold: which positions are the model's, the
+rollout's log-probs, token ids. They are
+
+* the same, where they agree, also where one is padded further to the left than the other,
+* pieces of one sample, where they hold other positions,
+* a **contradiction** where they hold the same positions and differ in what stands there.
+
+The samples of a contradicted id are told apart by their owner (the ranks that hold the same rows,
+see `PartRecord.group`), inside of an owner by part, and each gets a name of its own. p may differ
+between copies of a sample: replicas compute it anew, and a later epoch has other weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.schema import PART_FIELDS, Part
+from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.part import PartRecord
+from stagescope_service.statistics.summary import UNKNOWN, Summary
+
+Int64 = npt.NDArray[np.int64]
+
+_N, _Q_SUM, _NON_FINITE = (ROW.index(name) for name in ("tokens", "q_sum", "non_finite"))
+_SAME_BITS: Final = 1e-6
+_OTHER_DTYPE: Final = 2.0**-7
+"""Relative error of q that another dtype explains: bfloat16 keeps 8 bits."""
+_COMPUTED: Final = 0.5
+"""Nats by which two computations of one log-prob may differ, where q is no rollout's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a row counts.
+
+    Attributes:
+        sample: the name of its sample.
+        shift: what to add to its positions: copies may be padded further to the left.
+        dropped: it contradicts the row of which it is said to be a replica, and does not count.
+    """
+
+    sample: str
+    shift: int = 0
+    dropped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Contradiction:
+    """One id that names several samples of a step; `holders` are (role, rank) of each."""
+
+    sample: str
+    holders: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Identities:
+    """Where rows count that do not simply count under their own id.
+
+    Attributes:
+        places: part key -> row -> its place; a row that is not there counts as it says.
+        contradictions: by id.
+    """
+
+    places: Mapping[str, Mapping[int, Place]]
+    contradictions: tuple[Contradiction, ...]
+
+    def places_of(self, key: str, summary: Summary) -> list[Place]:
+        """Return the place of each of a part's sequences."""
+        sequences, own = summary.sequences, self.places.get(key, {})
+        if not own:
+            return [Place(sample) for sample in sequences.samples]
+        return [
+            own.get(row) or Place(sample)
+            for row, sample in zip(sequences.row.tolist(), sequences.samples, strict=True)
+        ]
+
+    def renamed(self, key: str, summary: Summary) -> Summary:
+        """Return a part's summary with the names that its samples count under."""
+        if key not in self.places:
+            return summary
+        names = tuple(place.sample for place in self.places_of(key, summary))
+        sequences = dataclasses.replace(summary.sequences, samples=names)
+        return dataclasses.replace(summary, sequences=sequences)
+
+
+def resolve(records: Iterable[PartRecord]) -> Identities:
+    """Find out which rows are of one sample.
+
+    Args:
+        records: parts of one stage and pair that name their samples.
+    """
+    ordered = sorted(records, key=lambda record: record.order)
+    times = Counter[str]()
+    for record in ordered:
+        times.update(_handed(record).sequences.samples)
+    by_sample: dict[str, list[_Row]] = {}
+    for record in ordered:
+        rows = _Rows(record)
+        for index, sample in enumerate(rows.samples):
+            if times[sample] > 1:
+                by_sample.setdefault(sample, []).append(_Row(rows, index))
+    return _Resolution(by_sample).found()
+
+
+def owner_of(record: PartRecord) -> tuple[Any, ...]:
+    """Return what ranks that hold the same samples have in common, pieces of them or all."""
+    return record.group[:-1]
+
+
+def _handed(record: PartRecord) -> Summary:
+    return record.handed or record.summary
+
+
+class _Rows:
+    """The rows of one part, as far as they tell samples apart."""
+
+    def __init__(self, record: PartRecord) -> None:
+        summary = _handed(record)
+        sequences = summary.sequences
+        self.record = record
+        self.owner = owner_of(record)
+        self.samples = sequences.samples
+        self.row = sequences.row.tolist()
+        self.placed = sequences.placed[:, 0].tolist()
+        self.values = sequences.values
+        count = np.arange(len(sequences) + 1)
+        order = np.argsort(sequences.cover[:, 0], kind="stable")
+        self.cover = sequences.cover[order]
+        self.bounds = np.searchsorted(self.cover[:, 0], count).tolist()
+        self.marks, self.mark_values = sequences.marks, sequences.mark_values
+        self.known = len(self.marks) > 0
+        """False of a summary of an earlier release, which cannot tell samples apart."""
+        self.mark_bounds = np.searchsorted(self.marks[:, 0], count).tolist()
+        stream = summary.pair[1]
+        self.transported = stream == "rollout"
+        self.dtypes = summary.dtypes.get(stream, ())
+
+
+class _Row:
+    """One row: its positions and its content."""
+
+    __slots__ = ("content", "dropped", "first", "index", "rows", "runs")
+
+    def __init__(self, rows: _Rows, index: int) -> None:
+        self.rows, self.index = rows, index
+        cover = rows.cover[rows.bounds[index] : rows.bounds[index + 1], 1:]
+        self.first = int(cover[0, 0]) if len(cover) else 0
+        self.runs = (cover - self.first).tobytes()
+        """The runs of model tokens from the first of them on."""
+        self.content = -1
+        """Which of the contents of its id it holds."""
+        self.dropped = False
+
+    @property
+    def part(self) -> Part:
+        return self.rows.record.part
+
+    @property
+    def part_of_sample(self) -> str:
+        """Context-parallel parts that nobody placed all begin at 0."""
+        cp_rank = self.rows.record.cp_rank
+        return "" if cp_rank is None or self.placed else str(cp_rank)
+
+    @property
+    def placed(self) -> bool:
+        return bool(self.rows.placed[self.index])
+
+    @property
+    def intervals(self) -> Int64:
+        return np.frombuffer(self.runs, np.int64).reshape(-1, 2) + self.first
+
+    def marks(self) -> dict[int, tuple[int, float]]:
+        """Position -> (token id, q)."""
+        own = slice(self.rows.mark_bounds[self.index], self.rows.mark_bounds[self.index + 1])
+        where = self.rows.marks[own].tolist()
+        values = self.rows.mark_values[own].tolist()
+        return {at: (token, q) for (_, at, token), q in zip(where, values, strict=True)}
+
+    def agrees(self, other: _Row) -> bool:
+        """Whether rows with the same runs hold the same, as far as their sums tell."""
+        mine, its = self.rows.values[self.index], other.rows.values[other.index]
+        if mine[_NON_FINITE] or its[_NON_FINITE]:
+            return True  # sums are over finite tokens alone, and a replica may have others
+        return _near(mine[_Q_SUM], its[_Q_SUM], _tolerance(self, other, int(mine[_N])))
+
+    def marked(self, other: _Row) -> tuple[int, bool]:
+        """Return how many marks two rows have in common, and whether all of them agree."""
+        here, there = self.marks(), other.marks()
+        both = here.keys() & there.keys()
+        for at in both:
+            (token, q), (its_token, its_q) = here[at], there[at]
+            if UNKNOWN not in (token, its_token) and token != its_token:
+                return len(both), False
+            if not _near(q, its_q, _tolerance(self, other, 1)):
+                return len(both), False
+        return len(both), True
+
+
+def _tolerance(one: _Row, other: _Row, tokens: int) -> tuple[float, float]:
+    """Return (absolute, relative) bounds on what q, or a sum of it, may differ by."""
+    if not (one.rows.transported and other.rows.transported):
+        return _COMPUTED * tokens**0.5, 0.1
+    return 0.0, _SAME_BITS if one.rows.dtypes == other.rows.dtypes else _OTHER_DTYPE
+
+
+def _near(x: float, y: float, bounds: tuple[float, float]) -> bool:
+    if x == y or (x != x and y != y):
+        return True
+    absolute, relative = bounds
+    return bool(abs(x - y) <= absolute + relative * max(abs(x), abs(y)))
+
+
+def _same(one: _Row, other: _Row) -> bool:
+    """Whether two rows of one id are copies of each other."""
+    if one.runs != other.runs or not one.agrees(other):
+        return False
+    if one.first == other.first:
+        return one.marked(other)[1]
+    if one.placed or other.placed or not (one.rows.known and other.rows.known):
+        return False
+    mine, its = one.rows.record, other.rows.record
+    # Within one pass a rank's rows at other places are pieces, however alike.
+    return (mine.role, mine.rank) != (its.role, its.rank) or _pass(mine.part) != _pass(its.part)
+
+
+def _pass(part: Part) -> tuple[int, int]:
+    return part.epoch, part.occurrence
+
+
+def _contradict(one: _Row, other: _Row, *, doubted: bool = False) -> bool:
+    """Whether two rows of one id that are no copies cannot be pieces of one sample either.
+
+    Where nothing speaks for or against it, a piece of a larger row is believed to be one, unless
+    the ids are `doubted` already.
+    """
+    if not (one.rows.known and other.rows.known) or not _overlap(one.intervals, other.intervals):
+        return False
+    common, agree = one.marked(other)
+    if not agree:
+        return True
+    if one.runs == other.runs and one.first == other.first:
+        return True  # their sums differ
+    if one.placed or other.placed:
+        return not common and (doubted or not _nested(one.intervals, other.intervals))
+    # Rows that nobody placed are samples from their first token on: two masks are two samples.
+    return one.rows.owner != other.rows.owner or not common
+
+
+def _nested(one: Int64, other: Int64) -> bool:
+    """Whether all positions of one of two rows are among the other's."""
+    small, large = sorted((one, other), key=lambda runs: int((runs[:, 1] - runs[:, 0]).sum()))
+    large = large[np.argsort(large[:, 0])]
+    at = np.maximum(np.searchsorted(large[:, 0], small[:, 0], "right") - 1, 0)
+    return bool(((large[at, 0] <= small[:, 0]) & (large[at, 1] >= small[:, 1])).all())
+
+
+def _overlap(one: Int64, other: Int64) -> bool:
+    one, other = one[np.argsort(one[:, 0])], other[np.argsort(other[:, 0])]
+    at = np.searchsorted(other[:, 0], one[:, 1], "left") - 1
+    reach = np.maximum.accumulate(other[:, 1])
+    return bool(((at >= 0) & (reach[np.maximum(at, 0)] > one[:, 0])).any())
+
+
+@dataclasses.dataclass
+class _Version:
+    """One of the samples that an id names."""
+
+    owner: tuple[Any, ...]
+    rows: list[_Row]
+
+
+class _Resolution:
+    """Sorts the rows of each id by content, finds contradictions, and names the samples."""
+
+    def __init__(self, by_sample: Mapping[str, list[_Row]]) -> None:
+        self._by_sample = by_sample
+        self._first: list[_Row] = []
+        """The first row of each content."""
+        self._contradicted: dict[str, bool] = {}
+        for sample, rows in by_sample.items():
+            self._contradicted[sample] = self._sort(rows)
+        self._owners = {
+            row.rows.owner: None
+            for sample, rows in by_sample.items()
+            if self._contradicted[sample]
+            for row in rows
+        }
+        self._canonical = self._replicas()
+        self._places: dict[str, dict[int, Place]] = {}
+
+    def found(self) -> Identities:
+        contradictions = []
+        for sample, rows in self._by_sample.items():
+            versions = self._versions(sample, rows)
+            self._place(sample, versions)
+            if self._contradicted[sample] and len(versions) > 1:
+                records = [version.rows[0].rows.record for version in versions]
+                holders = dict.fromkeys((record.role, record.rank) for record in records)
+                contradictions.append(Contradiction(sample, tuple(holders)))
+        return Identities(self._places, tuple(sorted(contradictions, key=lambda it: it.sample)))
+
+    def _sort(self, rows: Sequence[_Row]) -> bool:
+        """Give each row its content; return whether two of them contradict each other."""
+        contents: dict[tuple[str, bytes], list[int]] = {}
+        parts: dict[str, list[_Row]] = {}
+        for row in rows:
+            part = row.part_of_sample
+            alike = contents.setdefault((part, row.runs), [])
+            found = next((c for c in alike if _same(self._first[c], row)), None)
+            if found is None:
+                found = len(self._first)
+                self._first.append(row)
+                alike.append(found)
+                parts.setdefault(part, []).append(row)
+            row.content = found
+        return any(_any_contradicts(found) for found in parts.values() if len(found) > 1)
+
+    def _replicas(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """Return, for owners of contradicted ids, who of them holds the same rows.
+
+        Ranks that nobody called replicas are such where most of their rows are the same.
+        """
+        keys: dict[tuple[Any, ...], list[int]] = {owner: [] for owner in self._owners}
+        for rows in self._by_sample.values():
+            for row in rows:
+                if row.rows.owner in keys:
+                    keys[row.rows.owner].append(row.content)
+        canonical: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        holder: dict[int, tuple[Any, ...]] = {}
+        for owner, contents in keys.items():
+            distinct = set(contents)
+            shared = Counter(holder[content] for content in distinct if content in holder)
+            best, count = shared.most_common(1)[0] if shared else (owner, 0)
+            canonical[owner] = best if 2 * count > len(distinct) else owner
+            for content in distinct:
+                holder.setdefault(content, canonical[owner])
+        return canonical
+
+    def _versions(self, sample: str, rows: Sequence[_Row]) -> list[_Version]:
+        """Return the samples that an id names."""
+        owners = {self._canonical[row.rows.owner] for row in rows if row.rows.owner in self._owners}
+        if len(owners) < 2 and not self._contradicted[sample]:
+            return [_Version((), list(rows))]
+        versions: list[_Version] = []
+        by_content: dict[tuple[Any, int], _Version] = {}
+        by_part: dict[tuple[Any, Part | None], _Version] = {}
+        for row in rows:
+            owner = self._canonical.get(row.rows.owner, row.rows.owner)
+            near = by_part.get((owner, row.part)), by_part.get((owner, None))
+            version = by_content.get((owner, row.content))
+            if version is None and row.rows.owner not in self._owners:
+                version = by_content.get((None, row.content))
+            if version is None:
+                version = next((v for v in near if v is not None and self._fits(row, v)), None)
+            if version is None and near[0] is not None and _declared(row, near[0]):
+                version, row.dropped = near[0], True
+            if version is None:
+                version = _Version(owner, [])
+                versions.append(version)
+            version.rows.append(row)
+            if not row.dropped:
+                by_content[owner, row.content] = version
+                by_content.setdefault((None, row.content), version)
+            by_part.setdefault((owner, row.part), version)
+            by_part[owner, None] = version
+        return versions
+
+    def _fits(self, row: _Row, version: _Version) -> bool:
+        """Whether a row can be a piece of a sample."""
+        contents = {piece.content for piece in version.rows if not piece.dropped}
+        pieces = [self._first[content] for content in contents]
+        return not any(
+            _contradict(piece, row, doubted=True)
+            for piece in pieces
+            if piece.part_of_sample == row.part_of_sample
+        )
+
+    def _place(self, sample: str, versions: Sequence[_Version]) -> None:
+        times = Counter(version.owner for version in versions)
+        taken: set[str] = set()
+        for version in versions:
+            name = sample
+            if len(versions) > 1:
+                name = unique = _label(sample, version, with_part=times[version.owner] > 1)
+                number = 1
+                while unique in taken:
+                    number += 1
+                    unique = f"{name} #{number}"
+                name = unique
+            taken.add(name)
+            for row in version.rows:
+                place = Place(name, self._first[row.content].first - row.first, row.dropped)
+                if place != Place(sample):
+                    own = self._places.setdefault(row.rows.record.key, {})
+                    own[row.rows.row[row.index]] = place
+
+
+def _any_contradicts(rows: Sequence[_Row]) -> bool:
+    """Whether two of these rows of one id contradict each other."""
+    reaching: list[tuple[int, _Row]] = []
+    for row in sorted(rows, key=lambda row: row.first):
+        reaching = [(last, other) for last, other in reaching if last > row.first]
+        if any(_contradict(other, row) for _, other in reaching):
+            return True
+        reaching.append((int(row.intervals[:, 1].max(initial=row.first)), row))
+    return False
+
+
+def _declared(row: _Row, version: _Version) -> bool:
+    """Whether the caller said that a row's rank holds what a rank of this sample holds."""
+    mine = row.rows.record
+    return any(
+        other.rows.record.group == mine.group
+        and other.part == row.part
+        and other.rows.record.rank != mine.rank
+        for other in version.rows
+    )
+
+
+def _label(sample: str, version: _Version, *, with_part: bool) -> str:
+    record = version.rows[0].rows.record
+    where = f"{record.role} {record.rank}"
+    if with_part:
+        numbers = {name: getattr(record.part, name) for name in PART_FIELDS}
+        where += "".join(f", {name} {number}" for name, number in numbers.items() if number)
+    return f"{sample} [{where}]"

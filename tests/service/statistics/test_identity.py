@@ -1,0 +1,377 @@
+"""Ids that several ranks use for other samples, and copies that are the same sample after all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.batches import batch_of, bfloat16, wire
+
+from stagescope.schema import Part
+from stagescope_service.engine.wholes import accounts
+from stagescope_service.statistics import (
+    Field,
+    PartRecord,
+    Summary,
+    TokenBatch,
+    Whole,
+    assemble,
+    skip_of,
+    summarise,
+)
+from stagescope_service.store.base import Put
+
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One trajectory: p, q, mask and token ids of its tokens."""
+
+    p: Array
+    q: Array
+    mask: Array
+    ids: Array
+
+
+def sample(rng: np.random.Generator, tokens: int, *, rounds: bool = True) -> Sample:
+    q = -rng.exponential(1.0, tokens).astype(np.float32)
+    mask = np.ones(tokens, np.int64)
+    if rounds and tokens > 3:
+        first, last = sorted(rng.integers(1, tokens, 2))
+        mask[first:last] = 0
+        mask[-1] = 1
+    noise = rng.normal(0.0, 0.05, tokens).astype(np.float32)
+    return Sample(np.minimum(q + noise, 0), q, mask, rng.integers(0, 32000, tokens))
+
+
+def ragged(
+    samples: list[Sample], names: list[str], *, token_ids: bool = False, place: bool = False
+) -> TokenBatch:
+    offsets = np.cumsum([0, *(len(one.q) for one in samples)]).tolist()
+    tensors = {
+        name: wire(np.concatenate([getattr(one, field) for one in samples]), offsets)
+        for name, field in (("old_log_probs", "p"), ("rollout_log_probs", "q"),
+                            ("response_mask", "mask"), ("responses", "ids"))
+    }  # fmt: skip
+    if not token_ids:
+        del tensors["responses"]
+    if place:
+        positions = np.concatenate([np.arange(len(one.q)) + 7 for one in samples])
+        tensors["positions"] = wire(positions, offsets)
+    return TokenBatch.from_tensors(tensors, {"sample_ids": names})
+
+
+def record(key: str, batch: TokenBatch, rank: int = 0, **fields: Any) -> PartRecord:
+    values: dict[str, Any] = {"stage": "actor_compute_log_prob", "role": "actor"} | fields
+    return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
+
+
+def formed(records: list[PartRecord], batches: dict[str, TokenBatch]) -> Whole:
+    """Assemble with restatements, as the coordinator does."""
+
+    def again(part: PartRecord) -> PartRecord:
+        if part.key not in skips:
+            return part
+        batch, skipped = batches[part.key], skips[part.key]
+        summary, handed = summarise(batch, skip=skip_of(batch, skipped)), part.handed
+        return dataclasses.replace(
+            part, summary=summary, handed=handed or part.summary, skipped=skipped
+        )
+
+    for _ in range(len(records) + 1):
+        whole = assemble(records)
+        if not whole.restate:
+            assert whole.unaccounted == 0
+            return Whole.from_bytes(whole.to_bytes())
+        skips = {item.key: item.skips for item in whole.restate}
+        records = [again(part) for part in records]
+    raise AssertionError("a part is to be taken again for ever")
+
+
+def reference(samples: list[Sample]) -> tuple[int, float, list[float]]:
+    """Tokens, sum of |d|, and each sample's mean of |d|, ascending."""
+    d = [np.abs(one.p.astype(float) - one.q.astype(float))[one.mask == 1] for one in samples]
+    every = np.concatenate(d)
+    return len(every), float(every.sum()), sorted(float(each.mean()) for each in d)
+
+
+def assert_counts(whole: Whole, samples: list[Sample]) -> None:
+    tokens, total, means = reference(samples)
+    assert whole.total.tokens == tokens
+    assert whole.total[Field.D_ABS_SUM] == pytest.approx(total, rel=1e-9)
+    keys, values = whole.summary.sequences.by_sample()
+    assert len(keys) == len(samples)
+    assert sorted((values[:, 4] / values[:, 0]).tolist()) == pytest.approx(means, rel=1e-9)
+    assert whole.sent is not None
+    assert whole.sent == whole.total.masked + sum(whole.tokens_left_out.values())
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+@pytest.mark.parametrize("place", [False, True])
+@pytest.mark.parametrize(("ranks", "counts"), [(8, [16] * 8), (2, [4, 5])])
+def test_ranks_that_number_their_rows_from_0_lose_nothing(
+    ranks: int, counts: list[int], token_ids: bool, place: bool
+) -> None:
+    rng = np.random.default_rng(ranks)
+    held = [[sample(rng, int(rng.integers(1, 200))) for _ in range(n)] for n in counts]
+    records = [
+        record(str(rank), ragged(own, [str(i) for i in range(len(own))],
+                                 token_ids=token_ids, place=place), rank)
+        for rank, own in enumerate(held)
+    ]  # fmt: skip
+    whole = formed(records, {})
+    assert_counts(whole, [one for own in held for one in own])
+    assert not whole.left_out
+    by_id = {found.sample: found.holders for found in whole.contradictions}
+    assert by_id["0"] == tuple(("actor", rank) for rank in range(ranks))
+    assert whole.summary.sequences.samples.count("0") == 0
+    assert "0 [actor 1]" in whole.summary.sequences.samples
+    found = findings(whole)["sample_ids_contradict"]
+    assert found["severity"] == "error"
+    assert found["message"].startswith(f"{min(counts)} sample_ids name different samples ('0'")
+    assert found["evidence"]["samples"]["0"] == [f"actor {rank}" for rank in range(ranks)]
+
+
+def findings(whole: Whole) -> dict[str, Any]:
+    """The findings about a whole's tokens, by kind."""
+    place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
+    rows = [put.row for put in accounts.findings(whole, place) if isinstance(put, Put)]
+    return {row["kind"]: row for row in rows}
+
+
+def test_tokens_that_are_nowhere_are_an_error() -> None:
+    own = [sample(np.random.default_rng(1), 20) for _ in range(3)]
+    whole = formed([record("a", ragged(own, list("012")))], {})
+    assert not findings(whole)
+    assert whole.sent is not None
+    lost = dataclasses.replace(whole, sent=whole.sent + 4, tokens_left_out={"replica": 1})
+    assert findings(lost)["tokens_unaccounted"]["message"].startswith("3 tokens are missing")
+
+
+def test_microbatches_that_number_their_rows_from_0_lose_nothing() -> None:
+    rng = np.random.default_rng(3)
+    held = [[sample(rng, int(rng.integers(5, 60))) for _ in range(4)] for _ in range(3)]
+    records = [
+        record(str(number), ragged(own, list("0123")), part=Part(microbatch=number))
+        for number, own in enumerate(held)
+    ]
+    whole = formed(records, {})
+    assert_counts(whole, [one for own in held for one in own])
+    assert "2 [actor 0, microbatch 1]" in whole.summary.sequences.samples
+    assert {found.sample for found in whole.contradictions} == set("0123")
+
+
+def test_local_ids_with_replicas_pieces_epochs_and_a_driver_count_each_sample_once() -> None:
+    rng = np.random.default_rng(4)
+    held = [
+        [sample(rng, int(rng.integers(8, 90)), rounds=False) for _ in range(5)] for _ in range(3)
+    ]
+    records, batches = [], {}
+
+    def add(key: str, batch: TokenBatch, rank: int, **fields: Any) -> None:
+        batches[key] = batch
+        records.append(record(key, batch, rank, **fields))
+
+    names = [str(i) for i in range(5)]
+    for data_rank, own in enumerate(held):
+        for tp_rank in range(2):
+            rank = 2 * data_rank + tp_rank
+            add(f"{rank}", ragged(own, names), rank)  # nobody says that they are replicas
+            add(f"{rank} again", ragged(own[::-1], names[::-1]), rank, part=Part(epoch=1))
+    flat = [one for own in held for one in own]
+    add("driver", ragged(flat, [f"uid-{i}" for i in range(len(flat))]), 0, role="driver")
+    whole = formed(records, batches)
+    assert_counts(whole, flat)
+    assert set(whole.left_out.values()) == {"repeated", "other role"}
+    assert not whole.differing
+
+
+def test_context_parallel_pieces_of_local_ids_stay_together() -> None:
+    rng = np.random.default_rng(5)
+    held = [[sample(rng, 40, rounds=False) for _ in range(3)] for _ in range(2)]
+    records = []
+    for data_rank, own in enumerate(held):
+        for cp_rank in range(2):
+            part = slice(20 * cp_rank, 20 * cp_rank + 20)
+            p, q, mask = (
+                np.stack([getattr(one, f)[part] for one in own]) for f in ("p", "q", "mask")
+            )
+            batch = batch_of(p, q, mask, samples=list("012"), token_offset=np.full(3, part.start))
+            records.append(
+                record(f"{data_rank}.{cp_rank}", batch, 2 * data_rank + cp_rank,
+                       data_rank=data_rank, layout={"cp_rank": cp_rank, "cp_size": 2})
+            )  # fmt: skip
+    whole = formed(records, {})
+    assert_counts(whole, [one for own in held for one in own])
+
+
+@pytest.mark.parametrize("names", [None, 0])
+def test_left_padded_copies_of_different_width_are_one_sample(names: int | None) -> None:
+    rng = np.random.default_rng(6)
+    own = [sample(rng, int(rng.integers(2, 30))) for _ in range(6)]
+
+    def padded(width: int) -> TokenBatch:
+        table = {f: np.zeros((6, width), getattr(own[0], f).dtype) for f in ("p", "q", "mask")}
+        for row, one in enumerate(own):
+            for field, values in table.items():
+                values[row, width - len(one.q) :] = getattr(one, field)
+        return batch_of(*table.values(), samples=[f"s{i}" for i in range(6)])
+
+    fields: dict[str, Any] = {} if names is None else {"data_rank": names}
+    records = [record(str(k), padded(30 + 11 * k), k, **fields) for k in range(3)]
+    records.append(record("driver", padded(99), 0, role="driver"))
+    records.append(record("epoch", padded(77), 0, part=Part(epoch=1), **fields))
+    whole = formed(records, {r.key: padded(30) for r in records})
+    assert_counts(whole, own)
+    assert whole.counted == ("0",)
+    assert not whole.contradictions
+    assert not whole.differing
+    assert [row.cell.tokens for row in whole.ranks] == [whole.total.tokens] * 4
+
+
+def test_a_copy_in_another_dtype_and_replicas_with_other_p_are_the_same_sample() -> None:
+    rng = np.random.default_rng(7)
+    own = [sample(rng, int(rng.integers(1, 50))) for _ in range(8)]
+    coarse = [dataclasses.replace(one, q=bfloat16(one.q)) for one in own]
+    moved = [dataclasses.replace(one, p=one.p - np.float32(0.2)) for one in own]
+    broken = dataclasses.replace(own[0], p=np.where(np.arange(len(own[0].p)), own[0].p, np.nan))
+    names = [str(i) for i in range(8)]
+    records = [
+        record("a", ragged(own, names), 0),
+        record("b", ragged(moved, names), 1),
+        record("c", ragged([broken, *own[1:]], names), 2),
+        record("driver", ragged(coarse, names), 0, role="driver"),
+    ]
+    whole = formed(records, {})
+    assert_counts(whole, own)
+    assert not whole.contradictions
+    assert {key for key, _ in whole.differing} == {"b", "c"}
+
+
+def test_a_declared_replica_with_another_mask_does_not_count() -> None:
+    rng = np.random.default_rng(8)
+    own = [sample(rng, 30) for _ in range(3)]
+    other = dataclasses.replace(own[1], mask=np.ones_like(own[1].mask), q=own[1].q[::-1].copy())
+    batches = {"a": ragged(own, list("012")), "b": ragged([own[0], other, own[2]], list("012"))}
+    records = [record(key, batches[key], rank, data_rank=0) for rank, key in enumerate("ab")]
+    whole = formed(records, batches)
+    assert_counts(whole, own)
+    assert whole.left_out == {"b": "replica"}
+    assert whole.differing == (("b", "a"),)
+
+
+def test_the_same_id_with_another_mask_or_length_on_another_rank_is_another_sample() -> None:
+    rng = np.random.default_rng(9)
+    one = sample(rng, 40, rounds=False)
+    shorter = Sample(one.p[:30], one.q[:30], one.mask[:30], one.ids[:30])
+    masked = dataclasses.replace(one, mask=np.arange(40) % 3 // 2)
+    alone = sample(rng, 9)
+    for other in (shorter, masked):
+        records = [
+            record("a", ragged([one, alone], ["x", "y"]), 0),
+            record("b", ragged([other], ["x"]), 1),
+        ]
+        whole = formed(records, {})
+        assert_counts(whole, [one, alone, other])
+        (found,) = whole.contradictions
+        assert (found.sample, found.holders) == ("x", (("actor", 0), ("actor", 1)))
+
+
+def test_tokens_of_a_part_that_cannot_be_taken_again_count_from_others() -> None:
+    rng = np.random.default_rng(10)
+    own = [sample(rng, 12) for _ in range(4)]
+    batches = {
+        "a": ragged(own[:2], ["0", "1"]),
+        "b": ragged(own[1:], ["1", "2", "3"]),
+        "c": ragged(own[2:3], ["2"]),
+    }
+    records = [record(key, batches[key], rank) for rank, key in enumerate("abc")]
+    whole = assemble(records, unavailable={"b"})
+    assert whole.counted == ("a", "c")
+    assert whole.tokens_left_out["restate"] == own[3].mask.sum()
+    assert findings(whole)["tokens_missing"]["evidence"]["tokens"] == own[3].mask.sum()
+    assert whole.unaccounted == 0
+
+
+def test_a_part_of_which_only_masked_positions_are_new_is_no_gap() -> None:
+    """Pieces hold every model token of a row: what is left of the row is the environment's."""
+    one = sample(np.random.default_rng(11), 7)
+    one = dataclasses.replace(one, mask=np.array([1, 1, 1, 0, 0, 1, 1]))
+
+    def piece(first: int, last: int) -> TokenBatch:
+        part = slice(first, last)
+        rows = (getattr(one, f)[None, part] for f in ("p", "q", "mask"))
+        return batch_of(*rows, samples=["x"], token_offset=np.array([first]))
+
+    records = [
+        record("a", piece(0, 3), 0),
+        record("b", piece(5, 7), 1),
+        record("c", piece(0, 7), 2),
+    ]
+    whole = assemble(records)
+    assert whole.total.tokens == 5
+    assert whole.left_out == {"c": "repeated"}
+    assert not whole.restate
+
+
+def test_streams_that_only_some_ranks_have_are_left_out_with_the_reason() -> None:
+    rng = np.random.default_rng(12)
+    own = [sample(rng, 20) for _ in range(2)]
+    other = summarise(dataclasses.replace(ragged(own[1:], ["1"]), pair=("current", "rollout")))
+    late = dataclasses.replace(record("b", ragged(own[1:], ["1"]), 1), summary=other)
+    whole = assemble([record("a", ragged(own[:1], ["0"]), 0), late])
+    assert whole.left_out == {"b": "other streams"}
+    assert whole.tokens_left_out == {"other streams": own[1].mask.sum()}
+    assert whole.unaccounted == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.data())
+def test_any_split_any_ids_and_any_repetition_count_every_token_once(
+    seed: int, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed)
+    ranks = data.draw(st.integers(1, 4))
+    local = data.draw(st.sampled_from(["global", "by rank", "by microbatch"]))
+    place, token_ids = data.draw(st.booleans()), data.draw(st.booleans())
+    tp_size = data.draw(st.integers(1, 2))
+    declared = data.draw(st.booleans())
+    held: list[Sample] = []
+    records: list[PartRecord] = []
+    batches: dict[str, TokenBatch] = {}
+    for data_rank in range(ranks):
+        number = 0
+        for microbatch in range(data.draw(st.integers(1, 3))):
+            own = [sample(rng, int(n)) for n in rng.integers(4, 40, data.draw(st.integers(1, 4)))]
+            first = {"global": len(held), "by rank": number, "by microbatch": 0}[local]
+            names = [f"id-{first + i}" for i in range(len(own))]
+            number += len(own)
+            held += own
+            for copy in range(tp_size):
+                for epoch in range(data.draw(st.integers(1, 2))):
+                    key = f"{data_rank}.{microbatch}.{copy}.{epoch}"
+                    order = rng.permutation(len(own)) if epoch else np.arange(len(own))
+                    batches[key] = ragged(
+                        [own[i] for i in order], [names[i] for i in order],
+                        place=place, token_ids=token_ids,
+                    )  # fmt: skip
+                    fields = {"data_rank": data_rank} if declared else {}
+                    part = Part(epoch=epoch, microbatch=microbatch)
+                    rank = data_rank * tp_size + copy
+                    records.append(record(key, batches[key], rank, part=part, **fields))
+    whole = formed(data.draw(st.permutations(records)), batches)
+    assert_counts(whole, held)
+    assert not whole.differing
+    if local == "global":
+        assert not whole.contradictions
+        assert sorted(set(whole.summary.sequences.samples)) == sorted(
+            f"id-{i}" for i in range(len(held))
+        )
+    again = Summary.from_bytes(whole.summary.to_bytes())
+    assert again.to_bytes() == whole.summary.to_bytes()
