@@ -17,6 +17,7 @@ from tests.support.parallel import CP, DP, PP, TP, Said, Training, whole_batch
 
 from stagescope_service.statistics import Field, Summary, Whole, publish, summarise
 from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.kernel import ROW_1
 
 RUN = "moe"
 LAGS = range(Field.NEXT_N, Field.D_MIN)
@@ -93,7 +94,8 @@ def assert_whole(whole: Summary, expected: Summary) -> None:
     keys, values = whole.sequences.by_sample()
     wanted_keys, wanted_values = expected.sequences.by_sample()
     assert keys == wanted_keys
-    np.testing.assert_allclose(values, wanted_values, rtol=1e-9, atol=1e-12)
+    own, wanted_own = values[:, :ROW_1], wanted_values[:, :ROW_1]  # the others are of neighbours
+    np.testing.assert_allclose(own, wanted_own, rtol=1e-9, atol=1e-12)
     found_numbers, wanted_numbers = publish(whole), publish(expected)
     assert found_numbers.keys() == wanted_numbers.keys()
     for name, value in wanted_numbers.items():
