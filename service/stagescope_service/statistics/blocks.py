@@ -77,8 +77,8 @@ def all_finite(p: Any, q: Any, n: int) -> bool:
 
 
 @fused
-def exponentials_of_d(x: Any, n: int, em1: Any, k3: Any) -> None:
-    """e^x - 1 and e^x - 1 - x for |x| <= 700, each to a few units in the last place.
+def exponentials_of_d(x: Any, n: int, em1: Any, k3: Any, exp: Any) -> None:
+    """e^x - 1, e^x - 1 - x and e^x for |x| <= 700, each to a few units in the last place.
 
     x = k ln 2 + r with |r| <= 0.3466; e^r - 1 = r + c(r), c the Taylor series from r^2/2 to
     r^12/12! (relative error below 1e-14). k3 is put together so that it does not cancel.
@@ -104,6 +104,8 @@ def exponentials_of_d(x: Any, n: int, em1: Any, k3: Any) -> None:
         c = c * r + 0.5
         c = c * (r * r)
         em1[i] = scale * (r + c) + (scale - 1.0)
+        # Not em1 + 1: where x is far below 0 that has lost all that e^x is.
+        exp[i] = scale * (r + c) + scale
         k3[i] = scale * c + ((scale * r - value) + (scale - 1.0))
 
 
@@ -305,7 +307,7 @@ def rounding(p: Any, q: Any, n: int, out: Any) -> None:
 
 
 @reduction
-def probability_sums(em1: Any, k3: Any, v: Any, exp_q: Any, n: int, out: Any) -> None:
+def probability_sums(em1: Any, k3: Any, exp_d: Any, v: Any, exp_q: Any, n: int, out: Any) -> None:
     """Sums over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1."""
     u0, v0 = v[0] + exp_q[0] * em1[0], v[0]
     a0 = exp_q[0] * abs(em1[0])
@@ -334,8 +336,7 @@ def probability_sums(em1: Any, k3: Any, v: Any, exp_q: Any, n: int, out: Any) ->
         sw += w - w0
         sww += (w - w0) * (w - w0)
         chi2 += w * (w + 2.0)
-        ratio = 1.0 + e
-        absolute += 1.0 / ratio if e < 0.0 else ratio
+        absolute += 1.0 / exp_d[i] if e < 0.0 else exp_d[i]
     count = float(n)
     out[AT.A_SUM], out[AT.A_M2] = sa + count * a0, saa - sa * sa / count
     out[AT.A_MIN], out[AT.A_MAX] = low, high
@@ -349,15 +350,21 @@ def probability_sums(em1: Any, k3: Any, v: Any, exp_q: Any, n: int, out: Any) ->
 
 
 @exact
+def _distance(x: float, y: float) -> float:
+    """|e^x - e^y|; of two infinities (log-probs beyond 709 are none) it is unknown."""
+    if abs(x - y) < 1.0:
+        return math.exp(y) * abs(math.expm1(x - y))
+    return abs(math.expm1(x) - math.expm1(y))
+
+
+@exact
 def probability_sums_wide(p: Any, q: Any, em1: Any, k3: Any, n: int, out: Any) -> None:
     """`probability_sums` where e^q * e^d is not e^p in float64; rare."""
     su = sv = sa = 0.0
     low, high = np.inf, -np.inf
     third = chi2 = raw = absolute = 0.0
     for i in range(n):
-        u, v = math.expm1(p[i]), math.expm1(q[i])
-        # Of two infinities (log-probs beyond 709 are none) the difference is unknown.
-        a = abs(u - v)
+        u, v, a = math.expm1(p[i]), math.expm1(q[i]), _distance(p[i], q[i])
         su, sv, sa = su + u, sv + v, sa + a
         low, high = smaller(low, a), larger(high, a)
         w = smaller(larger(em1[i], CLAMP_LOW), CLAMP_HIGH)
@@ -367,7 +374,7 @@ def probability_sums_wide(p: Any, q: Any, em1: Any, k3: Any, n: int, out: Any) -
     suu = svv = suv = saa = sww = 0.0
     for i in range(n):
         u, v = math.expm1(p[i]), math.expm1(q[i])
-        x, y, z = u - su / count, v - sv / count, abs(u - v) - sa / count
+        x, y, z = u - su / count, v - sv / count, _distance(p[i], q[i]) - sa / count
         w = smaller(larger(em1[i], CLAMP_LOW), CLAMP_HIGH) - raw / count
         sww += w * w
         suu, svv, suv, saa = suu + x * x, svv + y * y, suv + x * y, saa + z * z

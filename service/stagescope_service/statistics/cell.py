@@ -30,6 +30,8 @@ RATIO_TAILS: Final = ((0.9, 1.1), (0.5, 2.0))
 """Intervals of e^d outside which a token counts as a tail."""
 EDGE: Final = 32
 """How much of a run of zeros counts in EDGE_CAPPED: one endless repetition weighs no more."""
+FAINT: Final = -20.0
+"""Log-prob below which 16 digits of e^p - 1 hold fewer than 8 of e^p."""
 CLAMP: Final = 20.0
 """Bound on d inside weights and chi-square, as verl's SAFETY_BOUND."""
 
@@ -286,8 +288,12 @@ class Cell:
         return max(abs(self[Field.D_MIN]), abs(self[Field.D_MAX])) if self.tokens else math.nan
 
     def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
-        """Pearson's correlation; NaN where p or q is constant."""
+        """Pearson's correlation; NaN where p or q is constant, that of e^p and e^q also where one
+        of them is nowhere above e^FAINT: beside 1 nothing is left of such probabilities."""
         if self[Field.P_MIN] >= self[Field.P_MAX] or self[Field.Q_MIN] >= self[Field.Q_MAX]:
+            return math.nan
+        of_probabilities = x2 is Field.U_M2
+        if of_probabilities and min(self[Field.P_MAX], self[Field.Q_MAX]) < FAINT:
             return math.nan
         scale = math.sqrt(max(self[x2], 0.0)) * math.sqrt(max(self[y2], 0.0))
         if not scale > 0.0:

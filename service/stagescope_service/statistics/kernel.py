@@ -126,7 +126,7 @@ def _offer(kept: Any, ids: Any, used: int, key: Any, token: int, segment: int) -
 @exact
 def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, cell: Any) -> None:
     """Fill the cell `part` from n finite tokens and merge it into the segment's `cell`."""
-    d, em1, v, exp_q, k3 = work
+    d, em1, v, exp_q, k3, exp_d = work
     _reset(part)
     part[_N] = n
     ranges(p, q, d, n, part)
@@ -144,12 +144,12 @@ def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, 
     largest = larger(part[AT.D_MAX], -part[AT.D_MIN])
     narrow = largest <= 700.0
     if narrow:
-        exponentials_of_d(d, n, em1, k3)
+        exponentials_of_d(d, n, em1, k3, exp_d)
     else:
         exponentials_of_d_wide(d, n, em1, k3)
     if narrow and part[AT.Q_MIN] >= -700.0 and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
         exponentials_of_q(q, n, v, exp_q)
-        probability_sums(em1, k3, v, exp_q, n, part)
+        probability_sums(em1, k3, exp_d, v, exp_q, n, part)
     else:
         probability_sums_wide(p, q, em1, k3, n, part)
     tails(d, em1, n, part)
@@ -269,10 +269,11 @@ def accumulate(
         How many of `worst`, `odd` and `unequal` are filled.
     """
     p, q = np.empty(BLOCK), np.empty(BLOCK)
-    d, em1, v, exp_q, k3 = (
-        np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK)
+    d, em1, v, exp_q, k3, exp_d = (
+        np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK),
+        np.empty(BLOCK),
     )  # fmt: skip
-    work, carry, slot = (d, em1, v, exp_q, k3), np.zeros(5), np.empty(BLOCK, np.int32)
+    work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
     part: Any = np.empty(_WIDTH)
     cell: Any = np.empty(_WIDTH)
     worst_used, odd_used, unequal_used = 0, 0, 0

@@ -19,7 +19,12 @@ means are NaN and counts 0. The names that other projects define are in the desi
 | `rollout_corr/rollout_is_truncated` | 0 or 1 | whether the weights are those of the run's settings; 0: untruncated e^clamp(d, ±20) |
 
 `{stream}` is the pair's own name, `old` and `rollout` by default. A sequence is a sample with at
-least one counted token: rows without one are in no mean (verl counts them as log-prob 0).
+at least one counted token: rows without one are in no mean (verl counts them as log-prob 0).
+
+A number is within 1e-9 of its definition for |d| <= 700. Means of weights are kept as means of
+weight - 1: their error is 1e-16, however small they are. `inf` says that a number (or the sum that
+it is the mean of) is beyond float64's largest, 1.8e308: e^abs(d) and k3 for abs(d) > 709, a
+perplexity for a mean log-prob below -709.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -173,14 +178,15 @@ def _importance(cell: Cell, sequences: SequenceColumns, settings: Settings) -> M
 
 def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -> Metrics:
     n, drops = cell.tokens, settings.bounds[2]
-    mean = 1.0 + cell.mean(Field.W_SUM)
+    least, most = _extreme_weights(cell, settings)
+    mean = least if least == most else 1.0 + cell.mean(Field.W_SUM)
     variance = max(cell[Field.W_M2], 0.0) / n if n else math.nan
     if n and cell[Field.W_MIN] == cell[Field.W_MAX]:
         variance = 0.0
     values = {
         "mean": mean,
-        "max": 1.0 + cell.extreme(Field.W_MAX),
-        "min": 1.0 + cell.extreme(Field.W_MIN),
+        "max": most,
+        "min": least,
         **_spread(mean, variance, n),
     }
     if settings.rollout_is is not None:
@@ -192,6 +198,17 @@ def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -
             values["batch_norm_factor"] = _norm_factor(mean)
     applied, raw = (sequences[name] / sequences.n for name in ("w_sum", "raw_sum"))
     return {**values, **_by_sequence(applied, raw, settings)}
+
+
+def _extreme_weights(cell: Cell, settings: Settings) -> tuple[float, float]:
+    """Return the smallest and the largest applied weight, far below 1 to full precision, too."""
+    if not cell.tokens:
+        return math.nan, math.nan
+    if settings.bounds[2]:
+        return 1.0 + cell[Field.W_MIN], 1.0 + cell[Field.W_MAX]
+    ends = clamped_exp(np.array([cell[Field.D_MIN], cell[Field.D_MAX]]))
+    least, most = settings.apply(ends) if settings.rollout_is == "token" else ends
+    return float(least), float(most)
 
 
 def _sequence_weights(sequences: SequenceColumns, settings: Settings) -> Metrics:

@@ -1,0 +1,185 @@
+"""Published numbers against 60 decimal digits, from d = -700 to 700."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.support.batches import batch_of
+
+from stagescope_service.statistics import publish, summarise
+
+Float64 = npt.NDArray[np.float64]
+Digits = list[Decimal]
+
+SCALARS = (
+    -700.0, -400.0, -100.0, -50.0, -40.0, -37.0, -36.0, -20.5, -15.0, -2.0, -0.3, -1e-4, -1e-9,
+    0.0, 1e-9, 1e-4, 0.3, 2.0, 15.0, 20.5, 36.0, 40.0, 100.0, 400.0, 700.0,
+)  # fmt: skip
+
+
+def reference(p: Float64, q: Float64) -> dict[str, float]:
+    """One sample's numbers, token by token, in decimal arithmetic."""
+    with localcontext() as context:
+        context.prec = 60
+        x, y = ([Decimal(float(value)) for value in stream] for stream in (p, q))
+        return {name: float(value) for name, value in _exact(x, y).items()}
+
+
+def _exact(x: Digits, y: Digits) -> dict[str, Decimal]:
+    n = Decimal(len(x))
+    d = [a - b for a, b in zip(x, y, strict=True)]
+    clamped = [max(min(value, Decimal(20)), Decimal(-20)) for value in d]
+    weight = [value.exp() for value in clamped]
+    gap = [abs(a.exp() - b.exp()) for a, b in zip(x, y, strict=True)]
+    total = max(min(sum(d), Decimal(20)), Decimal(-20))
+    mean_p, mean_q, mean_d = sum(x) / n, sum(y) / n, sum(d) / n
+    mean_w = sum(weight) / n
+    found = {
+        "token_mult_prob_error": _mean(d, lambda value: abs(value).exp()),
+        "train_rollout_logprob_abs_diff": _mean(d, abs),
+        "logprob_abs_diff/mean": _mean(d, abs),
+        "logprob_abs_diff/max": max(map(abs, d)),
+        "rollout_corr/kl": -mean_d,
+        "rollout_corr/k3_kl": _mean(d, lambda value: value.exp() - 1 - value),
+        "rollout_corr/chi2_token": _mean(clamped, lambda value: (2 * value).exp() - 1),
+        "rollout_corr/chi2_seq": (2 * total).exp() - 1,
+        "rollout_corr/training_ppl": (-mean_p).exp(),
+        "rollout_corr/rollout_ppl": (-mean_q).exp(),
+        "rollout_corr/training_log_ppl": -mean_p,
+        "rollout_corr/rollout_log_ppl": -mean_q,
+        "rollout_corr/log_ppl_diff": -mean_d,
+        "rollout_corr/log_ppl_abs_diff": abs(mean_d),
+        "rollout_corr/log_ppl_diff_max": -mean_d,
+        "rollout_corr/log_ppl_diff_min": -mean_d,
+        "rollout_corr/ppl_ratio": (-mean_d).exp(),
+        "rollout_corr/rollout_is_mean": mean_w,
+        "rollout_corr/rollout_is_max": max(weight),
+        "rollout_corr/rollout_is_min": min(weight),
+        "rollout_corr/rollout_is_seq_mean": mean_w,
+        "rollout_corr/rollout_is_seq_max": mean_w,
+        "rollout_corr/rollout_is_seq_min": mean_w,
+        "rollout_corr/rollout_is_seq_max_deviation": abs(mean_w - 1),
+        "rollout_corr/rollout_is_std": _mean(weight, lambda w: (w - mean_w) ** 2).sqrt(),
+        "rollout_corr/rollout_is_eff_sample_size": (mean_w + Decimal("1e-8")) ** 2
+        / _mean(weight, lambda w: w * w),
+        "training/rollout_probs_diff_mean": sum(gap) / n,
+        "training/rollout_probs_diff_max": max(gap),
+        "per_round/max_diff_value": _mean(d, abs),
+        "per_round/round_0_abs_diff_mean": _mean(d, abs),
+    }
+    for name, values in (("old", x), ("rollout", y)):
+        mean = sum(values) / n
+        for key in ("mean", "seq_mean", "seq_max"):
+            found[f"logprob/{name}_{key}"] = mean
+        found[f"logprob/{name}_min"], found[f"logprob/{name}_max"] = min(values), max(values)
+        if n > 1:
+            found[f"logprob/{name}_std"] = _std(values)
+    if n > 1:
+        found["training/rollout_probs_diff_std"] = _std(gap)
+    for bound in ("0.1", "0.5", "1", "5"):
+        outside = [abs(value) > Decimal(bound) for value in d]
+        found |= _tail(f"abs_diff_over_{bound}", outside)
+    for low, high in (("0.9", "1.1"), ("0.5", "2")):
+        outside = [not Decimal(low) <= value.exp() <= Decimal(high) for value in d]
+        found |= _tail(f"ratio_outside_{low}_{high}", outside)
+    return found
+
+
+def _tail(name: str, outside: Sequence[bool]) -> dict[str, Decimal]:
+    count = Decimal(sum(outside))
+    shares = {
+        f"tail/{name}_{key}": count / len(outside) for key in ("share", "seq_mean", "seq_max")
+    }
+    return {f"tail/{name}_count": count, **shares}
+
+
+def _mean(values: Sequence[Decimal], of: Callable[[Decimal], Decimal]) -> Decimal:
+    return sum((of(value) for value in values), Decimal(0)) / len(values)
+
+
+def _std(values: Sequence[Decimal]) -> Decimal:
+    mean = sum(values, Decimal(0)) / len(values)
+    square = sum(((value - mean) ** 2 for value in values), Decimal(0))
+    return (square / (len(values) - 1)).sqrt()
+
+
+UNCHECKED = {
+    "training/rollout_actor_probs_pearson_corr", "training/rollout_probs_diff_valid",
+    "per_round/total_rounds", "per_round/max_round_diff", "per_round/round_0_token_count",
+    "rollout_corr/rollout_is_seq_std", "rollout_corr/rollout_is_truncated",
+}  # fmt: skip
+"""Of one sample nothing, or no matter of precision; quantiles are within 4.5 %, as said."""
+
+
+def assert_precise(p: Float64, q: Float64) -> None:
+    found = publish(summarise(batch_of(p[None], q[None], np.ones((1, len(p)), np.int64))))
+    expected = reference(p, q)
+    skipped = ("nonfinite/", "counts/", "logprob_abs_diff/p")
+    names = {name for name in found if name not in UNCHECKED and not name.startswith(skipped)}
+    if len(p) < 2:
+        names = {name for name in names if not math.isnan(found[name])}
+        assert {"token_mult_prob_error", "rollout_corr/k3_kl"} <= names
+    assert names <= set(expected)
+    scale = float(np.abs(p - q).mean())
+    for name in sorted(names):
+        # Means of weights far below 1, and of differences that cancel, are as exact as their terms.
+        cancels = name.endswith(("/kl", "chi2_token", "chi2_seq")) or "log_ppl" in name
+        loose = 2e-16 if "rollout_is" in name else 1e-14 * scale if cancels else 0.0
+        if name.endswith("_std"):
+            loose = 1e-14 * max(1.0, expected.get(name.replace("_std", "_max"), 1.0))
+        assert found[name] == pytest.approx(expected[name], rel=1e-9, abs=loose), name
+
+
+def streams(d: Float64, rng: np.random.Generator) -> tuple[Float64, Float64]:
+    """Return p and q, none above 0, that differ by d."""
+    top = -rng.exponential(0.5, len(d))
+    return np.where(d > 0, top, top + d), np.where(d > 0, top - d, top)
+
+
+@pytest.mark.parametrize("d", SCALARS)
+def test_every_name_of_tokens_that_differ_by_one_number(d: float) -> None:
+    rng = np.random.default_rng(int(abs(d) * 10))
+    for tokens in (1, 3):
+        assert_precise(*streams(np.full(tokens, d), rng))
+
+
+@pytest.mark.parametrize("reach", [1e-6, 0.1, 3.0, 25.0, 45.0, 300.0, 700.0])
+@pytest.mark.parametrize("side", [-1, 0, 1])
+def test_every_name_of_mixtures(reach: float, side: int) -> None:
+    rng = np.random.default_rng(side + 1)
+    d = rng.uniform(-reach if side < 1 else 0.0, reach if side > -1 else 0.0, 40)
+    assert_precise(*streams(d, rng))
+
+
+def test_a_token_far_below_the_others_spoils_none() -> None:
+    rng = np.random.default_rng(5)
+    p, q = streams(rng.normal(0.0, 1e-9, 30), rng)
+    p[7] = q[7] = -720.0
+    assert_precise(p, q)
+
+
+def test_what_is_beyond_float64_is_infinite_and_never_nan() -> None:
+    p, q = np.array([-1.0, -0.5, -0.2]), np.array([-1.0, -760.0, -0.1])
+    found = publish(summarise(batch_of(p[None], q[None], np.ones((1, 3), np.int64))))
+    assert found["token_mult_prob_error"] == found["rollout_corr/k3_kl"] == math.inf
+    swapped = publish(summarise(batch_of(q[None], p[None], np.ones((1, 3), np.int64))))
+    assert swapped["token_mult_prob_error"] == math.inf
+    assert swapped["rollout_corr/k3_kl"] == pytest.approx(758.5 / 3, rel=0.01)
+    for metrics in (found, swapped):
+        assert not [name for name, value in metrics.items() if math.isnan(value)]
+
+
+def test_no_correlation_is_made_of_rounding() -> None:
+    rng = np.random.default_rng(6)
+    q = -rng.exponential(0.5, 300)
+    mask = np.ones((1, 300), np.int64)
+    name = "training/rollout_actor_probs_pearson_corr"
+    for shift in (5.0, 10.0, 15.0):
+        found = publish(summarise(batch_of((q - shift)[None], q[None], mask)))
+        assert found[name] == pytest.approx(1.0, abs=1e-6)
+    assert math.isnan(publish(summarise(batch_of((q - 36.0)[None], q[None], mask)))[name])
