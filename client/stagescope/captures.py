@@ -16,7 +16,8 @@ from stagescope.errors import Forbidden, InvalidPlan
 from stagescope.schema import check_run_name
 
 CAPTURE_FIELDS: Final[Mapping[str, str]] = {
-    "run": "a run's name, or null for every run",
+    "run": "a run's name, or null: the live run whose training stage began last; of steps by "
+    "number, where none is live, every run",
     "stages": "a list of stage names, or 'all'",
     "roles": "a list of roles, or null for every role",
     "ranks": "a list of ranks from 0, a text like '0,4-7', 'worst(k)', or 'all'",

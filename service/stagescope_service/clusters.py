@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import ray
@@ -37,13 +37,16 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def chosen(settings: Settings, address: str | None) -> Iterator[Cluster]:
+def chosen(
+    settings: Settings, address: str | None, *, before_start: Callable[[], None] = lambda: None
+) -> Iterator[Cluster]:
     """Be a driver of the cluster for a home's service; one started for it ends on a failure.
 
     The order: `address`, RAY_ADDRESS, the cluster of this home where it lives, the one that
-    `ray start` left on this machine, one of its own.
+    `ray start` left on this machine, one of its own. What `before_start` raises keeps that from
+    being started.
     """
-    cluster = _choose(settings, address)
+    cluster = _choose(settings, address, before_start)
     try:
         with joined(cluster.address) as actual:
             own = of_home(settings)
@@ -110,7 +113,7 @@ def joined(address: str) -> Iterator[str]:
 
 
 # --- the choice -----------------------------------------------------------------------------
-def _choose(settings: Settings, address: str | None) -> Cluster:
+def _choose(settings: Settings, address: str | None, before_start: Callable[[], None]) -> Cluster:
     if ray.is_initialized():
         return Cluster("joined", _current_address())
     asked = address or _environment()
@@ -123,6 +126,7 @@ def _choose(settings: Settings, address: str | None) -> Cluster:
     left = _left_by_ray_start(living)
     if left is not None:
         return Cluster("running", left)
+    before_start()
     pid, started = embedded.start(settings.home)
     service_file.change(settings, {"embedded_pid": pid, "cluster_address": started})
     return Cluster("embedded", started, tuple(sorted(living)), pid)

@@ -20,6 +20,7 @@ from ray import exceptions
 from stagescope.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
+from stagescope_service.api.server import bind
 from stagescope_service.api_actor import ApiServer
 from stagescope_service.engine.coordinator import NAME, NAMESPACE, DebugCoordinator
 from stagescope_service.engine.ingestor import ingestor_name
@@ -30,7 +31,9 @@ from stagescope_service.triggers.rules import read_yaml
 API_NAME: Final = "ApiServer"
 CONCURRENCY: Final = 20_000
 """Pending polls count: one a process, so well above the number of ranks."""
+_HEAD: Final = "node:__internal_head__"
 _CALL_SECONDS: Final = 15.0
+_LEAVING_SECONDS: Final = 2.0
 _START_SECONDS: Final = 60.0
 
 
@@ -74,10 +77,17 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
     if settings.keep is not None:
         read_standing(settings.keep)
     before = clusters.of_home(settings)
-    with service_file.kept_on_failure(settings), clusters.chosen(settings, address) as cluster:
+    with (
+        service_file.kept_on_failure(settings),
+        clusters.chosen(
+            settings, address, before_start=lambda: _refuse_taken_port(settings)
+        ) as cluster,
+    ):
         running = _actor(API_NAME) is not None
         if not running:
             _refuse_second(settings, before, cluster)
+            if _is_head_here():
+                _refuse_taken_port(settings)
             _write_down(settings, cluster, {"url": None, "started": time.time()})
         with _ended_on_failure():
             where = _start_actors(settings, running)
@@ -172,6 +182,32 @@ def _refuse_second(
         )
 
 
+def _refuse_taken_port(settings: Settings) -> None:
+    """Refuse a port that somebody holds before anything is started for it.
+
+    Raises:
+        Conflict: the port is taken; who holds it is named where that can be known.
+        InvalidInput: the address is not one of this host.
+    """
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    while settings.port:
+        try:
+            return bind(settings.host, settings.port).close()
+        except Conflict as error:
+            # A service that was stopped a moment ago may hold it still.
+            if API_NAME not in error.wrong or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _is_head_here() -> bool:
+    """Return whether the API, which runs on the cluster's head node, runs on this machine."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    head = [node for node in nodes if _HEAD in node.get("Resources", {}) and node["Alive"]]
+    here = ray.util.get_node_ip_address()
+    return any(node["NodeManagerAddress"] == here for node in head)
+
+
 def _refuse_foreign(settings: Settings, address: str, home: Path | None) -> None:
     anyway = f"`stagescope stop --address {address}` stops it all the same"
     if home is not None and not is_same(home, settings.home):
@@ -228,7 +264,7 @@ def _make(name: str, kind: type, settings: dict[str, Any], *, max_concurrency: i
             max_task_retries=-1,
             max_concurrency=max_concurrency,
             # The catalogue's file is there; and not inside a caller's placement group.
-            resources={"node:__internal_head__": 0.001},
+            resources={_HEAD: 0.001},
             scheduling_strategy="DEFAULT",
         )
         .remote(settings)

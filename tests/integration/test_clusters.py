@@ -190,11 +190,24 @@ def test_a_start_that_fails_leaves_nothing(
     assert machine.actors(private) == "[]"
 
 
-def test_a_start_that_fails_ends_the_cluster_that_it_started(machine: Machine, taken: int) -> None:
-    done = machine.call("alone", "serve", "--port", str(taken), "--address", "local")
+def test_a_port_that_is_taken_starts_no_cluster(machine: Machine, taken: int) -> None:
+    done = machine.call("early", "serve", "--port", str(taken), "--address", "local")
     assert done.returncode != 0
-    assert "is taken" in done.stderr
-    assert machine.file("alone") is None
+    assert f"is taken by pid {os.getpid()}" in done.stderr
+    assert machine.file("early") is None
+    assert not [*machine.home("early").rglob("*ray*")]
+
+
+def test_a_start_that_fails_ends_the_cluster_that_it_started(
+    machine: Machine, private: str
+) -> None:
+    before = {"url": "http://127.0.0.1:9", "cluster_address": private, "cluster": "joined"}
+    machine.home("alone").mkdir()
+    (machine.home("alone") / "service.json").write_text(json.dumps(before))
+    done = machine.call("alone", "serve", "--port", "0", "--address", "local")
+    assert done.returncode != 0
+    assert "one service a home" in done.stderr
+    assert machine.file("alone") == before
     home = str(machine.home("alone"))
 
     def keepers() -> list[int]:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Request
 from stagescope.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope.errors import NotFound
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.desk import AtDesk, Desk, Row
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.progress import progress
 from stagescope_service.api.requests import Answer, PageOf, read_json
@@ -91,8 +91,16 @@ async def add_capture(
     """
     spec = await read_json(request, desk.settings)
     valid = await asyncio.to_thread(_validated, desk, spec)
+    others: list[Row] = []
+    if valid["run"] is None:
+        valid["run"], others = await asyncio.to_thread(_default_run, desk)
     reply = await desk.commands.add_capture(spec=valid, by=str(caller_of(request)), wait=wait)
-    return Answer(check_ready(reply), 201)
+    said = check_ready(reply)
+    if others:
+        names = ", ".join(str(each["run"]) for each in others[:20])
+        note = f"ordered for run {valid['run']}, the last to begin a stage; also live: {names}"
+        said = {**said, "notes": [note, *(said.get("notes") or ())]}
+    return Answer(said, 201)
 
 
 @router.delete("/captures/{capture_id}")
@@ -103,6 +111,20 @@ async def remove_capture(request: Request, desk: AtDesk, capture_id: CaptureId) 
     """
     reply = await desk.commands.remove_capture(capture_id=capture_id, by=str(caller_of(request)))
     return Answer(check_ready(reply))
+
+
+def _default_run(desk: Desk) -> tuple[str | None, list[Row]]:
+    """Return the run that questions without one are about, and the others that are live.
+
+    None where it is over or none has reported: the coordinator then says what an order may be for.
+    """
+    try:
+        target = desk.finder.attempt(None)
+    except NotFound:
+        return None, []
+    if target.attempt["ended_wall"] is not None:
+        return None, []
+    return target.run, target.also_live
 
 
 def _validated(desk: Desk, spec: dict[str, Any]) -> dict[str, Any]:

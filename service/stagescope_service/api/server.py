@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 2
 """How long answers under way (polls above all) may still take when the server stops."""
 BACKLOG: Final = 2048
+_LISTENS: Final = "0A"
+"""The state of a listening socket in Linux's table."""
 
 
 HEADER_SECONDS: Final = 10.0
@@ -251,6 +255,27 @@ def bind(host: str, port: int) -> socket.socket:
         return listening
 
 
+def holder_of(port: int) -> str | None:
+    """Say which process listens on a port of this host, None where that cannot be known.
+
+    Linux tells it of processes of the same user alone.
+    """
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            if any(os.readlink(held) in inodes for held in (process / "fd").iterdir()):
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+                command = words.decode("utf-8", "replace").strip()[:200]
+                return f"pid {process.name} ({command or 'no command line'})"
+    return None
+
+
 @contextlib.contextmanager
 def _explained(host: str, port: int) -> Iterator[None]:
     try:
@@ -261,10 +286,14 @@ def _explained(host: str, port: int) -> Iterator[None]:
 
 def _explanation(error: OSError, host: str, port: int) -> StagescopeError:
     if error.errno == errno.EADDRINUSE:
+        holder = holder_of(port)
+        ours = holder is not None and "ApiServer" in holder
+        end = "`STAGESCOPE_HOME=... stagescope stop` of its home ends it" if ours else "stop it"
         return Conflict(
-            f"port {port} of {host} is taken by another process",
+            f"port {port} of {host} is taken by {holder or 'another process'}"
+            + (", another home's stagescope" if ours else ""),
             expected="a free port",
-            advice="stop it, or choose another with STAGESCOPE_PORT (0 = any free one)",
+            advice=f"{end}, or choose another with --port or STAGESCOPE_PORT (0 = any free one)",
         )
     if error.errno in (errno.EACCES, errno.EPERM):
         return Conflict(

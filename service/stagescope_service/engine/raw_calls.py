@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stagescope.errors import InvalidEvent
-from stagescope.schema import BEGIN, END, Event, Sender, Work, check_run_name
+from stagescope.errors import InvalidEvent, NotFound
+from stagescope.schema import BEGIN, END, FINISH, Event, Sender, Work, check_run_name
 from stagescope_service.engine import spans
 from stagescope_service.engine.executor import Executor
 from stagescope_service.engine.findings import finding
@@ -76,7 +76,14 @@ class RawCalls:
         except InvalidEvent as error:
             await self._executor.carry_out([self._refusal(run, kind, fields, error)])
             raise
+        if kind == FINISH:
+            return await self._finish(run, Event(kind, seq, wall, mono, {}), body)
         out: list[Instruction] = []
+        if kind == BEGIN and self._starts_again(run, sender, Work.parse(body)):
+            newest = self._state.registry.newest(run)
+            assert newest is not None
+            out += self._state.registry.open_restart(newest, wall)[1]
+            sender = self._sender(run, fields)
         if body.get("world_size") is not None:
             hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
             out += self._state.handle(sender, hello, mono, raw=True)
@@ -105,6 +112,54 @@ class RawCalls:
         if payload is not None:
             answer["payload"] = await self._settled(PayloadKey(sender.incarnation, seq))
         return answer
+
+    async def _finish(self, run: str, event: Event, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Let every raw caller of an attempt take leave, or only those of a role or rank.
+
+        Processes with a probe take leave themselves.
+
+        Raises:
+            NotFound: no such run or attempt.
+        """
+        attempt = self._state.registry.find(run, fields.get("attempt_key"))
+        if attempt is None:
+            raise NotFound(f"no run {run!r} has reported, or no attempt of that key")
+        left = [
+            process
+            for process in attempt.processes.values()
+            if process.raw and not process.finished
+            and fields.get("role", process.role) == process.role
+            and fields.get("rank", process.rank) == process.rank
+        ]  # fmt: skip
+        out: list[Instruction] = []
+        for process in left:
+            sender = Sender(process.incarnation, run, None, process.role, process.rank)
+            out += self._state.handle(sender, event, event.mono, raw=True)
+        self.taken += 1
+        await self._executor.carry_out(out)
+        return {
+            "run": run,
+            "attempt": attempt.number,
+            "finished": [{"role": process.role, "rank": process.rank} for process in left],
+            "over": attempt.over,
+        }
+
+    def _starts_again(self, run: str, sender: Sender, work: Work) -> bool:
+        """Return whether a beginning without an attempt key is of the run's next start.
+
+        Raw callers took leave before, and what comes is no late word of theirs: that would be of
+        the last step, and of a stage that the caller has not begun in it.
+        """
+        attempt = self._state.registry.newest(run)
+        if sender.attempt_key is not None or attempt is None or not attempt.over:
+            return False
+        everyone = attempt.processes.values()
+        if not attempt.unkeyed or not all(each.raw and each.finished for each in everyone):
+            return False
+        if work.step is None or work.step != attempt.top_step:
+            return work.step is not None
+        found = spans.of_stage(attempt.steps[work.step], sender.incarnation, work)
+        return any(span.begin_seq is not None and span.end_seq is not None for span in found)
 
     def _sender(self, run: str, fields: Mapping[str, Any]) -> Sender:
         """Return who calls, known by name.

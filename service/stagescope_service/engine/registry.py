@@ -91,6 +91,10 @@ class Registry:
         """Say whether a run (None: any) has an attempt."""
         return bool(self._newest) if run is None else run in self._newest
 
+    def find(self, run: str, key: str | None) -> Attempt | None:
+        """Return the newest attempt of a run, with an attempt key the newest of that key."""
+        return self.newest(run) if key is None else self._latest_of_key(run, given_key(key))
+
     def adopt(self, attempt: Attempt) -> None:
         """Take in an attempt that was opened or restored."""
         self.attempts[attempt.attempt_id] = attempt
@@ -263,12 +267,7 @@ class Registry:
         older = self._older(attempt, process)
         if older is None:
             return None, []
-        base = base_key(attempt.key)
-        count = 2
-        while (attempt.run, f"{base}{RESTART_MARK}{count}") in self._by_key:
-            count += 1
-        key = f"{base}{RESTART_MARK}{count}"
-        opened, out = self.open_attempt(attempt.run, key, process.started)
+        opened, out = self.open_restart(attempt, process.started)
         # Those of the same start that spoke before anyone of it began a step come along.
         for other in [*attempt.processes.values()]:
             if other is process or self._came_with(attempt, other, older):
@@ -278,6 +277,14 @@ class Registry:
                 opened.opened_wall = min(opened.opened_wall, other.started)
                 out.append(process_row(other))
         return attempt, [*out, attempt_row(opened)]
+
+    def open_restart(self, attempt: Attempt, wall: float) -> tuple[Attempt, list[Instruction]]:
+        """Open the attempt of those who start again under the key of `attempt`."""
+        base, count = base_key(attempt.key), 2
+        while (attempt.run, f"{base}{RESTART_MARK}{count}") in self._by_key:
+            count += 1
+        key = f"{base}{RESTART_MARK}{count}"
+        return self.open_attempt(attempt.run, key, wall, unkeyed=attempt.unkeyed)
 
     def _older(self, attempt: Attempt, process: Process) -> Process | None:
         """Return the latest earlier incarnation of a process's rank."""

@@ -16,7 +16,7 @@ MOST_PINNED: Final = 100
 _WORST: Final = re.compile(r"worst\((\d{1,6})\)")
 _CAPTURE_FIELDS: Final = (
     "ranks", "stages", "steps", "config", "task", "level", "scope", "list", "data_mode", "keep",
-    "parameters", "gradients", "limits", "timeout", "late",
+    "parameters", "gradients", "limits", "timeout", "late", "if_allowed",
 )  # fmt: skip
 
 
@@ -24,11 +24,13 @@ _CAPTURE_FIELDS: Final = (
 class Template:
     """A capture to order: of the stage concerned unless `stages` names others, from the next step.
 
-    `order` holds the fields of `stagescope.captures.CAPTURE_FIELDS` as they were given.
+    `order` holds the fields of `stagescope.captures.CAPTURE_FIELDS` as they were given. With
+    `if_allowed` it is ordered where the run has a budget, and nothing is said where it has none.
     """
 
     ranks: Any
     order: Mapping[str, Any]
+    if_allowed: bool = False
 
     @classmethod
     def parse(cls, value: Any, field: str) -> Template:
@@ -41,13 +43,14 @@ class Template:
         steps = given.pop("steps", "next")
         if steps != "next":
             raise fields.wrong(f"{field}.steps", steps, "'next': the next common step")
+        if_allowed = fields.flag(given.pop("if_allowed", False), f"{field}.if_allowed")
         ranks = given.pop("ranks", "worst(1)")
         is_list = isinstance(ranks, list) and ranks and all(_is_rank(rank) for rank in ranks)
         if ranks != "all" and not is_list and not _WORST.fullmatch(str(ranks)):
             raise fields.wrong(f"{field}.ranks", ranks, "'worst(k)', 'all' or a list of ranks")
         if not {"config", "task", "level", "keep", "parameters", "gradients"} & set(given):
             given |= {"task": "statistics", "level": "L0"}
-        return cls(ranks, given)
+        return cls(ranks, given, if_allowed)
 
     @property
     def worst(self) -> int | None:
@@ -57,7 +60,8 @@ class Template:
 
     def wire(self) -> dict[str, Any]:
         """Return what `parse` reads."""
-        return {"ranks": self.ranks, "steps": "next", **self.order}
+        said = {"ranks": self.ranks, "steps": "next", **self.order}
+        return said | ({"if_allowed": True} if self.if_allowed else {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,6 +109,18 @@ def test_a_stage_without_a_report_is_a_gap_once_its_step_is_over(live: Service) 
     ]  # fmt: skip
 
 
+def test_a_capture_takes_the_run_that_every_question_takes(live: Service) -> None:
+    for run in ("older", "newer"):
+        rank = Rank(live, run=run, world_size=1, start=1_000.0 if run == "older" else 2_000.0)
+        rank.stage(STAGE, 1)
+    spec = {"stages": [STAGE], "steps": "next"}
+    answer = live.operate.post("/captures?wait=0", json=spec)
+    assert answer.status_code == 201, answer.text
+    said = answer.json()
+    assert said["run"] == live.get("/steps/1/stages")["run"] == "newer"
+    assert "also live: older" in said["notes"][0]
+
+
 def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: Service) -> None:
     capture_id = ordered(live, stages=[STAGE], steps=[1], keep=["responses"])
     rank = Rank(live, world_size=1)

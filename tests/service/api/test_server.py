@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
         with pytest.raises(Conflict, match=f"port {port} of 127.0.0.1 is taken") as caught:
             server.start()
         assert "STAGESCOPE_PORT" in caught.value.advice
+        assert f"taken by pid {os.getpid()} (" in caught.value.wrong
         assert not server.running
     server.start()
     assert server.port == port

@@ -331,6 +331,22 @@ def test_orders_that_cannot_be_meant() -> None:
         empty.orders.add(order(), by="me", mono=0.0, wall=0.0)
 
 
+def test_the_same_order_is_another_once_its_steps_have_begun() -> None:
+    ranks = Ranks(2)
+    for rank in (0, 1):
+        ranks.begin(rank)
+    capture = ranks.add()
+    with pytest.raises(Conflict, match="already orders exactly this"):
+        ranks.add()
+    settle(ranks)
+    with pytest.raises(Conflict, match="already orders exactly this"):
+        ranks.add()
+    for _ in range(ranks.agreement(capture)["start"]):
+        ranks.begin(0)
+    # It has begun, and may go on: an order from now on is of a later step.
+    assert ranks.add() != capture
+
+
 ACTIONS = ("poll", "begin", "add", "restart", "start", "remove")
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.captures import validate_capture
-from stagescope.errors import InvalidEvent, NotReady
+from stagescope.errors import InvalidEvent, NotFound, NotReady
 from stagescope.schema import Sender
 from stagescope_service.engine.instructions import (
     Assemble,
@@ -93,6 +93,37 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     store.open()
     yield Desk(store)
     store.close()
+
+
+def test_finish_of_a_raw_run_ends_its_newest_attempt_for_all_its_ranks(desk: Desk) -> None:
+    with pytest.raises(NotFound):
+        desk.raw("finish", "nobody", run="unknown")
+    for rank in (0, 1, 2):
+        desk.raw("begin", f"begin {rank}", rank=rank)
+    for rank in (0, 1):
+        desk.raw("end", f"end {rank}", rank=rank, status="ok")
+    one = desk.raw("finish", "one", rank=1)
+    assert (one["finished"], one["over"]) == ([{"role": "actor", "rank": 1}], False)
+    reply = desk.run(desk.reception.raw_calls.take("finish", "all", {"run": "r"}))
+    assert ([each["rank"] for each in reply["finished"]], reply["over"]) == ([0, 2], True)
+    (attempt,) = rows_of(desk.store, "attempts")
+    assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
+    again = desk.run(desk.reception.raw_calls.take("finish", "all", {"run": "r"}))
+    assert (again["finished"], again["over"]) == ([], True)
+
+
+def test_what_raw_callers_begin_after_their_finish_is_the_next_attempt(desk: Desk) -> None:
+    for rank, step in ((0, 1), (1, 1), (0, 2)):
+        desk.raw("begin", f"begin {rank} {step}", rank=rank, step=step)
+        desk.raw("end", f"end {rank} {step}", rank=rank, step=step, status="ok")
+    desk.raw("finish", "first")
+    assert desk.raw("begin", "late", step=2, rank=1)["attempt"] == 1
+    assert desk.raw("begin", "again", step=1)["attempt"] == 2
+    assert desk.raw("end", "again's end", step=1, status="ok")["attempt"] == 2
+    desk.raw("finish", "second")
+    assert desk.raw("begin", "one step again", step=1)["attempt"] == 3
+    assert [row["number"] for row in rows_of(desk.store, "attempts")] == [1, 2, 3]
+    assert desk.statuses().count((0, "ok")) == 4
 
 
 def test_a_raw_call_that_is_refused_is_a_finding(desk: Desk) -> None:

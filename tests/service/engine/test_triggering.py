@@ -436,6 +436,58 @@ def test_a_pin_that_comes_too_late_is_said(tmp_path: Path) -> None:
 
 
 # --- captures ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("by", ["document", "run", "nobody"])
+def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: Bench, by: str) -> None:
+    allowed = {"capture": "auto", "budget": {"captures": 3}}
+    own = {"capture": "auto", "capture_budget": {"captures": 3}}
+
+    async def work() -> None:
+        await bench.triggers.open()
+        if by == "document":
+            document = {**defaults().wire(), "runs": {"r": allowed}}
+            await bench.triggers.put(Rules.parse(document), by="me")
+        for step in range(1, 6):
+            await bench.step(step, 0.001)
+        if by == "run":
+            await bench.floor.reception.write([Put("runs", {"run": "r", "settings": own})])
+        await bench.step(6, 1.0, scalars={1: {"loss": math.nan}})
+
+    run(work)
+    fired = [name for _, step, name in bench.fired() if step == 6]
+    assert len(fired) == 4
+    assert bench.findings("capture_refused") == []
+    actions = [bench.firing(6, name)["actions"]["capture"] for name in fired]
+    if by == "nobody":
+        assert (bench.orders.specs, actions) == ([], [{}] * 4)
+        return
+    (spec,) = bench.orders.specs
+    assert actions == [{"capture_id": "capture-1"}] * 4
+    assert (spec["roles"], spec["steps"]) == (["actor"], "next")
+    assert len(spec["ranks"]) == 1
+
+
+def test_a_capture_is_of_ranks_that_can_capture(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.put(
+            rules_of(
+                rule(actions={"capture": {"ranks": "worst(1)"}}, by="rank", cooldown=1),
+                runs={"r": {"capture": "auto", "budget": {"captures": 3}}},
+            ),
+            by="me",
+        )
+        await bench.step(1, 0.001)
+        idle = [
+            Put("processes", {"incarnation": f"a1-{rank}", "hello": {"captures": False}})
+            for rank in (0, 1)
+        ]
+        await bench.floor.reception.write(idle)
+        await bench.step(2, 1.0)
+
+    run(work)
+    (spec,) = bench.orders.specs
+    assert (spec["ranks"], "roles" in spec) == ([0], False)
+
+
 def test_no_capture_where_the_run_does_not_say_so(bench: Bench) -> None:
     async def work() -> None:
         await bench.triggers.put(rules_of(rule(actions={"capture": {}})), by="me")

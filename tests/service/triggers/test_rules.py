@@ -25,7 +25,7 @@ def rules_of(**changes: Any) -> Rules:
     return Rules.parse({"rules": [{**RULE, **changes}]})
 
 
-def test_the_defaults_make_findings_and_pin_and_nothing_else() -> None:
+def test_the_defaults_make_findings_pin_and_capture_only_within_a_budget() -> None:
     found = defaults()
     assert [rule.name for rule in found.rules] == [
         "non_finite_log_probs", "non_finite_scalars", "worst_round", "probs_diff_mean", "pearson",
@@ -35,7 +35,10 @@ def test_the_defaults_make_findings_and_pin_and_nothing_else() -> None:
         assert rule.actions.pin
         assert rule.actions.advice
         assert rule.actions.webhook is None
-        assert rule.actions.capture is None
+        assert rule.actions.capture is not None
+        assert rule.actions.capture.if_allowed
+        # Level L0 would need the model, which not every stage names.
+        assert rule.actions.capture.order["level"] == "L1"
         assert rule.staleness == (None if rule.name.startswith("non_finite") else 0)
     assert found.runs == {}
     assert "verl's own line" in defaults_text()

@@ -72,9 +72,19 @@ class Orders:
                 f"step {max(steps)} has begun: the newest is {top}",
                 expected="a later step, or 'next'",
             )
-        entry = self.plan.add(capture, by=by, now=wall)
+        entry = self.plan.add(capture, by=by, now=wall, has_passed=self._has_passed)
         self._asked_mono[entry.capture_id] = mono
         return entry
+
+    def _has_passed(self, entry: Entry) -> bool:
+        """Whether the steps that a capture was agreed on have all begun."""
+        agreed = entry.agreement
+        last = agreeing.last_step(agreed.steps)
+        attempt = attempt_of(self.state.registry, entry.order)
+        if agreed.phase != agreeing.AGREED or last is None or attempt is None:
+            return False
+        begun = attempt.top_step is not None and attempt.top_step >= last
+        return begun and attempt.attempt_id == agreed.attempt_id
 
     def remove(self, capture_id: str, *, by: str, wall: float) -> tuple[Entry, list[Put]]:
         """Withdraw an order; whoever acknowledges the new revision has let go of it.

@@ -92,14 +92,25 @@ class Plan:
         *,
         by: str,
         now: float,
+        has_passed: Callable[[Entry], bool] = lambda entry: False,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:12],
     ) -> Entry:
         """Take in a validated capture, asked and not agreed on; return it with its id.
+
+        Args:
+            capture: what `validate_capture` returned.
+            by: who orders it.
+            now: Unix seconds.
+            has_passed: whether the steps of a capture have all begun, so that the same order now
+                is of others.
+            new_id: makes its id.
 
         Raises:
             Conflict: the same order already is in force (asked twice is ordered once).
         """
         for known in self.entries.values():
+            if has_passed(known):
+                continue
             if all(known.order.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
                 raise Conflict(
                     f"capture {known.capture_id} already orders exactly this",

@@ -14,6 +14,7 @@ from stagescope_service.engine.instructions import Put
 from stagescope_service.engine.rows import digest
 from stagescope_service.engine.triggering.webhooks import Webhooks
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.triggers.budget import Budget
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.spending import ORDERED_BY, spent
 
@@ -45,8 +46,12 @@ class Act:
     @property
     def by(self) -> str:
         """Who orders a capture because of it."""
-        attempt = self.row["evidence"]["attempt"]
-        return f"{ORDERED_BY}{self.rule.name} at step {self.row['step']} of attempt {attempt}"
+        return f"{ORDERED_BY}{self.rule.name}{self.at}"
+
+    @property
+    def at(self) -> str:
+        """How `by` ends: which step of which attempt."""
+        return f" at step {self.row['step']} of attempt {self.row['evidence']['attempt']}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +175,8 @@ class Acting:
             before = await asyncio.to_thread(self._ordered, act)
             if before is not None:
                 return {"capture_id": before["capture_id"]}
+            if not await asyncio.to_thread(self._is_meant, act, rules):
+                return {}
             spec = await asyncio.to_thread(self._spec, act, rules)
             ordered = await self._offer(spec, act.by)
         except StagescopeError as error:
@@ -179,8 +186,25 @@ class Acting:
 
     def _ordered(self, act: Act) -> Row | None:
         """Return the capture that was ordered before a restart."""
+        template = act.rule.actions.capture
         found = self._catalogue.captures(run=act.row["run"])
-        return next((row for row in found if row["by"] == act.by), None)
+        own = next((row for row in found if row["by"] == act.by), None)
+        if own is not None or template is None or not template.if_allowed:
+            return own
+        # Of rules that ship with one capture each, several fire at one step: one is enough.
+        of_step = [row for row in found if str(row["by"]).endswith(act.at)]
+        return next((row for row in of_step if str(row["by"]).startswith(ORDERED_BY)), None)
+
+    def _is_meant(self, act: Act, rules: Rules) -> bool:
+        """Return whether a capture is to be ordered, or refused with a word."""
+        template = act.rule.actions.capture
+        assert template is not None
+        return not template.if_allowed or self._budget(act, rules) is not None
+
+    def _budget(self, act: Act, rules: Rules) -> Budget | None:
+        run = str(act.row["run"])
+        row = self._catalogue.run(run)
+        return rules.budget_of(run, None if row is None else row["settings"])
 
     def _spec(self, act: Act, rules: Rules) -> Row:
         """Return the capture to order.
@@ -190,8 +214,7 @@ class Acting:
         """
         template, run = act.rule.actions.capture, str(act.row["run"])
         assert template is not None
-        row = self._catalogue.run(run)
-        budget = rules.budget_of(run, None if row is None else row["settings"])
+        budget = self._budget(act, rules)
         if budget is None:
             raise Conflict("the run does not say `capture: auto` with a budget")
         attempt = self._catalogue.attempt(act.row["attempt_id"])
@@ -215,10 +238,22 @@ class Acting:
         return spec
 
     def _ranks(self, act: Act, worst: int | None) -> Row:
-        """Return the ranks that `worst(k)` means here: of one role, the one concerned first."""
-        ranks = [tuple(each) for each in act.row["evidence"]["ranks"]]
-        if worst is None or not ranks:
+        """Return the ranks that `worst(k)` means here: of one role, the one concerned first.
+
+        Only of those that capture: the streams of a step may have met in a driver, which has no
+        model. Then nobody knows the worst, and the first ranks that do the stage are taken.
+        """
+        if worst is None:
             return {}
+        able = {
+            (row["role"], row["rank"])
+            for row in self._catalogue.processes(act.row["attempt_id"])
+            if not row["raw"] and (row["hello"] or {}).get("captures") is not False
+        }
+        named = [tuple(each) for each in act.row["evidence"]["ranks"]]
+        ranks = [each for each in named if each in able]
+        if not ranks:
+            return {"ranks": list(range(worst))} if named else {}
         role = ranks[0][0]
         of_role = [rank for name, rank in ranks if name == role]
         return {"roles": [role], "ranks": sorted(of_role[:worst])}
