@@ -10,9 +10,12 @@ from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.engine.stuck import (
     GONE,
     LIVE,
+    SILENT,
+    SILENT_KIND,
     STEPS_REMEMBERED,
     UNHEARD,
     History,
+    Limit,
     Pace,
     Place,
     Role,
@@ -34,9 +37,11 @@ def stuck_rows(
 ) -> list[Row]:
     """Return who is stuck in a step, or in one before it that is open, as rows of an answer."""
     listed = catalogue.steps(attempt_id, before=step + 1, limit=_OPEN_STEPS)
+    processes = _newest(catalogue.processes(attempt_id))
+    silent = _silent_rows(catalogue, attempt_id, step, processes, now)
     open_steps = [row["step"] for row in listed if row["closed_wall"] is None]
     if step not in open_steps:
-        return []
+        return silent
     closed = [row for row in listed if row["closed_wall"] is not None][:STEPS_REMEMBERED]
     numbers = [*open_steps, *(row["step"] for row in closed)]
     paces = _paces(catalogue.paces(attempt_id, numbers))
@@ -46,17 +51,70 @@ def stuck_rows(
         for row in catalogue.stages(attempt_id, open_steps, limit=ALL_ROWS)
         if row["begin_wall"] is None or (row["role"], _place(row)) in paces
     ]
-    processes = _newest(catalogue.processes(attempt_id))
+    unheard = {(row["role"], row["rank"]) for row in silent}
     found: list[Row] = []
     for role, ranks in processes.items():
         own = {place: pace for (its, place), pace in paces.items() if its == role}
         its_rows = [row for row in rows if row["role"] == role]
-        view = _role(role, ranks, its_rows, own, closed, step)
+        view = _role(role, ranks, its_rows, own, closed, step, unheard)
         found += [
             stuck_row(role, stuck, len(view.standings), ranks.get(stuck.rank))
             for stuck in judge(view, now, rules)
+            if (role, stuck.rank) not in unheard
         ]
-    return sorted(found, key=lambda row: (row["step"], row["role"], row["rank"]))
+    return [*silent, *sorted(found, key=lambda row: (row["step"], row["role"], row["rank"]))]
+
+
+def _silent_rows(
+    catalogue: Catalogue,
+    attempt_id: int,
+    step: int,
+    processes: Mapping[str, Mapping[int, Row]],
+    now: float,
+) -> list[Row]:
+    """Return the ranks whose processes do not answer, as the coordinator found; longest first.
+
+    They hold up the newest step, whichever one they were in.
+    """
+    if catalogue.steps(attempt_id, before=step + 2, limit=1)[0]["step"] != step:
+        return []
+    every = [row for ranks in processes.values() for row in ranks.values()]
+    if all(row["lapsed_wall"] is not None for row in every):
+        return []  # what a lost job left is lost, not stuck
+    by_name = {row["incarnation"]: row for row in every}
+    found: list[Row] = []
+    for noticed in catalogue.findings(attempt_id=attempt_id, kind=SILENT_KIND):
+        said = noticed["evidence"] or {}
+        process = by_name.get(str(said.get("incarnation")))
+        if noticed["over_wall"] is not None or process is None:
+            continue
+        since = float(said["since_wall"])
+        stuck = Stuck(
+            process["rank"],
+            Place(noticed["step"], noticed["stage"] or "", _part(said.get("part"))),
+            str(said["status"]),
+            SILENT if process["lapsed_wall"] is None else GONE,
+            since,
+            max(now - since, 0.0),
+            Limit(float(said["limit_seconds"]), None, 0),
+            *_members(catalogue, attempt_id, noticed),
+            False,
+        )
+        ranks = max(process["world_size"] or 0, len(processes[process["role"]]))
+        found.append(stuck_row(process["role"], stuck, ranks, process))
+    return sorted(found, key=lambda row: (row["since_wall"], row["role"], row["rank"]))
+
+
+def _part(text: str | None) -> Part:
+    return Part() if text is None else Part(*map(int, text.split(".")))
+
+
+def _members(catalogue: Catalogue, attempt_id: int, noticed: Row) -> tuple[int, int]:
+    """Return how many ranks began, and ended, the stage that a finding names."""
+    place = {name: noticed[name] for name in ("step", "stage", "role")}
+    rows = catalogue.stages(attempt_id, **place, limit=ALL_ROWS)
+    done = {row["rank"] for row in rows if row["status"] in ("ok", "failed")}
+    return len({row["rank"] for row in rows}), len(done)
 
 
 def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
@@ -120,6 +178,7 @@ def _role(
     paces: Mapping[Place, Pace],
     closed: list[Row],
     newest: int,
+    unheard: Collection[tuple[str, int]],
 ) -> Role:
     open_steps = {row["step"] for row in rows}
     at_open = {place: pace for place, pace in paces.items() if place.step in open_steps}
@@ -137,7 +196,8 @@ def _role(
     size = max((row["world_size"] or 0 for row in processes.values()), default=0)
     standings = dict.fromkeys(range(size), Standing(UNHEARD))
     for rank, process in processes.items():
-        standings[rank] = _standing(process, own.get(rank, []), at_open)
+        silent = (role, rank) in unheard
+        standings[rank] = _standing(process, own.get(rank, []), at_open, silent)
 
     def ended_by(place: Place) -> Collection[int]:
         found = members.get(place, {})
@@ -166,13 +226,10 @@ def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
     return found
 
 
-def _standing(process: Row, rows: list[Row], paces: Mapping[Place, Pace]) -> Standing:
-    gone = process["lapsed_wall"] is not None
+def _standing(process: Row, rows: list[Row], paces: Mapping[Place, Pace], silent: bool) -> Standing:
     times = [at for row in rows for at in (began(row), ended(row)) if at is not None]
-    if gone:
-        times.append(process["lapsed_wall"])
     said = max(times, default=None)
-    status = GONE if gone else LIVE
+    status = GONE if process["lapsed_wall"] is not None else SILENT if silent else LIVE
     begun = [row for row in rows if row["begin_wall"] is not None]
     begun.sort(key=lambda row: began(row) or 0.0)
     if not begun:

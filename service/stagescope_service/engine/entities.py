@@ -126,6 +126,8 @@ class Process:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     lease_until: float = 0.0
     last_wall: float = 0.0
+    #: When it sent or asked anything last, by the service's clock.
+    heard: float = 0.0
     #: When it began or ended a part last, by the service's clock.
     said: float = 0.0
     #: What it began last: when, the work's key, how its role went through it.

@@ -104,6 +104,7 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         },
         lease_until=now + lease,
         last_wall=row["last_wall"] or 0.0,
+        heard=(row["last_wall"] or 0.0) + (row["clock_offset"] or 0.0),
         clock=(row["clock_offset"], row["clock_error"]),
         max_step=row["max_step"],
         finished=finished is not None,

@@ -100,6 +100,7 @@ class State:
         process, out = self.registry.process_for(sender, event, lease, raw=raw)
         attempt = self.registry.attempt_of(process)
         at = paces.service_clock(sender, event.wall, arrived)
+        process.heard = max(process.heard, at if arrived is None else arrived)
         if process.lapsed:
             out += leaving.wake(self.registry, process, event.wall)
         if attempt.over:
@@ -310,6 +311,7 @@ class State:
         if process is None:
             return []
         process.lease_until = max(process.lease_until, now + self.lease_seconds)
+        process.heard = max(process.heard, wall)
         return leaving.wake(self.registry, process, wall) if process.lapsed else []
 
     def renew_all(self, now: float) -> None:

@@ -1,9 +1,9 @@
 """Who is stuck: which rank holds up the others of its role, judged from stage events alone.
 
 A rank is stuck where it has said nothing for longer than the slowest rank ever took there, and the
-others of its role are further, or all of them stand in the same place. What counts is where a rank
-stands now: inside the part of a stage that it entered last, or between two. Ranks that wait for it
-inside a stage are not stuck.
+others of its role are further, or all of them stand in the same place. A rank whose process does
+not answer is stuck wherever it stands. What counts is where a rank stands now: inside the part of a
+stage that it entered last, or between two. Ranks that wait for it inside a stage are not stuck.
 
 Pure: the coordinator judges what it remembers, the API what is stored, both with these functions.
 Times are seconds of one clock, durations seconds.
@@ -21,8 +21,12 @@ from stagescope.schema import Part
 
 NOT_BEGUN: Final = "not begun"
 NOT_ENDED: Final = "not ended"
-LIVE, GONE, UNHEARD = "live", "gone", "unheard"
-"""A process polls; it fell silent; nobody has heard of it."""
+BETWEEN: Final = "between stages"
+LIVE, SILENT, GONE, UNHEARD = "live", "silent", "gone", "unheard"
+"""A process polls; it does not, and its lease holds; its lease ran out; nobody has heard of it."""
+
+SILENT_KIND: Final = "process_silent"
+"""The finding of a process that does not answer; its evidence says since when."""
 
 STEPS_REMEMBERED: Final = 8
 """Closed steps that make the history of a stage."""
@@ -72,9 +76,9 @@ class Standing(NamedTuple):
     """Where a rank stands."""
 
     process: str
-    """LIVE, GONE or UNHEARD."""
+    """LIVE, SILENT, GONE or UNHEARD."""
     said: float | None = None
-    """When it began or ended anything last, or fell silent; None: never."""
+    """When it began or ended anything last; None: never."""
     inside: Place | None = None
     """The part that it is in; None between two."""
     frontier: float = -math.inf
@@ -156,7 +160,7 @@ def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
 
     Nobody is where nobody of the role lives: what a lost job left open is lost, not stuck.
     """
-    if not any(standing.process == LIVE for standing in role.standings.values()):
+    if not any(standing.process in (LIVE, SILENT) for standing in role.standings.values()):
         return []
     return _Judgement(role, now, rules).judge() if role.paces else []
 
@@ -188,8 +192,10 @@ class _Judgement:
 
     def _inside(self, rank: int, standing: Standing, place: Place) -> Stuck | None:
         limit = self._limit(place, NOT_ENDED)
-        gone = standing.process == GONE
+        gone = standing.process in (SILENT, GONE)
         if not (gone or self._is_over(standing, limit)):
+            return None
+        if not gone and self._waits_for_silent(place):
             return None
         _, ended = self._of(place)
         whole = not (gone or ended)
@@ -206,7 +212,8 @@ class _Judgement:
         # A rank that came late to what is before has not been awaited for longer than since then.
         since = first if standing.said is None else max(first, standing.said)
         limit = self._limit(place, NOT_BEGUN)
-        patience = self._rules.floor if standing.process == GONE else limit.seconds
+        unheard = standing.process in (SILENT, GONE)
+        patience = self._rules.floor if unheard else limit.seconds
         if self._now - since <= patience:
             return None
         return self._stuck(rank, standing, place, NOT_BEGUN, since, limit)
@@ -254,9 +261,18 @@ class _Judgement:
                 if standing.inside == place
                 else standing.frontier > self._role.paces[place].first
                 for rank, standing in self._role.standings.items()
-                if standing.process != GONE and self._takes_part(rank, place)
+                if self._takes_part(rank, place)
             )
         return known
+
+    def _waits_for_silent(self, place: Place) -> bool:
+        """Say whether a rank whose process does not answer has not ended a part (nor left it)."""
+        return any(
+            standing.process in (SILENT, GONE)
+            and self._takes_part(rank, place)
+            and (standing.inside == place or standing.frontier < self._role.paces[place].first)
+            for rank, standing in self._role.standings.items()
+        )
 
     def _takes_part(self, rank: int, place: Place) -> bool:
         ranks = self._role.history(place.stage).ranks

@@ -11,7 +11,7 @@ import pytest
 from tests.support.stores import rows_of, url_of
 
 from stagescope.errors import InvalidInput, NotFound
-from stagescope.schema import BEGIN, END, FINISH, HELLO, STACKS, Sender
+from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
 from stagescope_service.api.stuck import stuck_rows
 from stagescope_service.engine import stack_requests
 from stagescope_service.engine.instructions import (
@@ -398,7 +398,94 @@ def test_the_catalogue_is_judged_as_the_state_is(desk: Desk, catalogue: Catalogu
     desk.end(0, step)
     desk.pass_time(40.0, polling=(0,))
     [row] = stuck_rows(catalogue, 1, step, desk.now, RULES)
-    assert (row["rank"], row["status"], row["process"]) == (1, "not ended", "live")
+    assert (row["rank"], row["status"], row["process"]) == (1, "not ended", "silent")
     desk.pass_time(60.0, polling=(0,))
     [row] = stuck_rows(catalogue, 1, step, desk.now, RULES)
     assert (row["rank"], row["process"]) == (1, "gone")
+
+
+# --- processes that do not answer ---------------------------------------------------------------
+
+
+def worked(desk: Desk, ranks: int = 3, steps: int = 3) -> None:
+    """Let ranks do steps of 2 s; all stand after the last one then."""
+    for rank in range(ranks):
+        desk.say(rank, HELLO, world_size=ranks)
+    for step in range(1, steps + 1):
+        for rank in range(ranks):
+            desk.begin(rank, step)
+        desk.pass_time(2.0, polling=tuple(range(ranks)))
+        for rank in range(ranks):
+            desk.end(rank, step)
+
+
+def stuck_now(desk: Desk, catalogue: Catalogue, step: int) -> list[tuple[Any, ...]]:
+    rows = stuck_rows(catalogue, 1, step, desk.now, RULES)
+    return [(row["rank"], row["status"], row["process"], row["since_wall"]) for row in rows]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_process_that_stops_between_stages_is_named(
+    desk: Desk, catalogue: Catalogue, closed: bool
+) -> None:
+    worked(desk)
+    if closed:
+        desk.say(0, END_STEP, step=3)
+    desk.pass_time(5.0, polling=(0, 1, 2))
+    heard = desk.now
+    desk.pass_time(29.0, polling=(0, 2))
+    assert stuck_now(desk, catalogue, 3) == []
+    desk.pass_time(10.0, polling=(0, 2))
+    assert stuck_now(desk, catalogue, 3) == [(1, "between stages", "silent", heard)]
+    [found] = desk.findings("process_silent")
+    assert (found["rank"], found["step"], found["over_wall"]) == (1, 3, None)
+    assert found["evidence"]["since_wall"] == heard
+    assert "after actor_update of step 3" in found["message"]
+
+
+def test_a_process_that_stops_inside_a_stage_keeps_its_first_clock(
+    desk: Desk, catalogue: Catalogue
+) -> None:
+    worked(desk)
+    for rank in range(3):
+        desk.begin(rank, 4)
+    heard = desk.now
+    desk.pass_time(42.0, polling=(0, 2))
+    assert stuck_now(desk, catalogue, 4) == [(1, "not ended", "silent", heard)]
+    # Its lease ends; the others, which wait for it inside, are not named in its place.
+    desk.pass_time(60.0, polling=(0, 2))
+    assert stuck_now(desk, catalogue, 4) == [(1, "not ended", "gone", heard)]
+    desk.renew()
+    desk.pass_time(60.0, polling=(0, 2))
+    assert stuck_now(desk, catalogue, 4) == [(1, "not ended", "gone", heard)]
+    [found] = desk.findings("process_silent")
+    assert (found["over_wall"], found["evidence"]["since_wall"]) == (None, heard)
+    # That all of them stand was news only until it was known why.
+    assert [(row["rank"], row["over_wall"] is None) for row in desk.findings()] == [(None, False)]
+    desk.poll(1)
+    desk.pass_time(6.0, polling=(0, 1, 2))
+    [found] = desk.findings("process_silent")
+    assert found["over_wall"] is not None
+    assert [row[0] for row in stuck_now(desk, catalogue, 4)] == [0, 1, 2]
+
+
+def test_a_rank_that_is_made_anew_ends_the_silence_of_its_predecessor(
+    desk: Desk, catalogue: Catalogue
+) -> None:
+    worked(desk, ranks=2)
+    desk.pass_time(60.0, polling=(0,))
+    assert [row[0] for row in stuck_now(desk, catalogue, 3)] == [1]
+    anew = Sender("anew", "r", "a", "actor", 1, node_id="node", clock_offset=0.0, started=desk.now)
+    event = (1, BEGIN, 1, desk.now, desk.now, {"step": 4, "stage": "actor_update"})
+    desk.run(desk.reception.record(anew.wire(), [event]))
+    desk.pass_time(6.0, polling=(0,))
+    [found] = desk.findings("process_silent")
+    assert found["over_wall"] is not None
+
+
+def test_a_service_that_was_held_up_calls_nobody_silent(desk: Desk) -> None:
+    worked(desk, ranks=2)
+    desk.now += 300.0
+    desk.run(desk.reception.expire())
+    desk.pass_time(10.0, polling=(0, 1))
+    assert desk.findings("process_silent") == []

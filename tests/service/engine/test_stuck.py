@@ -16,6 +16,7 @@ from stagescope_service.engine.stuck import (
     LIVE,
     NOT_BEGUN,
     NOT_ENDED,
+    SILENT,
     UNHEARD,
     History,
     Pace,
@@ -129,6 +130,19 @@ def test_a_rank_that_is_gone_or_was_never_heard_of_is_named() -> None:
     assert [(each.rank, each.process) for each in found][-1] == (1, GONE)
     absent = role({0: inside(100.0), 1: Standing(UNHEARD)}, {0: 100.0})
     assert [(each.rank, each.process) for each in judge(absent, 900.0, RULES)] == [(1, UNHEARD)]
+
+
+@pytest.mark.parametrize("process", [SILENT, GONE])
+def test_those_that_wait_for_a_process_that_does_not_answer_are_not_stuck(process: str) -> None:
+    inside_too = Standing(process, 100.0, UPDATE, 100.0)
+    view = role({0: inside(100.0), 1: inside_too}, {0: 100.0, 1: 100.0})
+    assert who(judge(view, 900.0, RULES)) == [(1, NOT_ENDED, False)]
+    before = Standing(process, 90.0, None)
+    view = role({0: inside(100.0), 1: before}, {0: 100.0})
+    assert who(judge(view, 900.0, RULES)) == [(1, NOT_BEGUN, False)]
+    beyond = Standing(process, 105.0, None, 100.0)
+    view = role({0: inside(100.0), 1: beyond}, {0: 100.0, 1: 100.0}, {1: 105.0})
+    assert who(judge(view, 900.0, RULES)) == [(0, NOT_ENDED, False)]
 
 
 def test_where_nobody_is_left_nobody_is_stuck() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from stagescope_service.engine.entities import FAILED, OK, Attempt, Process, Span
 from stagescope_service.engine.stuck import (
     GONE,
     LIVE,
+    SILENT,
     UNHEARD,
     History,
     Pace,
@@ -20,8 +21,11 @@ from stagescope_service.engine.stuck import (
 )
 
 
-def roles(attempt: Attempt) -> Iterator[tuple[str, Role]]:
-    """Yield the roles of an attempt that work on its open steps."""
+def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str, Role]]:
+    """Yield the roles of an attempt that work on its open steps.
+
+    `silent` are the incarnations of which nothing is heard though their lease holds.
+    """
     by_role: dict[str, dict[int, Process]] = {}
     left: dict[str, set[int]] = {}
     for process in attempt.processes.values():
@@ -37,7 +41,10 @@ def roles(attempt: Attempt) -> Iterator[tuple[str, Role]]:
         if paces:
             expected = range(attempt.world_size(role) or 0)
             absent = {*expected} - processes.keys() - left.get(role, set())
-            standings = {rank: _standing(paces, each) for rank, each in processes.items()}
+            standings = {
+                rank: _standing(paces, each, each.incarnation in silent)
+                for rank, each in processes.items()
+            }
             standings |= dict.fromkeys(absent, Standing(UNHEARD))
             yield role, _role(attempt, role, standings, paces)
 
@@ -54,13 +61,13 @@ def _paces_of(attempt: Attempt, number: int, role: str) -> dict[Place, Pace]:
     return {pace.place: pace for pace in paces.values()}
 
 
-def _standing(paces: Mapping[Place, Pace], process: Process) -> Standing:
+def _standing(paces: Mapping[Place, Pace], process: Process, silent: bool) -> Standing:
     gone = not process.live
     spans = process.unfinished if gone else process.open_spans
     inside = _innermost(paces, process, [*spans.values()])
-    said = max(process.said, process.left_wall or 0.0) if gone else process.said
     frontier = -math.inf if process.reached is None else process.reached[2].first
-    return Standing(GONE if gone else LIVE, said or None, inside, frontier)
+    status = GONE if gone else SILENT if silent else LIVE
+    return Standing(status, process.said or None, inside, frontier)
 
 
 def _innermost(paces: Mapping[Place, Pace], process: Process, spans: list[Span]) -> Place | None:

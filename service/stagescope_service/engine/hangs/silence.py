@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from stagescope.errors import Forbidden
 from stagescope.stacks import read_watchdog
-from stagescope_service.engine.entities import Process
+from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.instructions import ReadWatchdogs
 from stagescope_service.engine.state import State
 
@@ -24,11 +24,14 @@ class Silence:
     Args:
         state: of the coordinator.
         late_seconds: a process that polls is late after so long without a word.
+        floor: seconds below which no process counts as silent.
     """
 
-    def __init__(self, state: State, *, late_seconds: float) -> None:
+    def __init__(self, state: State, *, late_seconds: float, floor: float = 0.0) -> None:
         self._state = state
         self._late_seconds = late_seconds
+        self.seconds = max(late_seconds, floor)
+        """A process counts as silent after so long."""
         self._until: dict[str, float] = {}
 
     def unanswered(self, incarnations: Iterable[str], now: float) -> None:
@@ -40,6 +43,20 @@ class Silence:
         """Note that its file said what there is; it is not read again in this silence."""
         if incarnation in self._until:
             self._until[incarnation] = 0.0
+
+    def of(self, attempt: Attempt, now: float) -> list[Process]:
+        """Return the processes of an attempt that worked in it and do not answer, by role and rank.
+
+        Those that took leave or were replaced are awaited by nobody; raw callers never poll.
+        """
+        silent = [
+            process
+            for process in attempt.processes.values()
+            if process.max_step is not None
+            if not (process.raw or process.finished or process.replaced)
+            if process.lapsed or self._quiet_for(process, now) > self.seconds
+        ]
+        return sorted(silent, key=lambda process: (process.role, process.rank))
 
     def look(self, now: float) -> list[ReadWatchdogs]:
         """Return whose files are to be read now; `now` is the service's monotonic clock."""
@@ -60,7 +77,10 @@ class Silence:
     def _is_late(self, process: Process, now: float) -> bool:
         if process.watchdog is None or process.finished:
             return False
-        return now - (process.lease_until - self._state.lease_seconds) > self._late_seconds
+        return self._quiet_for(process, now) > self._late_seconds
+
+    def _quiet_for(self, process: Process, now: float) -> float:
+        return now - (process.lease_until - self._state.lease_seconds)
 
 
 def read_watchdogs(paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:

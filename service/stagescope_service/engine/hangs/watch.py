@@ -1,19 +1,20 @@
 """Looks now and then for ranks that are stuck, and for processes that fell silent.
 
 A rank that is stuck makes a finding, which is over when the rank goes on; its stacks, and those of
-one rank that is not, are asked for once. Of a process that is not heard any more, the file of its
+one rank that is not, are asked for once. A process that does not answer makes a finding wherever
+it stands, with the time at which it was heard last, over once it is heard again; the file of its
 watchdog is read on its node.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stagescope.errors import InvalidEvent
 from stagescope.schema import Work
-from stagescope_service.engine.entities import Attempt
+from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.hangs.roles import roles
 from stagescope_service.engine.hangs.silence import Silence
@@ -21,7 +22,16 @@ from stagescope_service.engine.instructions import Instruction, Put
 from stagescope_service.engine.rows import digest
 from stagescope_service.engine.state import State
 from stagescope_service.engine.steps import FINISHED
-from stagescope_service.engine.stuck import GONE, Role, Stuck, StuckRules, judge
+from stagescope_service.engine.stuck import (
+    BETWEEN,
+    GONE,
+    NOT_ENDED,
+    SILENT_KIND,
+    Role,
+    Stuck,
+    StuckRules,
+    judge,
+)
 
 KIND: Final = "stage_stuck"
 MOST_FINDINGS: Final = 64
@@ -53,10 +63,12 @@ class HangWatch:
     def __init__(self, state: State, rules: StuckRules, *, late_seconds: float) -> None:
         self._state = state
         self._rules = rules
-        self._silence = Silence(state, late_seconds=late_seconds)
+        self._silence = Silence(state, late_seconds=late_seconds, floor=rules.floor)
         self._pause = min(max(rules.floor / 4, 0.25), 5.0)
         self._due = -math.inf
         self._open: dict[_Key, str] = {}
+        self._silent: dict[str, tuple[int, str]] = {}
+        """Incarnation -> its attempt and its finding."""
 
     def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
         """Take in what an earlier coordinator found and did not see over."""
@@ -64,6 +76,9 @@ class HangWatch:
             if row["kind"] == KIND and row["over_wall"] is None:
                 place = (row["attempt_id"], row["step"], row["stage"], row["role"], row["rank"])
                 self._open[_Key(*place)] = row["finding_id"]
+            elif row["kind"] == SILENT_KIND and row["over_wall"] is None:
+                incarnation = str((row["evidence"] or {}).get("incarnation"))
+                self._silent[incarnation] = (row["attempt_id"], row["finding_id"])
 
     def look(self, now: float, wall: float) -> list[Instruction]:
         """Return what is to be written and done now.
@@ -79,10 +94,16 @@ class HangWatch:
         self._due = now + self._pause
         out += self._silence.look(now)
         stuck: set[_Key] = set()
+        unheard: set[str] = set()
         for attempt in self._state.registry.attempts.values():
-            if attempt.open and not attempt.over and self._is_quiet(attempt, wall):
-                out += self._judge(attempt, wall, stuck)
-        return out + self._end(stuck, wall)
+            if attempt.over:
+                continue
+            silent = self._silence.of(attempt, now)
+            unheard |= {process.incarnation for process in silent}
+            out += self._fell_silent(attempt, silent[:MOST_FINDINGS], wall)
+            if attempt.open and self._is_quiet(attempt, wall):
+                out += self._judge(attempt, silent, wall, stuck)
+        return out + self._end(stuck, wall) + self._end_silences(unheard, wall)
 
     def watchdog(
         self, incarnation: str, fields: Mapping[str, Any], wall: float
@@ -106,14 +127,21 @@ class HangWatch:
             for process in attempt.processes.values()
         )
 
-    def _judge(self, attempt: Attempt, wall: float, stuck: set[_Key]) -> list[Instruction]:
+    def _judge(
+        self, attempt: Attempt, silent: Sequence[Process], wall: float, stuck: set[_Key]
+    ) -> list[Instruction]:
         out: list[Instruction] = []
-        for name, role in roles(attempt):
+        unheard = {(process.role, process.rank) for process in silent}
+        for name, role in roles(attempt, {process.incarnation for process in silent}):
             found = judge(role, wall, self._rules)[:MOST_FINDINGS]
             new: list[Stuck] = []
             for each in found:
                 key = _key(attempt, name, each)
-                if key not in self._open and key not in stuck:
+                known = key in self._open or key in stuck
+                # Of a process that does not answer there is one finding, wherever it stands.
+                if not known and (name, each.rank) in unheard:
+                    continue
+                if not known:
                     new.append(each)
                 stuck.add(key)
             if new:
@@ -153,22 +181,83 @@ class HangWatch:
             )
         return out
 
+    def _fell_silent(
+        self, attempt: Attempt, silent: Sequence[Process], wall: float
+    ) -> list[Instruction]:
+        """Make findings of processes that do not answer any more."""
+        out: list[Instruction] = []
+        for process in silent:
+            if process.incarnation in self._silent:
+                continue
+            put = _silent_finding(attempt, process, self._silence.seconds, wall)
+            row = {**put.row, "over_wall": None}
+            row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
+            self._silent[process.incarnation] = (attempt.attempt_id, row["finding_id"])
+            out.append(Put("findings", row))
+        return out
+
+    def _end_silences(self, unheard: set[str], wall: float) -> list[Instruction]:
+        """Say of findings that they are over: the process is heard again, left or was replaced."""
+        out: list[Instruction] = []
+        for incarnation in self._silent.keys() - unheard:
+            attempt_id, finding_id = self._silent.pop(incarnation)
+            out += self._over(attempt_id, finding_id, wall)
+        return out
+
     def _end(self, stuck: set[_Key], wall: float) -> list[Instruction]:
         """Say of findings that they are over: the rank went on, or took leave."""
         out: list[Instruction] = []
         for key in [key for key in self._open if key not in stuck]:
-            finding_id = self._open.pop(key)
-            attempt = self._state.attempt(key.attempt_id)
-            if attempt is None or (attempt.over and attempt.end_reason != FINISHED):
-                continue  # it was stuck to its end
-            columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
-            out.append(Put("findings", {"finding_id": finding_id, **columns}))
+            out += self._over(key.attempt_id, self._open.pop(key), wall)
         return out
+
+    def _over(self, attempt_id: int, finding_id: str, wall: float) -> list[Instruction]:
+        attempt = self._state.attempt(attempt_id)
+        if attempt is None or (attempt.over and attempt.end_reason != FINISHED):
+            return []  # it was stuck to its end
+        columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
+        return [Put("findings", {"finding_id": finding_id, **columns})]
 
 
 def _key(attempt: Attempt, role: str, stuck: Stuck) -> _Key:
     rank = None if stuck.whole_role else stuck.rank
     return _Key(attempt.attempt_id, stuck.place.step, stuck.place.stage, role, rank)
+
+
+def _silent_finding(attempt: Attempt, process: Process, limit: float, wall: float) -> Put:
+    spans = [*process.open_spans.values(), *process.unfinished.values()]
+    inside = next((span for span in reversed(spans) if span.work.step == process.max_step), None)
+    reached = None if process.reached is None else process.reached[2].place
+    step, stage, part = process.max_step, None, None
+    if inside is not None:
+        stage, part = inside.work.stage, str(inside.work.part)
+    elif reached is not None:
+        step, stage, part = reached.step, reached.stage, str(reached.part)
+    place = f"step {step}" if stage is None else f"{stage} of step {step}"
+    where = f"inside {place}" if inside else f"after {place}"
+    return finding(
+        SILENT_KIND,
+        f"rank {process.rank} of {process.role} does not answer: not heard for "
+        f"{max(wall - process.heard, 0.0):.0f} s, {where}; others may wait for it",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        severity="error",
+        step=step,
+        stage=stage,
+        role=process.role,
+        rank=process.rank,
+        evidence={
+            "status": NOT_ENDED if inside else BETWEEN,
+            "part": part,
+            "since_wall": process.heard,
+            "limit_seconds": limit,
+            "incarnation": process.incarnation,
+            "node_id": process.node_id,
+        },
+        advice="look at its process on its node (stopped, swapping, a held interpreter lock, a "
+        "dead host, a cut network): `stagescope stuck` names host and pid",
+    )
 
 
 def _finding(
