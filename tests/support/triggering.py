@@ -17,7 +17,7 @@ from tests.support.parallel import Said
 
 from stagescope.errors import StagescopeError
 from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
-from stagescope_service.engine.triggering.actions import Acting, PinAnswer
+from stagescope_service.engine.triggering.actions import Acting, PinAnswer, gone_of
 from stagescope_service.engine.triggering.live import Triggers
 from stagescope_service.engine.triggering.webhooks import Webhooks
 from stagescope_service.store.base import Put
@@ -100,7 +100,7 @@ class Bench:
         kept = self.catalogue.artifacts(attempt_id, step, kind="ring", deleted=None)
         pinned = self.floor._node(None).ring.pin_step(attempt_id, step)
         reasons = (pinned.reason,) if pinned.reason else ()
-        gone = 0 if reasons else len(kept) - pinned.payloads
+        gone = 0 if reasons else gone_of(kept, pinned.payloads)
         return PinAnswer(pinned.payloads, pinned.bytes, gone, reasons)
 
     # --- a training -----------------------------------------------------------------------

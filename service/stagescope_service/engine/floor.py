@@ -27,7 +27,7 @@ from stagescope_service.engine.instructions import (
 from stagescope_service.engine.reasons import describe
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.retention import Limits, Retention
-from stagescope_service.engine.triggering.actions import Acting, Order, PinAnswer
+from stagescope_service.engine.triggering.actions import Acting, Order, PinAnswer, gone_of
 from stagescope_service.engine.triggering.live import Triggers
 from stagescope_service.engine.triggering.turns import Turns
 from stagescope_service.engine.triggering.webhooks import Webhooks
@@ -251,12 +251,10 @@ class RayFloor:
 
         Kept files of a pinned step stay by themselves: they count among what it holds.
         """
-        kept = await asyncio.to_thread(
-            self._catalogue.artifacts, attempt_id, step, kind="ring", deleted=None
-        )
-        payloads, size = 0, 0
+        kept = await self._in_rings(attempt_id, step)
+        payloads, size, gone = 0, 0, 0
         reasons: list[str] = []
-        for node in sorted({row["node_id"] for row in kept}):
+        for node, rows in kept.items():
             try:
                 said = await self._ingestors.on(node).pin.remote(attempt_id, step)
                 pinned = Pinned(*said) if said else Pinned(0, 0, f"node {node} has no usable ring")
@@ -265,7 +263,7 @@ class RayFloor:
                 pinned = Pinned(0, 0, reason)
             payloads, size = payloads + pinned.payloads, size + pinned.bytes
             reasons += [pinned.reason] if pinned.reason else []
-        gone = 0 if reasons else len(kept) - payloads
+            gone += 0 if pinned.reason else gone_of(rows, pinned.payloads)
         files = await asyncio.to_thread(
             self._catalogue.artifacts, attempt_id, step, kind="kept", limit=_MOST_FILES
         )
@@ -274,16 +272,24 @@ class RayFloor:
 
     async def unpin(self, attempt_id: int, step: int) -> bool:
         """Let the payloads of a step go; return whether every node's ring did."""
-        kept = await asyncio.to_thread(
-            self._catalogue.artifacts, attempt_id, step, kind="ring", deleted=None
-        )
         done = True
-        for node in sorted({row["node_id"] for row in kept}):
+        for node in await self._in_rings(attempt_id, step):
             try:
                 done = await self._ingestors.on(node).unpin.remote(attempt_id, step) and done
             except exceptions.RayError:  # noqa: PERF203 - the other nodes' go all the same
                 done = False
         return done
+
+    async def _in_rings(self, attempt_id: int, step: int) -> dict[str | None, list[dict[str, Any]]]:
+        """Return, by node, what the catalogue knows of a step's payloads in rings."""
+        rows = await asyncio.to_thread(
+            self._catalogue.artifacts,
+            attempt_id, step, kind="ring", deleted=None, limit=_MOST_FILES,
+        )  # fmt: skip
+        found: dict[str | None, list[dict[str, Any]]] = {}
+        for row in sorted(rows, key=lambda row: row["node_id"] or ""):
+            found.setdefault(row["node_id"], []).append(row)
+        return found
 
     async def restate(
         self,

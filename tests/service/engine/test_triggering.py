@@ -16,6 +16,7 @@ from tests.support.triggering import Bench, hook, rule, rules_of
 
 from stagescope.errors import Conflict
 from stagescope_service.engine.orders import agreement
+from stagescope_service.engine.triggering.actions import gone_of
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.ring import RingEntry
@@ -631,3 +632,10 @@ def test_a_file_stands_until_others_are_given_and_again_when_it_changes(
     done = [(row["action"], row["by"]) for row in bench.catalogue.audit()]
     assert done[0] == ("triggers_refused", f"file {file}")
     assert ("set_triggers", "me") in done
+
+
+def test_payloads_that_the_catalogue_does_not_know_yet_are_not_gone() -> None:
+    there, deleted = {"deleted_wall": None}, {"deleted_wall": 1.0}
+    assert gone_of([there, there], 4) == 0
+    assert gone_of([there, deleted], 4) == 1
+    assert gone_of([there, there, deleted], 1) == 2

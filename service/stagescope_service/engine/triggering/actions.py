@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from stagescope.errors import Conflict, NotReady, StagescopeError
@@ -64,6 +64,17 @@ class PinAnswer:
     """Payloads that the rings had let go before."""
     reasons: tuple[str, ...] = ()
     """Why something of it is not pinned."""
+
+
+def gone_of(rows: Sequence[Row], held: int) -> int:
+    """Return how many payloads a ring let go.
+
+    Args:
+        rows: what `artifacts` says of its payloads of a step, deleted ones too.
+        held: how many it holds now: also some that are not in the catalogue yet.
+    """
+    deleted = sum(row["deleted_wall"] is not None for row in rows)
+    return max(deleted, len(rows) - held)
 
 
 class Hands(Protocol):
