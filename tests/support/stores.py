@@ -50,6 +50,7 @@ def stage_row(rank: Any, step: int, **columns: Any) -> Put:
         "begin_wall": 1000.0 + step,
         "begin_mono": float(step),
     }
+    columns.setdefault("begun_wall", columns.get("begin_wall", row["begin_wall"]))
     return Put("stages", {**row, **columns})
 
 

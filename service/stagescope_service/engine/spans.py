@@ -44,8 +44,9 @@ _revision: Final = attrgetter("revision")
 
 
 def begin(
-    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work
-) -> tuple[Span, list[Instruction]]:
+    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
+    arrived: float | None,
+) -> tuple[Span, list[Instruction]]:  # fmt: skip
     """Take in that a process began `work`; the end may have come first."""
     span = _find_begun(step, process, work, event)
     out: list[Instruction] = []
@@ -60,6 +61,7 @@ def begin(
         "begin_seq": event.seq,
         "begin_wall": event.wall,
         "begin_mono": event.mono,
+        "begun_wall": _on_our_clock(sender, event.wall, arrived),
         "device_time": bool(event.fields.get("device_time")),
     }
     if span.end_seq is None:
@@ -71,8 +73,9 @@ def begin(
 
 
 def end(
-    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work
-) -> tuple[Span, list[Instruction]]:
+    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
+    arrived: float | None,
+) -> tuple[Span, list[Instruction]]:  # fmt: skip
     """Take in that a process ended `work`, also where its beginning never arrived."""
     begin_seq = integer(event.fields.get("begin_seq"))
     if begin_seq is not None and not 0 < begin_seq < event.seq:
@@ -103,6 +106,8 @@ def end(
         for name in ("begin_wall", "begin_mono"):
             if (value := number(event.fields.get(name))) is not None:
                 columns[name] = value
+        if (wall := columns.get("begin_wall")) is not None:
+            columns["begun_wall"] = _on_our_clock(sender, wall, arrived)
     out.append(span_row(attempt.attempt_id, span, **columns))
     return span, out
 
@@ -177,6 +182,12 @@ def let_go_of_ended(step: Step) -> None:
     step.spans, step.holders, step.ranks = {}, {}, {}
     for span in kept:
         keep(step, span)
+
+
+def _on_our_clock(sender: Sender, wall: float, arrived: float | None) -> float:
+    """Return a sender's wall clock as the service's: nothing began after it was heard of."""
+    ours = wall + (sender.clock_offset or 0.0)
+    return ours if arrived is None else min(ours, arrived)
 
 
 def _own_revision(event: Event) -> int:

@@ -115,9 +115,9 @@ class State:
                 out += reports.world_size(attempt, process, event)
                 out += steps.rejudge_all(attempt) if resized else []
             case "begin":
-                out += self._begin(process, sender, event, work, at)
+                out += self._begin(process, sender, event, work, at, arrived)
             case "end":
-                out += self._end(process, sender, event, work, has_payload, at)
+                out += self._end(process, sender, event, work, has_payload, at, arrived)
             case "log":
                 out += steps.open_step(attempt, work.step, event.wall)[1]
                 out += reports.scalars(attempt, process, event, work)
@@ -196,13 +196,19 @@ class State:
         return out
 
     def _begin(
-        self, process: Process, sender: Sender, event: Event, work: Work, at: float
+        self,
+        process: Process,
+        sender: Sender,
+        event: Event,
+        work: Work,
+        at: float,
+        arrived: float | None,
     ) -> list[Instruction]:
         out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, event.wall)
         out += opened
-        span, begun = spans.begin(attempt, step, process, sender, event, work)
+        span, begun = spans.begin(attempt, step, process, sender, event, work, arrived)
         out += begun
         paces.note_begin(step, process, span, at)
         if process.finished and process.open_spans:
@@ -253,13 +259,14 @@ class State:
         work: Work,
         has_payload: bool,
         at: float,
+        arrived: float | None,
     ) -> list[Instruction]:
         out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, event.wall)
         out += opened
         unfinished = len(process.unfinished)
-        span, ended = spans.end(attempt, step, process, sender, event, work)
+        span, ended = spans.end(attempt, step, process, sender, event, work, arrived)
         out += ended
         paces.note_end(step, process, span, at, event.fields, event.mono)
         if len(process.unfinished) < unfinished or process.returned:

@@ -124,16 +124,19 @@ def runs(run: str | None = None) -> Query:
 
 
 def training_attempt() -> Query:
-    """Select the attempt whose training stage began last, with that stage's `begin_wall`."""
+    """Select the attempt whose training stage began last, with that stage's `begin_wall`.
+
+    By the service's clock: a sender whose clock lies in the future would be the last for good.
+    """
     return (
         sa.select(tables.attempts, stages.c.begin_wall, stages.c.step)
         .join(stages, stages.c.attempt_id == tables.attempts.c.attempt_id)
         .where(
             # A literal: SQLite takes the partial index only for the same text.
             stages.c.stage != sa.literal_column("'rollout_generate'"),
-            stages.c.begin_wall.is_not(None),
+            stages.c.begun_wall.is_not(None),
         )
-        .order_by(stages.c.begin_wall.desc())
+        .order_by(stages.c.begun_wall.desc())
     )
 
 

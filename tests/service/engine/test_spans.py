@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope_service.engine.spans import RAW_SEQ
+from stagescope_service.engine.state import State
+from stagescope_service.store.base import Put
 
 
 @pytest.fixture
@@ -52,6 +55,33 @@ def test_an_end_without_its_beginning_still_says_when_it_began(bench: Bench) -> 
     bench.give(rank.end(begun))
     row = bench.rows.one("stages")
     assert (row["begin_wall"], row["begin_seq"], row["status"]) == (begun.event.wall, None, "ok")
+
+
+@pytest.mark.parametrize(
+    ("offset", "ahead", "begun"),
+    [
+        (None, 0.0, 1000.25),
+        (None, 1e8, 1030.0),  # a clock of the year 2001, or of 2100: nothing begins in the future
+        (None, -500.0, 500.25),  # taken in later, from files
+        (-1e8, 1e8, 1000.25),
+        (40.0, -40.0, 1000.25),
+        (90.0, 0.0, 1030.0),
+    ],
+)
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_stage_begins_on_the_services_clock(
+    offset: float | None, ahead: float, begun: float, lost: bool
+) -> None:
+    state = State()
+    rank = Rank(started=1000.0 + ahead)
+    sender = dataclasses.replace(rank.sender, clock_offset=offset)
+    began = rank.begin(1)
+    out = [] if lost else state.handle(sender, began.event, 0.0, arrived=1030.0)
+    ended = rank.end(began)
+    out += state.handle(sender, ended.event, 0.0, arrived=1030.0)
+    rows = [put.row for put in out if isinstance(put, Put) and put.table == "stages"]
+    (found,) = [row["begun_wall"] for row in rows if "begun_wall" in row]
+    assert found == pytest.approx(begun)
 
 
 def test_stages_of_one_name_overlap(bench: Bench) -> None:

@@ -82,6 +82,16 @@ def test_the_training_stage_that_began_last_is_not_a_rollout(catalogue: Catalogu
     assert (row["run"], row["attempt_id"], row["begin_wall"]) == ("r", 2, 300.0)
 
 
+@pytest.mark.usefixtures("two_runs")
+def test_a_sender_whose_clock_is_ahead_keeps_no_default_run(
+    store: SqlStore, catalogue: Catalogue
+) -> None:
+    write(store, stage_row(5, 6, attempt_id=3, begin_wall=1e12, begun_wall=299.0))
+    row = catalogue.training_attempt()
+    assert row is not None
+    assert row["run"] == "r"
+
+
 def test_the_last_training_stage_is_found_by_its_index(store: SqlStore) -> None:
     assert store._reader is not None
     with store._reader.connect() as connection:
@@ -91,7 +101,7 @@ def test_the_last_training_stage_is_found_by_its_index(store: SqlStore) -> None:
             .compile(connection, compile_kwargs={"literal_binds": True})
         )
         plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}").fetchall()
-    assert any("ix_stages_training" in row[3] for row in plan), plan
+    assert any("ix_stages_begun" in row[3] for row in plan), plan
     assert not any("TEMP B-TREE" in row[3] for row in plan), plan
 
 

@@ -90,8 +90,10 @@ stages = table(
     *columns(Real, "device_seconds clock_offset clock_error"),
     *columns(Text, "status error_type error_message"),
     Column("superseded", Flag()),
+    # `begin_wall` on the service's clock, and never ahead of it
+    Column("begun_wall", Real),
     Index(None, "attempt_id", "step"),
     partial_index("ix_stages_open", "attempt_id", where="end_wall IS NULL"),
     # answers: whose training stage began last
-    partial_index("ix_stages_training", "begin_wall", where="stage <> 'rollout_generate'"),
+    partial_index("ix_stages_begun", "begun_wall", where="stage <> 'rollout_generate'"),
 )
