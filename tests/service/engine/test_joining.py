@@ -160,6 +160,25 @@ def test_of_a_position_that_is_there_twice_the_newest_counts() -> None:
         assert_joined(join(trainer(whole([sample])), found), whole([sample]))
 
 
+@pytest.mark.parametrize("without", [(), ("responses",)])
+def test_rollouts_that_share_an_id_and_are_of_two_samples_are_left_out(
+    without: tuple[str, ...],
+) -> None:
+    """Two engines number their samples from 0 each: what one lacks is not filled from the other."""
+    one, short, *_ = sorted(make_samples(5, 6, 30, "g"), key=len, reverse=True)
+    held = dataclasses.replace(short, uid=one.uid)
+    pieces = [engine(whole([each]), *without) for each in (one, held)]
+    found = [
+        dataclasses.replace(each, age=(4, number)) for number, each in enumerate(rows(*pieces))
+    ]
+    for each in (one, held):
+        joined = join(trainer(whole([each]), *without), found)
+        assert joined.why == {0: joining.CONTRADICTING}
+        assert joined.tokens_left_out == {joining.CONTRADICTING: each.mask.sum()}
+    again = [dataclasses.replace(found[0], age=(4, number)) for number in range(3)]
+    assert_joined(join(trainer(whole([one]), *without), again), whole([one]))
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_dtypes_are_kept_or_widened_exactly(mixed: bool) -> None:
     samples = make_samples(6, 2, 9, "g")

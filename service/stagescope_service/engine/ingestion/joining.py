@@ -27,6 +27,9 @@ Bool = npt.NDArray[np.bool_]
 MISSING: Final = "no rollout of the sample"
 UNALIGNED: Final = "other positions"
 OTHER_TOKENS: Final = "other tokens"
+CONTRADICTING: Final = "rollouts of one id that contradict each other"
+_RECOMPUTED: Final = 0.1
+"""Nats by which two reports of one token's log-prob may differ."""
 
 _ROLLOUT: Final = "rollout_log_probs"
 
@@ -62,7 +65,8 @@ class Joined:
     Attributes:
         batch: with q, and with versions where only the rollout said them.
         left_out: rows that must not count.
-        why: `MISSING`, `UNALIGNED` or `OTHER_TOKENS` for those of them that have model tokens.
+        why: `MISSING`, `UNALIGNED`, `OTHER_TOKENS` or `CONTRADICTING` for those of them that have
+            model tokens.
     """
 
     batch: TokenBatch
@@ -186,7 +190,8 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     if versions is None and rollout.versions is not None:
         versions = np.zeros(batch.tokens, np.int64)
         versions[at[use]] = rollout.versions[source]
-    left = np.flatnonzero((counts > 0) & (~aligned | other))
+    mixed = known & rollout.mixed[code]
+    left = np.flatnonzero((counts > 0) & (~aligned | other | mixed))
     # A piece without a model token says nothing of a sample of which no rollout is known.
     out = np.union1d(left, np.flatnonzero(~known))
     return Joined(
@@ -197,6 +202,8 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
         why={
             int(index): MISSING
             if not known[index]
+            else CONTRADICTING
+            if mixed[index]
             else (OTHER_TOKENS if other[index] else UNALIGNED)
             for index in left
         },
@@ -217,6 +224,8 @@ class _Rollout:
     sizes: Int64
     placed: Bool
     has_ids: Bool
+    mixed: Bool
+    """[samples + 1]: whether payloads of one version hold other tokens at the same positions."""
     q: npt.NDArray[Any]
     dtype: str
     token_ids: Int64 | None
@@ -237,6 +246,8 @@ class _Rollout:
         order = np.argsort(keys, kind="stable")
         last = np.ones(len(order), bool)
         last[:-1] = keys[order][1:] != keys[order][:-1]
+        mixed = np.zeros(len(codes) + 1, bool)
+        mixed[code[order[:-1][~last[:-1]]][_contradict(ordered, order, last)]] = True
         order = order[last]
         # One more entry of each, for samples that are not known (code -1).
         sizes = np.bincount(code[order], minlength=len(codes) + 1)
@@ -260,6 +271,7 @@ class _Rollout:
             sizes=sizes,
             placed=placed,
             has_ids=has_ids,
+            mixed=mixed,
             q=np.concatenate(q)[order] if q else np.empty(0, np.float32),
             dtype=dtypes[0] if same else ("float64" if dtypes else "float32"),
             token_ids=_joined(ids)[order] if has_ids.any() else None,
@@ -275,6 +287,22 @@ class _Rollout:
             return place.astype(np.int64), np.zeros(len(code), bool)
         place = np.minimum(place, len(self.keys) - 1)
         return place.astype(np.int64), inside & (self.keys[place] == wanted)
+
+
+def _contradict(ordered: Sequence[RolloutRows], order: Int64, last: Bool) -> Bool:
+    """Return, for tokens at a position that is there again, whether the next is another token.
+
+    Under a later version it may be: a sample that was broken off was generated anew.
+    """
+    one, other = order[:-1][~last[:-1]], order[1:][~last[:-1]]
+    version = _joined([np.full(len(rows.q), rows.age[0]) for rows in ordered])
+    payload = _joined([np.full(len(rows.q), rows.age[1]) for rows in ordered])
+    ids = _joined([np.full(len(r.q), -1) if r.token_ids is None else r.token_ids for r in ordered])
+    q = np.concatenate([np.empty(0), *(widened(rows.q, rows.dtype) for rows in ordered)])
+    known = (ids[one] >= 0) & (ids[other] >= 0)
+    differ = np.where(known, ids[one] != ids[other], abs(q[one] - q[other]) > _RECOMPUTED)
+    found: Bool = (version[one] == version[other]) & (payload[one] != payload[other]) & differ
+    return found
 
 
 def _codes(rows: RolloutRows, codes: Mapping[str, int]) -> Int64:
