@@ -115,6 +115,7 @@ def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
         "unnamed_empty": summary.unnamed_empty,
         "versions": list(summary.versions),
         "left_out": dict(summary.left_out),
+        "ignored": list(summary.ignored),
     }
     return arrays, document
 
@@ -203,6 +204,7 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
             str(stream): tuple(str(name) for name in names)
             for stream, names in document.get("producers", {}).items()
         },
+        ignored=tuple(str(name) for name in document.get("ignored", ())),
         left_out={str(why): int(n) for why, n in document.get("left_out", {}).items()},
     )
 

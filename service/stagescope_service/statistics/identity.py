@@ -69,10 +69,12 @@ class Identities:
     Attributes:
         places: part key -> row -> its place; a row that is not there counts as it says.
         contradictions: by id.
+        owners: whose ids are contradicted -> who of them holds the same rows.
     """
 
     places: Mapping[str, Mapping[int, Place]]
     contradictions: tuple[Contradiction, ...]
+    owners: Mapping[tuple[Any, ...], tuple[Any, ...]]
 
     def places_of(self, key: str, summary: Summary) -> list[Place]:
         """Return the place of each of a part's sequences."""
@@ -91,6 +93,27 @@ class Identities:
         names = tuple(place.sample for place in self.places_of(key, summary))
         sequences = dataclasses.replace(summary.sequences, samples=names)
         return dataclasses.replace(summary, sequences=sequences)
+
+
+def empty_samples(records: Sequence[PartRecord], identities: Identities) -> tuple[str, ...]:
+    """Return the samples of which no part has a model token; parts that do not count, too.
+
+    A resampling pass may repeat all rows that have tokens, and add one that has none.
+    """
+    known = {sample for record in records for sample in _handed(record).sequences.samples}
+    own: dict[object, set[str]] = {}
+    for record in records:
+        owner = identities.owners.get(owner_of(record))
+        if owner is not None:
+            own.setdefault(owner, set()).update(_handed(record).sequences.samples)
+    found: dict[str, None] = {}
+    for record in sorted(records, key=lambda record: record.order):
+        owner = identities.owners.get(owner_of(record))
+        has_tokens = known if owner is None else own[owner]
+        where = "" if owner is None else f" [{record.role} {owner[-1]}]"
+        names = _handed(record).empty_samples
+        found |= dict.fromkeys(f"{name}{where}" for name in names if name not in has_tokens)
+    return tuple(sorted(found))
 
 
 def resolve(records: Iterable[PartRecord]) -> Identities:
@@ -307,7 +330,8 @@ class _Resolution:
                 records = [version.rows[0].rows.record for version in versions]
                 holders = dict.fromkeys((record.role, record.rank) for record in records)
                 contradictions.append(Contradiction(sample, tuple(holders)))
-        return Identities(self._places, tuple(sorted(contradictions, key=lambda it: it.sample)))
+        found = tuple(sorted(contradictions, key=lambda it: it.sample))
+        return Identities(self._places, found, self._canonical)
 
     def _sort(self, rows: Sequence[_Row]) -> bool:
         """Give each row its content; return whether two of them contradict each other."""

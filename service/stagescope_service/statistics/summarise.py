@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Final
 
@@ -34,6 +35,8 @@ _KINDS = {
 }
 _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
 
+MOST_ROUNDS: Final = 4096
+"""Rounds, turns and versions that are told apart."""
 _MARKS: Final = 8
 """Marks on a row's grid: at least half as many where it is one run, at most twice as many."""
 _MOST_STRETCHES: Final = 1024
@@ -55,12 +58,22 @@ def summarise(
         InvalidTensor: a mask value other than 0 and 1, or a negative round id.
     """
     settings = settings or Settings()
+    batch, ignored = _within_limits(batch)
     found = _segments(batch, skip)
     table = found.table
+    if table.size and int(table[:, _ROUND].max()) >= MOST_ROUNDS:
+        np.minimum(table[:, _ROUND], MOST_ROUNDS - 1, out=table[:, _ROUND])
+        ignored = (*ignored, "response_mask")
     round_keys, round_slots = np.unique(table[:, _ROUND], return_inverse=True)
     turn_keys, turn_slots = _optional_slots(table[:, _TURN], batch.turn_ids is not None)
+    if len(turn_keys) > MOST_ROUNDS:  # each would have a cell
+        turn_keys, turn_slots = _optional_slots(table[:, _TURN], known=False)
+        ignored = (*ignored, "turn_ids")
     ages = batch.policy_version is not None and batch.versions is not None
     age_keys, age_slots = _optional_slots((batch.policy_version or 0) - table[:, _VERSION], ages)
+    if len(age_keys) > MOST_ROUNDS:
+        age_keys, age_slots = _optional_slots(table[:, _VERSION], known=False)
+        ignored = (*ignored, "versions")
     slots = np.stack([round_slots.reshape(-1), turn_slots, age_slots], axis=1).astype(np.int64)
 
     round_cells, turn_cells, age_cells = (
@@ -104,11 +117,31 @@ def summarise(
         unnamed_empty=0 if batch.sample_ids is not None else batch.rows - len(sequences),
         versions=_versions(batch, table),
         unequal=first,
+        ignored=ignored,
         producers={
             stream: ("" if producer is None else producer,)
             for stream, producer in zip(batch.pair, batch.producers, strict=True)
         },
     )
+
+
+def _within_limits(batch: TokenBatch) -> tuple[TokenBatch, tuple[str, ...]]:
+    """Return a batch without what says more rounds than are told apart, and its names.
+
+    An id of another kind, taken for a round, would make a step of 10^12 rounds. What a round is
+    follows from the mask then.
+    """
+    drop: dict[str, None] = {}
+    if batch.round_ids is not None:
+        on = batch.mask == batch.mask_one
+        if int(np.max(batch.round_ids, where=on, initial=0)) >= MOST_ROUNDS:
+            drop["round_ids"] = None
+    offsets = batch.round_offset
+    if offsets is not None and ((offsets < 0) | (offsets >= MOST_ROUNDS)).any():
+        drop["round_offset"] = None
+    if not drop:
+        return batch, ()
+    return dataclasses.replace(batch, **drop), tuple(drop)
 
 
 def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:

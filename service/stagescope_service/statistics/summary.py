@@ -179,6 +179,8 @@ class Summary:
     """The first token, by sample and position, whose p and q are finite and differ; or none."""
     producers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Stream -> who computed it, ascending; '' where nobody says it."""
+    ignored: tuple[str, ...] = ()
+    """Tensors that say more rounds, turns or versions than are told apart: taken as not said."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> tokens under the mask that the payload holds and that are in none of the above."""
 
@@ -247,6 +249,7 @@ class Summary:
                 [s.unequal for s in summaries], starts, sequences, head, by_d=False, keep=1
             ),
             producers=_merge_texts([s.producers for s in summaries]),
+            ignored=tuple(sorted({name for s in summaries for name in s.ignored})),
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
         )
 

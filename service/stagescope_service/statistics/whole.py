@@ -29,7 +29,7 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.cell import Cell
-from stagescope_service.statistics.identity import Contradiction, Identities, resolve
+from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
 from stagescope_service.statistics.ledger import Claim, Ledger
 from stagescope_service.statistics.part import PartRecord, RankRow, Restate, role_order
 from stagescope_service.statistics.summary import Summary
@@ -209,6 +209,7 @@ def assemble(
         books.tokens_left_out[OTHER_STREAMS] += sum(map(_sent, others))
     if books.counted:
         summary = Summary.merge([_counted(record, identities) for record in books.counted])
+        summary = dataclasses.replace(summary, empty_samples=empty_samples(chosen, identities))
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
     ranks, restate_ranks = _rank_rows(chosen, {r.key for r in books.counted}, identities)

@@ -9,6 +9,7 @@ from tests.support.measure import payload
 
 from stagescope_service.engine.ingestion.intake import Intake, Outcome
 from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.statistics import Summary
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
 
@@ -42,6 +43,19 @@ def test_pieces_of_a_sample_that_are_placed_share_its_id(tmp_path: Path) -> None
     placed = ("int64", offsets.shape, offsets, None)
     outcome = take(tmp_path, ["one", "one", "two", "two"], token_offset=placed)
     assert (outcome.state, outcome.reason) == ("ingested", None)
+
+
+def test_round_ids_that_cannot_be_rounds_are_said_and_lose_no_token(tmp_path: Path) -> None:
+    ids = np.full((4, 12), 2**40)
+    outcome = take(
+        tmp_path, ["one", "two", "three", "four"], round_ids=("int64", ids.shape, ids, None)
+    )
+    assert outcome.state == "ingested"
+    (found,) = [put.row for put in outcome.rows if put.table == "findings"]
+    assert (found["kind"], found["evidence"]["tensors"]) == ("too_many_rounds", ["round_ids"])
+    (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
+    summary = Summary.from_bytes(row["summary"])
+    assert (summary.total.tokens, len(summary.rounds.keys)) == (44, 2)
 
 
 def test_a_file_of_the_ring_says_itself_whose_it_is(tmp_path: Path) -> None:

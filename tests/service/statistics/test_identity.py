@@ -320,6 +320,36 @@ def test_a_part_of_which_only_masked_positions_are_new_is_no_gap() -> None:
     assert not whole.restate
 
 
+def empty(tokens: int = 5) -> Sample:
+    return Sample(-np.ones(tokens), -np.ones(tokens), np.zeros(tokens, np.int64), np.zeros(tokens))
+
+
+def test_rows_without_a_token_count_also_where_their_part_does_not() -> None:
+    """A resampling pass repeats the rows that have tokens, and adds one that has none."""
+    one = sample(np.random.default_rng(13), 20)
+    records = [
+        record("a", ragged([one, empty(), empty(), empty()], list("0123"))),
+        record("b", ragged([one, empty(), empty()], list("034")), part=Part(occurrence=1)),
+    ]
+    whole = formed(records, {})
+    assert whole.left_out == {"b": "repeated"}
+    assert whole.summary.empty_rows == 4
+
+
+def test_rows_without_a_token_count_by_rank_where_ids_are_a_ranks_own() -> None:
+    rng = np.random.default_rng(14)
+    held = [[sample(rng, 20), sample(rng, 9)] for _ in range(3)]
+    records = [
+        record("a", ragged([*held[0], empty(), empty()], list("0123")), 0),
+        record("b", ragged([held[1][0], empty(), held[1][1], empty()], list("0123")), 1),
+        record("c", ragged([*held[2], empty()], list("012")), 2),
+        record("c again", ragged([*held[2], empty()], list("012")), 3),
+    ]
+    whole = formed(records, {})
+    assert_counts(whole, [one for own in held for one in own])
+    assert whole.summary.empty_rows == 5
+
+
 def test_streams_that_only_some_ranks_have_are_left_out_with_the_reason() -> None:
     rng = np.random.default_rng(12)
     own = [sample(rng, 20) for _ in range(2)]

@@ -102,9 +102,9 @@ def assert_same_cell(found: Any, expected: Any) -> None:
     assert np.array_equal(found[: last_count + 1], expected[: last_count + 1])
     extremes = slice(Field.D_MIN, Field.D_M2)
     assert np.array_equal(found[extremes], expected[extremes])
-    absolute = {Field.D_SUM: Field.D_ABS_SUM}
     for field in sums:
-        terms = abs(expected[absolute.get(Field(field), Field(field))])
+        # Differences, and weights minus 1, may cancel: what is rounded are their terms.
+        terms = max(abs(expected[field]), expected[Field.D_ABS_SUM])
         assert abs(found[field] - expected[field]) <= 1e-12 * terms + 1e-290, Field(field)
     for x, y, xy in (
         (Field.P_M2, Field.Q_M2, Field.PQ_C),
@@ -356,3 +356,35 @@ def test_summaries_of_other_pairs_or_settings_do_not_merge() -> None:
         Summary.merge([one, summarise(batch_of(p, q, mask, pair=("old", "recomputed")))])
     with pytest.raises(InvalidInput, match="at least one"):
         Summary.merge([])
+
+
+@pytest.mark.parametrize("far", [4096, 2**40, 2**62])
+def test_ids_that_are_no_rounds_are_not_taken_for_them(far: int) -> None:
+    p, q, mask = random_streams(np.random.default_rng(1), 4, 60)
+    plain = summarise(batch_of(p, q, mask))
+    wrong = summarise(batch_of(p, q, mask, round_ids=np.full((4, 60), far)))
+    assert wrong.ignored == ("round_ids",)
+    assert publish(wrong) == publish(plain)
+    for offset in (far, -1):
+        moved = summarise(batch_of(p, q, mask, round_offset=np.full(4, offset)))
+        assert moved.ignored == ("round_offset",)
+        assert publish(moved) == publish(plain)
+    under_no_token = np.where(mask == 1, 3, far)
+    assert summarise(batch_of(p, q, mask, round_ids=under_no_token)).ignored == ()
+    again = Summary.from_bytes(Summary.merge([wrong, moved]).to_bytes())
+    assert again.ignored == ("round_ids", "round_offset")
+
+
+def test_rounds_turns_and_versions_without_end_are_bounded() -> None:
+    tokens = 9000
+    p, q, _ = random_streams(np.random.default_rng(2), 1, tokens)
+    numbers = np.arange(tokens)[None]
+    summary = summarise(batch_of(
+        p, q, numbers % 2, turn_ids=numbers, versions=numbers, policy_version=3,
+    ))  # fmt: skip
+    assert summary.ignored == ("response_mask", "turn_ids", "versions")
+    assert len(summary.rounds.keys) == 4096
+    assert not len(summary.turns.keys)
+    assert not len(summary.staleness.keys)
+    assert summary.total.tokens == tokens // 2
+    assert publish(summary)["per_round/total_rounds"] == 4096

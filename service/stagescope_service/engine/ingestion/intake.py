@@ -23,6 +23,7 @@ from stagescope_service.statistics import Settings, TokenBatch, available_pairs,
 from stagescope_service.statistics.identity import Place
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
+from stagescope_service.statistics.summarise import MOST_ROUNDS
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.base import Put
 from stagescope_service.store.parts import pair_name, part_key
@@ -162,6 +163,18 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
     row: Row = {name: job.get(name) for name in (*names, *parts)}
     row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
     yield Put("summaries", {**row, "summary": summary.to_bytes()})
+    if summary.ignored:
+        names = ", ".join(summary.ignored)
+        yield finding(
+            "too_many_rounds",
+            f"{names} of {pair_name(summary.pair)} tell more than {MOST_ROUNDS} rounds, turns or "
+            "versions apart, or a round below 0: rounds are counted by the mask"
+            + (f", from {MOST_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
+            **_place(job),
+            evidence={"tensors": list(summary.ignored), "most": MOST_ROUNDS},
+            advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
+            "same",
+        )
     odd = {
         name.removeprefix("nonfinite/"): int(count)
         for name, count in non_finite(summary.total, *summary.pair).items()
