@@ -131,17 +131,15 @@ def _within_limits(batch: TokenBatch) -> tuple[TokenBatch, tuple[str, ...]]:
     An id of another kind, taken for a round, would make a step of 10^12 rounds. What a round is
     follows from the mask then.
     """
-    drop: dict[str, None] = {}
+    ignored: tuple[str, ...] = ()
     if batch.round_ids is not None:
         on = batch.mask == batch.mask_one
         if int(np.max(batch.round_ids, where=on, initial=0)) >= MOST_ROUNDS:
-            drop["round_ids"] = None
+            batch, ignored = dataclasses.replace(batch, round_ids=None), ("round_ids",)
     offsets = batch.round_offset
     if offsets is not None and ((offsets < 0) | (offsets >= MOST_ROUNDS)).any():
-        drop["round_offset"] = None
-    if not drop:
-        return batch, ()
-    return dataclasses.replace(batch, **drop), tuple(drop)
+        batch, ignored = dataclasses.replace(batch, round_offset=None), (*ignored, "round_offset")
+    return batch, ignored
 
 
 def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:

@@ -36,9 +36,8 @@ def _exact(x: Digits, y: Digits) -> dict[str, Decimal]:
     clamped = [max(min(value, Decimal(20)), Decimal(-20)) for value in d]
     weight = [value.exp() for value in clamped]
     gap = [abs(a.exp() - b.exp()) for a, b in zip(x, y, strict=True)]
-    total = max(min(sum(d), Decimal(20)), Decimal(-20))
-    mean_p, mean_q, mean_d = sum(x) / n, sum(y) / n, sum(d) / n
-    mean_w = sum(weight) / n
+    total = max(min(sum(d, Decimal(0)), Decimal(20)), Decimal(-20))
+    mean_p, mean_q, mean_d, mean_w = (sum(each, Decimal(0)) / n for each in (x, y, d, weight))
     found = {
         "token_mult_prob_error": _mean(d, lambda value: abs(value).exp()),
         "train_rollout_logprob_abs_diff": _mean(d, abs),
@@ -73,7 +72,7 @@ def _exact(x: Digits, y: Digits) -> dict[str, Decimal]:
         "per_round/round_0_abs_diff_mean": _mean(d, abs),
     }
     for name, values in (("old", x), ("rollout", y)):
-        mean = sum(values) / n
+        mean = sum(values, Decimal(0)) / n
         for key in ("mean", "seq_mean", "seq_max"):
             found[f"logprob/{name}_{key}"] = mean
         found[f"logprob/{name}_min"], found[f"logprob/{name}_max"] = min(values), max(values)

@@ -164,10 +164,10 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
     row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
     yield Put("summaries", {**row, "summary": summary.to_bytes()})
     if summary.ignored:
-        names = ", ".join(summary.ignored)
+        ignored = ", ".join(summary.ignored)
         yield finding(
             "too_many_rounds",
-            f"{names} of {pair_name(summary.pair)} tell more than {MOST_ROUNDS} rounds, turns or "
+            f"{ignored} of {pair_name(summary.pair)} tell more than {MOST_ROUNDS} rounds, turns or "
             "versions apart, or a round below 0: rounds are counted by the mask"
             + (f", from {MOST_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
             **_place(job),
