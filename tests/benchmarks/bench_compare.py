@@ -18,6 +18,7 @@ import io
 import logging
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -30,10 +31,12 @@ from typing import Any, Final
 import numpy as np
 import psutil
 import torch
+from tests.benchmarks import nexrl_reference
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.mappers import threads
 from stagescope_service.compare.report import as_json
+from stagescope_service.compare.report.nexrl import as_nexrl
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.kept import Kept, write_kept
@@ -137,6 +140,51 @@ def compared(*sides: Path, workers: int, verdict: Verdict = Verdict.SAME) -> Non
     as_json(result)
 
 
+def compared_dumps(a: Path, b: Path) -> None:
+    """What `compare-dumps` does but for printing, NexRL's keys and all."""
+    dumps = {"self_hosted_dir": open_dump(a), "weaver_dir": open_dump(b)}
+    result = compare(list(dumps.values()))
+    assert result.verdict is Verdict.SAME, result.reason
+    as_nexrl(as_json(result), dumps)
+
+
+def reference(a: Path, b: Path) -> None:
+    """What NexRL's script does."""
+    nexrl_reference.compare(a, b, RANKS, MICROS)
+
+
+def command(*words: str) -> None:
+    """Run a command of this Python to its end."""
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def measure_nexrl(rows: int, tokens: int, script: str | None) -> None:
+    """Print what NexRL's files take beside its script, in this process and by the command line."""
+    with tempfile.TemporaryDirectory() as home:
+        a, b = Path(home, "a"), Path(home, "b")
+        for side in (a, b):
+            write_nexrl(side, rows, tokens)
+        size = sum(path.stat().st_size for path in a.rglob("*.pt"))
+        ours = ("-c", "from stagescope.cli import main; main()", "compare-dumps",
+                "--self_hosted_dir", str(a), "--weaver_dir", str(b), "--step", "0")  # fmt: skip
+        theirs = ("-m", "tests.benchmarks.nexrl_reference", str(a), str(b), str(RANKS), str(MICROS))
+        if script:
+            theirs = (script, "--self_hosted_dir", str(a), "--weaver_dir", str(b), "--step", "0")
+        inside = script_of(script) if script else reference
+        for where, works in (
+            ("in this process", {
+                "what NexRL's script does": functools.partial(inside, a, b),
+                "stagescope compare-dumps": functools.partial(compared_dumps, a, b)}),
+            ("by the command line", {
+                "what NexRL's script does": functools.partial(command, *theirs),
+                "stagescope compare-dumps": functools.partial(command, *ours)}),
+        ):  # fmt: skip
+            middle = table(f"NexRL's files, {size / 1e6:.1f} MB a side, {where}", works)
+            one, other = middle.values()
+            said = "met" if other <= one else "MISSED"
+            sys.stdout.write(f"goal: no longer than NexRL's script: {said}\n")
+
+
 def seconds(work: Callable[[], None]) -> float:
     """How long something takes."""
     began = time.perf_counter()
@@ -207,7 +255,6 @@ def measure(
     kind: str,
     a: Path,
     b: Path,
-    script: Callable[[Path, Path], None] | None,
     verdict: Verdict = Verdict.SAME,
 ) -> None:
     """Print the table of two dumps, whether the goal is met, and the memory."""
@@ -226,8 +273,6 @@ def measure(
             for workers in (1, 2)
         },
     }
-    if script is not None:
-        works["NexRL's compare_debug_dumps.py"] = functools.partial(script, a, b)
     middle = table(f"{kind}: {len(files)} files, {size / 1e6:.1f} MB a side", works)
     ratio = min(middle[name] for name in works if name.startswith("stagescope")) / middle[reading]
     out.write(f"goal: at most {GOAL} x reading once: {'met' if ratio <= GOAL else 'MISSED'}\n")
@@ -246,19 +291,18 @@ def main() -> None:
     parser.add_argument("size", nargs="*", type=int, default=[64, 4096])
     given = parser.parse_args()
     rows, tokens = given.size
-    script = script_of(given.nexrl) if given.nexrl else None
     with tempfile.TemporaryDirectory() as home:
         for at, (kind, write) in enumerate((("safetensors", write_own), (".pt", write_nexrl))):
             a, b = Path(home, str(at), "a"), Path(home, str(at), "b")
             write(a, rows, tokens)
             write(b, rows, tokens)
-            measure(f"{kind}, the same", a, b, script if kind == ".pt" else None)
+            measure(f"{kind}, the same", a, b)
             if kind == "safetensors":
                 other = Path(home, str(at), "other")
                 write_own(other, rows, tokens, shift=1e-3)
-                measure(f"{kind}, another", a, other, None, Verdict.DIFFERENT)
-    if script is None:
-        sys.stdout.write("NexRL's script was not given (--nexrl or NEXRL_SCRIPT): not compared\n")
+                measure(f"{kind}, another", a, other, Verdict.DIFFERENT)
+    for size in ((4, 64), (rows, tokens)):
+        measure_nexrl(*size, given.nexrl)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,8 @@ def _by_place(
             held.append((tensor["name"], each))
     sides = [_Side(list(dumps.values())[at], section) for at in pair["sides"]]
     comparisons = []
-    for (rank, micro), held in places.items():
+    for rank, micro in sorted(places, key=lambda at: (at[0] is None, *at)):
+        held = places[rank, micro]
         compared = [_compared(name, each, sides) for name, each in held]
         there = {name for name, _ in held}
         compared += [{"name": n, "status": "not_compared"} for n in tensors if n not in there]
