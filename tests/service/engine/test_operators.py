@@ -11,6 +11,7 @@ import torch
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
+from stagescope.schema import DUMP_MARKER
 from stagescope_service.dumps.msprobe.operator_query import read_operators
 from stagescope_service.engine.ingestion.operators import TABLE, digest_dump
 from stagescope_service.store.artifacts import file_checksum
@@ -110,12 +111,21 @@ def test_nothing_outside_the_roots_is_read(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     root.mkdir()
     files = capture(elsewhere)
+    (files / DUMP_MARKER).unlink()  # somebody else's dump
     (root / "link").symlink_to(files)
     for path in (files, root / ".." / "elsewhere", root / "link"):
         row, (found,) = digested(path, root)
         assert row["state"] == "refused"
         assert "allowed_roots" in found.row["advice"]
     assert not (files / TABLE).exists()
+
+
+def test_what_a_capture_wrote_outside_the_roots_is_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    files = capture(tmp_path / "verl_s_save_path")
+    row, _ = digested(files, tmp_path / "data")
+    assert row["state"] == "digested", row
+    assert (files / TABLE).exists()
 
 
 @pytest.mark.parametrize("name", ["dump.json", "stack.json", "construct.json", "DONE.json"])
