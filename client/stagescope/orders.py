@@ -32,7 +32,7 @@ class Orders(Asking):
         captures = answer.get("captures") or []
         if run is not None:
             captures = [each for each in captures if each.get("run") in (None, run)]
-        rows = [{**each, **_standing(each.get("agreement") or {})} for each in captures]
+        rows = [{**each, **_reached(each)} for each in captures]
         about = {name: value for name, value in answer.items() if name != "captures"}
         title = f"plan, revision {answer.get('revision')}"
         return Table.from_rows(rows, order=_PLAN_ORDER, title=title, about=about)
@@ -177,8 +177,11 @@ class Orders(Asking):
         return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
 
 
-def _standing(agreement: Mapping[str, Any]) -> dict[str, Any]:
-    return {"state": agreement.get("phase"), "start": agreement.get("start")}
+def _reached(capture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how far a capture of the plan has come; an older service says only its phase."""
+    agreement = capture.get("agreement") or {}
+    state = capture.get("state") or agreement.get("phase")
+    return {"state": state, "start": agreement.get("start")}
 
 
 def _pin_path(step: int, run: str | None, attempt: int | None) -> str:

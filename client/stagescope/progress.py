@@ -119,10 +119,11 @@ def _estimate(said: Mapping[str, Any]) -> str:
     place = f"{said['role']} {said['rank']}, {said['stage']}"
     if said.get("error") or said.get("basis") in (None, "unknown"):
         return f"estimate of {place}: {said.get('error') or 'not known'}"
-    return (
-        f"estimate of {place}: {said['bytes'] / 1e6:.1f} MB, {said['seconds']:.1f} s a step "
-        f"({said['basis']})"
-    )
+    basis = said["basis"]
+    if said.get("assumed"):
+        basis += f", {said['tokens']} tokens assumed: no tensor was recorded there yet"
+    size, seconds = said["bytes"] / 1e6, said["seconds"]
+    return f"estimate of {place}: {size:.1f} MB, {seconds:.1f} s a step ({basis})"
 
 
 def _step(each: Mapping[str, Any]) -> str:

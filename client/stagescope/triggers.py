@@ -60,7 +60,11 @@ _STATE: Final = ("fired", "last_fired")
 def dry_run(answer: Mapping[str, Any]) -> Table:
     """Return what `POST /triggers/test` answered."""
     rows = answer["rows"]
-    title = f"would have fired in {answer['steps']} steps"
+    steps = f"{answer['steps']} stored steps of run {answer['run']}"
+    times = f"{len(rows)} time{'s' if len(rows) > 1 else ''}"
+    title = (
+        f"would have fired {times} in {steps}" if rows else f"nothing would have fired in {steps}"
+    )
     about = {name: value for name, value in answer.items() if name != "rows"}
     # The words and numbers of each are long: they come last, and a narrow terminal leaves them out.
     ordered = [

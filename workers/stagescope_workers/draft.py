@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from stagescope_workers.payload import spec_of as wire_spec
 STREAM_NAMES: Final = (*STREAM_TENSORS.values(), "ref_log_prob")
 _KNOWN_TENSORS: Final = frozenset({*STREAM_NAMES, *PAYLOAD_TENSORS})
 _FLOATS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+_BY_TOKEN: Final = frozenset({*PER_TOKEN, "tokens", "loss_mask", "input_ids", "attention_mask"})
 _MAX_META_ITEMS: Final = 1000
 _MAX_META_TEXT: Final = 10_000
 
@@ -95,6 +97,12 @@ class Draft:
         return texts + sum(
             spec.nbytes + 8 * ((spec.rows or 0) + 1) for spec in self._specs.values()
         )
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a tensor with a value a token has; 0 where there is none."""
+        shapes = (spec.shape for name, spec in self._specs.items() if name in _BY_TOKEN)
+        return max(map(math.prod, shapes), default=0)
 
     def description(self) -> dict[str, Any]:
         """Return the PAYLOAD_FIELDS of an END event."""

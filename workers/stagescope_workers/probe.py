@@ -20,6 +20,7 @@ from stagescope.schema import (
     Work,
 )
 from stagescope_workers.capture.answers import OrderAnswers
+from stagescope_workers.capture.reckoning import Models
 from stagescope_workers.courier import Courier
 from stagescope_workers.decorator import as_stage
 from stagescope_workers.device import PinnedPool
@@ -343,6 +344,11 @@ class Probe:
             with contextlib.suppress(Exception):
                 self._introduction.locate()
         return self._introduction.attempt_key
+
+    @property
+    def models(self) -> Models:
+        """Which model ran in which stage, and how many tokens it had."""
+        return self._answers.models
 
     @property
     def service(self) -> Link | None:

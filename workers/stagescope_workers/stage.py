@@ -192,6 +192,8 @@ class Stage:
     def _send_end(self, work: Work, error: BaseException | None) -> None:
         wall, mono = self._begun or (0.0, 0.0)
         draft = self._draft if self._draft or self._keeps_scalars(work) else None
+        if work.stage is not None and (tokens := self._draft.tokens):
+            self._probe.models.note_tokens(work.stage, tokens)
         fields = work.fields() | {
             "begin_seq": self._begin_seq,
             "begin_wall": wall,
@@ -278,6 +280,7 @@ class Stage:
                     model=self._model,
                     data_root=probe.data_root,
                     out_of_reach=probe.out_of_reach,
+                    tokens=probe.models.tokens_of(stage),
                 )
                 if armed is None:
                     continue

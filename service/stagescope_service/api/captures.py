@@ -14,6 +14,7 @@ from stagescope_service.api.desk import AtDesk, Desk, Row
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.progress import progress
 from stagescope_service.api.requests import Answer, PageOf, read_json
+from stagescope_service.engine.orders.agreement import AGREED, DONE
 from stagescope_service.engine.orders.plans import validate_capture
 
 router = APIRouter(tags=["captures"])
@@ -42,8 +43,17 @@ CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")
 
 @router.get("/plan")
 async def plan(desk: AtDesk) -> Answer:
-    """Return the plan in force: its revision and its captures."""
-    return Answer(check_ready(await desk.commands.plan()))
+    """Return the plan in force: its revision and its captures.
+
+    `state` of each is that of `GET /captures/{capture_id}`: one whose steps by number are over is
+    `complete` or `partial`, and stays in force for an attempt that does them again.
+    """
+    said = check_ready(await desk.commands.plan())
+    states = await asyncio.to_thread(
+        _states, desk, [each["capture_id"] for each in said["captures"]]
+    )
+    captures = [{**each, "state": states.get(each["capture_id"])} for each in said["captures"]]
+    return Answer({**said, "captures": captures})
 
 
 @router.get("/captures")
@@ -55,7 +65,14 @@ def captures(
     ] = None,
 ) -> Answer:
     """List the captures that were ever ordered, newest first, withdrawn ones too."""
-    return Answer(page.cut(desk.catalogue.captures(run=run)))
+    answer = page.cut(desk.catalogue.captures(run=run))
+    rows = [
+        {**row, "state": progress(desk.catalogue, row)["state"]}
+        if row["state"] in (AGREED, DONE)
+        else row
+        for row in answer["rows"]
+    ]
+    return Answer({**answer, "rows": rows})
 
 
 @router.get("/captures/{capture_id}")
@@ -111,6 +128,14 @@ async def remove_capture(request: Request, desk: AtDesk, capture_id: CaptureId) 
     """
     reply = await desk.commands.remove_capture(capture_id=capture_id, by=str(caller_of(request)))
     return Answer(check_ready(reply))
+
+
+def _states(desk: Desk, capture_ids: list[str]) -> dict[str, str]:
+    """Return what captures came to so far."""
+    rows = [desk.catalogue.capture(capture_id) for capture_id in capture_ids]
+    return {
+        row["capture_id"]: progress(desk.catalogue, row)["state"] for row in rows if row is not None
+    }
 
 
 def _default_run(desk: Desk) -> tuple[str | None, list[Row]]:

@@ -40,7 +40,8 @@ def kept(
 
     `sections` says what a file holds, `tensors` gives name -> [dtype, shape, rows of a packed
     one]. `state` is `kept`, `deleted` (retention let it go), `missing` (somebody else removed it)
-    or `unreachable` (its node is gone). `files` and `bytes` are of those that are not deleted.
+    or `unreachable` (its node is gone). Of a pinned step the payloads that its pin holds in the
+    ring are listed, too, with the state `pinned`. `files` and `bytes` are of what is not deleted.
     """
     if section is not None and section not in SECTIONS:
         raise InvalidInput(f"section is {section!r:.100}", expected=f"one of {', '.join(SECTIONS)}")
@@ -49,6 +50,8 @@ def kept(
     every = desk.catalogue.artifacts(
         target.attempt_id, number, kind="kept", deleted=None, limit=MOST_FILES
     )
+    if target.step["pinned"]:
+        every += desk.catalogue.artifacts(target.attempt_id, number, kind="ring", limit=MOST_FILES)
     found = shape.chosen(every, f"step {number}", stage=stage, role=role, rank=rank)
     if section is not None:
         found = [row for row in found if section in (row["sections"] or {})]
@@ -106,6 +109,8 @@ def _states(desk: Desk, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row["deleted_wall"] is not None:
             found.append("deleted")
+        elif row["kind"] == "ring":
+            found.append("pinned")
         elif Path(row["path"]).is_file():
             found.append("kept")
         elif row["node_id"] in silent:

@@ -130,13 +130,20 @@ async def try_triggers(request: Request, desk: AtDesk) -> Answer:
 
 @router.delete("/steps/{step}/pin")
 async def unpin(request: Request, desk: AtDesk, target: StepTarget) -> Answer:
-    """Let the payloads of a pinned step leave the rings when room is needed; needs operate."""
+    """Let the payloads of a pinned step leave the rings when room is needed; needs operate.
+
+    `unpinned` is false, with a `reason`, where it was not pinned or a ring did not answer.
+    """
     assert target.step is not None
     number = int(target.step["step"])
     reply = await desk.commands.unpin(
         attempt_id=target.attempt_id, step=number, by=str(caller_of(request))
     )
-    return Answer({**target.heading(), "unpinned": check_ready(reply)["unpinned"]})
+    done, was = bool(check_ready(reply)["unpinned"]), bool(target.step["pinned"])
+    reason = (
+        None if was and done else "a node's ring did not answer" if was else "it was not pinned"
+    )
+    return Answer({**target.heading(), "unpinned": was and done, "reason": reason})
 
 
 def _in_force(desk: Desk) -> tuple[Rules, Row]:

@@ -122,6 +122,24 @@ def test_the_client_shows_and_pins(running: Service) -> None:
         session.step(STEP).pin()
 
 
+def test_a_pinned_step_lists_what_its_pin_holds(running: Service) -> None:
+    ring = {
+        "artifact_id": "ring/i/9", "attempt_id": 1, "step": STEP, "stage": "actor_update",
+        "role": "actor", "rank": 0, "kind": "ring", "path": "/ring/9", "bytes": 7, "node_id": "n",
+    }  # fmt: skip
+    running.store.submit([Put("artifacts", ring)]).result(30)
+    with attached(running) as session:
+        step = session.step(STEP)
+        refused = step.unpin()
+        assert (refused["unpinned"], refused["reason"]) == (False, "it was not pinned")
+        assert len(step.kept()) == 0
+        step.pin()
+        (row,) = step.kept().to_dicts()
+        assert (row["state"], row["path"], row["bytes"]) == ("pinned", "/ring/9", 7)
+        assert step.unpin()["unpinned"] is True
+        assert len(step.kept()) == 0
+
+
 def test_the_command_line_shows_and_pins(running: Service, tmp_path: Path) -> None:
     keep(running, 1)
     assert running.tokens is not None

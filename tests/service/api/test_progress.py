@@ -121,6 +121,20 @@ def test_a_capture_takes_the_run_that_every_question_takes(live: Service) -> Non
     assert "also live: older" in said["notes"][0]
 
 
+def test_the_plan_and_the_list_say_what_came_of_a_capture(live: Service) -> None:
+    capture_id = ordered(live, stages=[STAGE], steps=[1])
+
+    def told() -> list[str]:
+        (planned,), (listed,) = live.get("/plan")["captures"], live.get("/captures")["rows"]
+        return [planned["state"], listed["state"], live.get(f"/captures/{capture_id}")["state"]]
+
+    assert told() == ["agreed"] * 3
+    rank = Rank(live, world_size=1)
+    dump(rank, capture_id, STAGE, 1)
+    rank.begin(STAGE, 2)
+    assert told() == ["complete"] * 3
+
+
 def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: Service) -> None:
     capture_id = ordered(live, stages=[STAGE], steps=[1], keep=["responses"])
     rank = Rank(live, world_size=1)

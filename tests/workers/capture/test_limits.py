@@ -8,14 +8,19 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
+from stagescope.captures import validate_capture
 from stagescope_workers.capture import capture_estimate
 from stagescope_workers.capture.capture_estimate import Estimate, History, ModelSize
 from stagescope_workers.capture.msprobe_config import MsprobeConfig
+from stagescope_workers.capture.reckoning import Models, reckon
+from stagescope_workers.device import PinnedPool
+from stagescope_workers.draft import Draft
 
 
 def test_the_byte_cap_ends_a_dump_midway(captures: Captures) -> None:
@@ -146,6 +151,27 @@ def test_the_estimate_of_a_7b_model_has_the_vendors_order() -> None:
     assert 1e11 < cost.bytes < 9e11
     statistics = MsprobeConfig({"task": "statistics", "level": "L1"})
     assert capture_estimate.estimate(size, statistics, "actor_update").bytes < 1e8
+
+
+def test_tokens_that_a_stage_showed_stand_in_for_the_assumed_ones() -> None:
+    model, models = small_decoder(), Models()
+    models.note("actor_update", model)
+    order = {"stages": ["actor_update"], "steps": "next", "task": "tensor", "level": "L1"}
+    capture = validate_capture(order, allowed_roots=())
+    ((_, guessed),) = reckon(capture, models, None)
+    assert (guessed["tokens"], guessed["assumed"]) == (4096, True)
+    models.note_tokens("actor_update", 128)
+    models.note_tokens("actor_update", 64)  # a smaller part of it
+    ((_, known),) = reckon(capture, models, None)
+    assert (known["tokens"], known["assumed"], known["basis"]) == (128, False, "model")
+    assert known["bytes"] < guessed["bytes"] / 4
+
+
+def test_a_stage_shows_its_tokens_by_what_it_records() -> None:
+    draft = Draft(PinnedPool(0))
+    assert draft.tokens == 0
+    assert not list(draft.add({"rewards": np.zeros(9), "response_mask": np.ones((4, 32))}))
+    assert draft.tokens == 128
 
 
 def test_a_measured_cost_replaces_the_reckoned_one() -> None:

@@ -78,6 +78,8 @@ class Estimate:
     seconds: float
     basis: str
     tokens: int | None = None
+    assumed: bool = False
+    """Whether nobody said, and no stage showed, how many tokens there are."""
 
     def fields(self) -> dict[str, Any]:
         """Return it as it travels with a dump's event."""
@@ -144,12 +146,18 @@ class History:
         self._measured[self._key(config, stage)] = (size, seconds)
 
     def estimate(
-        self, size: ModelSize, config: MsprobeConfig, stage: str, tokens: int = ASSUMED_TOKENS
+        self, size: ModelSize, config: MsprobeConfig, stage: str, tokens: int | None = None
     ) -> Estimate:
-        """Return the measured cost of such a capture, else the reckoned one."""
+        """Return the measured cost of such a capture, else the reckoned one.
+
+        Where the tokens of the stage's forward passes are not known, `ASSUMED_TOKENS` are taken.
+        """
         measured = self._measured.get(self._key(config, stage))
         if measured is None:
-            return estimate(size, config, stage, tokens=tokens)
+            cost = estimate(size, config, stage, tokens=tokens or ASSUMED_TOKENS)
+            # Statistics take as much of few tokens as of many.
+            by_token = config.task in ("tensor", "diff_check") and cost.basis == "model"
+            return dataclasses.replace(cost, assumed=by_token and not tokens)
         return Estimate(measured[0], round(measured[1], 3), "measured")
 
 

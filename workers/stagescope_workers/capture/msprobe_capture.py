@@ -110,6 +110,7 @@ class Capturer:
         model: object,
         data_root: str | None,
         out_of_reach: str | None = None,
+        tokens: int | None = None,
     ) -> ArmedCapture | None:
         """Begin to collect a stage.
 
@@ -123,6 +124,7 @@ class Capturer:
                 one, and the estimate is made from it.
             data_root: where dumps go when the capture names no `data_dir`.
             out_of_reach: why the stage's operators cannot be captured here; then it is skipped.
+            tokens: of the stage, as it showed before, where `limits` does not say them.
 
         Returns:
             The capture, also when it is skipped or failed (`finish` says so), or None where it
@@ -138,6 +140,7 @@ class Capturer:
             return None
         strict = bool(capture.get("strict"))
         order = _Order(capture, run, attempt_key, stage, step, part, role, rank, data_root)
+        order.tokens = tokens
         armed = ArmedCapture(order.fields, strict=strict)
         if out_of_reach is not None:
             order.end_early("skipped", out_of_reach)
@@ -185,6 +188,7 @@ class _Order:
         self.run, self.attempt_key, self.stage = run, str(attempt_key), stage
         self.step, self.part, self.role, self.rank = step, part, role, rank
         self.data_root = data_root
+        self.tokens: int | None = None
         self.limits: Mapping[str, Any] = capture.get("limits") or {}
         self.fields: dict[str, Any] = {
             "capture_id": capture.get("capture_id"),
@@ -265,10 +269,9 @@ class _Order:
         return directory
 
     def _cost(self, model: Any, config: MsprobeConfig) -> Estimate:
-        tokens = self.limits.get("tokens") or capture_estimate.ASSUMED_TOKENS
         try:
             cost = capture_estimate.history.estimate(
-                ModelSize.of(model), config, self.stage, int(tokens)
+                ModelSize.of(model), config, self.stage, self.limits.get("tokens") or self.tokens
             )
         except Exception as error:
             # Something that only looks like a model: the caps still hold.

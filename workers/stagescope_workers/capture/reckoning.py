@@ -29,6 +29,7 @@ class Models:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[weakref.ReferenceType[Any], ...]] = {}
+        self._tokens: dict[str, int] = {}
 
     def note(self, stage: str, model: object) -> None:
         """Remember the module (or list of modules) of a stage."""
@@ -39,6 +40,15 @@ class Models:
             self._known[stage] = tuple(weakref.ref(part) for part in parts)
         except TypeError:  # something that only looks like a model
             self._known.pop(stage, None)
+
+    def note_tokens(self, stage: str, count: int) -> None:
+        """Remember the most tokens that a part of a stage has recorded values of."""
+        if stage in self._tokens or len(self._tokens) < _STAGES_KNOWN:
+            self._tokens[stage] = max(count, self._tokens.get(stage, 0))
+
+    def tokens_of(self, stage: str) -> int | None:
+        """Return how many tokens a part of a stage has, None where nothing was recorded."""
+        return self._tokens.get(stage)
 
     def of(self, stages: Any) -> Iterator[tuple[str, list[Any]]]:
         """Yield the stages of an order whose model is known and alive, with it."""
@@ -73,9 +83,9 @@ def reckon(capture: Mapping[str, Any], models: Models, data_root: str | None) ->
     if not orders_msprobe(capture):
         return [(stage, {**cost.fields(), **about}) for stage, cost in _of_shards(capture, models)]
     config = resolve_config(capture, dump_path="", step=None)
-    tokens = int(limits.get("tokens") or capture_estimate.ASSUMED_TOKENS)
     for stage, model in models.of(capture["stages"]):
         size = capture_estimate.ModelSize.of(model)
+        tokens = limits.get("tokens") or models.tokens_of(stage)
         cost = capture_estimate.history.estimate(size, config, stage, tokens)
         if config.filtered and cost.basis == "model":
             # A list or a scope collects an unknown part of what is reckoned.
