@@ -113,9 +113,8 @@ class LocalEngine:
             elif isinstance(item, Settled):
                 self.receipts[item.key] = item.state
             elif isinstance(item, Assemble):
-                whole = measure.whole_row(self.catalogue, item.attempt_id, item.step)
-                if whole is not None:
-                    self.store.submit([whole]).result(30)
+                found = measure.whole_rows(self.catalogue, item.attempt_id, item.step)
+                self.store.submit(found).result(30)
 
     async def record_events(
         self,

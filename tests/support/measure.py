@@ -10,6 +10,8 @@ import numpy as np
 
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.statistics.batch import TokenBatch, available_pairs
+from stagescope_service.statistics.comparability import examine
+from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.summarise import summarise
 from stagescope_service.statistics.whole import MISMATCH_PAIRS, assemble
 from stagescope_service.store.base import Put
@@ -52,12 +54,20 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], taken: Mapping[str, An
     return found
 
 
-def whole_row(catalogue: Catalogue, attempt_id: int, step: int) -> Put | None:
-    """The whole of a closed step, or None where nothing was measured."""
+def whole_rows(catalogue: Catalogue, attempt_id: int, step: int) -> list[Put]:
+    """The whole of a closed step and its published numbers; none where nothing was measured."""
+    key, wall = {"attempt_id": attempt_id, "step": step}, time.time()
+    formed = {**key, "whole_wall": wall, "whole_mark": catalogue.parts_mark(attempt_id, step)}
     replaced = catalogue.replaced(attempt_id, step)
     processes = catalogue.processes(attempt_id)
     parts = part_records(catalogue.summaries(attempt_id, step), processes, replaced)
     if not any(part.summary.pair in MISMATCH_PAIRS for part in parts):
-        return None
-    row = {"attempt_id": attempt_id, "step": step, "whole": assemble(parts).to_bytes()}
-    return Put("steps", {**row, "whole_wall": time.time()})
+        return [Put("steps", formed)]
+    whole = assemble(parts)
+    found = examine(whole.summary)
+    suspects = [check.name for check in found.suspects]
+    columns = step_metrics(whole, verdict=found.verdict, suspects=suspects, whole_wall=wall)
+    return [
+        Put("steps", {**formed, "whole": whole.to_bytes()}),
+        Put("step_metrics", {**key, **columns}),
+    ]

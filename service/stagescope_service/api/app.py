@@ -28,6 +28,7 @@ from stagescope_service.api import (
     operators,
     problems,
     runs,
+    series,
     steps,
     tensors,
     triggers,
@@ -129,8 +130,8 @@ def make_app(
 
 
 _STATIONS: Final = (
-    health, runs, groups, steps, batches, operators, divergence, tensors, captures, triggers,
-    weights, engines, hangs, diff, compare, kept, live,
+    health, runs, groups, steps, series, batches, operators, divergence, tensors, captures,
+    triggers, weights, engines, hangs, diff, compare, kept, live,
 )  # fmt: skip
 _PROBLEM: Final[dict[str, Any]] = {"schema": problems.PROBLEM_SCHEMA}
 

@@ -17,7 +17,7 @@ ROUTES = {
     "/steps/{step}/scalars", "/plan", "/captures", "/captures/{capture_id}", "/events", "/poll",
     "/drain",
     "/losses", "/losses/groups", "/findings", "/findings/groups", "/findings/{finding_id}",
-    "/triggers/firings/groups",
+    "/triggers/firings/groups", "/series",
     "/steps/{step}/stuck", "/steps/{step}/stacks", "/stacks",
     "/steps/{step}/operators", "/steps/{step}/operators/stack",
     "/steps/{step}/operators/non-finite", "/operators/divergence",

@@ -13,6 +13,7 @@ from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete
 from stagescope_service.engine.wholes import accounts
 from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
+from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
@@ -106,7 +107,13 @@ def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
     if whole is None:
         return [Put("steps", {**formed, "whole": None})]
     place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": wall}
-    puts: list[Put | Delete] = [Put("steps", {**formed, "whole": whole.to_bytes()})]
+    found = examine(whole.summary)
+    suspects = [check.name for check in found.suspects]
+    columns = step_metrics(whole, verdict=found.verdict, suspects=suspects, whole_wall=wall)
+    puts: list[Put | Delete] = [
+        Put("steps", {**formed, "whole": whole.to_bytes()}),
+        Put("step_metrics", {**key, **columns}),
+    ]
     puts += [
         finding(
             f"streams_{check.name}",
@@ -115,7 +122,7 @@ def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
             evidence={"status": check.status, "pair": pair_name(whole.summary.pair)},
             advice="trust the mismatch of this step only once this is explained",
         )
-        for check in examine(whole.summary).checks
+        for check in found.checks
         if check.status not in ("ok", "unknown", "not measured")
     ]
     if whole.differing:

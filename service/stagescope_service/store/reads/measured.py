@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final, Literal
 
 import sqlalchemy as sa
 
@@ -10,6 +11,11 @@ from stagescope_service.store import rollouts
 from stagescope_service.store.base import Row
 from stagescope_service.store.reads.reader import LIMIT, Filter, Reader, conditions
 from stagescope_service.store.tables import TABLES
+
+_STEP_STATE: Final = (
+    "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
+    "parts_mark", "whole_mark",
+)  # fmt: skip
 
 
 class MeasuredReads(Reader):
@@ -49,6 +55,85 @@ class MeasuredReads(Reader):
         table = TABLES["scalars"]
         query = sa.select(table.c.name).where(table.c.attempt_id == attempt_id).distinct()
         return [row["name"] for row in self._rows(query.order_by(table.c.name))]
+
+    def step_metrics(
+        self,
+        attempts: Sequence[int],
+        *,
+        version: int,
+        first: int | None = None,
+        last: int | None = None,
+        numbers: Literal["metrics", "slices"] | None = "metrics",
+    ) -> Iterator[Row]:
+        """Yield every step of attempts, the newest step and attempt first, with its numbers.
+
+        Each as `steps` has it without the blob, with `has_whole`, and of `step_metrics` `stage`,
+        `verdict`, `suspects` and its `numbers`, of the step or of its slices (None: neither);
+        null where the step has no numbers of this `version`, or they are out of date.
+        """
+        steps, found = TABLES["steps"], TABLES["step_metrics"]
+        current = sa.and_(
+            found.c.attempt_id == steps.c.attempt_id,
+            found.c.step == steps.c.step,
+            found.c.whole_wall == steps.c.whole_wall,
+            found.c.version == version,
+        )
+        wanted = ("stage", "verdict", "suspects", *([numbers] if numbers else []))
+        query = (
+            sa.select(
+                *(steps.c[name] for name in _STEP_STATE),
+                steps.c.whole.is_not(None).label("has_whole"),
+                *(found.c[name] for name in wanted),
+            )
+            .outerjoin(found, current)
+            .where(steps.c.attempt_id.in_(list(attempts)), *_between(steps.c.step, first, last))
+            .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
+        )
+        yield from self._each(query)
+
+    def scalar_values(
+        self,
+        attempts: Sequence[int],
+        name: str,
+        *,
+        by_rank: bool,
+        first: int | None = None,
+        last: int | None = None,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+    ) -> Iterator[Row]:
+        """Yield a scalar by step, stage and role (and rank): over its ranks and parts.
+
+        `mean`, `low` and `high` are of the finite values (null: there is none), `count` is of all,
+        `nan`, `posinf` and `neginf` count the others. The newest step first.
+        """
+        table = TABLES["scalars"]
+        of = ["attempt_id", "step", "stage", "role", *(["rank"] if by_rank else [])]
+        kinds = {"nan": "nan", "posinf": "inf", "neginf": "-inf"}
+        query = (
+            sa.select(
+                *(table.c[column] for column in of),
+                sa.func.avg(table.c.value).label("mean"),
+                sa.func.min(table.c.value).label("low"),
+                sa.func.max(table.c.value).label("high"),
+                sa.func.count().label("count"),
+                *(
+                    sa.func.sum(sa.case((table.c.nonfinite == text, 1), else_=0)).label(kind)
+                    for kind, text in kinds.items()
+                ),
+            )
+            .where(
+                table.c.attempt_id.in_(list(attempts)),
+                table.c.name == name,
+                _answers(),
+                *_between(table.c.step, first, last),
+                *conditions("scalars", {"stage": stage, "role": role, "rank": rank}),
+            )
+            .group_by(*(table.c[column] for column in of))
+            .order_by(table.c.step.desc(), table.c.attempt_id.desc())
+        )
+        yield from self._each(query)
 
     def payloads(
         self,
@@ -128,3 +213,9 @@ def _answers() -> sa.ColumnElement[bool]:
     replaced = stages.superseded == sa.true()
     answering = stages.superseded.is_(None) | (stages.superseded == sa.false())
     return sa.or_(~sa.exists().where(own, replaced), sa.exists().where(own, answering))
+
+
+def _between(column: sa.Column[Any], first: int | None, last: int | None) -> list[Any]:
+    """Return the conditions of a range of steps, both ends included."""
+    bounds = [column >= first] if first is not None else []
+    return bounds + ([column <= last] if last is not None else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -16,6 +16,7 @@ from stagescope_service.store.tables import TABLES
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
 
 LIMIT: Final = 1000
+_AT_ONCE: Final = 200
 
 
 class Reader:
@@ -40,6 +41,13 @@ class Reader:
     def _rows(self, query: Any) -> list[Row]:
         with connect.explained(self._where), self._connect() as connection:
             return rows(connection, query)
+
+    def _each(self, query: Any) -> Iterator[Row]:
+        """Yield a question's rows as they are read: they need not fit into memory at once."""
+        with connect.explained(self._where), self._connect() as connection:
+            found = connection.execution_options(yield_per=_AT_ONCE).execute(query)
+            for row in found.mappings():
+                yield dict(row)
 
     def _first(self, query: Any) -> Row | None:
         found = self._rows(query.limit(1))

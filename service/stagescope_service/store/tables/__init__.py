@@ -17,7 +17,14 @@ from stagescope_service.store.tables.checksums import (
     weights,
 )
 from stagescope_service.store.tables.declare import metadata
-from stagescope_service.store.tables.measured import payloads, samples, scalars, streams, summaries
+from stagescope_service.store.tables.measured import (
+    payloads,
+    samples,
+    scalars,
+    step_metrics,
+    streams,
+    summaries,
+)
 from stagescope_service.store.tables.noticed import findings, firings, losses, stacks, trigger_rules
 from stagescope_service.store.tables.orders import captures, dumps, operators
 from stagescope_service.store.tables.service import artifacts, audit, engines, meta
@@ -45,6 +52,7 @@ __all__ = [
     "scalars",
     "stacks",
     "stages",
+    "step_metrics",
     "steps",
     "streams",
     "summaries",

@@ -48,6 +48,18 @@ summaries = table(
     Index(None, "attempt_id", "step"),
 )
 
+step_metrics = table(
+    "step_metrics",
+    key("attempt_id", Int),
+    key("step", Int),
+    Column("version", Int),
+    # Of which aggregation of the step: where `steps.whole_wall` is another, the row is out of date.
+    Column("whole_wall", Real),
+    *columns(Text, "stage verdict"),
+    *columns(StrictJson(), "suspects metrics"),
+    Column("slices", Blob),
+)
+
 streams = table(
     "streams",
     key("attempt_id", Int),

@@ -1,0 +1,207 @@
+"""`Series`: one number over the steps of a run, as columns, with a sparkline as text."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from stagescope import nonfinite, render
+from stagescope.frames import Table
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_PLAIN: Final = "_.-=+*%#"
+_NAN: Final = "!"
+_STEP_COLUMNS: Final = ("step", "attempt", "superseded_by", "complete", "comparable", "reason")
+_SHOWN: Final = 64
+_NAMED: Final = 6
+
+Value = float | None
+
+
+class Series(Table):
+    """A row a step, ascending: `step`, `attempt`, ..., and a column of values for each series.
+
+    A value is None where the step has none (`reason` says why) and NaN where it is NaN.
+    `comparable` is the verdict on the step's two streams: read it before a number is trusted.
+    `series` names the columns of values; `about["series"]` says what each is of, and of scalars
+    `low` and `high` over ranks and parts.
+
+    Usage:
+        >>> series = session.series("rollout_corr/k3_kl", by="rank")
+        >>> series["step"], series["actor 0"]
+        >>> series.to_pandas().plot(x="step", y=series.series)
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def from_answer(cls, answer: Mapping[str, Any]) -> Series:
+        """Return what `GET /series` answered."""
+        columns: dict[str, Sequence[Any]] = {
+            "step": answer["steps"],
+            "attempt": answer["attempts"],
+            "superseded_by": answer["superseded_by"],
+            "complete": answer["complete"],
+            "comparable": answer["comparable"],
+            "reason": answer["reasons"],
+        }
+        names = []
+        for one in answer["series"]:
+            name = one["name"] or "value"
+            names.append(name)
+            columns[name] = [nonfinite.number(value) for value in one["values"]]
+        dropped = ("steps", "attempts", "superseded_by", "complete", "comparable", "reasons")
+        about = {name: value for name, value in answer.items() if name not in dropped}
+        about["series"] = [_place(one) for one in answer["series"]]
+        about["names"] = names
+        title = answer["metric"] + (f" by {answer['by']}" if answer["by"] else "")
+        return cls(columns, title=title, about=about, truncated=answer["earlier_to"] is not None)
+
+    @property
+    def series(self) -> list[str]:
+        """Names of the columns that hold values, one a series."""
+        return list(self.about["names"])
+
+    @property
+    def _kinds(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.series, "float")
+
+    @property
+    def gaps(self) -> list[tuple[int, str]]:
+        """(step, reason) of the steps without a value."""
+        pairs = zip(self["step"], self["reason"], strict=True)
+        return [(step, reason) for step, reason in pairs if reason is not None]
+
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        """Return a sparkline a series with its extremes, then its gaps and verdicts."""
+        if not len(self):
+            return ["(no steps)"]
+        shown = self.series[: _SHOWN if rows is None else rows]
+        left = max((render.width_of(name) for name in shown), default=0)
+        facts = {name: _facts(self["step"], self[name]) for name in shown}
+        right = max((len(text) for text in facts.values()), default=0)
+        room = width - left - right - 2 * len(render.GAP)
+        lines = []
+        for name in shown:
+            label = f"{render.printable(name):<{left}}{render.GAP}" if left else ""
+            if room < 8:
+                lines += [f"{label}{sparkline(self[name], width - len(label))}", f"  {facts[name]}"]
+            else:
+                lines.append(f"{label}{sparkline(self[name], room)}{render.GAP}{facts[name]}")
+        if len(shown) < len(self.series):
+            lines.append(f"... {len(self.series) - len(shown)} more series")
+        return lines + [line for note in self.notes() for line in render.wrapped("", note, width)]
+
+    def notes(self) -> list[str]:
+        """Return which steps they are, which have no value and why, and which to distrust."""
+        steps, attempts = self["step"], self["attempt"]
+        notes = [f"{render.counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"]
+        if len(set(attempts)) > 1:
+            notes[0] += f", attempts {', '.join(map(str, sorted(set(attempts))))}"
+        by_reason: dict[str, list[int]] = {}
+        for step, reason in self.gaps:
+            by_reason.setdefault(reason, []).append(step)
+        notes += [f"no value at {_stretches(at)}: {reason}" for reason, at in by_reason.items()]
+        if self.about["kind"] == "metric":
+            verdicts: dict[str, list[int]] = {}
+            for step, verdict in zip(steps, self["comparable"], strict=True):
+                if verdict not in (None, "comparable"):
+                    verdicts.setdefault(str(verdict), []).append(step)
+            notes += [f"{verdict}: {_stretches(at)}" for verdict, at in verdicts.items()]
+        again = [step for step, by in zip(steps, self["superseded_by"], strict=True) if by]
+        if again:
+            notes.append(f"done again by a later attempt: {_stretches(again)}")
+        if self.about.get("earlier_to") is not None:
+            notes.append(f"there are earlier steps: ask for those up to {self.about['earlier_to']}")
+        return notes
+
+    def __repr__(self) -> str:
+        return "\n".join([render.clip(self.heading, 80), *self.lines()])
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name in self.series[:_SHOWN]:
+            line = html.escape(sparkline(self[name], 60, bars=_BARS))
+            facts = html.escape(_facts(self["step"], self[name])) if len(self) else ""
+            rows.append(
+                f"<tr><td>{html.escape(render.printable(name))}</td>"
+                f'<td style="font-family:monospace;white-space:pre">{line}</td>'
+                f"<td>{facts}</td></tr>"
+            )
+        notes = "".join(
+            f"<div>{html.escape(render.printable(note))}</div>"
+            for note in (self.notes() if len(self) else ["(no steps)"])
+        )
+        return render.html_block(self.heading, f"<table>{''.join(rows)}</table>{notes}")
+
+
+def _place(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a series is of; of a scalar also its extremes over ranks and parts."""
+    return {
+        name: nonfinite.numbers(value) if name in ("low", "high") else value
+        for name, value in one.items()
+        if name != "values"
+    }
+
+
+def sparkline(values: Sequence[Value], width: int, *, bars: str = "") -> str:
+    """Return the values as a line of at most `width` bars, the highest of each stretch.
+
+    A space is a gap, `!` a value that is not finite.
+    """
+    bars = bars or (_BARS if _draws(_BARS) else _PLAIN)
+    width = max(min(width, len(values)), 1)
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    line = ""
+    for place in range(width):
+        begin, end = place * len(values) // width, (place + 1) * len(values) // width
+        here = [value for value in values[begin:end] if value is not None]
+        if not here:
+            line += " "
+        elif not all(map(math.isfinite, here)):
+            line += _NAN
+        else:
+            share = (max(here) - low) / (high - low) if high > low else 0.0
+            line += bars[min(int(share * len(bars)), len(bars) - 1)]
+    return line
+
+
+def _draws(text: str) -> bool:
+    """Return whether the output's encoding has these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _facts(steps: Sequence[int], values: Sequence[Value]) -> str:
+    known = [(value, step) for step, value in zip(steps, values, strict=True) if value is not None]
+    if not known:
+        return "no value"
+    finite = [(value, step) for value, step in known if math.isfinite(value)]
+    last = render.format_value(float(known[-1][0]))
+    text = f"last {last}"
+    if finite:
+        (low, at_low), (high, at_high) = min(finite), max(finite)
+        text += f"  min {low:.4g} ({at_low})  max {high:.4g} ({at_high})"
+    bad = [step for value, step in known if not math.isfinite(value)]
+    return text + (f"  not finite at {_stretches(bad)}" if bad else "")
+
+
+def _stretches(steps: Sequence[int]) -> str:
+    """Return `10-12, 15` and how many more."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in found[:_NAMED]]
+    left = sum(b - a + 1 for a, b in found[_NAMED:])
+    more = f" and {left} more" if left else ""
+    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(words)}{more}"

@@ -1,0 +1,380 @@
+"""One number over the steps of a run: a published metric or a scalar, whole or by slice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from fastapi import APIRouter, Query
+
+from stagescope.errors import InvalidInput, NotFound
+from stagescope.frames import meant
+from stagescope_service.api.desk import (
+    AtDesk,
+    AttemptNumber,
+    Desk,
+    Rank,
+    Role,
+    Row,
+    Run,
+    Stage,
+)
+from stagescope_service.api.measures import Measured
+from stagescope_service.api.requests import Answer
+from stagescope_service.api.target import Target
+from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
+
+router = APIRouter(tags=["steps"])
+
+By = Literal["rank", "round", "staleness"]
+Key = tuple[str | None, str | None, int | None]
+"""(stage, role, rank, round or staleness) of one series; all null for the step's own number."""
+
+MOST_STEPS: Final = 20_000
+MOST_VALUES: Final = 500_000
+"""Of an answer: steps times series."""
+_OLD_STEPS: Final = 200
+"""Steps without stored numbers (of an earlier version) that one answer reads anew."""
+_NAMED_STEPS: Final = 20
+"""Newest steps in which names are looked for, to say what was meant."""
+
+OPEN: Final = "the step is not closed"
+UNMEASURED: Final = "no rank handed over both streams"
+BEHIND: Final = "its numbers are being aggregated"
+OLD: Final = "its numbers are of an earlier version: ask for the step"
+ABSENT: Final = "not among the numbers of this step"
+NOT_LOGGED: Final = "no rank logged it"
+
+StepBound = Annotated[int | None, Query(gt=-(10**18), lt=10**18)]
+
+
+@dataclasses.dataclass
+class Point:
+    """One step of one attempt: what is known of it, and its values by series."""
+
+    row: Row
+    values: dict[Key, Any]
+    reason: str | None = None
+    low: dict[Key, Any] = dataclasses.field(default_factory=dict)
+    high: dict[Key, Any] = dataclasses.field(default_factory=dict)
+
+
+@router.get("/series")
+def series(
+    desk: AtDesk,
+    metric: Annotated[
+        str, Query(max_length=500, description="A published metric, or a scalar's name.")
+    ],
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    by: Annotated[By | None, Query(description="A series for each; scalars only by rank.")] = None,
+    stage: Annotated[Stage, Query(description="Scalars: only those of this stage.")] = None,
+    role: Role = None,
+    rank: Rank = None,
+    first: Annotated[StepBound, Query(alias="from", description="The first step.")] = None,
+    last: Annotated[StepBound, Query(alias="to", description="The last step.")] = None,
+    superseded: Annotated[
+        bool, Query(description="Also steps that a later attempt did again.")
+    ] = False,
+    limit: Annotated[int, Query(ge=1, le=MOST_STEPS, description="Most steps, the newest.")] = (
+        10_000
+    ),
+) -> Answer:
+    """Answer one number over the steps of a run, as columns: `steps` and, aligned, the others.
+
+    `steps`, `attempts`, `superseded_by`, `complete` (as in `/steps`), `comparable` and `suspects`
+    (the verdict on the step's streams, and the checks behind it) and `reasons` (why the step has
+    no value; null: it has one) hold one entry a step, ascending. Each of `series` has a `name`,
+    its `stage`, `role`, `rank`, `round` or `staleness` where it is of one, and `values`: null where
+    there is none, "nan" where it is NaN. A scalar's value is the mean over its ranks and parts,
+    with `low` and `high`; scalars of several stages or roles are a series each.
+
+    Without `attempt`, the attempts in force: a step that a later one did again is left out, unless
+    `superseded` asks for it. `earlier_to`, where not null, is the `to` of the steps before.
+    """
+    target = desk.finder.attempt(run, attempt)
+    rows = desk.catalogue.attempts(target.run)
+    chosen = [row for row in rows if attempt is None or row["number"] == attempt]
+    lineage = _Lineage(rows)
+    window = {"first": first, "last": last}
+    ids = [int(row["attempt_id"]) for row in chosen]
+    asked = _Asked(metric, by, stage, role, rank)
+    keep_all = superseded or attempt is not None
+    found = _Found("metric", [], None)
+    newest = _newest_metrics(desk, ids)
+    readers = {"metric": _metrics, "scalar": _scalars}
+    # What is looked at first is most likely not read for nothing.
+    for kind in sorted(readers, reverse=not _is_published(metric, newest)):
+        points = readers[kind](desk, asked, ids, window)
+        cut = _Found(kind, *_cut(points, lineage, keep_all, limit))
+        found = cut if cut.points else found
+        if any(point.values for point in cut.points):
+            break
+    else:
+        _check_name(desk, asked, target, ids, newest)
+    return Answer(
+        {
+            **target.heading(),
+            "attempt": attempt,
+            "metric": metric,
+            "kind": found.kind,
+            "by": by,
+            **_columns(found.points[::-1], lineage, by, found.kind),
+            "earlier_to": found.earlier_to,
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    metric: str
+    by: By | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+
+    def chooses(self, role: str | None, rank: int | None) -> bool:
+        return self.role in (None, role) and self.rank in (None, rank)
+
+
+class _Found(NamedTuple):
+    kind: str
+    points: Sequence[Point]
+    earlier_to: int | None
+
+
+class _Lineage:
+    """The attempts of a run: their numbers, and which did a step again."""
+
+    def __init__(self, attempts: Sequence[Row]) -> None:
+        self.numbers = {int(row["attempt_id"]): int(row["number"]) for row in attempts}
+        self._resumed = [
+            (int(row["number"]), int(row["resumed_from_step"]))
+            for row in attempts
+            if row["resumed_from_step"] is not None
+        ]
+
+    def superseded_by(self, row: Row) -> int | None:
+        """Return the newest attempt that did (or will do) a step again; see `target`."""
+        if row["superseded_by"] is not None:
+            return int(row["superseded_by"])
+        own = self.numbers[row["attempt_id"]]
+        later = [n for n, resumed in self._resumed if n > own and resumed < row["step"]]
+        return max(later, default=None)
+
+
+def _cut(
+    points: Iterable[Point], lineage: _Lineage, keep_all: bool, limit: int
+) -> tuple[list[Point], int | None]:
+    """Return the newest points, and the step before which there are more (None: there are none)."""
+    found: list[Point] = []
+    keys: set[Key] = set()
+    seen: int | None = None
+    for point in points:
+        step = int(point.row["step"])
+        again = step == seen or lineage.superseded_by(point.row) is not None
+        if again and not keep_all:
+            continue
+        keys |= point.values.keys()
+        if len(found) >= limit or len(found) * len(keys) >= MOST_VALUES:
+            return found, min(step, int(found[-1].row["step"]) - 1)
+        seen = step
+        found.append(point)
+    return found, None
+
+
+def _metrics(
+    desk: Desk, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
+) -> Iterator[Point]:
+    """Yield every step, with the metric where it was published."""
+    by = asked.by or ("rank" if asked.rank is not None or asked.role is not None else None)
+    old = 0
+    numbers: Literal["metrics", "slices"] = "metrics" if by is None else "slices"
+    for row in desk.catalogue.step_metrics(ids, version=VERSION, **window, numbers=numbers):
+        stored = row.pop(numbers)
+        point = Point(row, {})
+        if stored is None and row["has_whole"]:
+            old += 1
+            if old > _OLD_STEPS:
+                point.reason = OLD
+                yield point
+                continue
+            stored = _read_anew(desk, row, by is not None)
+        if stored is None:
+            point.reason = _gap(row)
+        elif by is None:
+            value = stored.get(asked.metric, _MISSING)
+            point.values = {} if value is _MISSING else {_WHOLE: value}
+        else:
+            slices = stored if isinstance(stored, SliceMetrics) else SliceMetrics.from_bytes(stored)
+            point.values = {
+                (None, role if by == "rank" else None, number): value
+                for (role, number), value in slices.column(by, asked.metric).items()
+                if by != "rank" or asked.chooses(role, number)
+            }
+        if not point.values and point.reason is None:
+            point.reason = ABSENT
+        yield point
+
+
+_WHOLE: Final[Key] = (None, None, None)
+_MISSING: Final = object()
+
+
+def _read_anew(desk: Desk, row: Row, slices: bool) -> Any:
+    """Return the numbers of a step that were stored by an earlier version; None: they are not."""
+    measured: Measured = desk.measures.of(int(row["attempt_id"]), row)
+    found = measured.comparability
+    row["verdict"], row["stage"] = found.verdict, measured.whole.stage
+    row["suspects"] = [check.name for check in found.suspects]
+    return SliceMetrics.of(measured.whole) if slices else measured.published
+
+
+def _gap(row: Row) -> str:
+    if row["closed_wall"] is None:
+        return OPEN
+    if row["parts_mark"] is not None and row["parts_mark"] != row["whole_mark"]:
+        return BEHIND
+    return UNMEASURED
+
+
+def _scalars(
+    desk: Desk, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
+) -> Iterator[Point]:
+    """Yield every step, with the scalar where somebody logged it."""
+    if asked.by not in (None, "rank"):
+        return
+    values = desk.catalogue.scalar_values(
+        ids, asked.metric, by_rank=asked.by == "rank", **window,
+        stage=asked.stage, role=asked.role, rank=asked.rank,
+    )  # fmt: skip
+    by_step: dict[tuple[int, int], list[Row]] = {}
+    for value in values:
+        if value["step"] is not None:
+            by_step.setdefault((value["attempt_id"], value["step"]), []).append(value)
+    if not by_step:
+        return
+    for row in desk.catalogue.step_metrics(ids, version=VERSION, **window, numbers=None):
+        logged = by_step.get((row["attempt_id"], row["step"]), [])
+        point = Point(row, {}, None if logged else OPEN if not row["closed_wall"] else NOT_LOGGED)
+        for value in logged:
+            key = (value["stage"], value["role"], value.get("rank"))
+            point.values[key] = _mean(value)
+            point.low[key], point.high[key] = _low(value), _high(value)
+        yield point
+
+
+def _mean(row: Row) -> float | str | None:
+    """Return the mean of all values: the non-finite ones count as they do in a sum."""
+    if row["nan"] or (row["posinf"] and row["neginf"]):
+        return "nan"
+    return "inf" if row["posinf"] else "-inf" if row["neginf"] else row["mean"]
+
+
+def _low(row: Row) -> float | str | None:
+    return "nan" if row["nan"] else "-inf" if row["neginf"] else _or(row["low"], "inf")
+
+
+def _high(row: Row) -> float | str | None:
+    return "nan" if row["nan"] else "inf" if row["posinf"] else _or(row["high"], "-inf")
+
+
+def _or(value: float | None, otherwise: str) -> float | str:
+    return otherwise if value is None else value
+
+
+def _columns(points: Sequence[Point], lineage: _Lineage, by: By | None, kind: str) -> Row:
+    """Return the answer's columns, one entry a step, and its series."""
+    keys = sorted({key for point in points for key in point.values}, key=_key_order)
+    # Where all are of one stage and role, saying it in each name says nothing.
+    same_stage = len({key[0] for key in keys}) <= 1
+    same_role = len({key[1] for key in keys}) <= 1
+    found = []
+    for key in keys:
+        stage, role, number = key
+        words = [None if same_stage else stage, None if same_role and by != "rank" else role]
+        place = {"stage": stage, "role": role, by or "rank": number}
+        one: Row = {
+            "name": " ".join(str(word) for word in (*words, _numbered(by, number)) if word),
+            **{name: value for name, value in place.items() if value is not None},
+            "values": [point.values.get(key) for point in points],
+        }
+        if kind == "scalar":
+            one["low"] = [point.low.get(key) for point in points]
+            one["high"] = [point.high.get(key) for point in points]
+        found.append(one)
+    rows = [point.row for point in points]
+    return {
+        "steps": [row["step"] for row in rows],
+        "attempts": [lineage.numbers[row["attempt_id"]] for row in rows],
+        "superseded_by": [lineage.superseded_by(row) for row in rows],
+        "complete": [
+            "open" if row["closed_wall"] is None else row["completeness"] or "unknown"
+            for row in rows
+        ],
+        "comparable": [row["verdict"] for row in rows],
+        "suspects": [row["suspects"] or [] for row in rows],
+        "reasons": [point.reason for point in points],
+        "series": found,
+    }
+
+
+def _key_order(key: Key) -> tuple[str, str, int]:
+    return (key[0] or "", key[1] or "", -1 if key[2] is None else key[2])
+
+
+def _numbered(by: By | None, number: int | None) -> str:
+    if number is None:
+        return ""
+    return str(number) if by in (None, "rank") else f"{by} {number}"
+
+
+def _newest_metrics(desk: Desk, ids: Sequence[int]) -> Mapping[str, Any]:
+    """Return the published numbers of the newest step that has some."""
+    rows = desk.catalogue.step_metrics(ids, version=VERSION)
+    return next((row["metrics"] for row in rows if row["metrics"]), {})
+
+
+def _is_published(metric: str, newest: Mapping[str, Any]) -> bool:
+    family = metric.partition("/")[0]
+    return not newest or metric in newest or any(name.startswith(f"{family}/") for name in newest)
+
+
+def _check_name(
+    desk: Desk, asked: _Asked, target: Target, ids: Sequence[int], metrics: Mapping[str, Any]
+) -> None:
+    """Say what was meant where there is no such number; return where it may have been.
+
+    Raises:
+        NotFound: no metric and no scalar of the run's newest steps has that name.
+        InvalidInput: a scalar by round or staleness.
+    """
+    steps = desk.catalogue.steps(run=target.run, limit=_NAMED_STEPS)
+    newest = [int(row["step"]) for row in steps]
+    scalars = desk.catalogue.scalars(ids, newest, limit=5000) if newest else []
+    names = dict.fromkeys(str(row["name"]) for row in scalars)
+    if asked.metric in names:
+        if asked.by not in (None, "rank"):
+            raise InvalidInput(
+                f"{asked.metric} is a scalar, which has no {asked.by}",
+                expected="by=rank, or no by",
+            )
+        return
+    if asked.metric in metrics and asked.by is not None:
+        rows = desk.catalogue.step_metrics(ids, version=VERSION, numbers="slices")
+        blob = next((row["slices"] for row in rows if row["slices"]), None)
+        there = SliceMetrics.from_bytes(blob).names if blob else ()
+        if there and asked.metric not in there:
+            raise NotFound(
+                f"{asked.metric} is a number of the whole step: there is none by {asked.by}",
+                expected=f"one of {', '.join(there)}",
+            )
+    if asked.metric in metrics or not (metrics or names):
+        return
+    close = meant(asked.metric, [*metrics, *names])
+    raise NotFound(
+        f"run {target.run} has no metric and no scalar {asked.metric!r:.100}",
+        advice=(f"did you mean {' or '.join(close)}? " if close else "")
+        + "see /steps/latest/metrics and /steps/latest/scalars for the names",
+    )

@@ -1,0 +1,114 @@
+"""The published numbers of a step summary in the form that is read over many steps.
+
+A step summary holds every sequence of the step; a series over 10 000 steps needs one number of
+each. So its published numbers are written beside it when it is aggregated: those of the step as
+JSON, those of its ranks, rounds and stalenesses as one float64 matrix each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics import codec
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.mismatch import publish, publish_cell
+from stagescope_service.statistics.whole import Whole
+
+VERSION: Final = 1
+"""Raised when a published number gets another name or formula: older rows are not read then."""
+
+Dimension = Literal["rank", "round", "staleness"]
+SliceKey = tuple[str | None, int]
+"""(role, rank), or (None, round or staleness)."""
+
+_KIND: Final = "step metrics"
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceMetrics:
+    """The published numbers of the slices of a step.
+
+    Attributes:
+        names: The published names, one a column.
+        keys: Of each dimension, one a row.
+        values: Of each dimension, float64 [slices, names].
+    """
+
+    names: tuple[str, ...]
+    keys: Mapping[Dimension, tuple[SliceKey, ...]]
+    values: Mapping[Dimension, npt.NDArray[np.float64]]
+
+    @classmethod
+    def of(cls, whole: Whole) -> SliceMetrics:
+        """Publish a step summary's ranks, rounds and stalenesses."""
+        summary = whole.summary
+        found: dict[Dimension, list[tuple[SliceKey, Cell]]] = {
+            "rank": [((row.role, row.rank), row.cell) for row in whole.ranks],
+            "round": [((None, key), cell) for key, cell in summary.rounds.items()],
+            "staleness": [((None, key), cell) for key, cell in summary.staleness.items()],
+        }
+        names = tuple(publish_cell(Cell(cells.empty()), summary.pair))
+        values = {
+            by: np.array(
+                [[*publish_cell(cell, summary.pair).values()] for _, cell in items], np.float64
+            ).reshape(-1, len(names))
+            for by, items in found.items()
+        }
+        return cls(names, {by: tuple(key for key, _ in found[by]) for by in found}, values)
+
+    def column(self, by: Dimension, name: str) -> dict[SliceKey, float]:
+        """Return one number of each slice; {} where it is not among the published."""
+        if name not in self.names:
+            return {}
+        column = self.values[by][:, self.names.index(name)].tolist()
+        return dict(zip(self.keys[by], column, strict=True))
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of a safetensors file with JSON metadata."""
+        document = {
+            "kind": _KIND,
+            "version": VERSION,
+            "cell": cells.VERSION,
+            "names": list(self.names),
+            "keys": {by: [list(key) for key in keys] for by, keys in self.keys.items()},
+        }
+        return codec.save(dict(self.values.items()), document)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SliceMetrics:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            InvalidInput: other bytes, or another version.
+        """
+        arrays, document = codec.load(data, _KIND, VERSION)
+        keys = {by: tuple((role, number) for role, number in document["keys"][by]) for by in arrays}
+        return cls(tuple(document["names"]), keys, arrays)  # type: ignore[arg-type]
+
+
+def step_metrics(
+    whole: Whole, *, verdict: str, suspects: Sequence[str], whole_wall: float
+) -> dict[str, Any]:
+    """Return the columns of `step_metrics` but its key.
+
+    Args:
+        whole: the step summary.
+        verdict: whether its streams can be compared, as the step's answer says it.
+        suspects: the checks that found something.
+        whole_wall: when it was aggregated; the row answers for that aggregation alone.
+    """
+    return {
+        "version": VERSION,
+        "whole_wall": whole_wall,
+        "stage": whole.stage,
+        "verdict": verdict,
+        "suspects": list(suspects),
+        "metrics": publish(whole.summary),
+        "slices": SliceMetrics.of(whole).to_bytes(),
+    }

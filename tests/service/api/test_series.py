@@ -1,0 +1,181 @@
+"""`GET /series` and what client and terminal make of it, on the real service."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+from tests.support.measure import payload
+
+import stagescope
+from stagescope.errors import InvalidInput, NotFound
+from stagescope.series import sparkline
+from stagescope_service.statistics import step_metrics as stored
+
+STAGE = "actor_compute_log_prob"
+K3 = "rollout_corr/k3_kl"
+
+
+def train(live: Service, steps: range, key: str, start: float, **hello: object) -> None:
+    """Two ranks; step 3 has no numbers, in step 4 the loss of rank 1 is NaN; the last is open."""
+    ranks = [
+        Rank(live, rank=rank, key=key, start=start, **hello)
+        for rank in (0, 1)  # type: ignore[arg-type]
+    ]
+    for step in steps:
+        for at, rank in enumerate(ranks):
+            handed = payload(seed=10 * step + at, first_sample=4 * at)
+            loss = math.nan if (step, at) == (4, 1) else float(step + at)
+            logged = {} if step == 5 else {"loss": loss}
+            rank.stage(STAGE, step, None if step == 3 else handed, scalars=logged)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Attempt 1 did steps 1 to 7, attempt 2 resumed after 5 and did 6 to 8."""
+    with service(tmp_path_factory.mktemp("home")) as running:
+        train(running, range(1, 8), "a1", 1_000.0)
+        train(running, range(6, 9), "a2", 2_000.0, resumed_from_step=5)
+        yield running
+
+
+@pytest.fixture
+def session(real: Service) -> Iterator[stagescope.Session]:
+    assert real.tokens is not None
+    with stagescope.attach(real.server.url, token=real.tokens.read) as session:
+        yield session
+
+
+def test_each_step_once_with_the_number_that_the_step_itself_answers(real: Service) -> None:
+    answer = real.get("/series", metric=K3)
+    assert answer["steps"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert answer["attempts"] == [1] * 5 + [2] * 3
+    assert answer["superseded_by"] == [None] * 8
+    (one,) = answer["series"]
+    for step, value in zip(answer["steps"], one["values"], strict=True):
+        if value is not None:
+            found = real.get(f"/steps/{step}/metrics")
+            assert value == found["metrics"][K3]
+            assert answer["comparable"][step - 1] == found["comparable"]
+    missing = [step for step, value in enumerate(one["values"], 1) if value is None]
+    assert missing == [3, 8]
+    assert answer["reasons"][2] == "no rank handed over both streams"
+    assert answer["reasons"][7] == "the step is not closed"
+    assert answer["complete"][7] == "open"
+
+
+def test_what_was_done_again_is_marked_where_it_is_asked_for(real: Service) -> None:
+    every = real.get("/series", metric=K3, superseded=True)
+    pairs = list(zip(every["steps"], every["attempts"], every["superseded_by"], strict=True))
+    assert pairs[-5:] == [(6, 1, 2), (6, 2, None), (7, 1, 2), (7, 2, None), (8, 2, None)]
+    first = real.get("/series", metric=K3, attempt=1)
+    assert first["steps"] == [1, 2, 3, 4, 5, 6, 7]
+    assert first["superseded_by"] == [None] * 5 + [2, 2]
+
+
+@pytest.mark.parametrize("by", ["rank", "round"])
+def test_slices_are_those_of_the_step(real: Service, by: str) -> None:
+    answer = real.get("/series", metric=K3, by=by)
+    rows = real.get(f"/steps/2/{by}s")["rows"]
+    assert [one[by] for one in answer["series"]] == [row[by] for row in rows] == [0, 1]
+    assert [one["values"][1] for one in answer["series"]] == [row["k3_kl"] for row in rows]
+    assert [one["values"][2] for one in answer["series"]] == [None, None]
+    if by == "rank":
+        assert [one["name"] for one in answer["series"]] == ["actor 0", "actor 1"]
+        (alone,) = real.get("/series", metric=K3, by=by, rank=1)["series"]
+        assert alone["values"] == answer["series"][1]["values"]
+
+
+def test_scalars_over_ranks_and_by_rank(real: Service, session: stagescope.Session) -> None:
+    answer = real.get("/series", metric="loss", to=5)
+    assert answer["kind"] == "scalar"
+    (one,) = answer["series"]
+    assert one["values"] == [1.5, 2.5, 3.5, "nan", None]
+    assert (one["low"][0], one["high"][0]) == (1.0, 2.0)
+    assert answer["reasons"] == [None] * 4 + ["no rank logged it"]
+    by_rank = session.series("loss", by="rank", from_step=3, to_step=4)
+    assert by_rank["actor 0"] == (3.0, 4.0)
+    assert by_rank["actor 1"][0] == 4.0
+    assert math.isnan(by_rank["actor 1"][1])
+
+
+def test_the_newest_first_where_there_are_more(real: Service) -> None:
+    newest = real.get("/series", metric=K3, limit=3)
+    assert newest["steps"] == [6, 7, 8]
+    before = real.get("/series", metric=K3, limit=3, to=newest["earlier_to"])
+    assert before["steps"] == [3, 4, 5]
+    assert real.get("/series", metric=K3, to=2)["earlier_to"] is None
+
+
+def test_a_name_that_is_not_there(real: Service, session: stagescope.Session) -> None:
+    for wrong, meant in (("k3_kl", K3), ("los", "loss"), ("rollout_corr/k3kl", K3)):
+        problem = real.problem(404, "/series", metric=wrong)
+        assert f"did you mean {meant}" in problem["advice"]
+    with pytest.raises(NotFound, match="whole step"):
+        session.series("rollout_corr/training_ppl", by="rank")
+    with pytest.raises(InvalidInput, match="scalar"):
+        session.series("loss", by="round")
+
+
+def test_numbers_of_an_earlier_version_are_read_anew(
+    real: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = real.get("/series", metric=K3)
+    monkeypatch.setattr("stagescope_service.api.series.VERSION", stored.VERSION + 1)
+    assert real.get("/series", metric=K3) == before
+    by_rank = real.get("/series", metric=K3, by="rank")
+    assert [one["name"] for one in by_rank["series"]] == ["actor 0", "actor 1"]
+
+
+@pytest.mark.parametrize("asked", [{"metric": K3}, {"metric": K3, "by": "rank"}])
+def test_the_number_of_queries_does_not_grow_with_the_steps(
+    real: Service, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
+) -> None:
+    asking = real.catalogue._connect
+    queries: list[int] = []
+
+    def counted() -> object:
+        queries.append(1)
+        return asking()
+
+    monkeypatch.setattr(real.catalogue, "_connect", counted)
+    taken = []
+    for limit in (1, 2, 100):
+        queries.clear()
+        real.get("/series", limit=limit, **asked)
+        taken.append(len(queries))
+    assert len(set(taken[1:])) == 1, taken
+    assert max(taken) < 12
+
+
+def test_the_terminal_draws_and_says_gaps(real: Service) -> None:
+    assert real.tokens is not None
+    where = {"STAGESCOPE_URL": real.server.url, "STAGESCOPE_TOKEN": real.tokens.read}
+    env = {**where, "COLUMNS": "80"}
+    text = invoke("series", K3, "--by", "rank", env=env).stdout
+    assert "actor 0" in text
+    assert "no value at step 3: no rank handed over both streams" in text
+    assert "attempts 1, 2" in text
+    assert max(map(len, text.splitlines())) <= 80
+    loss = invoke("series", "loss", env=env).stdout
+    assert "not finite at step 4" in loss
+    assert invoke("series", "k3_kl", env=env).exit_code == 4
+    table = invoke("series", "loss", "--table", env=env).stdout
+    assert "no rank logged it" in table
+
+
+def test_a_sparkline_shows_peaks_gaps_and_what_is_not_finite() -> None:
+    assert sparkline([0.0, 1.0, None, math.nan], 10, bars="_#") == "_# !"
+    narrow = sparkline([0.0] * 50 + [9.0] + [0.0] * 49, 10, bars="_#")
+    assert len(narrow) == 10
+    assert narrow.count("#") == 1  # a single peak is not averaged away
+    assert sparkline([1.0, 1.0], 5, bars="_#") == "__"
+
+
+def test_frames_have_a_column_a_series(session: stagescope.Session) -> None:
+    frame = session.series(K3, by="rank").to_polars()
+    assert frame.columns[-2:] == ["actor 0", "actor 1"]
+    assert "actor 1" in session.series(K3, by="rank")._repr_html_()
