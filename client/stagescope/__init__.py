@@ -105,4 +105,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Return what is for users alone: modules and imported helpers are not."""
+    return sorted([*__all__, "__version__"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from stagescope import nonfinite, render
 from stagescope.frames import Table, context, gaps_of, no_column, tokens_of
@@ -14,6 +15,35 @@ if TYPE_CHECKING:
     import pandas
     import polars
     import pyarrow
+
+
+MATTER: Final = (
+    "rollout_corr/k3_kl",
+    "rollout_corr/kl",
+    "logprob_abs_diff/mean",
+    "logprob_abs_diff/max",
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "training/rollout_actor_probs_pearson_corr",
+    "per_round/max_diff_value",
+    "per_round/max_round_diff",
+    "counts/tokens",
+)
+"""The metrics that are looked at first, and shown first."""
+
+_NATS: Final = ("rollout_corr/kl", "rollout_corr/k3_kl", "logprob", "per_round/max_diff_value")
+_TOKENS: Final = ("counts/tokens", "counts/masked_tokens", "nonfinite/")
+
+
+def unit_of_metric(name: str) -> str:
+    """Return a metric's unit as a word: nat, tokens, sequences; none where it is a pure number."""
+    if name.startswith(_TOKENS) or name.endswith(("_count", "token_count")):
+        return "tokens"
+    if name == "counts/sequences":
+        return "sequences"
+    if name.startswith(_NATS) or "log_ppl" in name or name.endswith("_abs_diff_mean"):
+        return "nat"
+    return "nat" if name == "train_rollout_logprob_abs_diff" else ""
 
 
 class Metrics(Mapping[str, float]):
@@ -107,6 +137,14 @@ class Metrics(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [*self._values]
+
+    def head(self) -> Metrics:
+        """Return the ten that matter first, as far as they are here; all where none of them is."""
+        first = {name: self._values[name] for name in MATTER if name in self._values}
+        return Metrics(first or self._values, self._about)
+
     def under(self, prefix: str) -> Metrics:
         """Return the metrics whose names begin with `prefix`."""
         kept = {name: value for name, value in self._values.items() if name.startswith(prefix)}
@@ -176,10 +214,24 @@ class Metrics(Mapping[str, float]):
         ]
 
     def __repr__(self) -> str:
-        return "\n".join([render.clip(self.heading, 80), *self.lines()])
+        first = self.head()
+        rest = len(self) - len(first)
+        more = [f"... {rest} more: .table(), .under(prefix)"] if rest else []
+        return "\n".join([render.clip(self.heading, 80), *first.lines(), *more])
 
     def _repr_html_(self) -> str:
-        return render.html_table(self._columns(), units={}, caption=self.heading, foot=self.notes())
+        first = self.head()
+        rest = Metrics({n: v for n, v in self._values.items() if n not in first}, self._about)
+        notes = "".join(f"<div>{_escaped(note)}</div>" for note in self.notes())
+        shown = render.html_table(first._with_units(), units={}, caption=self.heading)
+        if not len(rest):
+            return render.html_block("", f"{shown}{notes}")
+        table = render.html_table(rest._with_units(), units={}, caption="")
+        folded = f"<details><summary>{len(rest)} more metrics</summary>{table}</details>"
+        return render.html_block("", f"{shown}{notes}{folded}")
+
+    def _with_units(self) -> dict[str, tuple[Any, ...]]:
+        return {**self._columns(), "unit": tuple(map(unit_of_metric, self._values))}
 
 
 class Record(Mapping[str, Any]):
@@ -202,32 +254,103 @@ class Record(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._fields)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [*self._fields]
+
     @property
     def heading(self) -> str:
         """What this is."""
         return self._title
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return a line a field, values that do not fit on the lines below."""
+        """Return a line a field, values that do not fit on the lines below; paths are whole."""
         fields = _flattened(self._fields)
         left = max(map(render.width_of, fields), default=0)
         lines = []
         for name, value in fields.items():
             text = render.format_value(value, render.unit_of(name.rpartition(".")[2]))
-            indent = " " * (left + len(render.GAP))
-            room = max(width - len(indent), 20)
-            pieces = [text[at : at + room] for at in range(0, len(text), room)] or [""]
-            lines.append(f"{name:<{left}}{render.GAP}{pieces[0]}")
-            lines += [indent + piece for piece in pieces[1:]]
+            lines += render.wrapped(f"{name:<{left}}{render.GAP}", text, width)
         return lines
 
     def __repr__(self) -> str:
         return "\n".join([self._title, *self.lines()] if self._title else self.lines())
 
     def _repr_html_(self) -> str:
+        """Return the lines of the text, and all fields folded below them where these are more."""
+        columns = self._cells()
+        if type(self).lines is Record.lines:
+            return render.html_table(columns, units={}, caption=self._title)
+        text = "\n".join(self.lines(width=_HTML_WIDTH))
+        table = render.html_table(columns, units={}, caption="")
+        return render.html_block(
+            self.heading,
+            f'<pre style="white-space:pre-wrap;color:inherit;background:transparent">'
+            f"{_escaped_lines(text)}</pre>"
+            f"<details><summary>all {len(columns['field'])} fields</summary>{table}</details>",
+        )
+
+    def _cells(self) -> dict[str, tuple[Any, ...]]:
+        """Return every field and its value as words, times and sizes in their units."""
         fields = _flattened(self._fields)
-        columns = {"field": tuple(fields), "value": tuple(fields.values())}
-        return render.html_table(columns, units={}, caption=self._title)
+        values = []
+        for name, value in fields.items():
+            unit = render.unit_of(name.rpartition(".")[2])
+            is_plain = value is None or isinstance(value, str | int | float)
+            values.append(_with_unit(value, unit) if is_plain else value)
+        return {"field": tuple(fields), "value": tuple(values)}
+
+
+_HTML_WIDTH: Final = 110
+
+
+def _with_unit(value: Any, unit: str) -> str:
+    text = render.format_value(value, unit)
+    return f"{text} s" if unit == "s" and isinstance(value, int | float) else text
+
+
+def _escaped(text: str) -> str:
+    return html.escape(render.printable(text))
+
+
+def _escaped_lines(text: str) -> str:
+    return "\n".join(map(_escaped, text.splitlines()))
+
+
+class Status(Record):
+    """How the service is: ready or why not, what it takes in, what it holds."""
+
+    __slots__ = ()
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return it as lines of at most `width` columns; `dict(status)` has every field."""
+        known = self.get("coordinator") or {}
+        ready = "ready" if self.get("ready", True) else f"not ready: {self.get('reason')}"
+        facts: list[tuple[str, Any]] = [("version", self.get("version"))]
+        if known.get("started") is not None:
+            since = render.format_value(known["started"], "unix")
+            facts.append(("coordinator", f"since {since}, process {known.get('pid')}"))
+        facts += [
+            (word, known[name]) for name, word in _STATUS.items() if known.get(name) is not None
+        ]
+        facts.append(("data", self.get("data_dir")))
+        if self.get("catalogue_bytes") is not None:
+            facts.append(("catalogue", render.format_bytes(self["catalogue_bytes"])))
+        keeping = known.get("keeping")
+        if isinstance(keeping, Mapping) and keeping.get("reason"):
+            facts.append(("keeping", keeping["reason"]))
+        lines = render.wrapped("", ready, width)
+        for name, value in facts:
+            if value is not None:
+                lines += render.wrapped(f"{name:<16}", render.format_value(value), width)
+        return lines
+
+
+_STATUS: Final = {
+    "live_processes": "live processes",
+    "events_taken": "events taken",
+    "pending_payloads": "payloads to read",
+    "revision": "plan revision",
+}
 
 
 def _any_counted(kinds: Any) -> bool:

@@ -82,7 +82,7 @@ class Compared(Record):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return it as lines of at most `width` columns (where words are not longer)."""
-        return [line.text for line in as_lines(self, width=width)]
+        return [line.text for line in as_lines(self, width=width, full=False)]
 
     def save(self, path: str | Path) -> Path:
         """Write it, and return the path: `.json` as JSON, else as one page of HTML with pictures.
@@ -105,15 +105,18 @@ class Compared(Record):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
-def as_lines(said: _Mapping, *, width: int = 80, everything: bool = False) -> list[Line]:
+def as_lines(
+    said: _Mapping, *, width: int = 80, everything: bool = False, full: bool = True
+) -> list[Line]:
     """Return a comparison as lines, each with its tone.
 
     Args:
         said: the comparison, with numbers as floats (see `nonfinite`).
         width: columns.
         everything: whether long lists are shown whole.
+        full: whether what follows the likely causes is shown: what is excluded, and each tensor.
     """
-    return list(_Writer(said, width, None if everything else SHOWN).lines())
+    return list(_Writer(said, width, None if everything else SHOWN, full or everything).lines())
 
 
 def deciding_changes(said: _Mapping) -> list[_Mapping]:
@@ -187,10 +190,11 @@ def number_text(value: Any) -> str:
 
 
 class _Writer:
-    def __init__(self, said: _Mapping, width: int, most: int | None) -> None:
+    def __init__(self, said: _Mapping, width: int, most: int | None, full: bool) -> None:
         self.said = said
         self.width = width
         self.most = most
+        self.full = full
 
     def lines(self) -> Iterator[Line]:
         said = self.said
@@ -228,6 +232,9 @@ class _Writer:
             yield from self._first(pair["first"], a, b)
         yield from self._causes(pair)
         yield from self._findings(pair)
+        if not self.full:
+            yield from self._rest(pair)
+            return
         if (floor := pair["noise_floor"]) is not None:
             text = f"mean |d| {floor['mean']:.3g}, max {floor['max']:.3g}: {floor['source']}"
             yield from self._wrap("noise floor ", text)
@@ -239,6 +246,20 @@ class _Writer:
             yield from self._wrap("", f"{title}{paired}", "title")
             for tensor in section["tensors"]:
                 yield from self._tensor(tensor)
+
+    def _rest(self, pair: _Mapping) -> Iterator[Line]:
+        """Say what is not shown: how many tensors came to which verdict."""
+        verdicts = [
+            tensor["verdict"] for section in pair["sections"] for tensor in section["tensors"]
+        ]
+        counts = [f"{verdicts.count(each)} {each}" for each in MARKS if each in verdicts]
+        if counts:
+            yield Line("")
+            sections = counted(len(pair["sections"]), "section")
+            yield from self._wrap(
+                "", f"{counted(len(verdicts), 'tensor')} in {sections}: {', '.join(counts)}"
+                " (--full shows each)",
+            )  # fmt: skip
 
     def _first(self, first: _Mapping, a: str, b: str) -> Iterator[Line]:
         yield from self._title("First difference")
@@ -264,9 +285,9 @@ class _Writer:
             yield from self._wrap("     because ", cause["evidence"])
             for check in cause["checks"]:
                 yield from self._wrap("     - ", check)
-        if pair["excluded"]:
+        if pair["excluded"] and self.full:
             yield from self._title("Excluded by what agrees")
-        for text in pair["excluded"]:
+        for text in pair["excluded"] if self.full else ():
             yield from self._wrap("  - ", text)
 
     def _findings(self, pair: _Mapping) -> Iterator[Line]:

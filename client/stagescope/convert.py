@@ -1,5 +1,8 @@
 """Columns as other libraries have them: pandas, polars and arrow, imported when asked for.
 
+A column has the same type in every answer: where its values do not tell (all are unknown, lists
+are empty, floats happen to be whole), its name does, so that the tables of two steps concatenate.
+
 Not by one call of narwhals for all three: its `from_dict` refuses an int column with a missing
 value for pandas, and ranks, steps and rounds are such columns.
 """
@@ -22,34 +25,42 @@ if TYPE_CHECKING:
 Columns = Mapping[str, Sequence[Any]]
 
 
-def to_pandas(columns: Columns) -> pandas.DataFrame:
+Kinds = Mapping[str, str]
+"""Column -> int, float, bool or text, where the name alone does not say it."""
+
+_NONE: Final[Kinds] = {}
+
+
+def to_pandas(columns: Columns, kinds: Kinds = _NONE) -> pandas.DataFrame:
     """Return the columns as a pandas DataFrame."""
     library = _import("pandas")
     series = {
-        name: library.Series(list(values), dtype=_PANDAS[_kind(values)])
+        name: library.Series(list(values), dtype=_PANDAS[_kind(name, values, kinds)])
         for name, values in columns.items()
     }
     frame: pandas.DataFrame = library.DataFrame(series)
     return frame
 
 
-def to_polars(columns: Columns) -> polars.DataFrame:
+def to_polars(columns: Columns, kinds: Kinds = _NONE) -> polars.DataFrame:
     """Return the columns as a polars DataFrame."""
     library = _import("polars")
     series = [
-        library.Series(name, _flat(values), dtype=_polars_type(library, _kind(values)))
+        library.Series(name, _flat(kind, values), dtype=_polars_type(library, kind))
         for name, values in columns.items()
+        for kind in (_kind(name, values, kinds),)
     ]
     frame: polars.DataFrame = library.DataFrame(series)
     return frame
 
 
-def to_arrow(columns: Columns) -> pyarrow.Table:
+def to_arrow(columns: Columns, kinds: Kinds = _NONE) -> pyarrow.Table:
     """Return the columns as a pyarrow Table."""
     arrow = _import("pyarrow")
     arrays = {
-        name: arrow.array(_flat(values), type=_arrow_type(arrow, _kind(values)))
+        name: arrow.array(_flat(kind, values), type=_arrow_type(arrow, kind))
         for name, values in columns.items()
+        for kind in (_kind(name, values, kinds),)
     }
     return arrow.table(arrays)
 
@@ -64,20 +75,58 @@ _PANDAS: Final[Mapping[str, str]] = {
     "ints": "object",
     "texts": "object",
     "nested": "object",
-    "empty": "object",
 }
 
 
-def _kind(values: Sequence[Any]) -> str:
-    """Return what a column holds: int, bool, float, text, ints, texts, nested, empty (? = None)."""
+_INTS: Final = frozenset({
+    "attempt", "attempts", "step", "rank", "round", "turn", "staleness", "superseded_by", "row",
+    "position", "token_id", "order", "pid", "world_size", "parts", "parts_counted", "tokens",
+    "masked_tokens", "nonfinite", "over_0.1", "over_0.5", "over_1", "over_5", "bytes", "files",
+    "count", "losses", "findings", "firings", "fired", "seq", "revision", "processes", "epoch",
+    "occurrence", "minibatch", "microbatch", "ranks_begun", "ranks_ended", "history_steps",
+    "truncated_at", "masks", "replicas", "odd", "suspected", "start", "last_closed_step",
+    "first_step", "last_step", "resumed_from_step", "consumed_step", "policy_version", "data_rank",
+    "device_index", "sample_index", "cooldown", "calls", "grouped",
+})  # fmt: skip
+_INT_ENDS: Final = ("_rank", "_size", "_count", "_bytes", "_tokens", "_rows")
+_FLOATS: Final = frozenset({
+    "seconds", "wall", "begun", "ended", "since", "value", "p", "q", "abs_diff", "kl", "k3_kl",
+    "pearson", "mult_prob_error", "reward", "min", "max", "mean", "norm", "last_value",
+    "clock_error", "threshold", "relative", "temperature", "top_p", "waited_since", "cosine",
+    "low", "high", "share",
+})  # fmt: skip
+_FLOAT_ENDS: Final = ("_wall", "_at", "_mono", "_seconds", "_mean", "_max", "_min", "_sum", "_std")
+_BOOLS: Final = frozenset({
+    "live", "superseded", "pinned", "measured", "certain", "done", "truncated", "shared", "unkeyed",
+    "raw", "whole_role", "fired_live", "order_differs", "earliest", "acknowledged", "there",
+    "joined_later", "processed", "device_time",
+})  # fmt: skip
+_INT_LISTS: Final = frozenset({"ranks", "odd_ranks", "shape", "policy_versions"})
+_TEXT_LISTS: Final = frozenset({"sections", "suspects", "names", "dtypes"})
+
+
+def _said(name: str) -> str:
+    """Return what a column's name says that it holds."""
+    if name in _BOOLS:
+        return "bool"
+    if name in _FLOATS or name.endswith(_FLOAT_ENDS):
+        return "float"
+    if name in _INTS or name.endswith(_INT_ENDS):
+        return "int"
+    return "text"
+
+
+def _kind(name: str, values: Sequence[Any], kinds: Kinds) -> str:
+    """Return what a column holds: int, bool, float, text, ints, texts, nested (? = with None)."""
     present = [value for value in values if value is not None]
-    optional = "?" if len(present) < len(values) else ""
+    optional = "?" if len(present) < len(values) or not present else ""
     types = {type(value) for value in present}
+    said = kinds.get(name) or _said(name)
     if not types:
-        return "empty"
+        return said + ("?" if said in ("int", "bool") else "")
     if types == {bool}:
         return "bool" + optional
-    if types == {int} and all(-(2**63) <= value < 2**63 for value in present):
+    if types == {int} and said != "float" and all(-(2**63) <= value < 2**63 for value in present):
         return "int" + optional
     if types <= {int, float}:
         return "float"
@@ -85,13 +134,14 @@ def _kind(values: Sequence[Any]) -> str:
         return "text"
     if types == {list}:
         inner = {type(item) for value in present for item in value}
-        return "ints" if inner == {int} else "texts" if inner <= {str} else "nested"
+        if not inner:
+            return "ints" if name in _INT_LISTS else "texts" if name in _TEXT_LISTS else "nested"
+        return "ints" if inner == {int} else "texts" if inner == {str} else "nested"
     return "nested"
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
+def _flat(kind: str, values: Sequence[Any]) -> list[Any]:
     """Return the values with what has no column type as JSON text, and floats all floats."""
-    kind = _kind(values)
     if kind == "float":
         return [None if value is None else float(value) for value in values]
     if kind != "nested":

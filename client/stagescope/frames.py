@@ -5,6 +5,7 @@ pandas, polars and pyarrow are imported when asked for (extra `notebook`).
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _Table = TypeVar("_Table", bound="Table")
 
+_FEW_NAMES: Final = 24
 SHOWN_ROWS: Final = 20
 """Rows in a text repr; HTML shows five times as many."""
 
@@ -136,6 +138,9 @@ class Table:
             return NotImplemented
         return self._columns == other._columns and self._about == other._about
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [*self._columns]
+
     def select(self, *names: str) -> Table:
         """Return the table with these columns only."""
         return self._with({name: self[name] for name in names})
@@ -162,19 +167,24 @@ class Table:
         A column of ints with missing values is `Int64`, of bools `boolean`; among floats a missing
         value is NaN, as pandas has it (polars and arrow keep the two apart).
         """
-        return convert.to_pandas(self._columns)
+        return convert.to_pandas(self._columns, self._kinds)
 
     def to_polars(self) -> polars.DataFrame:
         """Return a polars DataFrame; lists stay lists, other nested values are JSON text."""
-        return convert.to_polars(self._columns)
+        return convert.to_polars(self._columns, self._kinds)
 
     def to_arrow(self) -> pyarrow.Table:
         """Return a pyarrow Table; lists stay lists, other nested values are JSON text."""
-        return convert.to_arrow(self._columns)
+        return convert.to_arrow(self._columns, self._kinds)
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         """Export by the Arrow PyCapsule interface: `polars.DataFrame(table)`, duckdb and others."""
         return self.to_arrow().__arrow_c_stream__(requested_schema)
+
+    @property
+    def _kinds(self) -> Mapping[str, str]:
+        """Types of columns of which the name says nothing."""
+        return {}
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return the table as lines of text of at most `width` columns, without its title."""
@@ -239,8 +249,26 @@ class Table:
 
 
 def no_column(name: str, names: Sequence[str], *, what: str = "column") -> NotFound:
-    """Return the error of a name that is not there."""
-    return _NoSuchName(f"there is no {what} {name!r}", expected=f"one of {', '.join(names)}")
+    """Return the error of a name that is not there, with those that may be meant."""
+    close = meant(name, names)
+    few = len(names) <= _FEW_NAMES
+    return _NoSuchName(
+        f"there is no {what} {name!r}",
+        expected=f"one of {', '.join(names)}" if few or not close else "",
+        advice=f"did you mean {' or '.join(close)}?" if close else "",
+    )
+
+
+def meant(name: str, names: Sequence[str], most: int = 3) -> list[str]:
+    """Return the names that somebody may have meant: with it as a part first, then alike ones."""
+    word = str(name).lower()
+    last = word.rpartition("/")[2]
+    parts = [known for known in names if known.lower().rpartition("/")[2] == last]
+    parts += [known for known in names if word in known.lower() and known not in parts]
+    alike = difflib.get_close_matches(word, names, n=most)
+    by_end = {known.rpartition("/")[2]: known for known in reversed(names)}
+    ends = [by_end[end] for end in difflib.get_close_matches(last, [*by_end], n=most)]
+    return [*dict.fromkeys([*parts[:most], *alike, *ends])][:most]
 
 
 class _NoSuchName(NotFound, KeyError):

@@ -52,7 +52,7 @@ class Stacks(Record):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return a heading a process, and below it the stacks; frames are never cut."""
-        lines: list[str] = []
+        lines: list[str] = ["outermost frame first, as in a traceback"] if self.rows else []
         for row in self.rows:
             lines += [render.clip(_who(row), width), *self._of(row), ""]
         for row in self.not_answered:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
 from urllib.parse import urlencode
 
 from stagescope.answers import Record
@@ -43,8 +43,34 @@ class Orders(Asking):
             "/captures", {"run": run}, title="captures", order=_PLAN_ORDER, limit=limit
         )
 
-    def capture(self, **spec: Any) -> Ordered:
-        """Order a capture: `stagescope.captures` has its CAPTURE_FIELDS and SHORTHANDS.
+    def capture(
+        self,
+        *,
+        stages: Sequence[str] | str | None = None,
+        steps: int | Sequence[int] | str | Mapping[str, Any] = "next",
+        run: str | None = None,
+        roles: Sequence[str] | None = None,
+        ranks: Sequence[int] | str | None = None,
+        task: str | None = None,
+        level: str | None = None,
+        scope: Sequence[str] | None = None,
+        list: Sequence[str] | None = None,
+        data_mode: Sequence[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        config_path: str | None = None,
+        bench: Mapping[str, Any] | None = None,
+        data_dir: str | None = None,
+        keep: Sequence[str] | None = None,
+        parameters: Sequence[str] | None = None,
+        gradients: Sequence[str] | None = None,
+        limits: Mapping[str, Any] | None = None,
+        force: bool | None = None,
+        strict: bool | None = None,
+        timeout: float | None = None,
+        late: Literal["wait", "go_on", "give_up"] | None = None,
+        again: int | None = None,
+    ) -> Ordered:
+        """Order a capture on a live run; needs the operate token.
 
         Without `steps` it is of the next, and without a word of what it is msprobe's statistics.
         Every asked rank acknowledges first, and then the step is fixed on which it starts: the
@@ -54,14 +80,42 @@ class Orders(Asking):
             >>> ordered = session.capture(stages=["actor_update"], level="L1")
             >>> session.wait_for(ordered["capture_id"]).dumps()
 
+        Args:
+            stages: names of stages, or "all".
+            steps: numbers, "5,8-10", "next", {"next": k}, "all", or {"every": n, "start": s,
+                "count": c}.
+            run: of which run; default: of the one that is live.
+            roles, ranks: of which; ranks as numbers, "0,4-7", "worst(2)" or "all".
+            task, level, scope, list, data_mode: as msprobe has them.
+            config, config_path: msprobe's config.json instead: its content, or a path that the
+                ranks can read.
+            bench: {"capture_id": id, "step": n}, an earlier capture with checksums: of task tensor
+                only what differs from it is written.
+            data_dir: where the dumps go; default: the service's.
+            keep: names of payload tensors to keep.
+            parameters, gradients: patterns of names of which to keep each rank's shards.
+            limits: {"bytes", "seconds", "reserve_bytes", "tokens"} of a dump.
+            force: also where it is estimated to cost too much.
+            strict: a failure is raised in the training process.
+            timeout: seconds in which every rank is to acknowledge (60).
+            late: what to do about ranks that do not.
+            again: how often a step that a rank missed is repeated.
+
         Raises:
             InvalidPlan: a field that cannot be carried out.
             Conflict: the same order is in force, or its steps have begun.
             Forbidden: the token may only read, or a path lies outside the allowed roots.
         """
-        steps = spec.setdefault("steps", "next")
-        if isinstance(steps, int) and not isinstance(steps, bool):
-            spec["steps"] = [steps]
+        one = isinstance(steps, int) and not isinstance(steps, bool)
+        given = {
+            "stages": stages, "steps": [steps] if one else steps, "run": run, "roles": roles,
+            "ranks": ranks, "task": task, "level": level, "scope": scope, "list": list,
+            "data_mode": data_mode, "config": config, "config_path": config_path, "bench": bench,
+            "data_dir": data_dir, "keep": keep, "parameters": parameters, "gradients": gradients,
+            "limits": limits, "force": force, "strict": strict, "timeout": timeout, "late": late,
+            "again": again,
+        }  # fmt: skip
+        spec = {name: value for name, value in given.items() if value is not None}
         return Ordered(self._transport.change("POST", "/captures", spec) or {})
 
     def progress(self, capture_id: str) -> Progress:

@@ -5,6 +5,7 @@ So `stagescope serve` is one command among others, and the client imports nothin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Final
 
@@ -16,6 +17,21 @@ from stagescope.errors import StagescopeError
 GROUP: Final = "stagescope.commands"
 SERVICE_COMMANDS: Final = ("serve", "stop")
 """Named in the help also where the service's extra is not installed."""
+
+TASKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Start and stop": ("serve", "stop", "status"),
+    "What went wrong": ("findings", "finding", "losses", "stuck", "stacks", "triggers"),
+    "What has reported": ("runs", "attempts", "steps", "stages", "scalars"),
+    "Rollout against training": ("metrics", "series", "rounds", "ranks", "tokens", "weights",
+                                 "devices", "exact"),
+    "Capture operators": ("capture", "captures", "progress", "plan", "remove-capture"),
+    "Read what was captured": ("dumps", "operators", "non-finite", "stack", "divergence",
+                               "tensors"),
+    "Compare and keep": ("compare", "compare-dumps", "diff", "kept", "batch", "pin", "unpin",
+                         "import", "export", "convert"),
+    "Engines": ("engines", "consistency"),
+}  # fmt: skip
+"""The help's sections, and the commands in each."""
 
 
 class Commands(click.Group):
@@ -40,6 +56,24 @@ class Commands(click.Group):
             return _stub(cmd_name, terminal.needs_extra(error, "service"))
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by what somebody wants to do; what no task names comes last."""
+        left = dict.fromkeys(self.list_commands(ctx))
+        for task, names in TASKS.items():
+            self._write(ctx, formatter, task, [name for name in names if name in left])
+            for name in names:
+                left.pop(name, None)
+        self._write(ctx, formatter, "More", [*left])
+
+    def _write(
+        self, ctx: click.Context, formatter: click.HelpFormatter, task: str, names: list[str]
+    ) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in names]
+        rows = [(n, each.get_short_help_str(200)) for n, each in found if each and not each.hidden]
+        if rows:
+            with formatter.section(task):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error of this project becomes two lines and an exit code."""

@@ -22,6 +22,8 @@ GAP: Final = "  "
 _WHOLE: Final = 24
 """Words of up to so many columns are never cut: a time, an id, a stage's name."""
 _WIDEST: Final = 48
+_WIDE_ENOUGH: Final = 1000
+"""Columns from which on nothing is shortened: somebody asked for all of it."""
 _WALLS: Final = frozenset({
     "begun", "created", "ended", "since", "started", "waited_since", "wall",
 })  # fmt: skip
@@ -151,7 +153,11 @@ def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -
         name: [format_value(value, units.get(name, "")) for value in values]
         for name, values in columns.items()
     }
-    widths, left_out = _fit(cells, width)
+    # A path that is cut leads nowhere: where a column of paths has no room, each has its own line.
+    paths = [name for name in cells if _are_paths(columns[name])]
+    widths, left_out = _fit(cells, width, whole=paths)
+    below = [name for name in paths if name not in widths]
+    left_out = [name for name in left_out if name not in map(printable, below)]
     numeric = {name for name in widths if _is_numeric(columns[name])}
 
     def line(texts: Mapping[str, str]) -> str:
@@ -160,7 +166,9 @@ def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -
 
     lines = [line({name: name for name in widths}), GAP.join("-" * w for w in widths.values())]
     count = len(next(iter(cells.values()), []))
-    lines += [line({name: cells[name][row] for name in widths}) for row in range(count)]
+    for row in range(count):
+        lines.append(line({name: cells[name][row] for name in widths}))
+        lines += [f"{GAP}{cells[n][row]}" for n in below if columns[n][row] is not None]
     if left_out:
         lines += textwrap.wrap(
             "more columns: " + ", ".join(left_out), width=width, subsequent_indent="  "
@@ -168,17 +176,34 @@ def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -
     return lines
 
 
-def _fit(cells: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str, int], list[str]]:
+def _are_paths(values: Sequence[Any]) -> bool:
+    """Return whether a column holds paths or addresses."""
+    texts = [value for value in values if isinstance(value, str)]
+    return (
+        bool(texts)
+        and all("/" in text and " " not in text for text in texts)
+        and (max(map(len, texts)) > _WHOLE)
+    )
+
+
+def _fit(
+    cells: Mapping[str, Sequence[str]], width: int, *, whole: Sequence[str] = ()
+) -> tuple[dict[str, int], list[str]]:
     """Return the width of each column that is shown, and the names of those that are not.
 
     Long words are shortened, but names, times and ids stay whole: rather than cut them, columns
-    are left out, first those without any value, then the last.
+    are left out, first those without any value, then those of `whole` where they do not fit, then
+    the last. A column of `whole` is never shortened.
     """
     names = {name: printable(name) for name in cells}
+    full = {name: max(map(width_of, (names[name], *cells[name]))) for name in cells}
     natural = {
-        name: min(_WIDEST, max(map(width_of, (names[name], *cells[name])))) for name in cells
+        name: wide if name in whole or width > _WIDE_ENOUGH else min(_WIDEST, wide)
+        for name, wide in full.items()
     }
     kept = list(cells)
+    if whole and sum(natural.values()) + len(GAP) * (len(kept) - 1) > width:
+        kept = [name for name in kept if name not in whole] or kept
     while kept:
         widths = {name: natural[name] for name in kept}
         excess = sum(widths.values()) + len(GAP) * (len(kept) - 1) - width
@@ -221,7 +246,7 @@ def html_table(
     rows = "".join(
         "<tr>"
         + "".join(
-            f'<td style="{style};text-align:{align[name]}">'
+            f'<td style="{style};text-align:{align[name]}{_no_break(units.get(name, ""))}">'
             f"{_html_cell(columns[name][row], units.get(name, ''))}</td>"
             for name in columns
         )
@@ -231,7 +256,7 @@ def html_table(
     notes = "".join(f"<div>{html.escape(printable(line))}</div>" for line in foot)
     return (
         '<div style="overflow-x:auto;color:inherit">'
-        f"<div><b>{html.escape(printable(caption))}</b></div>"
+        f"{_html_heading(caption)}"
         f'<table style="border-collapse:collapse;color:inherit"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table>{notes}</div>"
     )
@@ -239,10 +264,15 @@ def html_table(
 
 def html_block(heading: str, body: str) -> str:
     """Return a heading and below it `body`, which is HTML already."""
-    return (
-        '<div style="overflow-x:auto;color:inherit">'
-        f"<div><b>{html.escape(printable(heading))}</b></div>{body}</div>"
-    )
+    return f'<div style="overflow-x:auto;color:inherit">{_html_heading(heading)}{body}</div>'
+
+
+def _html_heading(text: str) -> str:
+    return f"<div><b>{html.escape(printable(text))}</b></div>" if text else ""
+
+
+def _no_break(unit: str) -> str:
+    return ";white-space:nowrap" if unit else ""
 
 
 def _header(name: str, units: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope import discovery
-from stagescope.answers import Record
+from stagescope.answers import Status
 from stagescope.asking import LIMIT, segment, step_word
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
@@ -28,6 +28,7 @@ from stagescope.frames import Table
 from stagescope.framing import MEDIA_TYPE, pack_batch
 from stagescope.hangs import Stacks
 from stagescope.orders import Orders
+from stagescope.series import Series
 from stagescope.step import Step
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 
@@ -93,9 +94,9 @@ class Session(Orders, Comparing, EngineRegistry):
     training stage began last, without `attempt` its latest.
     """
 
-    def status(self) -> Record:
+    def status(self) -> Status:
         """Return how the service is: ready or why not, versions, what it knows."""
-        return Record(self.get("/status"), title=f"stagescope at {self.url}")
+        return Status(self.get("/status"), title=f"stagescope at {self.url}")
 
     def runs(self, *, limit: int = LIMIT) -> Table:
         """Return the runs, the one that was active last first."""
@@ -145,6 +146,47 @@ class Session(Orders, Comparing, EngineRegistry):
             return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
         said = self.get(f"/steps/{step_word(step)}/stages", run=run, attempt=attempt, limit=1)
         return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
+
+    def series(
+        self,
+        metric: str,
+        *,
+        by: Literal["rank", "round", "staleness"] | None = None,
+        run: str | None = None,
+        attempt: int | None = None,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        from_step: int | None = None,
+        to_step: int | None = None,
+        superseded: bool = False,
+        limit: int = 10_000,
+    ) -> Series:
+        """Return one number over the steps of a run, a row a step, a column a series.
+
+        Args:
+            metric: a published metric (`rollout_corr/k3_kl`), or the name of a scalar (`loss`).
+            by: a series for each rank, round or staleness; scalars only by rank. Without it the
+                step's own number, of scalars the mean over ranks and parts.
+            run, attempt: of these; without `attempt` those in force, each step once.
+            stage: scalars only: those of this stage.
+            role, rank: only these.
+            from_step, to_step: the first and the last step.
+            superseded: also the steps that a later attempt did again.
+            limit: most steps, the newest.
+
+        Raises:
+            NotFound: no metric and no scalar has that name, with what may be meant.
+
+        Usage:
+            >>> session.series("rollout_corr/k3_kl", by="rank").to_pandas()
+        """
+        answer = self.get(
+            "/series", metric=metric, by=by, run=run, attempt=attempt, stage=stage, role=role,
+            rank=rank, superseded=superseded or None, limit=limit,
+            **{"from": from_step, "to": to_step},
+        )  # fmt: skip
+        return Series.from_answer(answer)
 
     def weights(
         self,

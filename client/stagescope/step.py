@@ -304,15 +304,29 @@ class Step:
         }  # fmt: skip
         return Operators.of(self._table("operators", _OPERATOR_ORDER, limit, **filters))
 
-    def stack(self, stack_id: str, **dump: Any) -> Stack:
+    def stack(
+        self,
+        stack_id: str,
+        *,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        part: str | None = None,
+        capture_id: str | None = None,
+    ) -> Stack:
         """Return the Python frames of an operator's call, the innermost first.
 
         Args:
             stack_id: of a row of `operators`.
-            dump: its stage, role, rank, part and capture_id, as far as one is not the only one.
+            stage, role, rank, part, capture_id: of its dump, as far as one is not the only one.
         """
-        params = self._params(stack_id=stack_id, **dump)
-        return Stack(self._session.get(self._path("operators/stack"), **params), title="stack")
+        params = self._params(
+            stack_id=stack_id, stage=stage, role=role, rank=rank, part=part, capture_id=capture_id
+        )
+        return Stack(
+            self._session.get(self._path("operators/stack"), **params),
+            title="stack, innermost frame first",
+        )
 
     def non_finite(
         self,

@@ -89,12 +89,15 @@ def style(text: str, *, err: bool = False, **styles: Any) -> str:
     return click.style(text, **styles)
 
 
-def show(answer: Shown) -> None:
-    """Print an answer for a reader."""
+_WIDE: Final = 1_000_000
+
+
+def show(answer: Shown, *, wide: bool = False) -> None:
+    """Print an answer for a reader; with `wide` a table's columns are all shown, and whole."""
     columns = width()
     for line in render.wrapped("", answer.heading, columns):
         click.echo(style(line, bold=True))
-    for line in answer.lines(width=columns):
+    for line in answer.lines(width=_WIDE if wide else columns):
         click.echo(line)
 
 

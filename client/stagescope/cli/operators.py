@@ -59,7 +59,7 @@ def non_finite(session: Session, step: StepWord, **options: Any) -> Table:
 
 @question(click.argument("stack_id"), CAPTURED, RUN, ATTEMPT, STAGE, ROLE, RANK, PART, CAPTURE)
 def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Record:
-    """The Python frames from which an operator was called (its `stack_id`)."""
+    """The Python frames from which an operator was called (its `stack_id`), innermost first."""
     return noun(session, step, options).stack(stack_id, **options)
 
 

@@ -62,10 +62,18 @@ def _connection(command: _Command) -> _Command:
             "--token-file", type=click.Path(path_type=Path), help="File that holds the token."
         ),
         click.option("--url", help="The service, such as http://head:8700."),
+        click.option("--wide", is_flag=True, help="Every column, however wide the terminal is."),
+        click.option(
+            "--columns", callback=_names, metavar="A,B", help="Only these columns of a table."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout."),
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else words(value)
 
 
 def read_step(_: click.Context, __: click.Parameter, value: str) -> StepWord:
@@ -107,9 +115,16 @@ LIMIT: Final = click.option(
 )
 
 
-def _print(answer: Table | Metrics | Record, as_json: bool) -> None:
+def _print(
+    answer: Table | Metrics | Record, as_json: bool, columns: list[str] | None, wide: bool
+) -> None:
+    if columns is not None:
+        table = answer.table() if isinstance(answer, Metrics) else answer
+        if not isinstance(table, Table):
+            raise InvalidInput("this answer has no columns", expected="no --columns")
+        answer = table.select(*columns)
     if not as_json:
-        terminal.show(answer)
+        terminal.show(answer, wide=wide or columns is not None)
     elif isinstance(answer, Table):
         said = {**answer.about, "truncated": answer.truncated, "rows": answer.to_dicts()}
         if isinstance(answer, Noticed):
@@ -127,11 +142,18 @@ def question(*options: Callable[[Any], Any]) -> Callable[[_Ask], click.Command]:
     def command(ask: _Ask) -> click.Command:
         @functools.wraps(ask)
         def run(
-            *, url: str | None, token_file: Path | None, timeout: float, as_json: bool, **own: Any
+            *,
+            url: str | None,
+            token_file: Path | None,
+            timeout: float,
+            as_json: bool,
+            columns: list[str] | None,
+            wide: bool,
+            **own: Any,
         ) -> None:
             token = None if token_file is None else discovery.read_token(token_file)
             with attach(url, token=token, timeout=timeout) as session:
-                _print(ask(session, **own), as_json)
+                _print(ask(session, **own), as_json, columns, wide)
             ctx = click.get_current_context()
             ctx.exit(ctx.meta.get("stagescope.exit_code", 0))
 

@@ -23,7 +23,7 @@ from stagescope.cli.questions import (
     question,
 )
 from stagescope.errors import NotFound
-from stagescope.frames import Table
+from stagescope.frames import Table, meant
 from stagescope.session import Session, StepWord
 
 
@@ -72,8 +72,11 @@ def metrics(session: Session, step: StepWord, only: str | None, **place: Any) ->
         return found
     kept = {name: value for name, value in found.items() if fnmatch.fnmatchcase(name, only)}
     if not kept:
+        close = meant(only.strip("*"), [*found])
         raise NotFound(
-            f"no metric of this step matches {only!r}", expected=f"one of {', '.join(found)}"
+            f"no metric of this step matches {only!r}",
+            expected="" if close else f"one of {', '.join(found)}",
+            advice=f"did you mean {' or '.join(close)}?" if close else "",
         )
     return Metrics(kept, found.about)
 
@@ -123,6 +126,31 @@ def stages(session: Session, step: StepWord, **options: Any) -> Table:
 def scalars(session: Session, step: StepWord, **options: Any) -> Table:
     """The scalars that ranks handed over in a step."""
     return noun(session, step, options).scalars(**options)
+
+
+@question(
+    click.argument("metric"),
+    RUN,
+    ATTEMPT,
+    click.option(
+        "--by", type=click.Choice(["rank", "round", "staleness"]), help="A series for each."
+    ),
+    click.option("--stage", help="Scalars: only of this stage."),
+    ROLE,
+    RANK,
+    click.option("--from", "from_step", type=int, metavar="STEP", help="The first step."),
+    click.option("--to", "to_step", type=int, metavar="STEP", help="The last step."),
+    click.option("--superseded", is_flag=True, help="Also steps that were done again."),
+    click.option("--table", is_flag=True, help="A row a step, in the place of sparklines."),
+    click.option(
+        "--limit", type=click.IntRange(min=1), default=10_000, show_default=True,
+        help="Most steps, the newest.",
+    ),
+)  # fmt: skip
+def series(session: Session, metric: str, table: bool, **options: Any) -> Table:
+    """One number over the steps of a run: a metric or a scalar, whole or by rank or round."""
+    found = session.series(metric, **options)
+    return Table.of(found) if table else found
 
 
 def _only(what: str) -> Any:

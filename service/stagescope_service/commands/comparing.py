@@ -47,7 +47,7 @@ _OUTPUTS: Final = (
         help="Write one HTML file with pictures; it needs no network.",
     ),
     click.option("--ray", is_flag=True, help="Compare shards as tasks of the Ray cluster."),
-    click.option("--all", "everything", is_flag=True, help="Show long lists whole."),
+    click.option("--all", "everything", is_flag=True, help="Show everything, long lists whole."),
     click.option(
         "--tolerance", "tolerances", multiple=True, metavar="PATTERN=ATOL[,RTOL]",
         help="What is noise for tensors of such names (section/name, or name), such as "
@@ -71,6 +71,7 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
 )  # fmt: skip
 @click.option("--url", help="The service of the runs, such as http://head:8700.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
+@click.option("--full", is_flag=True, help="Also what is excluded, and every section and tensor.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of --json, and end.")
 @_outputs
 @click.pass_context
@@ -216,7 +217,11 @@ def _print(said: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     if options["as_json"]:
         terminal.show_json(said)
         return
-    for line in as_lines(said, width=terminal.width(), everything=options["everything"]):
+    lines = as_lines(
+        said, width=terminal.width(), everything=options["everything"],
+        full=options.get("full", True),
+    )  # fmt: skip
+    for line in lines:
         click.echo(terminal.style(line.text, **_TONES.get(line.tone, {})))
     for name in ("html", "output"):
         if options[name] is not None:
