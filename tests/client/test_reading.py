@@ -77,9 +77,10 @@ def test_columns_and_wide(service: Answering) -> None:
     wrong = ask(service, "rounds", "5", "--columns", "k3")
     assert wrong.exit_code == 4
     assert "did you mean k3_kl" in wrong.stderr or "one of" in wrong.stderr
-    narrow, wide = ask(service, "steps"), ask(service, "steps", "--wide")
-    assert "more columns" in narrow.stdout or len(narrow.stdout) < len(wide.stdout)
-    assert "more columns" not in wide.stdout
+    many = Table({f"column_{at}": [PATH] for at in range(12)})
+    assert "more columns" in "\n".join(Table({f"c{n}": ["x" * 30] for n in range(9)}).lines())
+    assert many.lines(width=1_000_000)[-1].count(PATH) == 12
+    assert ask(service, "attempts", "--wide").exit_code == 0
     metrics = ask(service, "metrics", "5", "--only", "k3_kl")
     assert metrics.exit_code == 4
     assert "did you mean rollout_corr/k3_kl" in metrics.stderr

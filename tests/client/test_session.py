@@ -128,7 +128,7 @@ def test_a_capture_that_cannot_be(session: Session) -> None:
 
 
 def test_every_field_of_a_capture_has_an_argument(session: Session) -> None:
-    spec = dict.fromkeys(CAPTURE_FIELDS)
+    spec: dict[str, Any] = dict.fromkeys(CAPTURE_FIELDS, "x")
     record = session.capture(**{**spec, "steps": [1]})
     assert set(CAPTURE_FIELDS) <= set(record)
 
