@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-MATTER: Final = (
+MATTER: Final[tuple[str, ...]] = (
     "rollout_corr/k3_kl",
     "rollout_corr/kl",
     "logprob_abs_diff/mean",

@@ -41,10 +41,10 @@ def fill(live: Service, steps: int) -> None:
         for step in range(first, min(first + 500, steps + 1)):
             puts.append(Put("steps", {**formed[0], "step": step, "closed_wall": 1.0}))
             puts.append(Put("step_metrics", {**formed[1], "step": step}))
-            for rank in range(RANKS):
-                key = {"incarnation": f"i-{rank}", "work_key": f"{step}", "name": "loss"}
+            for number in range(RANKS):
+                key = {"incarnation": f"i-{number}", "work_key": f"{step}", "name": "loss"}
                 place = {"attempt_id": 1, "step": step, "stage": STAGE, "role": "actor"}
-                puts.append(Put("scalars", {**key, **place, "rank": rank, "value": 1.0}))
+                puts.append(Put("scalars", {**key, **place, "rank": number, "value": 1.0}))
         live.store.submit(puts).result(120)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.support.api import Rank, Service, service
@@ -19,12 +20,9 @@ STAGE = "actor_compute_log_prob"
 K3 = "rollout_corr/k3_kl"
 
 
-def train(live: Service, steps: range, key: str, start: float, **hello: object) -> None:
+def train(live: Service, steps: range, key: str, start: float, **hello: Any) -> None:
     """Two ranks; step 3 has no numbers, in step 4 the loss of rank 1 is NaN; the last is open."""
-    ranks = [
-        Rank(live, rank=rank, key=key, start=start, **hello)
-        for rank in (0, 1)  # type: ignore[arg-type]
-    ]
+    ranks = [Rank(live, rank=rank, key=key, start=start, **hello) for rank in (0, 1)]
     for step in steps:
         for at, rank in enumerate(ranks):
             handed = payload(seed=10 * step + at, first_sample=4 * at)
@@ -147,8 +145,8 @@ def test_the_number_of_queries_does_not_grow_with_the_steps(
         queries.clear()
         real.get("/series", limit=limit, **asked)
         taken.append(len(queries))
-    assert len(set(taken[1:])) == 1, taken
-    assert max(taken) < 12
+    # One more for each of the 8 steps would be 13 and more; `also_live` is remembered for a while.
+    assert max(taken) < 10, taken
 
 
 def test_the_terminal_draws_and_says_gaps(real: Service) -> None:
