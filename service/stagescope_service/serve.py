@@ -204,7 +204,7 @@ def _is_head_here() -> bool:
     """Return whether the API, which runs on the cluster's head node, runs on this machine."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     head = [node for node in nodes if _HEAD in node.get("Resources", {}) and node["Alive"]]
-    here = ray.util.get_node_ip_address()
+    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return any(node["NodeManagerAddress"] == here for node in head)
 
 
