@@ -60,7 +60,10 @@ def _workers_report(manager: Any) -> bool:
     if base is None or not isinstance(kind, type) or not issubclass(kind, base):
         return False
     own: Any = kind
-    return hasattr(own, "_run_prompt") or own.generate_sequences is base.generate_sequences
+    if hasattr(own, "_run_prompt"):
+        return True
+    # `ray.remote` wraps the methods of the class that it makes.
+    return inspect.unwrap(own.generate_sequences) is inspect.unwrap(base.generate_sequences)
 
 
 def _say(name: str, reason: str) -> None:
