@@ -231,6 +231,7 @@ class Table:
             foot.append(f"the step is {render.format_value(about['complete'])}")
         if "coverage" in about and (gaps := gaps_of(about["coverage"])):
             foot.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
+        foot += not_comparable(about)
         if about.get("superseded_by") is not None:
             foot.append(f"superseded by {render.format_value(about['superseded_by'])}")
         return foot
@@ -283,6 +284,19 @@ def context(about: Mapping[str, Any]) -> str:
         if about.get(name) is not None
     ]
     return ", ".join(map(render.printable, parts))
+
+
+def not_comparable(about: Mapping[str, Any]) -> list[str]:
+    """Return why the numbers of an answer are not to be trusted, the likeliest cause first."""
+    verdict = about.get("comparable")
+    if verdict in (None, "comparable"):
+        return []
+    reasons = [
+        ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
+        for item in about.get("comparability") or ()
+        if item.get("verdict") != "unknown"
+    ]
+    return [f"comparable: {verdict}", *(f"  {reason}" for reason in reasons)]
 
 
 _GAPS: Final = {

@@ -23,6 +23,7 @@ from stagescope.asking import LIMIT, segment, step_word
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
 from stagescope.errors import NotFound
+from stagescope.exact import Exact
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, Noticed
 from stagescope.frames import Table
 from stagescope.framing import MEDIA_TYPE, pack_batch
@@ -222,6 +223,16 @@ class Session(Orders, Comparing, EngineRegistry):
         return self.table(
             "/devices", {"run": run}, title="devices", order=DEVICE_ORDER, limit=limit
         )
+
+    def exact(self, run: str | None = None, attempt: int | None = None) -> Exact:
+        """Return in which steps trainer and rollout agree in every bit, and where first not.
+
+        Usage:
+            >>> found = session.exact("my-run")
+            >>> print(found.text)    # steps 1-412 exact (...); 413 first differs: sample ...
+            >>> found.first          # step, sample_uid, round, position, token_id, p, q
+        """
+        return Exact(self.get("/exact", run=run, attempt=attempt))
 
     def losses(
         self,

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 # Columns that are shown first: a table in 80 columns leaves out the last.
 _ROUND_ORDER: Final = (
-    "round", "turn", "staleness", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "nonfinite",
+    "round", "turn", "staleness", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "comparable",
+    "cause", "nonfinite",
 )  # fmt: skip
 _RANK_ORDER: Final = (
-    "role", "rank", "parts", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "nonfinite",
+    "role", "rank", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "comparable", "cause",
+    "parts", "nonfinite",
 )  # fmt: skip
 _TOKEN_ORDER: Final = ("abs_diff", "p", "q", "round", "token_id", "sample_uid", "position", "rank")
 _STAGE_ORDER: Final = (

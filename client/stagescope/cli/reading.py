@@ -54,6 +54,12 @@ def steps(session: Session, run: str | None, attempt: int | None, limit: int) ->
     return session.steps(run, attempt, limit=limit)
 
 
+@question(click.argument("run", required=False, metavar="[RUN]"), ATTEMPT)
+def exact(session: Session, run: str | None, attempt: int | None) -> Record:
+    """In which steps trainer and rollout are bitwise equal, and where they first are not."""
+    return session.exact(run, attempt)
+
+
 @question(
     MEASURED,
     RUN,

@@ -10,6 +10,8 @@ from stagescope.errors import NotFound
 from stagescope_service.api.measures import Measured
 from stagescope_service.api.rows import layout_of
 from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.checks import calibration
+from stagescope_service.statistics.comparability import Comparability, examine_cell
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
 from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
@@ -29,6 +31,8 @@ COLUMNS: Final[Mapping[str, Callable[[Cell], float]]] = {
     "k3_kl": lambda cell: cell.mean(Field.K3_SUM),
     "pearson": lambda cell: cell.correlation(Field.U_M2, Field.V_M2, Field.UV_C),
     "mult_prob_error": lambda cell: cell.mean(Field.EXP_ABS_SUM),
+    "ratio_mean": lambda cell: calibration(cell).mean,
+    "calibration_z": lambda cell: calibration(cell).z,
     "over_0.1": lambda cell: cell[Field.ABS_OVER_0],
     "over_0.5": lambda cell: cell[Field.ABS_OVER_1],
     "over_1": lambda cell: cell[Field.ABS_OVER_2],
@@ -41,14 +45,16 @@ SLICES: Final = ("round", "turn", "staleness")
 NOT_FINITE: Final = "not finite"
 
 
-def cell_row(cell: Cell, pair: tuple[str, str]) -> Row:
-    """Return a cell as the columns of a row."""
+def cell_row(cell: Cell, summary: Summary) -> Row:
+    """Return a cell of a summary's tokens as the columns of a row."""
+    pair = summary.pair
     row: Row = {
         name: int(column(cell)) if name in COUNTS else column(cell)
         for name, column in COLUMNS.items()
     }
     row["nonfinite"] = int(sum(non_finite(cell, *pair).values()))
-    return row
+    found = examine_cell(cell, pair, summary)
+    return {**row, "comparable": found.verdict, "cause": found.cause}
 
 
 def said_of(measured: Measured) -> Row:
@@ -59,6 +65,20 @@ def said_of(measured: Measured) -> Row:
         "role": _roles(measured),
         "pair": list(whole.summary.pair),
         "coverage": coverage(measured),
+        **comparability(measured.comparability),
+    }
+
+
+def comparability(found: Comparability) -> Row:
+    """Return whether two streams can be compared, and why not, the likeliest cause first."""
+    return {
+        "comparable": found.verdict,
+        "cause": found.cause,
+        "comparability": [
+            {"code": check.name, "verdict": check.status, "text": check.text}
+            for check in found.checks
+            if check.status != "ok" or (check.name == "bitwise_equal" and found.verdict == "exact")
+        ],
     }
 
 
@@ -71,19 +91,12 @@ def metrics(measured: Measured, number: int | None = None) -> Row:
     whole, summary = measured.whole, measured.whole.summary
     cell = summary.total if number is None else _round(summary, number)
     published = measured.published if number is None else publish_cell(cell, summary.pair)
-    found = measured.comparability
     return {
         **said_of(measured),
         "round": number,
         "metrics": published,
         "noise_floor": measured.noise_floor,
         "nonfinite": nonfinite_counts(cell, summary.pair),
-        "comparable": found.verdict,
-        "comparability": [
-            {"code": check.name, "verdict": check.status, "text": check.text}
-            for check in found.checks
-            if check.status != "ok"
-        ],
         "streams": measured.streams,
         "rollout_is": weights(summary),
         "differing": [list(keys) for keys in whole.differing],
@@ -157,7 +170,7 @@ def slice_rows(summary: Summary, by: str) -> list[Row]:
         "turn": summary.turns,
         "staleness": summary.staleness,
     }[by]
-    return [{by: key, **cell_row(cell, summary.pair)} for key, cell in slices.items()]
+    return [{by: key, **cell_row(cell, summary)} for key, cell in slices.items()]
 
 
 def rank_rows(measured: Measured, processes: Iterable[Row]) -> list[Row]:
@@ -177,7 +190,7 @@ def rank_rows(measured: Measured, processes: Iterable[Row]) -> list[Row]:
                 "rank": rank.rank,
                 "parts": rank.parts,
                 "parts_counted": rank.counted_parts,
-                **cell_row(rank.cell, measured.whole.summary.pair),
+                **cell_row(rank.cell, measured.whole.summary),
                 **layout_of(process),
             }
         )

@@ -20,6 +20,7 @@ from stagescope_service.api import (
     diff,
     divergence,
     engines,
+    exact,
     groups,
     hangs,
     health,
@@ -130,7 +131,7 @@ def make_app(
 
 
 _STATIONS: Final = (
-    health, runs, groups, steps, series, batches, operators, divergence, tensors, captures,
+    health, runs, exact, groups, steps, series, batches, operators, divergence, tensors, captures,
     triggers, weights, engines, hangs, diff, compare, kept, live,
 )  # fmt: skip
 _PROBLEM: Final[dict[str, Any]] = {"schema": problems.PROBLEM_SCHEMA}

@@ -71,7 +71,7 @@ class Measured:
     @cached_property
     def comparability(self) -> Comparability:
         """Whether the streams can be compared."""
-        return examine(self.whole.summary)
+        return examine(self.whole.summary, self.whole.ranks)
 
 
 class Measures:
@@ -98,6 +98,15 @@ class Measures:
         if not found or found[0]["step"] != number or not found[0]["has_whole"]:
             return {}
         return self.of(attempt_id, found[0]).published
+
+    def comparable(self, attempt_id: int, step: Row) -> Comparability | None:
+        """Return whether a step's streams can be compared; None where nothing was measured.
+
+        Args:
+            attempt_id: the attempt.
+            step: a row of `Catalogue.steps`.
+        """
+        return self.of(attempt_id, step).comparability if step["has_whole"] else None
 
     def _closed(self, place: Place, cut: Slice) -> Measured:
         row = self._catalogue.step(place.attempt_id, place.step)

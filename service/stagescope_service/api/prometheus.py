@@ -41,6 +41,8 @@ MAIN_METRICS: Final = (
     "rollout_corr/chi2_token",
     "train_rollout_logprob_abs_diff",
     "token_mult_prob_error",
+    "calibration/ratio_mean",
+    "calibration/z",
 )
 OTHER: Final = "other"
 """The label of a name that jobs made up: their number is not ours to bound."""
@@ -170,6 +172,11 @@ def _run_families(
     lag = _gauge("run_step_lag", "Steps between the newest and the newest measured one.", "run")
     number = _gauge("run_attempt", "Number of the run's newest attempt.", "run")
     step = _gauge("step", "The measured step that the metrics are of.", "run")
+    comparable = _gauge(
+        "step_comparable",
+        "1 where that step's streams can be compared, 0 where not, with verdict and cause.",
+        "run", "verdict", "cause",
+    )  # fmt: skip
     metric = _gauge("step_metric", "Main metrics of that step.", "run", "metric")
     for row in runs:
         run = str(row["run"])
@@ -186,11 +193,15 @@ def _run_families(
         if measured is not None:
             step.add_metric([run], float(measured["step"]))
             lag.add_metric([run], float(steps[0]["step"] - measured["step"]))
+            judged = measures.comparable(row["attempt_id"], measured)
+            if judged is not None:
+                labels = [run, judged.verdict, judged.cause or ""]
+                comparable.add_metric(labels, float(judged.verdict in ("comparable", "exact")))
             found = measures.published(row["attempt_id"], measured["step"])
             for name in MAIN_METRICS:
                 if name in found:
                     metric.add_metric([run, name], float(found[name]))
-    yield from (live, silence, newest, lag, number, step, metric)
+    yield from (live, silence, newest, lag, number, step, comparable, metric)
 
 
 _LOOK_BACK: Final = 16

@@ -134,7 +134,7 @@ def rounds(
         **_opening(desk, target),
         **answers.said_of(measured),
         "by": by,
-        "whole": answers.cell_row(summary.total, summary.pair),
+        "whole": answers.cell_row(summary.total, summary),
     }
     return Answer({**said, **page.cut(answers.slice_rows(summary, by))})
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from stagescope_service.statistics.batch import TokenBatch, WireTensor, available_pairs
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.comparability import Check, Comparability, examine
+from stagescope_service.statistics.checks import Calibration, Check, calibration
+from stagescope_service.statistics.comparability import Comparability, examine, examine_cell
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.part import PartRecord, RankRow, Restate
 from stagescope_service.statistics.settings import Settings
@@ -23,6 +24,7 @@ from stagescope_service.statistics.whole import (
 
 __all__ = [
     "NOISE_PAIR",
+    "Calibration",
     "Cell",
     "Check",
     "Comparability",
@@ -37,7 +39,9 @@ __all__ = [
     "WireTensor",
     "assemble",
     "available_pairs",
+    "calibration",
     "examine",
+    "examine_cell",
     "publish",
     "publish_cell",
     "skip_of",

@@ -120,7 +120,7 @@ class TokenBatch:
             round_offset=reader.per_row("round_offset", rows),
             sample_ids=_sample_ids(strings or {}, rows),
             policy_version=version if isinstance(version, int) else None,
-            producers=(_producer(meta, pair[0]), _producer(meta, pair[1])),
+            producers=(producer_of(meta, pair[0]), producer_of(meta, pair[1])),
         )  # fmt: skip
 
 
@@ -149,12 +149,18 @@ def _int64(values: Array | None) -> Int64 | None:
     return None if values is None else values.astype(np.int64, copy=False)
 
 
-def _producer(meta: Mapping[str, Any] | None, stream: str) -> str | None:
-    """Return `streams[stream]["producer"]` of a payload's metadata, where it is a text."""
-    streams = (meta or {}).get("streams")
+def producer_of(meta: Mapping[str, Any] | None, stream: str) -> str | None:
+    """Return who computed a stream, where a payload's metadata says it in a text.
+
+    That is `streams[stream]["producer"]`, or `producers` by the stream's or its tensor's name.
+    """
+    known = meta or {}
+    streams, producers = known.get("streams"), known.get("producers")
     about = streams.get(stream) if isinstance(streams, Mapping) else None
-    producer = about.get("producer") if isinstance(about, Mapping) else None
-    return producer if isinstance(producer, str) and producer else None
+    said = [about.get("producer")] if isinstance(about, Mapping) else []
+    if isinstance(producers, Mapping):
+        said += [producers.get(stream), producers.get(STREAM_TENSORS[stream])]
+    return next((name for name in said if isinstance(name, str) and name), None)
 
 
 def _sample_ids(strings: Mapping[str, Sequence[str]], rows: int) -> tuple[str, ...] | None:

@@ -1,190 +1,280 @@
 """Whether two streams can be compared at all: asked before a number is trusted.
 
-Each check answers `ok`, `suspect` or `unknown` (too few tokens), with the numbers it looked at.
+Every question (`checks`) is asked of all tokens, of each rank, of each round and of each sample, so
+that what is wrong with a part is not lost in the whole. Checks that found something come first, the
+likeliest cause foremost: a cause that explains others stands before them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Final, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from stagescope_service.statistics.cell import Cell, Field
+import numpy as np
+import numpy.typing as npt
+
+from stagescope_service.statistics.cell import Cell, Field, empty
+from stagescope_service.statistics.checks import (
+    ENOUGH,
+    Check,
+    biased,
+    constant,
+    coverage,
+    padding,
+    probabilities,
+    rounded,
+    scaled,
+    shifted,
+    unrelated,
+)
+from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import Summary
 
-Status = Literal["ok", "suspect", "unknown"]
+__all__ = ["Check", "Comparability", "examine", "examine_cell"]
 
-ENOUGH: Final = 32
-"""Tokens below which a correlation or a share says nothing."""
-SHIFT_MARGIN: Final = 0.1
-SLOPE_MARGIN: Final = 0.05
-RENORMALISED_SHARE: Final = 0.95
-RENORMALISED_MEAN: Final = 1e-3
-POSITIVE_BOUND: Final = 1e-3
-"""Rounding can leave a log-prob slightly above 0."""
-LACKING_SHARE: Final = 0.01
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One question about the two streams, answered."""
-
-    name: str
-    status: Status
-    text: str
-    values: Mapping[str, float]
+LIKELIEST_FIRST: Final = (
+    "bitwise_equal", "constant", "probabilities", "coverage", "padding", "shifted", "unrelated",
+    "rounded", "renormalised", "temperature", "calibration", "versions",
+)  # fmt: skip
+_SAMPLE_TOKENS: Final = 16
+"""Tokens below which the alignment of a sample is not judged."""
+_SAMPLE_GAP: Final = 0.25
+"""Mean |d| of a sample, in nats, below which it is not called unrelated."""
+_LISTED: Final = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparability:
-    """All checks. `verdict` is 'comparable', 'suspect', 'not measured' or 'unknown'."""
+    """All checks, and a verdict.
+
+    'comparable'; 'exact': two producers agree in all tokens; 'not measured': the streams are equal
+    and one is a copy of the other, or nobody said who computed them; 'suspect'; 'unknown': too few
+    tokens.
+    """
 
     verdict: str
     checks: tuple[Check, ...]
 
     @property
     def suspects(self) -> tuple[Check, ...]:
-        """The checks that found something."""
+        """The checks that found something, the likeliest cause first."""
         return tuple(check for check in self.checks if check.status == "suspect")
 
+    @property
+    def cause(self) -> str | None:
+        """The name of the likeliest cause, None where nothing was found."""
+        return next((check.name for check in self.suspects), None)
 
-def examine(summary: Summary) -> Comparability:
-    """Ask every question of a summary's two streams."""
-    cell = summary.total
-    p, q = summary.pair
-    checks = (
-        _equal(cell, p, q),
-        _constant(cell, p, q),
-        _shifted(cell, p, q),
-        _temperature(cell, p, q),
-        _renormalised(cell, p, q),
-        _positive(cell, p, q),
-        _coverage(cell, p, q),
-        _versions(summary),
+
+def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
+    """Ask every question of a summary's two streams, of their parts, too.
+
+    Args:
+        summary: The statistics of all tokens.
+        ranks: The cell of each rank, where the summary is of several.
+    """
+    pair = summary.pair
+    producers = _producers(summary)
+    found = [_equal(summary.total, *pair, producers=producers)]
+    found += _of_cell(summary.total, pair, summary.fresh)
+    found += [_versions(summary)]
+    # Only the whole knows its tokens by staleness.
+    drifts = bool((summary.staleness.keys != 0).any())
+    if len(ranks) > 1:
+        cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
+        found += _of_slices("rank", cells, pair, producers, drifts=drifts)
+    rounds = [(str(key), cell) for key, cell in summary.rounds.items()]
+    if len(rounds) > 1:
+        found += _of_slices("round", rounds, pair, producers, drifts=drifts)
+    found += _of_samples(summary)
+    return _judged(summary.total, found)
+
+
+def examine_cell(cell: Cell, pair: tuple[str, str], whole: Summary | None = None) -> Comparability:
+    """Ask what a single cell can answer: of a rank, a round, a turn or a staleness.
+
+    Args:
+        cell: of some tokens.
+        pair: names of p and q.
+        whole: the summary that they are part of, which knows who computed the streams.
+    """
+    producers = None if whole is None else _producers(whole)
+    return _judged(cell, [_equal(cell, *pair, producers=producers), *_of_cell(cell, pair, cell)])
+
+
+def _judged(cell: Cell, found: Iterable[Check]) -> Comparability:
+    """Rank the checks; of several of one name the first that found something stands."""
+    by_name: dict[str, Check] = {}
+    for check in found:
+        known = by_name.get(check.name)
+        if known is None or (check.status == "suspect" and known.status != "suspect"):
+            by_name[check.name] = check
+    scaling, cut = by_name.get("temperature"), by_name.get("renormalised")
+    first = list(LIKELIEST_FIRST)
+    if scaling is not None and cut is not None and _is_temperature(scaling, cut):
+        first.remove("temperature")
+        first.insert(first.index("renormalised"), "temperature")
+    order = {name: place for place, name in enumerate(first)}
+    checks = sorted(
+        by_name.values(), key=lambda check: (check.status != "suspect", order[check.name])
     )
-    if checks[0].status == "suspect":
+    suspects = {check.name for check in checks if check.status == "suspect"}
+    if "bitwise_equal" in suspects and _all_equal(cell):
         verdict = "not measured"
-    elif any(check.status == "suspect" for check in checks):
+    elif suspects - ({"versions"} if _all_equal(cell) else set()):
         verdict = "suspect"
+    elif _all_equal(cell):
+        verdict = "exact"
     else:
         verdict = "comparable" if cell.tokens >= ENOUGH else "unknown"
-    return Comparability(verdict, checks)
+    return Comparability(verdict, tuple(checks))
 
 
-def _equal(cell: Cell, p: str, q: str) -> Check:
+def _is_temperature(scaling: Check, cut: Check) -> bool:
+    """Whether a slope explains a mean ratio off 1: a cut at the likeliest tokens makes the other.
+
+    A mass that q has lost is the larger the less sure a context is, so d rises with q as between a
+    flatter q and p; a colder q, which misses rare tokens in the mean, falls with it.
+    """
+    if scaling.status != "suspect":
+        return False
+    correlation = scaling.values["correlation"]
+    return abs(correlation) > 0.6 or (cut.values["mean"] < 1.0) == (correlation < 0.0)
+
+
+def _of_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
+    checks: tuple[Callable[[Cell, str, str], Check], ...] = (
+        constant, probabilities, coverage, shifted, unrelated, rounded,
+    )  # fmt: skip
+    return [
+        *(check(cell, *pair) for check in checks),
+        padding(cell),
+        scaled(fresh, *pair),
+        biased(fresh, *pair),
+    ]
+
+
+def _of_slices(
+    kind: str,
+    cells: Sequence[tuple[str, Cell]],
+    pair: tuple[str, str],
+    producers: tuple[str, str] | None,
+    *,
+    drifts: bool,
+) -> list[Check]:
+    """Ask each slice, and say of which ones something was found."""
+    by_name: dict[str, list[tuple[str, Check]]] = {}
+    for name, cell in cells:
+        found = _of_cell(cell, pair, Cell(empty()) if drifts else cell)
+        if cell.tokens >= ENOUGH and _all_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
+            found.append(_equal(cell, *pair, producers=producers))
+        for check in found:
+            if check.status == "suspect":
+                by_name.setdefault(check.name, []).append((name, check))
+    found = []
+    for name, where in by_name.items():
+        listed = ", ".join(slice_name for slice_name, _ in where[:_LISTED])
+        more = ", ..." if len(where) > _LISTED else ""
+        head = where[0][1]
+        text = f"in {len(where)} of {len(cells)} {kind}s ({listed}{more}): {head.text}"
+        found.append(Check(name, "suspect", text, {**head.values, f"{kind}s": len(where)}))
+    return found
+
+
+def _of_samples(summary: Summary) -> list[Check]:
+    """Ask of each sample whether it is aligned; one in another place is lost in any mean."""
+    keys, values = summary.sequences.by_sample()
+    if not len(values):
+        return []
+    column = {name: values[:, at] for at, name in enumerate(ROW)}
+    n = column["tokens"]
+    judged = (n >= _SAMPLE_TOKENS) & (column["lag2_n"] >= _SAMPLE_TOKENS - 4)
+    lags = np.stack(
+        [
+            column[f"{side}_{lag}"] / np.maximum(column[f"lag{lag}_n"], 1.0)
+            for lag in (1, 2)
+            for side in ("ahead", "behind")
+        ]
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        least, own = lags.min(axis=0), column["d_abs_sum"] / n
+        # Without its largest token: one outlier must not make a shift.
+        rest = (column["d_abs_sum"] - column["d_abs_max"]) / n
+        moved = judged & (least < 0.35 * rest)
+        strange = judged & (n >= 2 * _SAMPLE_TOKENS) & (own > _SAMPLE_GAP) & ~moved
+        strange &= own > 0.7 * least
+    p, q = summary.pair
+    names = [sample or f"row {row}" for sample, _, row in keys]
+    return [
+        _sample_check(
+            "shifted", moved, judged, names,
+            f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
+        ),
+        _sample_check(
+            "unrelated", strange, judged, names,
+            f"{p} of a token fits its own {q} no better than its neighbours': rows in another "
+            "order, or other tokens",
+        ),
+    ]  # fmt: skip
+
+
+def _sample_check(
+    name: str,
+    chosen: npt.NDArray[np.bool_],
+    judged: npt.NDArray[np.bool_],
+    names: Sequence[str],
+    text: str,
+) -> Check:
+    places = np.flatnonzero(chosen)
+    if not places.size:
+        return Check(name, "ok" if judged.any() else "unknown", "no sample is out of place")
+    listed = ", ".join(names[at] for at in places[:_LISTED])
+    more = ", ..." if places.size > _LISTED else ""
+    said = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
+    return Check(name, "suspect", said, {"samples": float(places.size)})
+
+
+def _all_equal(cell: Cell) -> bool:
+    return cell.tokens > 0 and int(cell[Field.EQUAL]) == cell.tokens
+
+
+def _producers(summary: Summary) -> tuple[str, str] | None:
+    """Return who computed p and who q; None where nobody says it of a part, '' where both did."""
+    found = [set(summary.producers.get(stream, ("",))) for stream in summary.pair]
+    if any("" in names or not names for names in found):
+        return None
+    if found[0] & found[1]:
+        return "", ", ".join(sorted(found[0] & found[1]))
+    p, q = (", ".join(sorted(names)) for names in found)
+    return p, q
+
+
+def _equal(cell: Cell, p: str, q: str, producers: tuple[str, str] | None = None) -> Check:
     share = cell.share(Field.EQUAL)
+    values = {"share": share}
     if not cell.tokens:
-        return Check("bitwise_equal", "unknown", "no token counts", {"share": share})
-    if int(cell[Field.EQUAL]) == cell.tokens:
+        return Check("bitwise_equal", "unknown", "no token counts", values)
+    if not _all_equal(cell):
+        text = f"{p} and {q} are the same number in {share:.1%} of the tokens"
+        return Check("bitwise_equal", "ok", text, values)
+    same = f"{p} and {q} are the same numbers in all {cell.tokens} tokens"
+    if producers is None:
         text = (
-            f"{p} and {q} are the same numbers in all {cell.tokens} tokens: one is most likely a "
-            "copy of the other (synchronous and bypass modes do that), so nothing was measured"
+            f"{same}, and nobody said who computed them: one may be a copy of the other "
+            "(synchronous and bypass modes do that), so nothing was measured; hand over "
+            "producers={...} to have equality count"
         )
-        return Check("bitwise_equal", "suspect", text, {"share": share})
-    text = f"{p} and {q} are the same number in {share:.1%} of the tokens"
-    return Check("bitwise_equal", "ok", text, {"share": share})
-
-
-def _constant(cell: Cell, p: str, q: str) -> Check:
-    values = {side: cell.extreme(Field[f"{side.upper()}_MIN"]) for side in ("p", "q")}
-    if cell.tokens < ENOUGH:
-        return Check("constant", "unknown", f"only {cell.tokens} tokens count", values)
-    flat = [
-        f"{stream} is {values[side]:g} in every token"
-        for side, stream in (("p", p), ("q", q))
-        if cell[Field[f"{side.upper()}_MIN"]] == cell[Field[f"{side.upper()}_MAX"]]
-    ]
-    if flat:
-        text = f"{' and '.join(flat)}: a stream that was never filled in?"
-        return Check("constant", "suspect", text, values)
-    return Check("constant", "ok", "both streams vary", values)
-
-
-def _shifted(cell: Cell, p: str, q: str) -> Check:
-    aligned = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
-    after = cell.correlation(Field.NEXT_P_M2, Field.NEXT_Q_M2, Field.NEXT_C)
-    before = cell.correlation(Field.LAST_P_M2, Field.LAST_Q_M2, Field.LAST_C)
-    values = {"lag_0": aligned, "lag_plus_1": after, "lag_minus_1": before}
-    if cell.tokens < ENOUGH or math.isnan(aligned):
-        return Check("shifted", "unknown", "too few tokens, or a constant stream", values)
-    for name, value, where in (("after", after, "next"), ("before", before, "previous")):
-        if value > aligned + SHIFT_MARGIN:
-            text = (
-                f"{p} of a token correlates with {q} of the {where} one ({value:.3f}) better than "
-                f"with its own ({aligned:.3f}): one stream lies one token {name} the other"
-            )
-            return Check("shifted", "suspect", text, values)
-    return Check("shifted", "ok", f"aligned: correlation {aligned:.3f} token by token", values)
-
-
-def _temperature(cell: Cell, p: str, q: str) -> Check:
-    variance = cell[Field.Q_M2]
-    slope = cell[Field.PQ_C] / variance if variance > 0.0 else math.nan
-    aligned = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
-    values = {"slope": slope, "correlation": aligned}
-    if cell.tokens < ENOUGH or math.isnan(aligned) or math.isnan(slope):
-        return Check("temperature", "unknown", "too few tokens, or a constant stream", values)
-    # Noise flattens the slope by the square of the correlation; only more than that is a scale.
-    off = abs(slope - 1.0) > SLOPE_MARGIN + (1.0 - aligned * aligned)
-    if off and aligned > 0.5:
+    elif not producers[0]:
+        text = f"{same}, and both come from {producers[1]}: one is a copy, nothing was measured"
+    else:
         text = (
-            f"{p} grows by {slope:.3f} for each nat of {q}: the streams were taken at different "
-            "temperatures, or one of them before and one after scaling"
+            f"{same}, and two producers computed them ({p}: {producers[0]}; {q}: {producers[1]}): "
+            f"exact, proved on {cell.tokens} tokens"
         )
-        return Check("temperature", "suspect", text, values)
-    return Check("temperature", "ok", f"slope of {p} on {q} is {slope:.3f}", values)
-
-
-def _renormalised(cell: Cell, p: str, q: str) -> Check:
-    unequal = cell.tokens - cell[Field.EQUAL]
-    greater, mean = cell.share(Field.Q_GREATER), cell.mean(Field.D_SUM)
-    among = cell[Field.Q_GREATER] / unequal if unequal else math.nan
-    values = {"share": greater, "share_of_unequal": among, "mean_d": mean}
-    if unequal < ENOUGH:
-        return Check("renormalised", "unknown", "too few tokens that differ", values)
-    lopsided = max(among, 1.0 - among) >= RENORMALISED_SHARE and abs(mean) > RENORMALISED_MEAN
-    if lopsided:
-        high, low = (q, p) if among > 0.5 else (p, q)
-        text = (
-            f"{high} is above {low} in {max(among, 1.0 - among):.1%} of the tokens that differ: "
-            f"{high} was renormalised over a cut vocabulary (top-p, top-k), or holds processed "
-            f"log-probs where {low} holds raw ones"
-        )
-        return Check("renormalised", "suspect", text, values)
-    return Check("renormalised", "ok", f"{q} is above {p} in {greater:.1%} of the tokens", values)
-
-
-def _positive(cell: Cell, p: str, q: str) -> Check:
-    values = {"p_count": cell[Field.P_POSITIVE], "q_count": cell[Field.Q_POSITIVE]}
-    if not cell.tokens:
-        return Check("probabilities", "unknown", "no token counts", values)
-    found = [
-        f"{stream} has {cell[Field[f'{side}_POSITIVE']]:.0f} values above 0 "
-        f"(up to {cell[Field[f'{side}_MAX']]:.3g})"
-        for side, stream in (("P", p), ("Q", q))
-        if cell[Field[f"{side}_MAX"]] > POSITIVE_BOUND
-    ]
-    if found:
-        text = f"{' and '.join(found)}: log-probs cannot be positive; are they probabilities?"
-        return Check("probabilities", "suspect", text, values)
-    return Check("probabilities", "ok", "no log-prob lies above 0", values)
-
-
-def _coverage(cell: Cell, p: str, q: str) -> Check:
-    values = {"p_lacks": cell[Field.P_LACKS], "q_lacks": cell[Field.Q_LACKS]}
-    if not cell.masked:
-        return Check("coverage", "unknown", "the mask covers no token", values)
-    found = [
-        f"{stream} is non-finite or exactly 0 in {values[side]:.0f} tokens where the other "
-        "stream has a value"
-        for side, stream in (("p_lacks", p), ("q_lacks", q))
-        if values[side] >= LACKING_SHARE * cell.masked
-    ]
-    if found:
-        text = f"{' and '.join(found)}: the mask covers tokens that it lacks"
-        return Check("coverage", "suspect", text, values)
-    return Check("coverage", "ok", "both streams cover the mask", values)
+        return Check("bitwise_equal", "ok", text, values)
+    return Check("bitwise_equal", "suspect", text, values)
 
 
 def _versions(summary: Summary) -> Check:

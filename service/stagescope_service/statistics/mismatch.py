@@ -16,6 +16,10 @@ means are NaN and counts 0. The names that other projects define are in the desi
 | `tail/..._seq_{mean,max}` | 1 | of the sequences' shares |
 | `nonfinite/{stream}_{nan,posinf,neginf}` | tokens | under the mask |
 | `counts/{tokens,masked_tokens,sequences,empty_rows}` | 1 | counted tokens, all under the mask, samples with a counted token, rows without a model token |
+| `calibration/ratio_mean` | 1 | mean of e^clamp(d, ±20) before any rejection; 1 where q is the distribution that sampled (E_q[p/q] = 1) |
+| `calibration/z` | 1 | (that - 1) over its standard error: beyond ±6 q is another distribution (top-k, top-p, processed or raw log-probs, temperature, adapter) |
+| `calibration/tokens` | tokens | what both are over: those of staleness 0 where versions are known, else all |
+| `rounding/abs_diff_floor` | nat | about what rounding alone adds to the mean of abs(d), by the dtypes in which the streams arrived (bfloat16 is seen in values, too) |
 | `rollout_corr/rollout_is_truncated` | 0 or 1 | whether the weights are those of the run's settings; 0: untruncated e^clamp(d, ±20) |
 
 `{stream}` is the pair's own name, `old` and `rollout` by default. A sequence is a sample with at
@@ -36,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.statistics.cell import ABS_TAILS, CLAMP, RATIO_TAILS, Cell, Field
+from stagescope_service.statistics.checks import ROUNDED_SHARE, calibration, held_by_bfloat16
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.settings import Settings, clamped_exp
 from stagescope_service.statistics.summary import Summary
@@ -65,6 +70,8 @@ def publish(summary: Summary) -> Metrics:
         **_log_probs(cell, sequences, p, q),
         **_quantiles(summary, cell),
         **_tails(cell, sequences),
+        **_calibration(summary.fresh),
+        "rounding/abs_diff_floor": _rounding_floor(summary, cell),
         **non_finite(cell, p, q),
         "counts/tokens": float(cell.tokens),
         "counts/masked_tokens": float(cell.masked),
@@ -86,6 +93,7 @@ def publish_cell(cell: Cell, pair: tuple[str, str] = ("old", "rollout")) -> Metr
         "logprob_abs_diff/mean": cell.mean(Field.D_ABS_SUM),
         "logprob_abs_diff/max": cell.abs_max,
         **_tails(cell, None),
+        **_calibration(cell),
         **non_finite(cell, p, q),
         "counts/tokens": float(cell.tokens),
         "counts/masked_tokens": float(cell.masked),
@@ -290,6 +298,34 @@ def _quantiles(summary: Summary, cell: Cell) -> Metrics:
             for name, share in QUANTILES.items()
         },
     }
+
+
+def _calibration(cell: Cell) -> Metrics:
+    found = calibration(cell)
+    return {
+        "calibration/ratio_mean": found.mean,
+        "calibration/z": found.z,
+        "calibration/tokens": float(found.tokens),
+    }
+
+
+_MANTISSA: Final = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
+
+
+def _rounding_floor(summary: Summary, cell: Cell) -> float:
+    """Return the larger of the two streams' mean error of rounding.
+
+    A value x = m * 2^e is off by a quarter of its last place, 2^(e - bits), in the mean; over
+    mantissas m that are uniform in their logarithm 2^e is |x| / (2 ln 2).
+    """
+    floors = []
+    for side, stream in zip("PQ", summary.pair, strict=True):
+        bits = min(_MANTISSA[name] for name in summary.dtypes.get(stream, ("float64",)))
+        if held_by_bfloat16(cell, side) >= ROUNDED_SHARE:
+            bits = min(bits, _MANTISSA["bfloat16"])
+        size = abs(cell.mean(Field[f"{side}_SUM"])) / (2.0 * math.log(2.0))
+        floors.append(size * 2.0 ** (-bits - 2))
+    return max(floors)
 
 
 def _tails(cell: Cell, sequences: SequenceColumns | None) -> Metrics:

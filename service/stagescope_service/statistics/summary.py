@@ -190,6 +190,13 @@ class Summary:
         return Cell(cells.merge(self.rounds.cells))
 
     @property
+    def fresh(self) -> Cell:
+        """The cell of the tokens of staleness 0 where versions are known, else of all."""
+        if not self.staleness.keys.size:
+            return self.total
+        return self.staleness.get(0) or Cell(cells.empty())
+
+    @property
     def empty_rows(self) -> int:
         """Samples (else rows) without a model token; they are in no sequence mean."""
         return self.unnamed_empty + len(set(self.empty_samples) - set(self.sequences.samples))

@@ -22,6 +22,7 @@ from stagescope_service.engine.ingestion.joining import (
     rollout_rows,
     stream_of,
 )
+from stagescope_service.engine.ingestion.retake import producers_of
 from stagescope_service.statistics import TokenBatch, WireTensor
 
 TRAINED = ("old_log_probs", "response_mask", "responses", "positions")
@@ -234,3 +235,34 @@ def test_ragged_rollouts_need_no_mask_and_padded_ones_do() -> None:
     }
     with pytest.raises(InvalidTensor, match="response_mask"):
         rollout_rows(table, {"sample_ids": ["g/0"]}, {}, ["g/0"])
+
+
+def told(*names: str | None) -> list[RolloutRows]:
+    empty = engine(whole(make_samples(0, 1, 8, "s")))
+    assert empty is not None
+    return [
+        dataclasses.replace(empty, producer=name, incarnation=f"engine-{at}")
+        for at, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trainer_said", "engines_said", "expected"),
+    [
+        (None, [None], ("process actor-0", "process engine-0")),
+        ("fsdp", ["vllm", "sglang"], ("fsdp", "sglang, vllm")),
+        ("vllm", ["vllm", "sglang"], ("vllm", "vllm")),
+        ("fsdp", [None], (None, None)),
+        (None, ["vllm"], (None, None)),
+        ("fsdp", ["vllm", None], (None, None)),
+        (None, [], (None, None)),
+    ],
+)
+def test_joined_streams_are_of_two_producers_unless_something_is_said(
+    trainer_said: str | None,
+    engines_said: list[str | None],
+    expected: tuple[str | None, str | None],
+) -> None:
+    assert producers_of("actor-0", trainer_said, told(*engines_said)) == expected
+    itself = [dataclasses.replace(each, incarnation="actor-0") for each in told(None)]
+    assert producers_of("actor-0", None, itself) == (None, None)

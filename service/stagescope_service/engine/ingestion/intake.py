@@ -20,6 +20,7 @@ from stagescope_service.engine.ingestion.samples import sample_rows
 from stagescope_service.engine.ingestion.values import Payload, read_value
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.statistics import Settings, TokenBatch, available_pairs, summarise
+from stagescope_service.statistics.batch import producer_of
 from stagescope_service.statistics.identity import Place
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
@@ -98,7 +99,7 @@ class Intake:
         payload: Payload,
         problems: list[StagescopeError],
     ) -> Iterator[Summary]:
-        meta = {"policy_version": job.get("policy_version"), **payload.meta}
+        meta = _with_producers(job, payload.meta)
         for pair in available_pairs(payload.tensors):
             try:
                 settings = statistics_settings(job.get("settings"))
@@ -114,7 +115,7 @@ class Intake:
         if recent:
             about = {
                 "strings": payload.strings,
-                "meta": {"policy_version": job.get("policy_version"), **payload.meta},
+                "meta": _with_producers(job, payload.meta),
                 "settings": dict(job.get("settings") or {}),
                 "job": plain_job(key, job, "settings"),  # a file says itself whose it is
             }
@@ -154,6 +155,14 @@ class Intake:
             severity="error",
             advice=error.advice or "the stage event stands; its numbers are missing",
         )
+
+
+def _with_producers(job: Mapping[str, Any], meta: Mapping[str, Any]) -> Row:
+    """Return a payload's metadata with what the run's settings say of all: who computes streams."""
+    settings = job.get("settings")
+    producers = settings.get("producers") if isinstance(settings, Mapping) else None
+    known = {"producers": producers} if isinstance(producers, Mapping) else {}
+    return {"policy_version": job.get("policy_version"), **known, **meta}
 
 
 def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> Iterator[Put]:
@@ -258,6 +267,8 @@ def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
             continue
         own = told.get(stream)
         said = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
+        who = producer_of(_with_producers(job, payload.meta), stream)
+        said |= {} if who is None else {"producer": who}
         row: Row = {
             "attempt_id": job["attempt_id"],
             "stream": stream,

@@ -45,6 +45,8 @@ class RolloutRows:
         q: [tokens] log-probs of `dtype` (bfloat16 as uint16).
         token_ids, versions: int64 [tokens], or None where not said.
         age: the higher, the newer: of a position that is there twice the newest counts.
+        producer: who computed q, where the payload says it.
+        incarnation: the process that handed it over.
     """
 
     samples: tuple[str, ...]
@@ -56,6 +58,8 @@ class RolloutRows:
     token_ids: Int64 | None
     versions: Int64 | None
     age: tuple[int, int] = (0, 0)
+    producer: str | None = None
+    incarnation: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +132,7 @@ def rollout_rows(
         token_ids=None if batch.token_ids is None else batch.token_ids[at].astype(np.int64),
         versions=_versions(batch, row, at),
         age=age,
+        producer=batch.producers[0],
     )
 
 

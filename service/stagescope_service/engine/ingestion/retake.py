@@ -103,7 +103,7 @@ class Retake:
             except StagescopeError:
                 continue  # its samples stay without a rollout, and that is said
             if rows is not None:
-                found.append(rows)
+                found.append(dataclasses.replace(rows, incarnation=source.incarnation))
         return found
 
     def join(
@@ -128,6 +128,10 @@ class Retake:
             raise InvalidTensor("neither old_log_probs nor log_probs is there", expected="one")
         batch = stream_of(tensors, kept.metadata["strings"], kept.metadata["meta"], stream)
         joined = join(batch, found, split=(job.get("cp_size") or 1) > 1)
+        producers = producers_of(key.incarnation, batch.producers[0], found)
+        joined = dataclasses.replace(
+            joined, batch=dataclasses.replace(joined.batch, producers=producers)
+        )
         left_out: dict[str, list[str]] = {}
         for row, why in joined.why.items():
             sample = batch.sample_ids[row] if batch.sample_ids else ""
@@ -161,8 +165,33 @@ class Retake:
         }
         if batch.versions is not None and "versions" not in tensors:
             added["versions"] = ("int64", shape, batch.versions.reshape(shape), offsets)
-        about = {**metadata, _JOINED: list(added), _LEFT_OUT: list(joined.left_out)}
+        meta = dict(metadata["meta"])
+        if None not in batch.producers:
+            known = dict(zip(batch.pair, batch.producers, strict=True))
+            meta["producers"] = {**(meta.get("producers") or {}), **known}
+        added_to = {"meta": meta, _JOINED: list(added), _LEFT_OUT: list(joined.left_out)}
+        about = {**metadata, **added_to}
         self._ring.keep(_ring_key(key, job), {**tensors, **added}, about)
+
+
+def producers_of(
+    incarnation: str, trainer: str | None, found: Sequence[RolloutRows]
+) -> tuple[str | None, str | None]:
+    """Return who computed p and q of a joined payload.
+
+    Two processes are two producers where neither side says more. Where one side alone names its
+    producer, it may be the other by another name: nothing is known.
+    """
+    told = {rows.producer for rows in found}
+    if trainer is None and told <= {None}:
+        others = {rows.incarnation for rows in found}
+        if not others or incarnation in others:
+            return None, None
+        return f"process {incarnation}", ", ".join(f"process {name}" for name in sorted(others))
+    names = sorted(name for name in told if name is not None)
+    if trainer is None or len(names) < len(told) or not names:
+        return None, None
+    return trainer, trainer if trainer in names else ", ".join(names)
 
 
 def _summary(

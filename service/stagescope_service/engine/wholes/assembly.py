@@ -12,7 +12,9 @@ from stagescope_service.engine.completeness import corrected, statuses_of_rows
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete
 from stagescope_service.engine.wholes import accounts
-from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
+from stagescope_service.statistics import Field, PartRecord, Restate, Whole, assemble, examine
+from stagescope_service.statistics.comparability import Check
+from stagescope_service.statistics.exact import first_difference
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.base import Put
@@ -38,6 +40,8 @@ class Forming:
     """Keys of parts that could not be taken again: the ring no longer holds them."""
     alone: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> tokens of payloads without the rollout's stream, which are in no part."""
+    expects_bitwise: bool = False
+    """Whether a process of the run said `expect: bitwise` in its settings."""
 
     @property
     def restate(self) -> Sequence[Restate]:
@@ -81,12 +85,14 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
     mark = catalogue.parts_mark(attempt_id, step)  # before the parts, which then hold no less
     rows = catalogue.summaries(attempt_id, step)
     replaced = catalogue.replaced(attempt_id, step)
-    parts = part_records(rows, catalogue.processes(attempt_id), replaced) if rows else []
+    processes = catalogue.processes(attempt_id)
+    parts = part_records(rows, processes, replaced) if rows else []
     keyed = {
         f"{row['incarnation']}:{row['seq']}": {k: v for k, v in row.items() if k != "summary"}
         for row in rows
     }
-    forming = Forming(attempt_id, step, parts, keyed, mark)
+    bitwise = any((row["settings"] or {}).get("expect") == "bitwise" for row in processes)
+    forming = Forming(attempt_id, step, parts, keyed, mark, expects_bitwise=bitwise)
     forming.assemble()
     return forming
 
@@ -107,27 +113,64 @@ def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
     if whole is None:
         return [Put("steps", {**formed, "whole": None})]
     place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": wall}
-    found = examine(whole.summary)
+    found = examine(whole.summary, whole.ranks)
     suspects = [check.name for check in found.suspects]
     columns = step_metrics(whole, verdict=found.verdict, suspects=suspects, whole_wall=wall)
     puts: list[Put | Delete] = [
         Put("steps", {**formed, "whole": whole.to_bytes()}),
         Put("step_metrics", {**key, **columns}),
     ]
-    puts += [
+    puts += _suspects(found.suspects, whole, place)
+    if forming.expects_bitwise:
+        puts += _not_exact(whole, forming.rows, place)
+    if whole.differing:
+        puts.append(_replicas(whole, forming.rows, place))
+    return puts + accounts.findings(whole, place)
+
+
+def _suspects(suspects: Sequence[Check], whole: Whole, place: dict[str, Any]) -> list[Put]:
+    """Say why the streams cannot be compared: the likeliest cause, and what it may explain."""
+    # Several versions are a fact beside any cause, and say where to look instead.
+    named = [check for check in suspects if check.name == "versions" or check is suspects[0]]
+    return [
         finding(
             f"streams_{check.name}",
             check.text,
             **place,
-            evidence={"status": check.status, "pair": pair_name(whole.summary.pair)},
+            evidence={
+                "status": check.status,
+                "pair": pair_name(whole.summary.pair),
+                "also": [other.name for other in suspects if other is not check],
+            },
             advice="trust the mismatch of this step only once this is explained",
         )
-        for check in found.checks
-        if check.status not in ("ok", "unknown", "not measured")
+        for check in named
     ]
-    if whole.differing:
-        puts.append(_replicas(whole, forming.rows, place))
-    return puts + accounts.findings(whole, place)
+
+
+def _not_exact(
+    whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
+) -> list[Put]:
+    """Say where the streams of a run that expects none first differ."""
+    found = first_difference(whole.summary)
+    if found is None:
+        return []
+    p, q = whole.summary.pair
+    row = rows.get(found.source, {})
+    where = {"role": row.get("role"), "rank": row.get("rank")}
+    unequal = whole.total.tokens - int(whole.total[Field.EQUAL])
+    return [
+        finding(
+            "not_exact",
+            f"{p} and {q} differ in {unequal} of {whole.total.tokens} tokens, and the run expects "
+            f"none to: first in {found.text}",
+            **place,
+            severity="error",
+            evidence={**found.to_json(), **where, "unequal": unequal},
+            advice="stagescope exact RUN says since which step; a capture of this step and of one "
+            "before (stagescope capture) names the operator",
+        )
+    ]
 
 
 def verdict(catalogue: Catalogue, forming: Forming) -> list[Put]:

@@ -104,10 +104,12 @@ def streams(config: Any) -> dict[str, Any]:
         "engine": at(config, "actor_rollout_ref", "actor", "strategy"),
         "temperature": drawn["temperature"],
     }
+    # The bypass branch takes the rollout's log-probs for the trainer's old ones.
+    old = {**trainer, "producer": "rollout"} if is_bypass(config) else trainer
     return {
         "streams": {
             "rollout": {name: value for name, value in engine.items() if value is not None},
-            "old": {name: value for name, value in trainer.items() if value is not None},
+            "old": {name: value for name, value in old.items() if value is not None},
             "current": {name: value for name, value in trainer.items() if value is not None},
         }
     }

@@ -1,0 +1,321 @@
+"""Single questions about two streams, each answered from one cell.
+
+d = p - q, r = e^d. Where q is the distribution that sampled, E[r] = 1 (`calibration`), and noise of
+either side leaves d all but uncorrelated with q, since E[d | context] is of second order. A
+temperature instead makes d proportional to q inside a context: corr(d, q) is then the root of the
+share of q's variance that lies inside contexts, at any temperature. Truncation makes E[r] the mass
+that was kept. The bounds below were set on the batches of `tests/support/sampler.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
+
+from stagescope_service.statistics.cell import Cell, Field
+
+Status = Literal["ok", "suspect", "unknown"]
+
+ENOUGH: Final = 32
+"""Tokens below which a correlation or a share says nothing."""
+MANY: Final = 128
+"""Tokens below which a calibration or a temperature says nothing."""
+POSITIVE_BOUND: Final = 1e-3
+"""Rounding can leave a log-prob slightly above 0."""
+LACKING_SHARE: Final = 0.01
+SHIFTED_RATIO: Final = 0.5
+"""mean |d| at another lag over that at lag 0, below which the streams are shifted."""
+UNRELATED: Final = 0.75
+"""Correlation of p and q below which they are two different things."""
+FLAT: Final = 0.1
+"""Standard deviation, in nats, of both streams below which noise alone may uncorrelate them."""
+SCALED_CORRELATION: Final = 0.4
+"""|corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
+SCALED_SLOPE: Final = 0.02
+SCALED_Z: Final = 4.0
+"""Standard errors of corr(d, q), counting as many tokens as share d's variance."""
+NOISE_RATIO: Final = 1.3
+"""|cov(d, q)| / var(d): noise of q itself makes at most 1."""
+CALIBRATION_Z: Final = 6.0
+CALIBRATION_BIAS: Final = 1e-3
+ROUNDED_SHARE: Final = 0.98
+
+SHIFTS: Final = (
+    (Field.AHEAD_1, Field.NEXT_N, "1 token after"),
+    (Field.BEHIND_1, Field.NEXT_N, "1 token before"),
+    (Field.AHEAD_2, Field.LAG2_N, "2 tokens after"),
+    (Field.BEHIND_2, Field.LAG2_N, "2 tokens before"),
+)
+"""(sum of |p - q|, number of pairs, where q's token lies)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One question about the two streams, answered."""
+
+    name: str
+    status: Status
+    text: str
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Calibration(NamedTuple):
+    """How far the mean importance ratio is from 1.
+
+    Attributes:
+        tokens: How many tokens it is taken over.
+        mean: Mean of e^clamp(d, ±20).
+        z: (mean - 1) over its standard error; infinite where every ratio is the same other
+            number, NaN below two tokens and where every ratio is 1.
+    """
+
+    tokens: int
+    mean: float
+    z: float
+
+
+def calibration(cell: Cell) -> Calibration:
+    """Return the calibration of a cell's tokens, before any rejection or truncation."""
+    n = cell.tokens
+    if n < 2:
+        return Calibration(n, 1.0 + cell.mean(Field.RAW_SUM), math.nan)
+    bias = cell.mean(Field.RAW_SUM)
+    # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
+    square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
+    variance = (square - bias * bias) * n / (n - 1)
+    # What rounding leaves of a constant ratio is no variance.
+    if not variance > 1e-12 * square:
+        z = math.copysign(math.inf, bias) if bias and not math.isnan(square) else math.nan
+        return Calibration(n, 1.0 + bias, z)
+    return Calibration(n, 1.0 + bias, bias / math.sqrt(variance / n))
+
+
+def constant(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether a stream is one value throughout."""
+    values = {side: cell.extreme(Field[f"{side.upper()}_MIN"]) for side in ("p", "q")}
+    if cell.tokens < ENOUGH:
+        return Check("constant", "unknown", f"only {cell.tokens} tokens count", values)
+    flat = [
+        f"{stream} is {values[side]:g} in every token"
+        for side, stream in (("p", p), ("q", q))
+        if cell[Field[f"{side.upper()}_MIN"]] == cell[Field[f"{side.upper()}_MAX"]]
+    ]
+    if flat:
+        text = f"{' and '.join(flat)}: a stream that was never filled in?"
+        return Check("constant", "suspect", text, values)
+    return Check("constant", "ok", "both streams vary", values)
+
+
+def probabilities(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether values lie above 0."""
+    values = {"p_count": cell[Field.P_POSITIVE], "q_count": cell[Field.Q_POSITIVE]}
+    if not cell.tokens:
+        return Check("probabilities", "unknown", "no token counts", values)
+    found = [
+        f"{stream} has {cell[Field[f'{side}_POSITIVE']]:.0f} values above 0 "
+        f"(up to {cell[Field[f'{side}_MAX']]:.3g})"
+        for side, stream in (("P", p), ("Q", q))
+        if cell[Field[f"{side}_MAX"]] > POSITIVE_BOUND
+    ]
+    if found:
+        text = (
+            f"{' and '.join(found)}: log-probs cannot be positive; are they probabilities, "
+            "entropies, or negated?"
+        )
+        return Check("probabilities", "suspect", text, values)
+    return Check("probabilities", "ok", "no log-prob lies above 0", values)
+
+
+def coverage(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether the mask covers tokens that one stream lacks.
+
+    An exact 0 is also what truncated sampling gives the only token that it kept: then the other
+    stream is close to 0, too. Where tokens are lacking it is as far from 0 as anywhere. Streams
+    that are out of step have such zeros on both sides.
+    """
+    values = {"p_lacks": cell[Field.P_LACKS], "q_lacks": cell[Field.Q_LACKS]}
+    if not cell.masked:
+        return Check("coverage", "unknown", "the mask covers no token", values)
+    gone = {
+        side: sum(cell[Field[f"{side}_{kind}"]] for kind in ("NAN", "POSINF", "NEGINF"))
+        for side in ("P", "Q")
+    }
+    zeros = {side: max(cell[Field[f"{side}_LACKS"]] - gone[side], 0.0) for side in gone}
+    found = []
+    for side, other, stream in (("P", "Q", p), ("Q", "P", q)):
+        lacks = cell[Field[f"{side}_LACKS"]]
+        if zeros[side] < 3.0 * zeros[other] or not _filled(cell, side, zeros[side]):
+            lacks -= zeros[side]
+        if lacks >= LACKING_SHARE * cell.masked:
+            found.append(
+                f"{stream} is non-finite or exactly 0 in {lacks:.0f} tokens where the other "
+                "stream has a value"
+            )
+    if found:
+        text = f"{' and '.join(found)}: the mask covers tokens that it lacks"
+        return Check("coverage", "suspect", text, values)
+    return Check("coverage", "ok", "both streams cover the mask", values)
+
+
+def _filled(cell: Cell, side: str, zeros: float) -> bool:
+    """Whether the zeros of a stream stand for values that it lacks."""
+    if not zeros:
+        return False
+    there = cell[Field[f"{side}_LACKS_ABS"]]
+    if math.isnan(there):
+        return True
+    others = cell.tokens - zeros
+    rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - there
+    return not others or there / zeros > 0.5 * max(rest, 0.0) / others
+
+
+def padding(cell: Cell) -> Check:
+    """Ask whether stretches of the mask begin or end in zeros that belong to padding.
+
+    A sure model has exact zeros, too, with a share f of its tokens: at an edge of a stretch
+    f / (1 - f) of them are then expected.
+    """
+    edge, capped, n = (
+        cell[field] for field in (Field.EDGE_ZERO, Field.EDGE_CAPPED, Field.SEGMENTS)
+    )
+    values = {"zeros": cell[Field.BOTH_ZERO], "zeros_at_edges": edge}
+    if math.isnan(edge) or not cell.tokens or not n:
+        return Check("padding", "unknown", "no token counts, or an older record", values)
+    inside = cell.tokens - edge
+    share = (cell[Field.BOTH_ZERO] - edge) / inside if inside > 0 else 0.0
+    usual = 2.0 * share / (1.0 - share) if share < 1.0 else math.inf
+    if edge >= LACKING_SHARE * cell.masked and capped / n > 2.0 + 3.0 * usual:
+        text = (
+            f"both streams are exactly 0 in {edge:.0f} tokens at the edges of the mask's "
+            f"stretches ({edge / cell.masked:.1%} of the tokens): the mask covers padding or a "
+            "prompt, and these equal tokens dilute every mean"
+        )
+        return Check("padding", "suspect", text, values)
+    return Check("padding", "ok", "no run of zeros at the edges of the mask", values)
+
+
+def shifted(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether p fits the tokens before or after better than its own."""
+    own, others = lag_means(cell)
+    values = {"lag_0": own, **{where: mean for mean, where in others}}
+    if cell.tokens < ENOUGH or not others:
+        return Check("shifted", "unknown", "too few tokens, or an older record", values)
+    least, where = min(others)
+    if least < SHIFTED_RATIO * own:
+        text = (
+            f"{p} of a token lies {least:.3g} nats from {q} of the token {where} and {own:.3g} "
+            f"from its own: one stream lies {where} the other"
+        )
+        return Check("shifted", "suspect", text, values)
+    return Check("shifted", "ok", f"aligned: {own:.3g} nats apart token by token", values)
+
+
+def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
+    """Return mean |p - q| of a token with itself, and (mean, where) with its neighbours."""
+    others = [
+        (cell[total] / cell[count], where)
+        for total, count, where in SHIFTS
+        if cell[count] >= ENOUGH and not math.isnan(cell[total])
+    ]
+    return cell.mean(Field.D_ABS_SUM), others
+
+
+def unrelated(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether p and q speak of the same tokens."""
+    correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
+    values = {"correlation": correlation}
+    if cell.tokens < MANY or math.isnan(correlation):
+        return Check("unrelated", "unknown", "too few tokens, or a constant stream", values)
+    spread = max(
+        cell.std(Field.P_M2, Field.P_MIN, Field.P_MAX),
+        cell.std(Field.Q_M2, Field.Q_MIN, Field.Q_MAX),
+    )
+    if correlation < UNRELATED and spread > FLAT:
+        text = (
+            f"{p} correlates with {q} by {correlation:.3f} alone: rows in another order, other "
+            "tokens, or another quantity (an entropy?)"
+        )
+        return Check("unrelated", "suspect", text, values)
+    return Check("unrelated", "ok", f"correlation {correlation:.3f} token by token", values)
+
+
+def rounded(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether one stream is the other, rounded to bfloat16: then rounding was measured."""
+    unequal = cell.tokens - cell[Field.EQUAL]
+    same = (cell[Field.SAME_BF16] - cell[Field.EQUAL]) / unequal if unequal > 0 else math.nan
+    held = {side: held_by_bfloat16(cell, side) for side in ("P", "Q")}
+    values = {"same_once_rounded": same, "p_held": held["P"], "q_held": held["Q"]}
+    if unequal < ENOUGH or math.isnan(same):
+        return Check("rounded", "unknown", "too few tokens that differ", values)
+    coarse = [stream for side, stream in (("P", p), ("Q", q)) if held[side] >= ROUNDED_SHARE]
+    if coarse and same >= ROUNDED_SHARE:
+        text = (
+            f"{coarse[0]} holds bfloat16 values alone, and is the other stream rounded to bfloat16 "
+            f"in {same:.1%} of the tokens that differ: a rounded copy, or a difference below what "
+            "rounding adds"
+        )
+        return Check("rounded", "suspect", text, values)
+    return Check("rounded", "ok", "the streams differ by more than rounding to bfloat16", values)
+
+
+def held_by_bfloat16(cell: Cell, side: str) -> float:
+    """Return the share of a stream's tokens other than 0 that bfloat16 holds."""
+    zeros = cell[Field[f"{side}_ZERO"]]
+    others = cell.tokens - zeros
+    return (cell[Field[f"{side}_BF16"]] - zeros) / others if others >= ENOUGH else math.nan
+
+
+def scaled(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether d grows with q, as it does between temperatures."""
+    variance, spread = cell[Field.Q_M2], cell[Field.D_M2]
+    covariance = cell[Field.PQ_C] - variance
+    if cell.tokens < MANY or not variance > 0.0 or not spread > 1e-18 * variance:
+        return Check("temperature", "unknown", "too few tokens, or a constant stream")
+    slope, correlation = covariance / variance, covariance / math.sqrt(variance * spread)
+    # (sum |d|)^2 / sum d^2: how many tokens d is spread over; a few large ones prove nothing.
+    squares = spread + cell[Field.D_SUM] ** 2 / cell.tokens
+    z = correlation * math.sqrt(cell[Field.D_ABS_SUM] ** 2 / squares)
+    values = {"slope": 1.0 + slope, "correlation": correlation}
+    if (
+        abs(correlation) >= SCALED_CORRELATION
+        and abs(z) >= SCALED_Z
+        and abs(slope) >= SCALED_SLOPE
+        and (abs(covariance) >= NOISE_RATIO * spread or abs(correlation) > 0.6)
+    ):
+        text = (
+            f"{p} grows by {1.0 + slope:.3f} for each nat of {q}, and {correlation**2:.0%} of "
+            "their difference follows from that: the streams were taken at different "
+            "temperatures, or one of them before and one after scaling"
+        )
+        return Check("temperature", "suspect", text, values)
+    return Check("temperature", "ok", f"slope of {p} on {q} is {1.0 + slope:.3f}", values)
+
+
+def biased(cell: Cell, p: str, q: str) -> Check:
+    """Ask whether the mean ratio is 1; name the check `renormalised` where a mass is missing."""
+    found = calibration(cell)
+    unequal = cell.tokens - cell[Field.EQUAL]
+    above = cell[Field.Q_GREATER] / unequal if unequal else math.nan
+    values = {"mean": found.mean, "z": found.z, "share_of_unequal": above}
+    if found.tokens < MANY or math.isnan(found.z):
+        return Check("calibration", "unknown", "too few tokens that differ", values)
+    bias = found.mean - 1.0
+    said = f"the mean of e^({p} - {q}) is {found.mean:.4f}, {abs(found.z):.1f} standard errors "
+    if abs(found.z) < CALIBRATION_Z or abs(bias) < CALIBRATION_BIAS:
+        return Check("calibration", "ok", f"{said}from 1", values)
+    cut = above > 0.5 if bias < 0 else above < 0.5
+    if cut:
+        high, low = (q, p) if bias < 0 else (p, q)
+        text = (
+            f"{said}from 1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
+            f"tokens that differ: {high} was renormalised over a cut vocabulary (top-p, top-k, "
+            f"min-p), or holds processed log-probs where {low} holds raw ones"
+        )
+        return Check("renormalised", "suspect", text, values)
+    text = (
+        f"{said}from 1: {q} is not the distribution that sampled these tokens (a temperature or a "
+        "cut that it does not show, another adapter, filled-in values)"
+    )
+    return Check("calibration", "suspect", text, values)

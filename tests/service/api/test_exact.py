@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tests.support.api import Rank, Service
+from tests.support.measure import payload
+
+from stagescope.exact import Exact
+from stagescope_service.engine.wholes import assembly
+from stagescope_service.store.base import Put
+
+LOG_PROB = "actor_compute_log_prob"
+TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}
+
+
+def handed(step: int, rank: int, *, producers: Any = None, broken: bool = False) -> dict[str, Any]:
+    """A payload of equal streams, of which one token may be off by a bit."""
+    taken = payload(seed=10 * step + rank, noise=0.0, first_sample=4 * rank)
+    if broken:
+        p = taken["tensors"]["old_log_probs"][2]
+        p[2, 7] = np.nextafter(p[2, 7], np.float32(0))
+        p[3, 1] = np.nextafter(p[3, 1], np.float32(0))
+    taken["meta"] = {} if producers is None else {"producers": producers}
+    return taken
+
+
+def train(live: Service, steps: int, broken: int | None = None, **hello: Any) -> list[Rank]:
+    ranks = [Rank(live, rank=rank, **hello) for rank in (0, 1)]
+    for step in range(1, steps + 1):
+        for index, rank in enumerate(ranks):
+            bad = broken == step and index == 1
+            rank.stage(LOG_PROB, step, handed(step, index, producers=TWO, broken=bad))
+    for rank in ranks:
+        rank.begin("rollout_generate", steps + 1)
+    return ranks
+
+
+def test_two_producers_that_agree_are_exact(live: Service) -> None:
+    train(live, 2)
+    answer = live.get("/steps/1/metrics")
+    assert (answer["comparable"], answer["cause"]) == ("exact", None)
+    said = next(item for item in answer["comparability"] if item["code"] == "bitwise_equal")
+    assert "proved on 88 tokens" in said["text"]
+    assert "old: trainer; rollout: engine" in said["text"]
+    for path in ("/steps/1/rounds", "/steps/1/ranks"):
+        found = live.get(path)
+        assert found["comparable"] == "exact"
+        assert {row["comparable"] for row in found["rows"]} == {"exact"}
+
+
+def test_one_producer_or_an_unknown_one_measures_nothing(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    same = {"rollout": "engine", "old": "engine"}
+    for step, producers in enumerate((same, {"rollout": "engine"}, None), start=1):
+        rank.stage(LOG_PROB, step, handed(step, 0, producers=producers))
+        answer = live.get(f"/steps/{step}/metrics")
+        assert answer["comparable"] == "not measured"
+        assert answer["cause"] == "bitwise_equal"
+    assert "nobody said" in answer["comparability"][0]["text"]
+
+
+def test_one_rank_of_an_unknown_producer_makes_the_whole_unknown(live: Service) -> None:
+    ranks = [Rank(live, rank=rank) for rank in (0, 1)]
+    for index, rank in enumerate(ranks):
+        rank.stage(LOG_PROB, 1, handed(1, index, producers=TWO if index else None))
+    assert live.get("/steps/1/metrics")["comparable"] == "not measured"
+
+
+def test_exact_says_since_when_not_and_where(live: Service) -> None:
+    train(live, 5, broken=4)
+    found = Exact(live.get("/exact"))
+    assert found.first is not None
+    place = {name: found.first[name] for name in ("step", "sample_uid", "round", "position")}
+    assert place == {"step": 4, "sample_uid": "sample-6", "round": 1, "position": 7}
+    assert found.text.startswith(
+        "steps 1-3 exact (proved on 264 tokens); 4 first differs: sample sample-6, round 1, token 7"
+    )
+    assert found.text.endswith("of the 1 steps since then 0 differ")
+    assert [(row["verdict"], row["steps"], row["unequal"]) for row in found["rows"]] == [
+        ("exact", 3, 0), ("differs", 1, 2), ("exact", 1, 0)
+    ]  # fmt: skip
+    assert not found.is_exact
+    assert "first differs" in repr(found)
+
+
+def test_exact_of_copies_is_not_measured(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    rank.stage(LOG_PROB, 1, handed(1, 0))
+    rank.begin(LOG_PROB, 2)
+    found = Exact(live.get("/exact"))
+    assert [row["verdict"] for row in found["rows"]] == ["not measured"]
+    assert "not measured" in found.text
+    assert found.first is None
+
+
+def findings(live: Service, step: int) -> dict[str, Any]:
+    attempt = live.catalogue.find_attempt("r")
+    assert attempt is not None
+    forming = assembly.begin(live.catalogue, attempt["attempt_id"], step)
+    return {
+        put.row["kind"]: put.row
+        for put in assembly.rows_of(forming, "r")
+        if put.table == "findings"
+    }
+
+
+def test_the_first_unequal_token_of_a_run_that_expects_none_is_a_finding(live: Service) -> None:
+    train(live, 2, broken=2, settings={"expect": "bitwise"})
+    assert "not_exact" not in findings(live, 1)
+    found = findings(live, 2)["not_exact"]
+    assert found["severity"] == "error"
+    assert "2 of 88 tokens" in found["message"]
+    evidence = found["evidence"]
+    assert (evidence["sample_uid"], evidence["round"], evidence["position"]) == ("sample-6", 1, 7)
+    assert evidence["rank"] == 1
+
+
+def test_without_the_expectation_a_difference_is_no_finding(live: Service) -> None:
+    train(live, 2, broken=2)
+    assert "not_exact" not in findings(live, 2)
+
+
+def test_a_shifted_rank_is_said_by_every_answer(live: Service) -> None:
+    ranks = [Rank(live, rank=rank) for rank in (0, 1)]
+    for index, rank in enumerate(ranks):
+        taken = payload(8, 40, seed=index, noise=0.01, first_sample=8 * index)
+        if index:
+            dtype, shape, q, _ = taken["tensors"]["rollout_log_probs"]
+            shifted = np.roll(q, 1, axis=1)
+            taken["tensors"]["rollout_log_probs"] = (dtype, shape, shifted, None)
+        rank.stage(LOG_PROB, 1, taken)
+        rank.begin(LOG_PROB, 2)
+    for path in ("metrics", "rounds", "ranks", "tokens"):
+        answer = live.get(f"/steps/1/{path}")
+        assert (answer["comparable"], answer["cause"]) == ("suspect", "shifted"), path
+        assert "actor 1" in str(answer["comparability"]), path
+    verdicts = [row["comparable"] for row in live.get("/steps/1/ranks")["rows"]]
+    assert verdicts == ["comparable", "suspect"]
+    text = live.read.get("/metrics").text
+    assert 'stagescope_step_comparable{cause="shifted",run="r",verdict="suspect"} 0.0' in text
+    assert 'metric="calibration/z"' in text
+    found = findings(live, 1)
+    assert "streams_shifted" in found
