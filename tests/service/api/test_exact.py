@@ -8,7 +8,6 @@ from tests.support.measure import payload
 
 from stagescope.exact import Exact
 from stagescope_service.engine.wholes import assembly
-from stagescope_service.store.base import Put
 
 LOG_PROB = "actor_compute_log_prob"
 TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}

@@ -23,7 +23,8 @@ ROUTES = {
     "/steps/{step}/operators/non-finite", "/operators/divergence",
     "/triggers", "/triggers/defaults", "/triggers/firings", "/triggers/test", "/steps/{step}/pin",
     "/operators/tensors", "/weights", "/weights/{version}", "/steps/{step}/weights", "/devices",
-    "/diff", "/steps/{step}/batch",
+    "/diff",
+    "/exact", "/steps/{step}/batch",
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
 }  # fmt: skip
 

@@ -128,6 +128,7 @@ class Trainer:
                 responses=batch.responses,
                 turn_ids=batch.turn_ids,
                 versions=np.full(len(batch), batch.policy_version),
+                producers={"old_log_probs": "trainer", "rollout_log_probs": "sampler"},
                 rewards=batch.columns["rewards"],
                 sample_ids=list(batch.sample_ids),
                 group_ids=list(batch.group_ids),
