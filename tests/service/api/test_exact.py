@@ -8,6 +8,7 @@ from tests.support.measure import payload
 
 from stagescope.exact import Exact
 from stagescope_service.engine.wholes import assembly
+from stagescope_service.store.base import Put
 
 LOG_PROB = "actor_compute_log_prob"
 TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}
@@ -100,7 +101,7 @@ def findings(live: Service, step: int) -> dict[str, Any]:
     return {
         put.row["kind"]: put.row
         for put in assembly.rows_of(forming, "r")
-        if put.table == "findings"
+        if isinstance(put, Put) and put.table == "findings"
     }
 
 
