@@ -143,7 +143,6 @@ def test_unsigned_and_foreign_byte_orders_keep_their_values() -> None:
         ("text", ["a str"]),
         ([1, 2**70], ["list of 2"]),
     ],
-    ids=repr,
 )
 def test_what_has_no_place_on_the_wire_is_named(value: object, words: list[str]) -> None:
     with pytest.raises(InvalidTensor) as caught:
