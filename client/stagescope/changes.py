@@ -35,7 +35,7 @@ class Changes(Table):
     def heading(self) -> str:
         """Which two attempts, and how many things differ."""
         a, b = (Target(side["run"], side["attempt"]) for side in self._sides())
-        unknown = sum(weight == "unknown" for weight in self["weight"])
+        unknown = sum(row["weight"] == "unknown" for row in self)
         text = f"{a} (a) against {b} (b): {len(self) - unknown} things differ"
         return render.printable(f"{text}, {unknown} are unknown" if unknown else text)
 

@@ -148,7 +148,8 @@ class Table:
     def where(self, **equal: Any) -> Table:
         """Return the rows whose columns have these values."""
         for name in equal:
-            if name not in self._columns:
+            # A table without rows may have no columns either: then nothing matches.
+            if name not in self._columns and (self._columns or self._length):
                 raise no_column(name, self.names)
         kept = [
             row

@@ -9,6 +9,7 @@ from stagescope_service.settings import Settings
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("STAGESCOPE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     settings = Settings()
     assert settings.home == tmp_path / ".stagescope"

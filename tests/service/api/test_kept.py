@@ -149,7 +149,8 @@ def test_the_command_line_shows_and_pins(running: Service, tmp_path: Path) -> No
     shown = CliRunner().invoke(main, ["kept", str(STEP), *where])
     assert shown.exit_code == 0, shown.output
     assert "old_log_probs, loss" in shown.output
-    assert max(map(len, shown.output.splitlines())) <= 80
+    # A path is never broken: one that is longer stands on a line of its own.
+    assert max(len(line) for line in shown.output.splitlines() if " " in line.strip()) <= 80
     for command, word in (("pin", "pinned"), ("unpin", "unpinned")):
         done = CliRunner().invoke(main, [command, str(STEP), *where])
         assert done.exit_code == 0, done.output

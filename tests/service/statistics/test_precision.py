@@ -68,6 +68,8 @@ def _exact(x: Digits, y: Digits) -> dict[str, Decimal]:
         / _mean(weight, lambda w: w * w),
         "training/rollout_probs_diff_mean": sum(gap) / n,
         "training/rollout_probs_diff_max": max(gap),
+        "calibration/ratio_mean": _mean(clamped, lambda value: value.exp()),
+        "calibration/tokens": Decimal(n),
         "per_round/max_diff_value": _mean(d, abs),
         "per_round/round_0_abs_diff_mean": _mean(d, abs),
     }
@@ -111,8 +113,10 @@ UNCHECKED = {
     "training/rollout_actor_probs_pearson_corr", "training/rollout_probs_diff_valid",
     "per_round/total_rounds", "per_round/max_round_diff", "per_round/round_0_token_count",
     "rollout_corr/rollout_is_seq_std", "rollout_corr/rollout_is_truncated",
+    "calibration/z", "rounding/abs_diff_floor",
 }  # fmt: skip
-"""Of one sample nothing, or no matter of precision; quantiles are within 4.5 %, as said."""
+"""Of one sample nothing, or no matter of precision; quantiles are within 4.5 %, as said. The z of a
+calibration is held in `test_checks`: of ratios that are all the same it is none."""
 
 
 def assert_precise(p: Float64, q: Float64) -> None:
@@ -128,7 +132,8 @@ def assert_precise(p: Float64, q: Float64) -> None:
     for name in sorted(names):
         # Means of weights far below 1, and of differences that cancel, are as exact as their terms.
         cancels = name.endswith(("/kl", "chi2_token", "chi2_seq")) or "log_ppl" in name
-        loose = 2e-16 if "rollout_is" in name else 1e-14 * scale if cancels else 0.0
+        is_weight = "rollout_is" in name or name == "calibration/ratio_mean"
+        loose = 2e-16 if is_weight else 1e-14 * scale if cancels else 0.0
         if name.endswith("_std"):
             loose = 1e-14 * max(1.0, expected.get(name.replace("_std", "_max"), 1.0))
         assert found[name] == pytest.approx(expected[name], rel=1e-9, abs=loose), name

@@ -155,13 +155,14 @@ def test_the_estimate_of_a_7b_model_has_the_vendors_order() -> None:
 
 def test_tokens_that_a_stage_showed_stand_in_for_the_assumed_ones() -> None:
     model, models = small_decoder(), Models()
-    models.note("actor_update", model)
-    order = {"stages": ["actor_update"], "steps": "next", "task": "tensor", "level": "L1"}
+    stage = "never_captured_update"  # what a capture measured in this process would go first
+    models.note(stage, model)
+    order = {"stages": [stage], "steps": "next", "task": "tensor", "level": "L1"}
     capture = validate_capture(order, allowed_roots=())
     ((_, guessed),) = reckon(capture, models, None)
     assert (guessed["tokens"], guessed["assumed"]) == (4096, True)
-    models.note_tokens("actor_update", 128)
-    models.note_tokens("actor_update", 64)  # a smaller part of it
+    models.note_tokens(stage, 128)
+    models.note_tokens(stage, 64)  # a smaller part of it
     ((_, known),) = reckon(capture, models, None)
     assert (known["tokens"], known["assumed"], known["basis"]) == (128, False, "model")
     assert known["bytes"] < guessed["bytes"] / 4

@@ -122,7 +122,8 @@ def test_what_is_printed_fits_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     found = run("--model", model, "--engine", f"ctranslate2:{converted}", "--limit", "2")
     assert found.exit_code == 0, found.output
-    assert max(map(len, found.stdout.splitlines())) <= 80
+    # A path is never broken: one that is longer stands on a line of its own.
+    assert max(len(line) for line in found.stdout.splitlines() if " " in line.strip()) <= 80
     for word in ("ok  prompts", "ok  shift", "logprob_abs_diff/mean", "worst tokens", "q is"):
         assert word in found.stdout
 
