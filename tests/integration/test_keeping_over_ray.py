@@ -109,6 +109,14 @@ class Rank:
         ray.kill(self.handle)
 
 
+def started(home: Path, address: str, **settings: Any) -> Service:
+    """A service without rules: the NaN that the ranks log would have their steps pinned."""
+    home.mkdir(exist_ok=True)
+    rules = home / "rules.yaml"
+    rules.write_text("rules: []")
+    return Service.start(home, address, triggers=rules, **settings)
+
+
 def kept_rows(service: Service, run: str, step: int, **filters: Any) -> list[dict[str, Any]]:
     with service.session() as session:
         return list(session.step(step, run=run).kept(**filters).to_dicts())
@@ -132,7 +140,7 @@ def files(service: Service, run: str, step: int, count: int) -> list[Kept]:
 
 
 def test_a_file_without_a_row_has_one_after_the_next_start(address: str, tmp_path: Path) -> None:
-    service = Service.start(tmp_path, address)
+    service = started(tmp_path, address)
     rank = Rank("orphan", keep={"what": ["is_loss"]})
     try:
         rank.step(1)
@@ -142,7 +150,7 @@ def test_a_file_without_a_row_has_one_after_the_next_start(address: str, tmp_pat
     finally:
         service.stop()
     forget(service, rows[0]["path"])
-    service = Service.start(tmp_path, address)
+    service = started(tmp_path, address)
     try:
         found = eventually(lambda: four(service, "orphan", 1))
         assert sorted(row["path"] for row in found) == sorted(row["path"] for row in rows)
@@ -170,7 +178,7 @@ def forget(service: Service, path: str) -> None:
 
 
 def test_bytes_are_bounded_and_pinned_steps_stay(address: str, tmp_path: Path) -> None:
-    service = Service.start(tmp_path, address, kept_bytes=4 * MB)
+    service = started(tmp_path, address, kept_bytes=4 * MB)
     rank = Rank("bounded", keep={"what": ["is_loss"]})
     try:
         rank.step(1, tokens=10_000)  # 4 files of 0.56 MB
@@ -214,7 +222,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_stops_keeping_and_says_so_while_metrics_go_on(
     address: str, tmp_path: Path, small_disk: Path
 ) -> None:
-    service = Service.start(
+    service = started(
         tmp_path / "home", address, data_dir=small_disk / "data", ring_bytes=0,
         database_url=f"sqlite:///{tmp_path}/catalogue.db", reserve_bytes=8 * MB,
     )  # fmt: skip
@@ -263,7 +271,7 @@ def test_what_the_settings_have_runs_keep_reaches_ranks_also_when_it_changes(
 ) -> None:
     file = tmp_path / "keep.yaml"
     file.write_text("runs: {'set*': {every_n_steps: 2, what: [is_loss]}}")
-    service = Service.start(tmp_path / "home", address, keep=file)
+    service = started(tmp_path / "home", address, keep=file)
     ranks = [Rank(run) for run in ("settings", "other")]
     try:
         eventually(lambda: ranks[0].wants(2))
@@ -290,7 +298,7 @@ def test_what_the_settings_have_runs_keep_reaches_ranks_also_when_it_changes(
 
 @pytest.fixture(scope="module")
 def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = Service.start(tmp_path_factory.mktemp("keeping"), address, lease_seconds=20.0)
+    running = started(tmp_path_factory.mktemp("keeping"), address, lease_seconds=20.0)
     yield running
     running.stop()
 

@@ -62,7 +62,7 @@ def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
 ) -> None:
     run = "allowed-run"
     ranks = Poisoned(run)
-    trained = ranks.train(1, 120, AT, 0.1)
+    trained = ranks.train(1, 120, AT, 0.2)
     with service.session() as session:
         (fired,) = eventually(lambda: list(session.firings(run)))
         assert (fired["step"], fired["rank"], fired["stage"], fired["round"]) == (AT, 1, STAGE, 0)
