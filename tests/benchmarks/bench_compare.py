@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -167,7 +167,9 @@ def measure_nexrl(rows: int, tokens: int, script: str | None) -> None:
         size = sum(path.stat().st_size for path in a.rglob("*.pt"))
         ours = ("-c", "from stagescope.cli import main; main()", "compare-dumps",
                 "--self_hosted_dir", str(a), "--weaver_dir", str(b), "--step", "0")  # fmt: skip
-        theirs = ("-m", "tests.benchmarks.nexrl_reference", str(a), str(b), str(RANKS), str(MICROS))
+        theirs: tuple[str, ...] = (
+            "-m", "tests.benchmarks.nexrl_reference", str(a), str(b), str(RANKS), str(MICROS)
+        )  # fmt: skip
         if script:
             theirs = (script, "--self_hosted_dir", str(a), "--weaver_dir", str(b), "--step", "0")
         inside = script_of(script) if script else reference
@@ -233,7 +235,7 @@ def script_of(path: str) -> Callable[[Path, Path], None]:
     return run
 
 
-def table(title: str, works: dict[str, Callable[[], None]]) -> dict[str, float]:
+def table(title: str, works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
     """Run each in turn, several times over; print medians and their ratio to the first."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
@@ -301,8 +303,8 @@ def main() -> None:
                 other = Path(home, str(at), "other")
                 write_own(other, rows, tokens, shift=1e-3)
                 measure(f"{kind}, another", a, other, Verdict.DIFFERENT)
-    for size in ((4, 64), (rows, tokens)):
-        measure_nexrl(*size, given.nexrl)
+    for few_rows, few_tokens in ((4, 64), (rows, tokens)):
+        measure_nexrl(few_rows, few_tokens, given.nexrl)
 
 
 if __name__ == "__main__":

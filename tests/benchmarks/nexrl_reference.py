@@ -65,5 +65,5 @@ def compare(a: Path, b: Path, ranks: int, micros: int) -> list[Any]:
 
 
 if __name__ == "__main__":
-    directories, counts = [Path(each) for each in sys.argv[1:3]], map(int, sys.argv[3:5])
-    sys.stdout.write(json.dumps(compare(*directories, *counts)))
+    first, second, ranks, micros = sys.argv[1:5]
+    sys.stdout.write(json.dumps(compare(Path(first), Path(second), int(ranks), int(micros))))

@@ -83,7 +83,7 @@ def test_both_ranks_capture_the_same_step_of_a_running_training(service: Service
 
 def test_a_stopped_rank_is_named_and_waited_for(service: Service) -> None:
     with training(service, "stopped") as ranks, service.session() as session:
-        order = {"run": "stopped", "stages": ["actor_update"], "task": "statistics"}
+        order: dict[str, Any] = {"run": "stopped", "stages": ["actor_update"], "task": "statistics"}
         os.kill(ranks.pids[1], signal.SIGSTOP)
         try:
             given_up = session.capture(**order, late="give_up", timeout=0.5)

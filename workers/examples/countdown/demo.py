@@ -50,7 +50,7 @@ CAPTURED_STEP: Final = 3
 KILLED_STEP: Final = 6
 KILLED_STAGE: Final = "actor_update"
 LAST_STEP: Final = 8
-CAPTURE: Final = {
+CAPTURE: Final[dict[str, Any]] = {
     "run": RUN,
     "steps": [CAPTURED_STEP],
     "stages": ["actor_compute_log_prob"],
