@@ -116,7 +116,7 @@ UNCHECKED = {
     "calibration/z", "rounding/abs_diff_floor",
 }  # fmt: skip
 """Of one sample nothing, or no matter of precision; quantiles are within 4.5 %, as said. The z of a
-calibration is held in `test_checks`: of ratios that are all the same it is none."""
+calibration is held in `test_comparability`: of ratios that are all the same it is none."""
 
 
 def assert_precise(p: Float64, q: Float64) -> None:
