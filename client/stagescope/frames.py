@@ -232,6 +232,8 @@ class Table:
             foot.append(f"the step is {render.format_value(about['complete'])}")
         if "coverage" in about and (gaps := gaps_of(about["coverage"])):
             foot.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
+        elif about.get("gap"):
+            foot.append(str(about["gap"]))
         foot += not_comparable(about)
         if about.get("superseded_by") is not None:
             foot.append(f"superseded by {render.format_value(about['superseded_by'])}")

@@ -49,6 +49,7 @@ _STEPS_ORDER: Final = (
     "attempt",
     "complete",
     "measured",
+    "gap",
     "losses",
     "superseded_by",
     "missing",
@@ -140,13 +141,25 @@ class Session(Orders, Comparing, EngineRegistry):
             for row in self.steps(run, attempt, limit=_RECENT):
                 in_force = attempt is not None or row.get("superseded_by") is None
                 if row.get("measured") and in_force:
-                    return Step(self, row["step"], run=row["run"], attempt=row["attempt"])
+                    return Step(
+                        self,
+                        row["step"],
+                        run=row["run"],
+                        attempt=row["attempt"],
+                        gap=row.get("gap"),
+                    )
             step = "latest"
         if step == "captured":
             said = self.get("/steps/latest/operators", run=run, attempt=attempt, limit=1)
             return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
         said = self.get(f"/steps/{step_word(step)}/stages", run=run, attempt=attempt, limit=1)
-        return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
+        return Step(
+            self,
+            said["step"],
+            run=said.get("run"),
+            attempt=said.get("attempt"),
+            gap=said.get("gap"),
+        )
 
     def series(
         self,

@@ -51,14 +51,26 @@ _SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
 class Step:
     """One step of one attempt of one run: a method a question."""
 
-    def __init__(self, session: Orders, step: int, *, run: str | None, attempt: int | None) -> None:
+    def __init__(
+        self,
+        session: Orders,
+        step: int,
+        *,
+        run: str | None,
+        attempt: int | None,
+        gap: str | None = None,
+    ) -> None:
         self._session = session
         self.step = step
         self.run = run
         self.attempt = attempt
+        #: What the numbers of the step, closed by then, lacked when it was asked for, or why it
+        #: had none; None: nothing.
+        self.gap = gap
 
     def __repr__(self) -> str:
-        return f"<stagescope.Step {self.step} of run {self.run}, attempt {self.attempt}>"
+        gap = f": {self.gap}" if self.gap else ""
+        return f"<stagescope.Step {self.step} of run {self.run}, attempt {self.attempt}{gap}>"
 
     def metrics(
         self,

@@ -52,6 +52,8 @@ class LocalFloor:
         self._intakes: dict[str | None, Intake] = {}
         self._former = Former(catalogue, self, self._write)
         self._orders: list[tuple[Ingest, object] | Assemble] = []
+        self.dead: set[str] = set()
+        """Incarnations whose process is gone, and with it what it owned and nobody has read."""
         self.joined: list[PayloadKey] = []
         self.restated: list[PayloadKey] = []
         self.formed: list[Assemble] = []
@@ -111,6 +113,9 @@ class LocalFloor:
                 self.formed.append(order)
                 continue
             ingest, payload = order
+            if ingest.key.incarnation in self.dead:
+                await self.reception.settle(ingest.key, "lost", "its owner died")
+                continue
             outcome = self._node(ingest.node_id).take(ingest.key, ingest.job, payload)
             assert outcome.state == "ingested", outcome
             await self.reception.settle(

@@ -17,6 +17,7 @@ from tests.support.floor import LocalFloor
 from tests.support.trainings import Delivery, Rank, check_memory
 
 from stagescope.schema import Work
+from stagescope_service.api.completeness import gaps
 from stagescope_service.engine.instructions import Assemble
 from stagescope_service.engine.restore import restore
 from stagescope_service.engine.rows import digest
@@ -128,6 +129,8 @@ class World:
         """Whether rows have ids: "none", the same ones in every start ("stable"), or "fresh"."""
         self.collectives = chance.random() < 0.5
         """Whether a rank waits at the end of a step for the others."""
+        self.backlog = chance.random() < 0.5
+        """Whether the ingestors are so far behind that whole steps wait to be read."""
         self.wall = 1000.0
         self.names = (f"{run}-{number}" for number in itertools.count())
         self.heard: dict[tuple[str, int], Delivery] = {}
@@ -200,6 +203,8 @@ class World:
         elif what < 0.72:
             await process.send(acknowledged=chance.random() < 0.9, most=chance.choice([1, 3, 1000]))
         elif what < 0.86:
+            if self.backlog and chance.random() < 0.9:
+                return
             await self.floor.work(most=chance.choice([1, 2, 1000]))
         elif what < 0.91:
             await process.poll()
@@ -222,6 +227,7 @@ class World:
         done = min(process.done for process in self.live)
         checkpoint = chance.randint(max(1, done - 1), done + 1)
         steps = [process.step for process in self.live]
+        before = {process.name for process in self.live}
         self.log.append(f"killed {', '.join(whom)} at {steps}, resumed at {checkpoint}")
         if "driver" in whom:
             key = self.live[0].key if chance.random() < 0.5 else None
@@ -233,6 +239,8 @@ class World:
         elif "rank" in whom:
             rank = chance.randrange(RANKS)
             self.restart(rank, self.live[rank].done + 1)
+        # What a process owned and nobody has read is gone with it.
+        self.floor.dead |= before - {process.name for process in self.live}
         if "coordinator" in whom:
             if chance.random() < 0.3:
                 self.wall += chance.choice([5.0, 60.0])
@@ -294,7 +302,24 @@ class World:
         tokens = sum(self.tokens[key] for key in counted)
         if whole and whole.total.masked != tokens:
             return f"{whole.total.masked} tokens for {tokens}"
-        return None
+        return self._unsaid(row, payloads, counted, lost & sent)
+
+    def _unsaid(
+        self, row: dict[str, Any], payloads: dict[str, str], counted: set[str], lost: set[str]
+    ) -> str | None:
+        """Return what the step's answers do not say of payloads that are not in its numbers."""
+        place = (row["attempt_id"], row["step"])
+        listed = self.catalogue.steps(place[0], before=place[1] + 1, limit=1)
+        said = gaps(self.catalogue, listed).get(place)
+        if payloads and not counted and not (said or "").startswith("no numbers"):
+            return f"has no numbers, and the answers say {said!r}"
+        if lost and f"{len(lost)} payload{'' if len(lost) == 1 else 's'} lost" not in (said or ""):
+            return f"lost {len(lost)} payloads, and the answers say {said!r}"
+        return (
+            f"nothing is missing, and the answers say {said!r}"
+            if not lost and counted and said
+            else None
+        )
 
     def _losses(self, row: dict[str, Any]) -> set[str]:
         listed = {

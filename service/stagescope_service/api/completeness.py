@@ -1,12 +1,13 @@
 """Who was expected in a step and who has not arrived, since when: from the catalogue's rows.
 
-A closed step keeps the verdict of its closing. An open one is judged now, by the same rule.
+A closed step keeps the verdict of its closing. An open one is judged now, by the same rule. That
+verdict is about stages; what of their payloads did not arrive is the step's gap.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stagescope_service.engine.completeness import judge, statuses_of_rows
@@ -44,6 +45,82 @@ def arrival(catalogue: Catalogue, attempt: Row, step: Row, stages: Iterable[Row]
     )
     missing = [item._asdict() for item in judged.missing]
     return Arrival(OPEN, judged.expected, _since(missing, stages))
+
+
+def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[tuple[int, int], str]:
+    """Return (attempt_id, step) -> what its numbers lack, in words; see `gap`.
+
+    Args:
+        catalogue: where payloads are listed.
+        steps: rows of `Catalogue.steps`; those without a gap have no entry.
+    """
+    closed = {
+        (int(row["attempt_id"]), int(row["step"])): row
+        for row in steps
+        if row["closed_wall"] is not None
+    }
+    if not closed:
+        return {}
+    unmeasured = {step for (_, step), row in closed.items() if not row["has_whole"]}
+    found: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for states in catalogue.payload_states(
+        sorted({attempt for attempt, _ in closed}),
+        sorted({step for _, step in closed}),
+        whole={step for _, step in closed} - unmeasured,
+    ):
+        found[states["attempt_id"], states["step"]].append(states)
+    said = {place: gap(row, found[place]) for place, row in closed.items() if place in found}
+    return {place: text for place, text in said.items() if text is not None}
+
+
+def gap(step: Row, states: Sequence[Row]) -> str | None:
+    """Return what the numbers of a closed step lack and why, None where they lack nothing.
+
+    Args:
+        step: a row of `Catalogue.steps`.
+        states: its rows of `Catalogue.payload_states`.
+    """
+    missing = missing_payloads(states)
+    if step["has_whole"]:
+        return f"numbers without {missing}" if missing else None
+    if missing:
+        return f"no numbers: {missing}"
+    if step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]:
+        return "no numbers yet: they are being aggregated"
+    if states and all(row["replaced"] for row in states):
+        count = sum(row["count"] for row in states)
+        return f"no numbers: {_payloads(count)} superseded by work that handed nothing over"
+    return "no numbers: no rank handed over both streams" if states else None
+
+
+def missing_payloads(states: Iterable[Row]) -> str:
+    """Return which payloads that count were not read, and a reason of each kind; "" for none."""
+    counts: dict[str, int] = defaultdict(int)
+    reasons: dict[str, str] = {}
+    for row in states:
+        if not row["replaced"] and row["state"] in _MISSING:
+            counts[row["state"]] += row["count"]
+            if row["reason"]:
+                reasons[row["state"]] = str(row["reason"])
+    return ", ".join(
+        f"{_payloads(counts[state])} {word}"
+        + (f" ({reasons[state]:.300})" if state in reasons else "")
+        for state, word in _MISSING.items()
+        if counts[state]
+    )
+
+
+_MISSING: Final = {
+    "lost": "lost",
+    "refused": "refused",
+    "dropped": "dropped by their process",
+    "announced": "not read yet",
+}
+"""How a payload that is in no numbers ended -> the word for it."""
+
+
+def _payloads(count: int) -> str:
+    return f"{count} payload{'' if count == 1 else 's'}"
 
 
 def began(row: Row) -> float | None:

@@ -16,7 +16,7 @@ from stagescope.errors import InvalidInput, NotFound
 from stagescope.names import misspelt
 from stagescope.schema import WHOLE_STAGES
 from stagescope_service.api.cache import Lru
-from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.api.completeness import ALL_ROWS, missing_payloads
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.part import PartRecord
@@ -170,9 +170,10 @@ class Measures:
                 expected=f"a stage of {', '.join(has_pair)}",
             )
         recorded, advice = self._recorded(place)
+        states = self._catalogue.payload_states([place.attempt_id], [place.step])
+        why = missing_payloads(states) or "no rank has handed over both streams"
         return NotFound(
-            f"step {place.step} has no numbers (yet): no rank has handed over both streams; "
-            f"recorded is {recorded}",
+            f"step {place.step} has no numbers (yet): {why}; recorded is {recorded}",
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
             advice=f"{advice}see /steps/{place.step}/stages for who has arrived, /losses for what "
             "was lost",
@@ -191,9 +192,7 @@ class Measures:
         ]
         wrong = dict(pair for names in by_stage.values() for pair in misspelt(names))
         advice = "".join(f"{name} seems to mean {meant}; " for name, meant in wrong.items())
-        reasons = sorted({str(row["reason"]) for row in rows if row["state"] == "refused"})
-        refused = f" (refused: {reasons[0]:.500})" if reasons else ""
-        return ("; ".join(told) or "nothing") + refused, advice
+        return "; ".join(told) or "nothing", advice
 
 
 _PAYLOADS_LOOKED_AT: Final = 200

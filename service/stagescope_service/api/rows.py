@@ -60,8 +60,8 @@ def superseded_steps(attempts: Sequence[Row]) -> dict[int, list[Row]]:
     return found
 
 
-def step_row(row: Row, superseded_by: int | None, arrival: Arrival | None) -> Row:
-    """Return a step; `arrival` judges an open one."""
+def step_row(row: Row, superseded_by: int | None, arrival: Arrival | None, gap: str | None) -> Row:
+    """Return a step; `arrival` judges an open one, `gap` is what its numbers lack."""
     closed = row["closed_wall"] is not None
     if closed or arrival is None:
         complete = (row["completeness"] or "unknown") if closed else "open"
@@ -79,6 +79,7 @@ def step_row(row: Row, superseded_by: int | None, arrival: Arrival | None) -> Ro
         "closed_wall": row["closed_wall"],
         "close_reason": row["close_reason"],
         "measured": row["has_whole"],
+        "gap": gap,
         "losses": row["losses"],
         "pinned": bool(row["pinned"]),
     }

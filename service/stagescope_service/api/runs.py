@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 
 from stagescope_service.api import rows as shape
-from stagescope_service.api.completeness import ALL_ROWS, arrival
+from stagescope_service.api.completeness import ALL_ROWS, arrival, gaps
 from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
 from stagescope_service.api.groups import Only, only_of, scope_of
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
@@ -53,6 +53,9 @@ def steps(
 ) -> Answer:
     """List a run's steps, newest first: whether each is complete, and which ranks are missing.
 
+    `complete` is about ranks and their stages; `gap` says what the numbers of a closed step lack
+    (payloads that were lost, refused, dropped or not read yet), or why there are none.
+
     Without `attempt` the steps of every attempt are listed; those that a later attempt did again
     say so in `superseded_by`.
     """
@@ -60,6 +63,7 @@ def steps(
     found, following = _steps_page(desk, target, page, attempt)
     everything = desk.catalogue.attempts(target.run)
     by_id = {row["attempt_id"]: row for row in everything}
+    lacking = gaps(desk.catalogue, found)
     rows = []
     for row in found:
         own = by_id[row["attempt_id"]]
@@ -67,7 +71,9 @@ def steps(
         if row["closed_wall"] is None:
             at = desk.catalogue.stages(row["attempt_id"], row["step"], limit=ALL_ROWS)
             judged = arrival(desk.catalogue, own, row, at)
-        rows.append(shape.step_row(row, superseded_by(row, own["number"], everything), judged))
+        again = superseded_by(row, own["number"], everything)
+        lacks = lacking.get((row["attempt_id"], row["step"]))
+        rows.append(shape.step_row(row, again, judged, lacks))
     return Answer({**target.heading(), "attempt": attempt, "rows": rows, "next": following})
 
 

@@ -191,6 +191,10 @@ def _metrics(
     by = asked.by or ("rank" if asked.rank is not None or asked.role is not None else None)
     old = 0
     numbers: Literal["metrics", "slices"] = "metrics" if by is None else "slices"
+    lost = {
+        (row["attempt_id"], row["step"]): f"{row['count']} payloads were lost: {row['reason']:.300}"
+        for row in desk.catalogue.lost_payloads(ids, **window)
+    }
     for row in desk.catalogue.step_metrics(ids, version=VERSION, **window, numbers=numbers):
         stored = row.pop(numbers)
         point = Point(row, {})
@@ -203,6 +207,8 @@ def _metrics(
             stored = _read_anew(desk, row, by is not None)
         if stored is None:
             point.reason = _gap(row)
+            if point.reason == UNMEASURED:
+                point.reason = lost.get((row["attempt_id"], row["step"]), UNMEASURED)
         elif by is None:
             value = stored.get(asked.metric, _MISSING)
             point.values = {} if value is _MISSING else {_WHOLE: value}

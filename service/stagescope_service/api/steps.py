@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from stagescope_service.api import answers
 from stagescope_service.api import rows as shape
-from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival
+from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival, gaps
 from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Round, Row, Stage, StepTarget
 from stagescope_service.api.measures import Measured, Slice
 from stagescope_service.api.requests import Answer, PageOf
@@ -33,7 +33,8 @@ def stages(
 
     A row a part of a stage on a rank, in the order of beginning; then a row with status
     `not begun` for each rank that is expected and absent. `expected` is role -> stage -> ranks,
-    by each role's world_size, else by the attempt's last closed step.
+    by each role's world_size, else by the attempt's last closed step. `gap` says what the numbers
+    of a closed step lack, or why there are none.
     """
     now = desk.clock()
     rows, came = stages_of(desk, target)
@@ -48,6 +49,7 @@ def stages(
         **target.heading(),
         "complete": came.complete,
         "missing": came.missing,
+        "gap": _gap(desk, target),
         "expected": came.expected,
         "wall": now,
     }
@@ -225,7 +227,13 @@ def _opening(desk: Desk, target: Target) -> Row:
     else:
         came = stages_of(desk, target)[1]
         complete, missing = came.complete, came.missing
-    return {**target.heading(), "complete": complete, "missing": missing}
+    gap = _gap(desk, target)
+    return {**target.heading(), "complete": complete, "missing": missing, "gap": gap}
+
+
+def _gap(desk: Desk, target: Target) -> str | None:
+    assert target.step is not None
+    return gaps(desk.catalogue, [target.step]).get((target.attempt_id, _number(target)))
 
 
 def _number(target: Target) -> int:

@@ -8,6 +8,7 @@ from tests.support.api import Rank, Service
 from tests.support.measure import payload
 from tests.support.stores import eventually
 
+from stagescope import attach
 from stagescope_service.api.requests import cursor
 from stagescope_service.api.target import superseded_by
 
@@ -306,6 +307,38 @@ class TestLossesAndFindings:
         assert answer["rows"][0]["message"] == "response_mask is missing"
         assert answer["rows"][0]["advice"]
         assert live.get("/findings", severity="error")["rows"] == []
+
+
+def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
+    ranks = [Rank(live, rank=rank) for rank in (0, 1)]
+    announced = {"tensors": {"old_log_probs": {}}, "bytes": 1}
+    for step in (1, 2, 3):
+        for index, rank in enumerate(ranks):
+            rank.begin(LOG_PROB, step)
+            held = payload(seed=step, first_sample=4 * index)
+            # Of step 2 nothing is read, of step 3 what rank 0 has.
+            handed = held if (step, index) in ((1, 0), (1, 1), (3, 0)) else None
+            rank.say("end", handed, stage=LOG_PROB, step=step, payload=announced)
+    for rank in ranks:
+        live.engine.fall_silent(rank)
+    rows = {row["step"]: row for row in live.get("/steps")["rows"]}
+    why = "(its process fell silent before the payload was read)"
+    said = {step: (row["complete"], row["measured"], row["gap"]) for step, row in rows.items()}
+    assert said == {
+        1: ("complete", True, None),
+        2: ("complete", False, f"no numbers: 2 payloads lost {why}"),
+        3: ("complete", True, f"numbers without 1 payload lost {why}"),
+    }
+    assert live.get("/steps/2/stages")["gap"] == said[2][2]
+    assert live.get("/steps/3/rounds")["gap"] == said[3][2]
+    assert f"no numbers (yet): 2 payloads lost {why}" in str(live.problem(404, "/steps/2/metrics"))
+    reasons = live.get("/series", metric="rollout_corr/k3_kl")["reasons"]
+    assert reasons == [None, f"2 payloads were lost: {why.strip('()')}", None]
+    assert live.tokens is not None
+    with attach(live.server.url, token=live.tokens.read) as session:
+        assert f"no numbers: 2 payloads lost {why}" in repr(session.step(2))
+        assert "no numbers: 2 payloads lost" in repr(session.steps())
+        assert "no numbers: 2 payloads lost" in repr(session.step(2).stages())
 
 
 def test_an_error_inside_says_nothing_of_its_cause(

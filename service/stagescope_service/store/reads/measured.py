@@ -157,6 +157,44 @@ class MeasuredReads(Reader):
             offset,
         )
 
+    def payload_states(
+        self, attempts: Sequence[int], steps: Sequence[int], *, whole: Collection[int] = ()
+    ) -> list[Row]:
+        """Return `attempt_id`, `step`, `state`, `replaced`, `count` and a `reason` of payloads.
+
+        Args:
+            attempts: of these attempts.
+            steps: of these steps.
+            whole: of these steps those alone that were not ingested: they are few.
+        """
+        columns, stages = TABLES["payloads"].c, TABLES["stages"].c
+        replaced = sa.exists().where(
+            stages.incarnation == columns.incarnation,
+            stages.work_key == columns.work_key,
+            stages.end_seq == columns.seq,
+            stages.superseded == sa.true(),
+        )
+        chosen = (
+            sa.select(
+                columns.attempt_id,
+                columns.step,
+                columns.state,
+                columns.reason,
+                replaced.label("replaced"),
+            )
+            .where(
+                columns.attempt_id.in_(list(attempts)),
+                columns.step.in_(list(steps)),
+                sa.or_(columns.state != "ingested", columns.step.not_in(list(whole))),
+            )
+            .subquery()
+        ).c
+        by = (chosen.attempt_id, chosen.step, chosen.state, chosen.replaced)
+        query = sa.select(
+            *by, sa.func.count().label("count"), sa.func.min(chosen.reason).label("reason")
+        )
+        return self._rows(query.group_by(*by).order_by(*by))
+
     def summaries(
         self,
         attempt_id: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import sqlalchemy as sa
@@ -106,6 +107,19 @@ class NoticedReads(Reader):
     ) -> list[Row]:
         """Return losses, the last first."""
         return self._page("losses", conditions("losses", locals()), "-wall loss_id", limit, offset)
+
+    def lost_payloads(
+        self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
+    ) -> list[Row]:
+        """Return `attempt_id`, `step`, `count` and a `reason` of steps that lost payloads."""
+        table = TABLES["losses"]
+        by = (table.c.attempt_id, table.c.step)
+        where = [by[0].in_(list(attempts)), by[1].is_not(None), table.c.kind == "payload"]
+        where += [by[1] >= first] if first is not None else []
+        where += [by[1] <= last] if last is not None else []
+        count = sa.func.sum(sa.func.coalesce(table.c.count, 1)).label("count")
+        query = sa.select(*by, count, sa.func.min(table.c.reason).label("reason")).where(*where)
+        return self._rows(query.group_by(*by))
 
     def stacks(
         self,
