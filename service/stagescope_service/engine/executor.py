@@ -41,6 +41,8 @@ class Executor:
         self._payloads: dict[PayloadKey, object] = {}
         self.uncommitted: Counter[PayloadKey] = Counter()
         """Settled in memory and not yet on disk: whoever heard of it would let the payload go."""
+        self.due: Counter[Assemble] = Counter()
+        """Step summaries that are to be formed as soon as what makes them due is on disk."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     def check_ready(self) -> None:
@@ -64,6 +66,14 @@ class Executor:
 
     async def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """Commit the rows, and only then do what the rest says."""
+        due = Counter(order for order in instructions if isinstance(order, Assemble))
+        self.due += due
+        try:
+            await self._carry_out(instructions)
+        finally:
+            self.due -= due
+
+    async def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         rows = [order for order in instructions if isinstance(order, Put | Delete)]
         if rows:
             keys = [order.key for order in instructions if isinstance(order, Settled)]

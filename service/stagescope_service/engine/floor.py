@@ -231,11 +231,14 @@ class RayFloor:
             self._start(self.triggers.formed(order.attempt_id, step))
 
     def _owed(self, order: Assemble) -> list[int]:
-        """Return the other steps of the attempt that are still to be formed."""
+        """Return the other steps of the attempt that are still to be formed.
+
+        A step leaves `pending` before its last payload is on disk, and is in `due` from then on.
+        """
         attempt = self.reception.state.attempt(order.attempt_id)
         unread = [] if attempt is None else [step for step in attempt.pending if step is not None]
         closed = [step for step in unread if attempt is None or step not in attempt.open]
-        forming = (other for other in self._forming if other != order)
+        forming = {*self._forming, *self.reception.executor.due} - {order}
         return closed + [each.step for each in forming if each.attempt_id == order.attempt_id]
 
     def _retired(self, order: Assemble) -> list[Delete]:

@@ -258,6 +258,32 @@ def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
     desk.run(settle_slowly())
 
 
+def test_a_step_is_due_while_its_last_payload_is_written(desk: Desk) -> None:
+    """Else a later step, formed meanwhile, is held against the rules before it."""
+    store = HeldStore(desk.store)
+    desk.reception.executor.store = cast(Store, store)
+    sender = Sender("i", "r", "a", "actor", 0).wire()
+    announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
+    end = (1, "end", 2, 1.0, 1.0, announced)
+    later = (1, "begin", 3, 2.0, 2.0, {"step": 2, "stage": "actor_update"})
+
+    async def settle_slowly() -> None:
+        await desk.reception.record(sender, [end, later], {2: {}})
+        attempt = desk.reception.state.attempt(1)
+        assert attempt is not None
+        assert list(attempt.pending) == [1]
+        store.slow = True
+        settling = asyncio.create_task(desk.reception.settle(PayloadKey("i", 2), "ingested", None))
+        await asyncio.sleep(0)  # it has changed the state and waits for the disk
+        assert not attempt.pending
+        assert list(desk.reception.executor.due) == [Assemble(1, 1)]
+        store.release()
+        await settling
+        assert not desk.reception.executor.due
+
+    desk.run(settle_slowly())
+
+
 async def published(reception: Reception) -> None:
     """Wait until every rank is told an order's agreed step."""
     while reception.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
