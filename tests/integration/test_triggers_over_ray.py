@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("ray")
 pytest.importorskip("msprobe")
-from tests.support.cluster import Service, answer, eventually
+from tests.support.cluster import SECONDS, Service, answer, eventually
 from tests.support.poisoned import Poisoned
 from tests.support.triggering import Hook, hook
 
@@ -24,7 +24,7 @@ rules:
   - name: poison
     metric: nonfinite/*
     when: {">": 0}
-    cooldown: 256
+    cooldown: 2000
     actions:
       finding: {severity: error, advice: look}
       pin: 2
@@ -62,9 +62,10 @@ def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
 ) -> None:
     run = "allowed-run"
     ranks = Poisoned(run)
-    trained = ranks.train(1, 120, AT, 0.2)
+    trained = ranks.train(1, 2000, AT, 0.2)
     with service.session() as session:
-        (fired,) = eventually(lambda: list(session.firings(run)))
+        # The kernels may have to be compiled first.
+        (fired,) = eventually(lambda: list(session.firings(run)), 3 * SECONDS)
         assert (fired["step"], fired["rank"], fired["stage"], fired["round"]) == (AT, 1, STAGE, 0)
         actions = eventually(lambda: session.firings(run)[0]["actions"])
         capture_id = actions["capture"]["capture_id"]
@@ -83,6 +84,7 @@ def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
         first = named[0]
         assert first["rank"] == 1
         assert first["name"].startswith("Module.1.Linear.forward"), named
+        ranks.stop()
         answer(trained, 120)
         assert len(session.firings(run)) == 1
         budget = session.triggers().about["budgets"][0]

@@ -31,6 +31,7 @@ def _rank_class() -> Any:
                 torch.nn.Embedding(16, 8), self.middle, torch.nn.Linear(8, 16)
             )
             self.torch, self.rank = torch, rank
+            self.stopping = False
             self.probe = init(run=run, rank=rank, world_size=size)
 
         def pid(self) -> int:
@@ -40,7 +41,10 @@ def _rank_class() -> Any:
             return os.getpid()
 
         def train(self, first: int, last: int, poisoned_at: int, seconds: float) -> int:
-            """Do steps of some length; from one on, rank 1's middle layer holds a NaN."""
+            """Do steps of some length; from one on, rank 1's middle layer holds a NaN.
+
+            Returns the last step that was done: `last`, or that in which somebody said `stop`.
+            """
             import time
 
             torch = self.torch
@@ -50,7 +54,10 @@ def _rank_class() -> Any:
             mask = torch.ones(rows, tokens, dtype=torch.int64)
             mask[:, 4] = 0
             for step in range(first, last + 1):
-                torch.distributed.barrier()
+                stopping = torch.tensor([float(self.stopping)])
+                torch.distributed.all_reduce(stopping)
+                if stopping.item():
+                    return step - 1
                 if step == poisoned_at and self.rank == 1:
                     with torch.no_grad():
                         self.middle.weight[0, 0] = float("nan")
@@ -67,6 +74,10 @@ def _rank_class() -> Any:
                     )
                 time.sleep(seconds)
             return last
+
+        def stop(self) -> None:
+            """Let every rank end its training with the step that it is in."""
+            self.stopping = True
 
         def close(self) -> bool:
             """Take leave."""
@@ -88,6 +99,10 @@ class Poisoned:
     def train(self, first: int, last: int, poisoned_at: int, seconds: float) -> list[Any]:
         """Begin these steps; return the refs of the ends."""
         return [rank.train.remote(first, last, poisoned_at, seconds) for rank in self.ranks]
+
+    def stop(self) -> None:
+        """End a training before its last step."""
+        answer(self.ranks[0].stop.remote())
 
     def leave(self) -> None:
         """Take leave and end the processes."""
