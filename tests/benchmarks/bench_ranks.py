@@ -25,6 +25,7 @@ from tests.support.cluster import Service, ray_cluster
 
 from stagescope import schema
 from stagescope_service.engine.coordinator import NAME, NAMESPACE
+from stagescope_service.engine.load import TRIM_SECONDS
 
 STAGES = schema.STAGES[:6]
 POLL_SECONDS = 20.0
@@ -149,6 +150,12 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+    left = time.monotonic() + POLL_SECONDS + 2 * TRIM_SECONDS  # the last polls end, then a trim
+    while (  # noqa: ASYNC110 - the coordinator does it by itself
+        kept := process.memory_info().rss - before
+    ) > grown / 2 and time.monotonic() < left:
+        await asyncio.sleep(1.0)
+    print(f"kept    {kept / ranks / 1024:8.1f} KiB a rank once all are silent")  # noqa: T201
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from stagescope_service.engine.arguments import (
 )
 from stagescope_service.engine.floor import RayFloor
 from stagescope_service.engine.instructions import Assemble, Put
-from stagescope_service.engine.load import resident_bytes
+from stagescope_service.engine.load import Memory, resident_bytes
 from stagescope_service.engine.orders.bench import with_bench
 from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.orders.standing import Standing, read_standing
@@ -314,9 +314,11 @@ class DebugCoordinator:
         reception = await self._open(settings)
         self._reception = reception
         pause = max(0.05, min(1.0, settings.lease_seconds / 10))
+        memory = Memory()
         while True:
             await asyncio.sleep(pause)
             try:
+                memory.look(time.monotonic())
                 await reception.expire()
                 if self._floor is not None:
                     self._floor.look()

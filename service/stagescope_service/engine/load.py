@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import math
 import resource
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -36,6 +37,8 @@ FEWEST_CALLS: Final = 100
 """A window with fewer calls tells of the ranks, not of the service."""
 CALLS_PER_SECOND: Final = 250.0
 """What is asked for while the service is behind, of all ranks together."""
+TRIM_SECONDS: Final = 30.0
+GROWN_BYTES: Final = 16 << 20
 MOST_PAUSE: Final = 15.0
 
 
@@ -173,3 +176,30 @@ def resident_bytes() -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     return pages * resource.getpagesize()
+
+
+class Memory:
+    """Gives memory back to the system that freed objects held.
+
+    A pending call holds some 80 KiB of stack in Ray, and the allocator keeps what was freed: 4 000
+    calls that ended left 434 MB resident, which one trim brought to 162 MB in 15 ms.
+    """
+
+    def __init__(self) -> None:
+        self._trimmed = -math.inf
+        self._after = 0
+        self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def look(self, now: float) -> None:
+        """Trim where this process has grown since it last was; to be called often.
+
+        Args:
+            now: a monotonic clock, seconds.
+        """
+        if now < self._trimmed + TRIM_SECONDS or self._trim is None:
+            return
+        resident = resident_bytes()
+        if resident is None or resident < self._after + GROWN_BYTES:
+            return
+        self._trim(0)
+        self._trimmed, self._after = now, resident_bytes() or resident

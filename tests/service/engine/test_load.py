@@ -16,9 +16,13 @@ from stagescope_service.engine.instructions import Put
 from stagescope_service.engine.load import (
     BEHIND_SECONDS,
     FEWEST_CALLS,
+    GROWN_BYTES,
     KIND,
+    TRIM_SECONDS,
     WINDOW_SECONDS,
     Load,
+    Memory,
+    resident_bytes,
 )
 from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.reception import Reception
@@ -158,3 +162,21 @@ def test_one_batch_is_taken_however_large_it_is(store: HeldStore) -> None:
     reception.load = Load(state, most_events=10)
     sender = Sender("i", "r", "k", "actor", 0).wire()
     assert asyncio.run(reception.record(sender, begins(1, 50)))["received"] == 50
+
+
+def test_memory_that_is_free_again_goes_back_to_the_system() -> None:
+    memory = Memory()
+    memory.look(0.0)
+    before = resident_bytes()
+    assert before is not None
+    taken = [bytes(60_000) for _ in range(8 * GROWN_BYTES // 60_000)]
+    above = taken[-1]  # what is still held at the heap's end keeps all below it
+    del taken
+    held = resident_bytes()
+    assert held is not None
+    assert held - before > 6 * GROWN_BYTES
+    memory.look(TRIM_SECONDS)
+    after = resident_bytes()
+    assert after is not None
+    assert after - before < GROWN_BYTES
+    assert len(above) == 60_000
