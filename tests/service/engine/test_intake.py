@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.measure import payload
 
+from stagescope.schema import Part
 from stagescope_service.engine.ingestion.intake import Intake, Outcome
-from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.statistics import Summary
+from stagescope_service.engine.ingestion.retake import Retake
+from stagescope_service.engine.instructions import PayloadKey, Put
+from stagescope_service.engine.wholes import accounts
+from stagescope_service.statistics import PartRecord, Summary, assemble
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
 
@@ -28,14 +35,70 @@ def take(tmp_path: Path, ids: list[str], **tensors: tuple[object, ...]) -> Outco
     return intake.take(PayloadKey("incarnation", 1), JOB, taken)
 
 
-def test_ids_of_prompts_are_refused_as_ids_of_samples(tmp_path: Path) -> None:
+def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -> None:
     outcome = take(tmp_path, ["one", "one", "two", "two"])
-    assert outcome.state == "refused"
-    assert "sample_ids names 'one' again in row 1: 2 rows" in str(outcome.reason)
-    assert "group_ids" in str(outcome.reason)
-    assert not [put for put in outcome.rows if put.table == "summaries"]
-    (finding,) = [put.row for put in outcome.rows if put.table == "findings"]
-    assert finding["message"] == outcome.reason
+    assert (outcome.state, outcome.reason) == ("ingested", None)
+    (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
+    summary = Summary.from_bytes(row["summary"])
+    part = PartRecord("incarnation:1", summary, str(JOB["stage"]), "actor", 0)
+    whole = assemble([part])
+    assert (whole.sent, whole.total.masked, len(whole.contradictions)) == (44, 44, 2)
+    place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
+    found = [put.row for put in accounts.findings(whole, place) if isinstance(put, Put)]
+    assert [row["kind"] for row in found] == ["sample_ids_contradict"]
+    assert "group_ids" in found[0]["advice"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject) -> None:
+    """Two microbatches of a rank whose rows are drawn from a few samples under fewer ids."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 20)))
+    sizes = rng.integers(1, 12, 5)
+    values = [-rng.exponential(1.0, (2, size)).astype(np.float32) for size in sizes]
+    row = st.tuples(st.sampled_from("xyz"), st.integers(0, 4))
+    with TemporaryDirectory() as folder:
+        intake = Intake(Path(folder), "node-1", Ring(Path(folder) / "ring", 1 << 20))
+        retake = Retake(intake)
+        parts, sent = [], 0
+        seen: set[tuple[str, int]] = set()
+        for seq in (1, 2):
+            rows = data.draw(st.lists(row, min_size=1, max_size=6))
+            seen |= set(rows)
+            sent += sum(int(sizes[of]) for _, of in rows)
+            chosen = [values[of] for _, of in rows]
+            raw = {
+                "old_log_probs": [each[0] for each in chosen],
+                "rollout_log_probs": [each[1] for each in chosen],
+                "response_mask": [np.ones(each.shape[1], np.int64) for each in chosen],
+                "sample_ids": [name for name, _ in rows],
+            }
+            job = {**JOB, "microbatch": seq}
+            outcome = intake.take(PayloadKey("i", seq), job, raw)
+            assert outcome.state == "ingested", outcome.reason
+            (put,) = [put.row for put in outcome.rows if put.table == "summaries"]
+            summary = Summary.from_bytes(put["summary"])
+            part = Part(microbatch=seq)
+            parts.append(PartRecord(f"i:{seq}", summary, str(JOB["stage"]), "actor", 0, part))
+        whole = assemble(parts)
+        for item in whole.restate:
+            at = [part.key for part in parts].index(item.key)
+            key = PayloadKey("i", at + 1)
+            again = retake.restate(key, JOB, ("old", "rollout"), item.skips)
+            parts[at] = dataclasses.replace(
+                parts[at],
+                summary=Summary.from_bytes(again),
+                handed=parts[at].summary,
+                skipped=item.skips,
+            )
+        whole = assemble(parts)
+    assert not whole.restate
+    assert whole.total.masked == sum(int(sizes[of]) for _, of in seen)
+    assert whole.sent == sent
+    assert whole.unaccounted == 0
+    assert whole.tokens_left_out == (
+        {"repeated": sent - whole.total.masked} if sent > whole.total.masked else {}
+    )
 
 
 def test_pieces_of_a_sample_that_are_placed_share_its_id(tmp_path: Path) -> None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN
@@ -19,18 +23,31 @@ from stagescope_service.engine.ingestion.keeping import Keeper, artifact_row, pl
 from stagescope_service.engine.ingestion.samples import sample_rows
 from stagescope_service.engine.ingestion.values import Payload, read_value
 from stagescope_service.engine.instructions import PayloadKey
-from stagescope_service.statistics import Settings, TokenBatch, available_pairs, summarise
+from stagescope_service.statistics import (
+    PartRecord,
+    Settings,
+    TokenBatch,
+    available_pairs,
+    skip_of,
+    summarise,
+)
 from stagescope_service.statistics.batch import producer_of
-from stagescope_service.statistics.identity import Place
+from stagescope_service.statistics.identity import Place, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.summarise import MOST_ROUNDS
 from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.whole import REPEATED
 from stagescope_service.store.base import Put
 from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.ring import Ring, RingKey
 
 Row = dict[str, Any]
+Skips = tuple[tuple[int, int, int], ...]
+"""(row, first position, last) of tokens, half open."""
+
+COPIES: Final = "copies"
+"""In a ring file's metadata: pair of streams -> `Skips` of rows that repeat others of it."""
 
 _PROVENANCE: Final[Mapping[str, type]] = {
     "producer": str, "engine": str, "engine_version": str, "quantisation": str, "processed": bool,
@@ -78,10 +95,13 @@ class Intake:
             return Outcome("refused", str(error), [self._refusal(job, error)], {})
         problems: list[StagescopeError] = []
         digest = None
-        for summary in self._summaries(key, job, payload, problems):
+        copies: dict[str, Skips] = {}
+        for summary, repeated in self._summaries(key, job, payload, problems):
             rows += summary_rows(key, job, summary)
             digest = digest or summary.digest
-        rows += self._keep(key, job, payload)
+            if repeated:
+                copies[pair_name(summary.pair)] = repeated
+        rows += self._keep(key, job, payload, copies)
         rows += _stream_rows(job, payload)
         rows += sample_rows(job, payload)
         rows += _written_rows(job, payload)
@@ -98,19 +118,23 @@ class Intake:
         job: Mapping[str, Any],
         payload: Payload,
         problems: list[StagescopeError],
-    ) -> Iterator[Summary]:
+    ) -> Iterator[tuple[Summary, Skips]]:
         meta = _with_producers(job, payload.meta)
         for pair in available_pairs(payload.tensors):
             try:
                 settings = statistics_settings(job.get("settings"))
                 batch = TokenBatch.from_tensors(payload.tensors, payload.strings, meta, pair=pair)
-                summary = summarise(batch, settings, name=part_key(*key))
-                _check_ids(summary)
-                yield summary
+                yield summarise_once(batch, settings, key)
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
 
-    def _keep(self, key: PayloadKey, job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+    def _keep(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        payload: Payload,
+        copies: Mapping[str, Skips],
+    ) -> Iterator[Put]:
         recent = {name: t for name, t in payload.tensors.items() if name in RECENT_TENSORS}
         if recent:
             about = {
@@ -118,6 +142,7 @@ class Intake:
                 "meta": _with_producers(job, payload.meta),
                 "settings": dict(job.get("settings") or {}),
                 "job": plain_job(key, job, "settings"),  # a file says itself whose it is
+                COPIES: dict(copies),
             }
             entry = self.ring.keep(_ring_key(key, job), recent, about)
             if entry is not None:
@@ -213,24 +238,44 @@ def statistics_settings(settings: object) -> Settings:
     return Settings(**{name: known[name] for name in names if known.get(name) is not None})
 
 
-def _check_ids(summary: Summary) -> None:
-    """Refuse ids that name several samples of one payload: all but one would not count.
+def summarise_once(
+    batch: TokenBatch,
+    settings: Settings,
+    key: PayloadKey,
+    skip: npt.NDArray[np.uint8] | None = None,
+) -> tuple[Summary, Skips]:
+    """Take a payload's statistics; rows that are copies of one sample count once.
+
+    Rows of one id that are not the same are samples of their own, which the step summary names
+    (`identity`).
+
+    Args:
+        batch: its tokens.
+        settings: what of the run's settings shapes the statistics.
+        key: of the payload.
+        skip: uint8 [tokens], 1 where a token counts elsewhere.
+
+    Returns:
+        The summary, whose `left_out` counts the tokens of copies; their (row, first, last).
 
     Raises:
-        InvalidTensor: two rows of an id hold the same positions.
+        InvalidTensor: as `summarise`.
     """
-    own = [Place(sample) for sample in summary.sequences.samples]
-    skips = Ledger().claim(summary, None, own).skips
-    names = dict(zip(summary.sequences.row.tolist(), summary.sequences.samples, strict=True))
-    repeated = {row: names[row] for row, _, _ in skips if names[row]}
-    if repeated:
-        row, name = next(iter(repeated.items()))
-        raise InvalidTensor(
-            f"sample_ids names {name!r:.100} again in row {row}: {len(repeated)} rows of this "
-            "payload hold positions of a sample that another row holds",
-            expected="ids that are unique in a step (the id of a prompt belongs in group_ids), or "
-            "token_offset where the rows are pieces of one sample",
-        )
+    name = part_key(*key)
+    summary = summarise(batch, settings, skip=skip, name=name)
+    samples = summary.sequences.samples
+    if not all(samples) or not Ledger().claim(summary, None, [*map(Place, samples)]).skips:
+        return summary, ()
+    part = PartRecord(key=name, summary=summary, stage="", role="", rank=0)
+    places = resolve([part]).places_of(name, summary)
+    copies = Ledger().claim(summary, None, places).skips
+    if not copies:
+        return summary, ()
+    again = skip_of(batch, copies)
+    once = summarise(batch, settings, skip=again if skip is None else again | skip, name=name)
+    left_out = Counter(summary.left_out)
+    left_out[REPEATED] += summary.total.masked - once.total.masked
+    return dataclasses.replace(once, left_out=dict(left_out)), copies
 
 
 def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:

@@ -6,15 +6,20 @@ No Ray in here: what lies on another node comes as arguments.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.schema import STREAM_TENSORS
-from stagescope_service.engine.ingestion.intake import Intake, statistics_settings, summary_rows
+from stagescope_service.engine.ingestion.intake import (
+    COPIES,
+    Intake,
+    Skips,
+    statistics_settings,
+    summarise_once,
+    summary_rows,
+)
 from stagescope_service.engine.ingestion.joining import (
     Joined,
     RolloutRows,
@@ -26,7 +31,7 @@ from stagescope_service.engine.ingestion.joining import (
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.store.parts import part_key
+from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.pins import Pinned
 from stagescope_service.store.ring import RingKey
 
@@ -65,9 +70,11 @@ class Retake:
         strings, meta = kept.metadata["strings"], kept.metadata["meta"]
         batch = TokenBatch.from_tensors(kept.tensors, strings, meta, pair=pair)
         left_out = kept.metadata.get(_LEFT_OUT, [])
-        skip = skip_of(batch, skips) | skip_rows(batch, left_out)
+        copies = kept.metadata.get(COPIES, {}).get(pair_name(pair), ())
+        skip = skip_of(batch, [*skips, *copies]) | skip_rows(batch, left_out)
         settings = kept.metadata["settings"]
-        return _summary(key, settings, batch, left_out, skip).to_bytes()
+        summary = summarise(batch, statistics_settings(settings), skip=skip, name=part_key(*key))
+        return _without_unknown(summary, batch, left_out).to_bytes()
 
     def pin(self, attempt_id: int, step: int) -> Pinned:
         """Pin the payloads of a step."""
@@ -140,10 +147,12 @@ class Retake:
         used = sorted({rows.age for rows in found})
         answer = {"rows": [], "left_out": left_out, "tokens": tokens, "used": used}
         if len(joined.left_out) < batch.rows:
-            self._keep(key, job, kept.metadata, tensors, joined)
-            settings = kept.metadata["settings"]
-            summary = _summary(key, settings, joined.batch, joined.left_out, joined.skip)
-            summary = dataclasses.replace(summary, left_out=tokens)
+            settings = statistics_settings(kept.metadata["settings"])
+            summary, copies = summarise_once(joined.batch, settings, key, joined.skip)
+            self._keep(key, job, kept.metadata, tensors, joined, copies)
+            summary = _without_unknown(summary, joined.batch, joined.left_out)
+            every = dict(Counter(tokens) + Counter(summary.left_out))
+            summary = dataclasses.replace(summary, left_out=every)
             puts = summary_rows(key, job, summary)
             answer["rows"] = [(put.table, dict(put.row)) for put in puts]
             answer["tokens"] = {}
@@ -156,6 +165,7 @@ class Retake:
         metadata: Mapping[str, Any],
         tensors: Mapping[str, WireTensor],
         joined: Joined,
+        copies: Skips,
     ) -> None:
         """Keep the joined stream beside the others: who looks later finds both."""
         batch = joined.batch
@@ -170,7 +180,8 @@ class Retake:
             known = dict(zip(batch.pair, batch.producers, strict=True))
             meta["producers"] = {**(meta.get("producers") or {}), **known}
         added_to = {"meta": meta, _JOINED: list(added), _LEFT_OUT: list(joined.left_out)}
-        about = {**metadata, **added_to}
+        every = {**metadata.get(COPIES, {}), pair_name(batch.pair): copies}
+        about = {**metadata, **added_to, COPIES: every}
         self._ring.keep(_ring_key(key, job), {**tensors, **added}, about)
 
 
@@ -194,15 +205,8 @@ def producers_of(
     return trainer, trainer if trainer in names else ", ".join(names)
 
 
-def _summary(
-    key: PayloadKey,
-    settings: Mapping[str, Any],
-    batch: TokenBatch,
-    left_out: Sequence[int],
-    skip: npt.NDArray[np.uint8],
-) -> Summary:
-    summary = summarise(batch, statistics_settings(settings), skip=skip, name=part_key(*key))
-    # What was left out is not known to be empty.
+def _without_unknown(summary: Summary, batch: TokenBatch, left_out: Sequence[int]) -> Summary:
+    """Return a summary in which rows that were left out are not among the empty ones."""
     out = {batch.sample_ids[row] for row in left_out} if batch.sample_ids else set()
     empty = tuple(sample for sample in summary.empty_samples if sample not in out)
     return dataclasses.replace(summary, empty_samples=empty)

@@ -48,7 +48,7 @@ def _contradictions(whole: Whole) -> dict[str, Any] | None:
     return {
         "message": f"{len(found)} sample_ids name different samples ({ids}"
         f"{', ...' if len(found) > 5 else ''}; on {ranks}{more}): each counts as a sample of its "
-        "own rank, none is left out",
+        "own, none is left out",
         "evidence": {
             "ids": len(found),
             "samples": {
@@ -57,7 +57,8 @@ def _contradictions(whole: Whole) -> dict[str, Any] | None:
             },
         },
         "advice": "make sample_ids unique in a step, the same on every rank that holds the sample "
-        "(group id and sample index, not a row number); ranks that hold the same rows give the "
+        "(group id and sample index, not a row number; the id of a prompt alone belongs in "
+        "group_ids); ranks that hold the same rows give the "
         "same data_rank",
     }
 
