@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,8 @@ from tests.support.batches import batch_of, random_streams, wire
 from stagescope.errors import InvalidTensor
 from stagescope_service.engine.ingestion.values import to_wire
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
+
+ROOT = Path(__file__).resolve().parents[3]
 
 RNG = np.random.default_rng(0)
 P, Q, MASK = random_streams(RNG, 6, 40)
@@ -201,3 +206,34 @@ def test_skipped_tokens_do_not_count_and_move_no_round() -> None:
     assert {k: c.tokens for k, c in summary.rounds.items()} == {
         int(k): int((numbers[kept] == k).sum()) for k in np.unique(numbers[kept])
     }
+
+
+FIRST_PAYLOADS = """
+import numba
+import numpy as np
+from tests.support.batches import batch_of, bfloat16, random_streams
+from stagescope_service.engine.ingestor import _start_worker
+from stagescope_service.statistics import summarise
+
+_start_worker()
+numba.njit = None  # what compiles a loop, or loads it from disk, at its first call
+p, q, mask = random_streams(np.random.default_rng(0), 4, 64)
+turns = np.cumsum(mask, axis=1)
+for cast in (np.float16, np.float32, np.float64, bfloat16):
+    for kind in (np.bool_, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64):
+        payload = [cast(p) if cast is bfloat16 else p.astype(cast), q, mask.astype(kind)]
+        for array in payload:
+            array.setflags(write=False)
+        summarise(batch_of(*payload, samples=list("abcd")))
+        summarise(batch_of(*payload, turn_ids=turns, responses=turns, policy_versions=turns))
+print("done")
+"""
+
+
+def test_an_ingestor_that_has_begun_compiles_nothing_for_a_payload() -> None:
+    """Else the first steps of a training would have no numbers for as long as that takes."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_PAYLOADS],
+        capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
