@@ -112,6 +112,54 @@ def end(
     return span, out
 
 
+def begun_again(
+    attempt: Attempt, step: Step, process: Process, span: Span, wall: float
+) -> list[Instruction]:
+    """Say that a process began a stage of a step again after it had gone on to a later step.
+
+    A further pass of a step (resampling) comes before the next step. This is training that went
+    back to a checkpoint inside its process: what it had done of the step counts beside what it
+    does now. Rollouts may be of several steps at a time.
+    """
+    stage = span.work.stage
+    top = process.max_step
+    if top is None or step.step >= top or stage in (None, "rollout_generate"):
+        return []
+
+    def own(other: Step) -> list[Span]:
+        ranks = other.ranks.get((span.role, stage or ""), {})
+        return [each for each in ranks.get(span.rank, ()) if each.incarnation == span.incarnation]
+
+    later = {
+        each.revision: number
+        for number, other in attempt.steps.items()
+        if number > step.step
+        for each in own(other)
+        if each.revision < span.revision
+    }
+    if not later or not (step.ghost or any(each.revision < min(later) for each in own(step))):
+        return []
+    return [
+        finding(
+            "step_begun_again",
+            f"{span.role} rank {span.rank} began {stage} of step {step.step} again after step "
+            f"{max(later.values())}: both goes count in step {step.step}, as passes of one step",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            severity="error",
+            step=step.step,
+            stage=stage,
+            role=span.role,
+            rank=span.rank,
+            evidence={"after_step": max(later.values())},
+            advice="where training goes back to a checkpoint inside its process, close the probe "
+            "(probe.close()) and call init again: the new start is an attempt of its own, which "
+            "supersedes these steps",
+        )
+    ]
+
+
 def abandon(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:
     """Mark what a process left open as unfinished."""
     out: list[tuple[Span, Instruction]] = []

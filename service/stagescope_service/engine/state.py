@@ -210,6 +210,8 @@ class State:
         out += opened
         span, begun = spans.begin(attempt, step, process, sender, event, work, arrived)
         out += begun
+        if begun and work.step is not None:
+            out += spans.begun_again(attempt, step, process, span, event.wall)
         paces.note_begin(step, process, span, at)
         if process.finished and process.open_spans:
             # It took leave before this beginning was heard of.

@@ -120,6 +120,26 @@ def test_a_part_done_again_after_its_step_left_memory(bench: Bench) -> None:
     assert rows[0]["begin_seq"] == 5  # what was there stays
 
 
+def test_training_that_goes_back_inside_its_process_is_said(bench: Bench) -> None:
+    rank = Rank()
+    for step, occurrence in ((7, 0), (7, 1), (8, 0)):  # a further pass of a step is none
+        bench.give(*rank.work(step, occurrence=occurrence))
+    bench.give(*rank.work(7, "rollout_generate"), *rank.work(6, "actor_compute_log_prob"))
+    assert not bench.rows.of("findings")
+    bench.give(*rank.work(7, "actor_update", occurrence=2))
+    found = bench.rows.one("findings")
+    assert (found["kind"], found["severity"], found["step"]) == ("step_begun_again", "error", 7)
+    assert "actor rank 0 began actor_update of step 7 again after step 8" in found["message"]
+
+
+def test_training_that_goes_back_to_a_step_that_left_memory_is_said(bench: Bench) -> None:
+    rank = Rank()
+    for step in [*range(1, 20), 3]:
+        bench.give(*rank.work(step))
+    kinds = {row["kind"]: row["step"] for row in bench.rows.of("findings")}
+    assert kinds["step_begun_again"] == 3
+
+
 def test_ends_that_do_not_say_where_they_began(bench: Bench) -> None:
     rank = Rank()
     for _ in range(2):
