@@ -1,4 +1,4 @@
-"""A series over 10 000 steps against asking step by step (as many steps as a second allows).
+"""A series, and which steps are exact, over 10 000 steps against asking step by step.
 
     python -m tests.benchmarks.bench_series [STEPS]
 
@@ -77,6 +77,8 @@ def main(steps: int) -> None:
         for asked in ({"metric": METRIC}, {"metric": METRIC, "by": "rank"}, {"metric": "loss"}):
             taken = seconds(lambda asked=asked: live.get("/series", **asked))  # type: ignore[misc]
             say(f"{asked}: {taken:.2f} s, {single * steps / taken:.0f} x as fast")
+        taken = seconds(lambda: live.get("/exact"))
+        say(f"exact: {taken:.2f} s, {single * steps / taken:.0f} x as fast")
 
 
 if __name__ == "__main__":

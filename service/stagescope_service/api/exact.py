@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple
 
 from fastapi import APIRouter
 
-from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.desk import AtDesk, AttemptTarget, Row
+from stagescope_service.api.desk import AtDesk, AttemptTarget, Desk, Row
 from stagescope_service.api.measures import Measured
 from stagescope_service.api.requests import Answer
-from stagescope_service.statistics.cell import Field
+from stagescope_service.api.target import Target
 from stagescope_service.statistics.exact import first_difference
+from stagescope_service.statistics.step_metrics import VERSION, unequal_tokens
 
 router = APIRouter(tags=["runs"])
 
@@ -25,7 +25,8 @@ NOT_MEASURED: Final = "not measured"
 class _Judged(NamedTuple):
     step: int
     verdict: str
-    measured: Measured
+    tokens: int
+    unequal: int
 
 
 @router.get("/exact")
@@ -37,47 +38,51 @@ def exact(desk: AtDesk, target: AttemptTarget) -> Answer:
     of steps of one verdict, with how many tokens it rests on; `first` is the first step that
     differs, with the first token in it by sample and position; `text` says all of it.
     """
-    listed = desk.catalogue.steps(target.attempt_id, limit=ALL_ROWS)
-    judged = [
-        _judge(int(row["step"]), desk.measures.of(target.attempt_id, row))
-        for row in reversed(listed)
-        if row["has_whole"]
-    ]
+    listed = desk.catalogue.step_metrics([target.attempt_id], version=VERSION, numbers=None)
+    steps = {int(row["step"]): row for row in listed if row["has_whole"]}
+    judged = [_judge(desk, target, steps[step]) for step in sorted(steps)]
     rows = list(_ranges(judged))
-    differing = next((each for each in judged if each.verdict == DIFFERS), None)
-    first = None if differing is None else _first(differing)
+    differing = next((each.step for each in judged if each.verdict == DIFFERS), None)
+    first = None
+    if differing is not None:
+        first = _first(differing, desk.measures.of(target.attempt_id, steps[differing]))
     return Answer(
         {**target.heading(), "text": _text(rows, first), "first": first, "rows": rows, "next": None}
     )
 
 
-def _judge(step: int, measured: Measured) -> _Judged:
-    cell = measured.whole.total
-    if cell.tokens and int(cell[Field.EQUAL]) < cell.tokens:
-        return _Judged(step, DIFFERS, measured)
-    proved = measured.comparability.verdict == EXACT and cell.masked == cell.tokens
-    return _Judged(step, EXACT if proved else NOT_MEASURED, measured)
+def _judge(desk: Desk, target: Target, row: Row) -> _Judged:
+    """Judge a step by the counts stored of it; where an earlier release stored it, anew."""
+    tokens, masked, unequal = (row[f"{name}tokens"] for name in ("", "masked_", "unequal_"))
+    verdict = row["verdict"]
+    if None in (tokens, masked, unequal):
+        measured = desk.measures.of(target.attempt_id, row)
+        cell = measured.whole.total
+        tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
+        verdict = measured.comparability.verdict
+    proved = verdict == EXACT and masked == tokens
+    judged = DIFFERS if unequal else EXACT if proved else NOT_MEASURED
+    return _Judged(int(row["step"]), judged, tokens, unequal)
 
 
 def _ranges(judged: Sequence[_Judged]) -> Iterator[Row]:
     for verdict, group in itertools.groupby(judged, key=lambda each: each.verdict):
         steps = list(group)
-        cells = [each.measured.whole.total for each in steps]
         yield {
             "from_step": steps[0].step,
             "to_step": steps[-1].step,
             "steps": len(steps),
             "verdict": verdict,
-            "tokens": sum(cell.tokens for cell in cells),
-            "unequal": sum(cell.tokens - int(cell[Field.EQUAL]) for cell in cells),
+            "tokens": sum(each.tokens for each in steps),
+            "unequal": sum(each.unequal for each in steps),
         }
 
 
-def _first(judged: _Judged) -> Row:
-    found = first_difference(judged.measured.whole.summary)
+def _first(step: int, measured: Measured) -> Row:
+    found = first_difference(measured.whole.summary)
     if found is None:  # the record of an older version
-        return {"step": judged.step, "text": "in a token that was not kept"}
-    return {"step": judged.step, **found.to_json(), "text": found.text}
+        return {"step": step, "text": "in a token that was not kept"}
+    return {"step": step, **found.to_json(), "text": found.text}
 
 
 def _text(rows: Sequence[Row], first: dict[str, Any] | None) -> str:

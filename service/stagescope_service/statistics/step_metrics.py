@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.whole import Whole
 
@@ -92,6 +92,11 @@ class SliceMetrics:
         return cls(tuple(document["names"]), keys, arrays)  # type: ignore[arg-type]
 
 
+def unequal_tokens(cell: Cell) -> int:
+    """Return how many tokens of a cell differ in any bit."""
+    return cell.tokens - int(cell[Field.EQUAL])
+
+
 def step_metrics(
     whole: Whole, *, verdict: str, suspects: Sequence[str], whole_wall: float
 ) -> dict[str, Any]:
@@ -110,5 +115,8 @@ def step_metrics(
         "verdict": verdict,
         "suspects": list(suspects),
         "metrics": publish(whole.summary),
+        "tokens": whole.total.tokens,
+        "masked_tokens": whole.total.masked,
+        "unequal_tokens": unequal_tokens(whole.total),
         "slices": SliceMetrics.of(whole).to_bytes(),
     }

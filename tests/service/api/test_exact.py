@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
@@ -82,6 +83,28 @@ def test_exact_says_since_when_not_and_where(live: Service) -> None:
     ]  # fmt: skip
     assert not found.is_exact
     assert "first differs" in repr(found)
+
+
+def test_exact_reads_the_summary_of_the_first_step_that_differs_alone(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(live, 5, broken=4)
+    reading = live.catalogue.step
+    read: list[int] = []
+
+    def counted(attempt_id: int, step: int) -> dict[str, Any] | None:
+        read.append(step)
+        return reading(attempt_id, step)
+
+    monkeypatch.setattr(live.catalogue, "step", counted)
+    said = live.get("/exact")
+    assert read == [4]
+    # Of a step that an earlier release wrote, its summary says the same.
+    unknown = {"tokens": None, "masked_tokens": None, "unequal_tokens": None}
+    live.store.submit(
+        [Put("step_metrics", {"attempt_id": 1, "step": step, **unknown}) for step in range(1, 6)]
+    ).result(30)
+    assert live.get("/exact") == said
 
 
 def test_exact_of_copies_is_not_measured(live: Service) -> None:

@@ -68,8 +68,9 @@ class MeasuredReads(Reader):
         """Yield every step of attempts, the newest step and attempt first, with its numbers.
 
         Each as `steps` has it without the blob, with `has_whole`, and of `step_metrics` `stage`,
-        `verdict`, `suspects` and its `numbers`, of the step or of its slices (None: neither);
-        null where the step has no numbers of this `version`, or they are out of date.
+        `verdict`, `suspects`, its counts of tokens and its `numbers`, of the step or of its slices
+        (None: neither); null where the step has no numbers of this `version`, or they are out of
+        date.
         """
         steps, found = TABLES["steps"], TABLES["step_metrics"]
         current = sa.and_(
@@ -78,7 +79,8 @@ class MeasuredReads(Reader):
             found.c.whole_wall == steps.c.whole_wall,
             found.c.version == version,
         )
-        wanted = ("stage", "verdict", "suspects", *([numbers] if numbers else []))
+        counts = ("tokens", "masked_tokens", "unequal_tokens")
+        wanted = ("stage", "verdict", "suspects", *counts, *([numbers] if numbers else []))
         query = (
             sa.select(
                 *(steps.c[name] for name in _STEP_STATE),
