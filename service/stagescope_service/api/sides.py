@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from stagescope.errors import Forbidden, InvalidInput, NotFound, StagescopeError
+from stagescope.keeping import sections_of
+from stagescope.schema import PART_FIELDS, Part
 from stagescope.targets import Target as Asked
 from stagescope.targets import read_target
+from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.desk import Desk, Row
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.target import Target
 from stagescope_service.compare.causes import BROKE_OFF
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.formats.listing import FileDump, files_of
+from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
-from stagescope_service.dumps.records import Dump, Place, Problem
+from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
 from stagescope_service.engine.completeness import PARTIAL
 from stagescope_service.engine.steps import ENDED
 from stagescope_service.store.artifacts import confine
@@ -38,6 +42,8 @@ class Side:
         is_chosen: whether the asker named the step.
         path: the directory or file.
         files: rows of the catalogue's artifacts of these steps, each with its step.
+        logged: what stages logged in these steps, each with its place: numbers have no file of
+            their own, and a stage that recorded no tensor has none at all.
     """
 
     name: str
@@ -46,6 +52,7 @@ class Side:
     is_chosen: bool = False
     path: Path | None = None
     files: tuple[tuple[int, Row], ...] = ()
+    logged: tuple[tuple[Place, tuple[tuple[str, float], ...]], ...] = ()
 
     def mark(self) -> str:
         """Return what changes with the files: the same mark, the same answer."""
@@ -54,6 +61,7 @@ class Side:
             told = [f"{each.name} {each.bytes} {_written(each.path)}" for each in found]
         else:
             told = [f"{row['artifact_id']} {row['bytes']} {row['wall']}" for _, row in self.files]
+            told += [repr(each) for each in self.logged]
         text = "\n".join([self.name, *sorted(told)])
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
@@ -109,7 +117,7 @@ def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
             problems.append(Problem(Path(row["path"]), "missing", str(error)))
             continue
         files[row["kind"]].append((path, _place(row, step)))
-    dump = _both(side.name, files)
+    dump = _with_logged(_both(side.name, files), side)
     about = {**dump.about, **_noise_floor(desk, side), **_broke_off(side)}
     return dataclasses.replace(dump, about=about, problems=[*dump.problems, *problems])
 
@@ -167,7 +175,22 @@ def _with_files(desk: Desk, side: Side) -> Side:
     ]
     if not found:
         raise NotFound(f"no tensors of {side.name} are kept", advice=KEEP_ADVICE)
-    return dataclasses.replace(side, files=tuple(found))
+    logged = [each for step in side.steps for each in _logged(desk, side.target, step)]
+    return dataclasses.replace(side, files=tuple(found), logged=tuple(logged))
+
+
+def _logged(
+    desk: Desk, target: Target, step: int
+) -> list[tuple[Place, tuple[tuple[str, float], ...]]]:
+    """Return what each part of a stage of a rank logged in a step."""
+    found: dict[Place, dict[str, float]] = {}
+    rows = desk.catalogue.scalars(target.attempt_id, step, limit=ALL_ROWS)
+    for row in sorted(rows, key=lambda row: row["wall"] or 0.0):
+        if row["stage"] is not None:
+            part = Part(*(row[name] or 0 for name in PART_FIELDS))
+            place = Place(step, row["stage"], row["role"], row["rank"], part)
+            found.setdefault(place, {})[row["name"]] = row["value"]
+    return [(place, tuple(numbers.items())) for place, numbers in found.items()]
 
 
 def _written(path: Path) -> float:
@@ -192,6 +215,28 @@ def _both(name: str, files: Mapping[str, Sequence[tuple[Path, Place]]]) -> FileD
         problems=[*kept.problems, *ring.problems],
         about={**ring.about, **kept.about},
     )
+
+
+def _with_logged(dump: FileDump, side: Side) -> FileDump:
+    """Return a dump with the numbers that its files do not hold."""
+    there = {(entry.section, entry.place) for entry in dump.entries}
+    numbers: dict[Entry, dict[str, float]] = {}
+    for place, named in side.logged:
+        values = dict(named)
+        for section, names in sections_of(place.stage, (), values).items():
+            if (section, place) not in there:
+                entry = Entry(section, place, Path(f"{section} logged in {place}"), 0, section)
+                numbers[entry] = {name: values[name] for name in names}
+    entries = sorted([*dump.entries, *numbers], key=entry_order)
+    reader = functools.partial(_read, dump.reader, numbers)
+    return dataclasses.replace(dump, entries=entries, reader=reader)
+
+
+def _read(
+    reader: Callable[[Entry], Record], numbers: Mapping[Entry, Mapping[str, float]], entry: Entry
+) -> Record:
+    held = numbers.get(entry)
+    return reader(entry) if held is None else Record(entry, numbers=held)
 
 
 def _noise_floor(desk: Desk, side: Side) -> Row:

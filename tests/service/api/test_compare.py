@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.support.step_dumps import WholeStep
 
 import stagescope
 from stagescope.errors import Forbidden, InvalidInput, NotFound
+from stagescope.keeping import SECTIONS
 from stagescope_service.engine.ingestion.intake import Intake
 from stagescope_service.store.ring import Ring
 
@@ -47,6 +48,17 @@ def train(running: Service, run: str, split: list[list[int]], **changed: Any) ->
             rank.stage(STAGE, step, payload(rows, **(changed if step == 6 and not at else {})))
 
 
+def logging(running: Service, run: str, last: float) -> None:
+    """Two ranks log losses in an update that records no tensor; `last` is rank 1's second."""
+    for at, rows in enumerate(([0, 1], [2, 3])):
+        rank = Rank(running, run=run, rank=at, world_size=2)
+        rank.stage(STAGE, 5, payload(rows), scalars={"entropy": 0.25 + at})
+        for minibatch in range(2):
+            loss = last if (at, minibatch) == (1, 1) else 0.1 * at + minibatch
+            rank.begin("actor_update", 5, minibatch=minibatch)
+            rank.end("actor_update", 5, minibatch=minibatch, scalars={"pg_loss": loss})
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
@@ -57,6 +69,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         train(made, "split", [[3, 1], [0, 2]])
         train(made, "other", [[0, 1, 2, 3]], rollout_log_probs=nudged)
         Rank(made, run="empty").stage(STAGE, 5)
+        for run, last in (("logs", 0.5), ("logs-too", 0.5), ("logs-else", 0.75)):
+            logging(made, run, last)
         nexrl_directory(data / "nexrl")
         yield made
 
@@ -72,6 +86,46 @@ def test_another_split_over_ranks_is_the_same(session: stagescope.Session) -> No
     found = session.compare("one:5", "split:5")
     assert (found.verdict, found.exit_status, found.first) == ("same", 0, None)
     assert [side["name"] for side in found["sides"]] == ["one@1:5", "split@1:5"]
+
+
+def pairs_of(found: Mapping[str, Any]) -> dict[str, int]:
+    """How many values of each tensor or number were compared."""
+    return {
+        tensor["name"]: tensor["statistics"]["pairs"]
+        for section in found["pairs"][0]["sections"]
+        for tensor in section["tensors"]
+    }
+
+
+def test_numbers_of_stages_that_recorded_no_tensor_are_compared(
+    session: stagescope.Session,
+) -> None:
+    found = session.compare("logs:5", "logs-too:5")
+    assert found.verdict == "same"
+    assert (pairs_of(found)["pg_loss"], pairs_of(found)["entropy"]) == (4, 2)
+    found = session.compare("logs:5", "logs-else:5")
+    assert found.verdict == "different"
+    assert found.first is not None
+    assert found.first["name"] == "pg_loss"
+
+
+def test_an_export_that_is_taken_in_again_pairs_every_number(
+    running: Service, session: stagescope.Session, tmp_path: Path
+) -> None:
+    """The export puts what ranks recorded into one file of the step, and each number by itself."""
+    running.engine.keep = tuple(SECTIONS)
+    logging(running, "exported", 0.5)
+    running.engine.keep = ()
+    assert running.tokens is not None
+    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    kept = running.settings.data_path / "exported" / "a1"
+    for words in (("export", str(kept), str(tmp_path / "out")),
+                  ("import", str(tmp_path / "out"), "--run", "again")):  # fmt: skip
+        result = invoke(*words, env=env)
+        assert result.exit_code == 0, result.output
+    found = session.compare("exported:5", "again:5")
+    assert found.verdict == "same"
+    assert pairs_of(found)["entropy"] == 2
 
 
 def test_the_first_difference_and_what_changed_in_the_attempts(session: stagescope.Session) -> None:
