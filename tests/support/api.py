@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.support import measure
+from tests.support import documented, measure
 
 from stagescope import schema
 from stagescope.errors import InvalidEvent, Unreachable
@@ -152,6 +152,7 @@ class LocalEngine:
             "revision": self.in_force.revision,
             "plan": self.in_force.wire(who.run) if changed else None,
             "receipts": {s: self.receipts[k] for s, k in keys.items() if k in self.receipts},
+            "requests": self.state.stack_requests.hand_out(who.incarnation),
             "poll_seconds": 20.0,
         }
 
@@ -244,7 +245,8 @@ class LocalEngine:
         }
 
     async def status(self) -> dict[str, Any]:
-        return {"incarnation": "c1", "not_ready": self.not_ready, "health": {"store": True}}
+        said = {"coordinator": "c1", "wall": time.time()}
+        return {**said, **({"not_ready": self.not_ready} if self.not_ready else {})}
 
 
 class Service:
@@ -277,7 +279,11 @@ class Service:
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
         client = httpx.Client(
-            base_url=self.server.url, headers=headers, timeout=30, trust_env=False
+            base_url=self.server.url,
+            headers=headers,
+            timeout=30,
+            trust_env=False,
+            event_hooks={"response": [documented.check]},
         )
         self._clients.append(client)
         return client

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
@@ -42,6 +42,7 @@ from stagescope_service.api.comparisons import Comparisons
 from stagescope_service.api.desk import Desk
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.measures import Measures
+from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import Answer, check_query
@@ -94,6 +95,7 @@ def make_app(
     app = FastAPI(
         title="stagescope",
         description=DESCRIPTION,
+        openapi_url=None,  # FastAPI makes the document on the event loop, for seconds
         docs_url=None,  # both load their scripts from elsewhere; the page is offline
         redoc_url=None,
         dependencies=[Depends(check_query)],
@@ -127,6 +129,7 @@ def make_app(
     for router in (station.router for station in _STATIONS):
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_route("/openapi.json", _document)
     return app
 
 
@@ -134,7 +137,7 @@ _STATIONS: Final = (
     health, runs, exact, groups, steps, series, batches, operators, divergence, tensors, captures,
     triggers, weights, engines, hangs, diff, compare, kept, live,
 )  # fmt: skip
-_PROBLEM: Final[dict[str, Any]] = {"schema": problems.PROBLEM_SCHEMA}
+_PROBLEM: Final[dict[str, Any]] = {"schema": {"$ref": "#/components/schemas/Problem"}}
 
 # For the OpenAPI document alone: the guard has checked the token before any route is looked up.
 _BEARER: Final = HTTPBearer(auto_error=False, description="The read or the operate token.")
@@ -145,8 +148,16 @@ def _operation_id(route: APIRoute) -> str:
     return "_".join([method, *re.findall(r"\w+", route.path)])
 
 
+async def _document(request: Request) -> Answer:
+    return Answer(await asyncio.to_thread(request.app.openapi))
+
+
 def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is not None:
+        return app.openapi_schema
     document = FastAPI.openapi(app)
+    schemas = document["components"]["schemas"]
+    schemas |= {"Problem": problems.Problem.model_json_schema(), **comparison_schemas()}
     for path in OPEN_PATHS & set(document["paths"]):
         for operation in document["paths"][path].values():
             operation.pop("security", None)

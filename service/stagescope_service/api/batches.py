@@ -28,9 +28,14 @@ router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 MEDIA_TYPE: Final = "application/octet-stream"
 _PIECE: Final = 4 << 20
+_FILE: Final = {"type": "string", "format": "binary", "description": "A safetensors file."}
 
 
-@router.get("/batch", response_class=StreamingResponse)
+@router.get(
+    "/batch",
+    response_class=StreamingResponse,
+    responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
+)
 async def batch(
     desk: AtDesk,
     target: StepTarget,

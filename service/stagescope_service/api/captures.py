@@ -11,6 +11,7 @@ from stagescope.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope.errors import NotFound
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.desk import AtDesk, Desk, Row
+from stagescope_service.api.models import captures as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.progress import progress
 from stagescope_service.api.requests import Answer, PageOf, read_json
@@ -41,7 +42,7 @@ _BODY: Final[dict[str, Any]] = {
 CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")]
 
 
-@router.get("/plan")
+@router.get("/plan", response_model=models.Plan)
 async def plan(desk: AtDesk) -> Answer:
     """Return the plan in force: its revision and its captures.
 
@@ -56,7 +57,7 @@ async def plan(desk: AtDesk) -> Answer:
     return Answer({**said, "captures": captures})
 
 
-@router.get("/captures")
+@router.get("/captures", response_model=models.Captures)
 def captures(
     desk: AtDesk,
     page: PageOf,
@@ -75,7 +76,7 @@ def captures(
     return Answer({**answer, "rows": rows})
 
 
-@router.get("/captures/{capture_id}")
+@router.get("/captures/{capture_id}", response_model=models.Capture)
 def capture(desk: AtDesk, capture_id: CaptureId) -> Answer:
     """Say how far a capture has come: who acknowledged it, who collected, missed or failed.
 
@@ -89,7 +90,12 @@ def capture(desk: AtDesk, capture_id: CaptureId) -> Answer:
     return Answer(progress(desk.catalogue, row))
 
 
-@router.post("/captures", status_code=201, openapi_extra={"requestBody": _BODY})
+@router.post(
+    "/captures",
+    response_model=models.NewCapture,
+    status_code=201,
+    openapi_extra={"requestBody": _BODY},
+)
 async def add_capture(
     request: Request,
     desk: AtDesk,
@@ -120,7 +126,7 @@ async def add_capture(
     return Answer(said, 201)
 
 
-@router.delete("/captures/{capture_id}")
+@router.delete("/captures/{capture_id}", response_model=models.OrderedCapture)
 async def remove_capture(request: Request, desk: AtDesk, capture_id: CaptureId) -> Answer:
     """Withdraw a capture and return it; what it has collected stays. Needs the operate token.
 

@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse
 from stagescope.errors import InvalidInput, NotReady
 from stagescope_service.api.desk import AtDesk, Desk
 from stagescope_service.api.diff import attempts_apart
+from stagescope_service.api.models.comparisons import COMPARISON_RESPONSE
 from stagescope_service.api.operator_tables import check_fields
 from stagescope_service.api.requests import Answer, read_json
 from stagescope_service.api.sides import Side, check_sides, find_sides, open_side
@@ -54,7 +55,7 @@ _BODY: Final[dict[str, Any]] = {
 _SideText = Annotated[str, Query(max_length=200, description="`RUN[@ATTEMPT][:STEP]`.")]
 
 
-@router.post("/comparisons", openapi_extra={"requestBody": _BODY})
+@router.post("/comparisons", openapi_extra={"requestBody": _BODY}, responses=COMPARISON_RESPONSE)
 async def comparisons(request: Request, desk: AtDesk) -> Answer:
     """Compare what is kept of two or three steps: a verdict, the first difference, likely causes.
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from stagescope.errors import InvalidInput
 from stagescope.targets import read_target
 from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.models import comparisons as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.target import Target
 from stagescope_service.compare.fingerprints import Attempt, fingerprint_differences
@@ -21,7 +22,7 @@ _Side = Annotated[
 ]
 
 
-@router.get("/diff")
+@router.get("/diff", response_model=models.Diff)
 def diff(desk: AtDesk, a: _Side, b: _Side, page: PageOf) -> Answer:
     """List what differs between two attempts or runs, what decides numbers first.
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 
 from stagescope.errors import InvalidInput
 from stagescope_service.api.desk import AtDesk, Desk, Row
+from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_tables import (
     Side,
     check_fields,
@@ -36,7 +37,9 @@ _BODY: Final[dict[str, Any]] = sides_schema(
 )
 
 
-@router.post("/operators/divergence", openapi_extra={"requestBody": _BODY})
+@router.post(
+    "/operators/divergence", response_model=models.Divergence, openapi_extra={"requestBody": _BODY}
+)
 async def divergence(request: Request, desk: AtDesk) -> Answer:
     """Find the first operator in which two dumps differ: ranks, steps, attempts, runs, devices.
 

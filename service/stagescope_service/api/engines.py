@@ -11,6 +11,7 @@ from stagescope.engines.registry import ENGINE_FIELDS, check_engine
 from stagescope.errors import Conflict, NotFound
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.desk import AtDesk, Desk, Row
+from stagescope_service.api.models import service as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 
@@ -38,7 +39,7 @@ Check = Annotated[
 ]
 
 
-@router.get("/engines")
+@router.get("/engines", response_model=models.Engines)
 async def engines(desk: AtDesk, page: PageOf, check: Check = False) -> Answer:
     """List the registered engines by name, with how each answered last and how long ago.
 
@@ -53,7 +54,7 @@ async def engines(desk: AtDesk, page: PageOf, check: Check = False) -> Answer:
     return Answer(answer)
 
 
-@router.get("/engines/{name}")
+@router.get("/engines/{name}", response_model=models.Engine)
 async def engine(desk: AtDesk, name: Name, check: Check = False) -> Answer:
     """Return one registered engine by its name, as the list has it."""
     row = await asyncio.to_thread(_row, desk, name)
@@ -62,7 +63,9 @@ async def engine(desk: AtDesk, name: Name, check: Check = False) -> Answer:
     return Answer({**row, **_health(desk, row)})
 
 
-@router.post("/engines", openapi_extra={"requestBody": _BODY})
+@router.post(
+    "/engines", response_model=models.RegisteredEngine, openapi_extra={"requestBody": _BODY}
+)
 async def add_engine(request: Request, desk: AtDesk) -> Answer:
     """Register an engine, or register it anew under its name; needs the operate token.
 
@@ -77,7 +80,7 @@ async def add_engine(request: Request, desk: AtDesk) -> Answer:
     return Answer(check_ready(reply))
 
 
-@router.delete("/engines/{name}")
+@router.delete("/engines/{name}", response_model=models.UsedEngine)
 async def remove_engine(request: Request, desk: AtDesk, name: Name) -> Answer:
     """Take an engine out of the registry; the engine itself is left alone. Needs operate."""
     row = await asyncio.to_thread(_row, desk, name)

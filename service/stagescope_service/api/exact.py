@@ -10,6 +10,7 @@ from fastapi import APIRouter
 
 from stagescope_service.api.desk import AtDesk, AttemptTarget, Desk, Row
 from stagescope_service.api.measures import Measured
+from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.exact import first_difference
@@ -29,7 +30,7 @@ class _Judged(NamedTuple):
     unequal: int
 
 
-@router.get("/exact")
+@router.get("/exact", response_model=models.Exact)
 def exact(desk: AtDesk, target: AttemptTarget) -> Answer:
     """Say in which steps trainer and rollout agree in every bit, and where they first do not.
 

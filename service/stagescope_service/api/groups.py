@@ -17,6 +17,7 @@ from fastapi import APIRouter, Path, Query
 from stagescope.errors import InvalidInput, NotFound
 from stagescope_service.api import rows as shape
 from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.store.reads.noticed import Noticed
 
@@ -39,7 +40,7 @@ Only = Annotated[
 ]
 
 
-@router.get("/findings/groups")
+@router.get("/findings/groups", response_model=models.FindingGroups)
 def finding_groups(
     desk: AtDesk, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
@@ -72,7 +73,7 @@ def finding_groups(
     return Answer({**said, **_counted(found, groups), **answer})
 
 
-@router.get("/findings/{finding_id}")
+@router.get("/findings/{finding_id}", response_model=models.Finding)
 def finding(
     desk: AtDesk,
     finding_id: Annotated[str, Path(max_length=100, description="Its id, or how it begins.")],
@@ -100,7 +101,7 @@ def finding(
     return Answer({**answer, "group": group})
 
 
-@router.get("/losses/groups")
+@router.get("/losses/groups", response_model=models.LossGroups)
 def loss_groups(
     desk: AtDesk, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
@@ -125,7 +126,7 @@ def loss_groups(
     return Answer({**said, **_counted(found, groups), **page.cut(shape.numbered(rows, numbers))})
 
 
-@router.get("/triggers/firings/groups", tags=["triggers"])
+@router.get("/triggers/firings/groups", response_model=models.FiringGroups, tags=["triggers"])
 def firing_groups(
     desk: AtDesk,
     page: PageOf,

@@ -21,6 +21,7 @@ from stagescope_service.api.desk import (
     Stage,
     StepTarget,
 )
+from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, Page, PageOf, read_json
 from stagescope_service.api.stuck import stuck_rows
@@ -71,7 +72,7 @@ Source = Annotated[
 ]
 
 
-@router.get("/steps/{step}/stuck")
+@router.get("/steps/{step}/stuck", response_model=models.Stuck)
 def stuck(
     desk: AtDesk,
     target: StepTarget,
@@ -109,7 +110,7 @@ def stuck(
     return Answer({**said, **page.cut(rows)})
 
 
-@router.get("/steps/{step}/stacks")
+@router.get("/steps/{step}/stacks", response_model=models.StepStacks)
 def step_stacks(
     desk: AtDesk,
     target: StepTarget,
@@ -138,7 +139,7 @@ def step_stacks(
     return Answer({**target.heading(), **_cut(page, found)})
 
 
-@router.get("/stacks")
+@router.get("/stacks", response_model=models.Stacks)
 def stacks(
     desk: AtDesk,
     page: PageOf,
@@ -163,7 +164,7 @@ def stacks(
     return Answer({**target.heading(), **_cut(page, found)})
 
 
-@router.post("/stacks", openapi_extra={"requestBody": _BODY})
+@router.post("/stacks", response_model=models.TakenStacks, openapi_extra={"requestBody": _BODY})
 async def take_stacks(request: Request, desk: AtDesk) -> Answer:
     """Ask processes for the Python stacks of all their threads; needs the operate token.
 

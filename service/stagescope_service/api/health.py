@@ -12,6 +12,7 @@ from fastapi import APIRouter, Response
 from stagescope.errors import NotReady, StagescopeError
 from stagescope_service.api import prometheus
 from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer
 
 router = APIRouter(tags=["service"])
@@ -20,13 +21,13 @@ READY_SECONDS: Final = 3.0
 """A coordinator that has not answered by then is not ready."""
 
 
-@router.get("/healthz")
+@router.get("/healthz", response_model=models.Healthy)
 async def healthz() -> Answer:
     """Say that the API's process lives; asks nobody else and needs no token."""
     return Answer({"status": "ok", "version": _version()})
 
 
-@router.get("/readyz")
+@router.get("/readyz", response_model=models.Ready)
 async def readyz(desk: AtDesk) -> Answer:
     """Say whether questions and events can be answered, 503 with the reason else; no token."""
     reason = await _not_ready(desk)
@@ -36,7 +37,7 @@ async def readyz(desk: AtDesk) -> Answer:
     return Answer({"status": "ready"})
 
 
-@router.get("/status")
+@router.get("/status", response_model=models.Status)
 async def status(desk: AtDesk) -> Answer:
     """Say how the service is: ready or why not, versions, the coordinator's own state."""
     reason = await _not_ready(desk)

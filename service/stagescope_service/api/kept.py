@@ -13,6 +13,7 @@ from stagescope.keeping import SECTIONS
 from stagescope_service.api import rows as shape
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Row, Stage, StepTarget
+from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf
 
@@ -26,7 +27,7 @@ _SHOWN: Final = (
 Section = Annotated[str | None, Query(description="Only files that hold something of it.")]
 
 
-@router.get("/kept")
+@router.get("/kept", response_model=models.Kept)
 def kept(
     desk: AtDesk,
     target: StepTarget,
@@ -68,7 +69,7 @@ def kept(
     return Answer({**target.heading(), **said, **answer, "rows": shown})
 
 
-@router.put("/pin")
+@router.put("/pin", response_model=models.Pin)
 async def pin(request: Request, desk: AtDesk, target: StepTarget) -> Answer:
     """Let the kept files and the recent payloads of a step stay until it is unpinned.
 

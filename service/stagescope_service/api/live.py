@@ -12,6 +12,7 @@ from stagescope.errors import InvalidInput
 from stagescope.schema import Sender, check_run_name
 from stagescope_service.api import framing
 from stagescope_service.api.desk import AtDesk
+from stagescope_service.api.models import service as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, read_json
 
@@ -73,7 +74,12 @@ _DRAIN_BODY: Final[dict[str, Any]] = {
 }
 
 
-@router.post("/events", tags=["processes"], openapi_extra={"requestBody": _EVENTS_BODY})
+@router.post(
+    "/events",
+    response_model=models.Taken,
+    tags=["processes"],
+    openapi_extra={"requestBody": _EVENTS_BODY},
+)
 async def events(request: Request, desk: AtDesk) -> Answer:
     """Take in a batch of events, with payloads, of a process without Ray; needs the operate token.
 
@@ -104,7 +110,12 @@ async def events(request: Request, desk: AtDesk) -> Answer:
     return Answer(check_ready(reply))
 
 
-@router.post("/poll", tags=["processes"], openapi_extra={"requestBody": _POLL_BODY})
+@router.post(
+    "/poll",
+    response_model=models.News,
+    tags=["processes"],
+    openapi_extra={"requestBody": _POLL_BODY},
+)
 async def poll(request: Request, desk: AtDesk) -> Answer:
     """Renew a process's lease and wait for news of the plan or of receipts; needs operate.
 
@@ -131,7 +142,12 @@ async def poll(request: Request, desk: AtDesk) -> Answer:
     return Answer(check_ready(reply))
 
 
-@router.post("/drain", tags=["processes"], openapi_extra={"requestBody": _DRAIN_BODY})
+@router.post(
+    "/drain",
+    response_model=models.Drained,
+    tags=["processes"],
+    openapi_extra={"requestBody": _DRAIN_BODY},
+)
 async def drain(request: Request, desk: AtDesk) -> Answer:
     """Wait until nothing of `run` (null: of any) is still to be read; needs operate.
 

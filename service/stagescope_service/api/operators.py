@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 
 from stagescope.errors import InvalidInput, NotFound, StagescopeError
 from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Row, Stage
+from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_tables import (
     OperatorTarget,
     group_of,
@@ -42,7 +43,7 @@ Part = Annotated[
 CaptureId = Annotated[str | None, Query(max_length=200, description="Only dumps of this capture.")]
 
 
-@router.get("/steps/{step}/operators")
+@router.get("/steps/{step}/operators", response_model=models.Operators)
 def operators(
     desk: AtDesk,
     target: OperatorTarget,
@@ -94,7 +95,7 @@ def operators(
     return Answer({**target.heading(), "tables": listed, "rows": rows, "next": following})
 
 
-@router.get("/steps/{step}/operators/stack")
+@router.get("/steps/{step}/operators/stack", response_model=models.OperatorStack)
 def stack(
     desk: AtDesk,
     target: OperatorTarget,
@@ -115,7 +116,7 @@ def stack(
     return Answer({**target.heading(), **place_row(row), "stack_id": stack_id, "frames": frames})
 
 
-@router.get("/steps/{step}/operators/non-finite")
+@router.get("/steps/{step}/operators/non-finite", response_model=models.NonFiniteOperators)
 async def non_finite(
     request: Request,
     desk: AtDesk,

@@ -8,34 +8,40 @@ A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (t
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stagescope.errors import InvalidInput, NotReady, StagescopeError
 from stagescope_service.api.encoding import encode
+from stagescope_service.api.models.common import Model
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_SECONDS: Final = 1
 
-PROBLEM_SCHEMA: Final[dict[str, Any]] = {
-    "type": "object",
-    "required": ["type", "title", "status", "detail", "code"],
-    "properties": {
-        "type": {"type": "string", "examples": ["urn:stagescope:not_found"]},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string", "description": "What was wrong, expected, and advised."},
-        "instance": {"type": "string", "description": "The path that was asked."},
-        "code": {"type": "string", "description": "Stable name of the kind of error."},
-        "wrong": {"type": "string"},
-        "expected": {"type": "string", "description": "What would have been right."},
-        "advice": {"type": "string"},
-    },
-}
+
+class Problem(Model):
+    """What was wrong, after RFC 9457."""
+
+    type: Annotated[str, Field(examples=["urn:stagescope:not_found"])]
+    title: Annotated[str, Field(examples=["Not Found"])]
+    status: Annotated[int, Field(examples=[404])]
+    """The HTTP status."""
+    detail: str
+    """What was wrong, expected, and advised, as one sentence."""
+    instance: str
+    """The path that was asked."""
+    code: Annotated[str, Field(examples=["not_found"])]
+    """Stable name of the kind of error."""
+    wrong: str
+    expected: str
+    """What would have been right; empty where that is not known."""
+    advice: str
+    """What to do; empty where nothing is advised."""
 
 
 def problem(

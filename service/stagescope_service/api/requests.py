@@ -13,8 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
-from fastapi import Depends, Query, Request, Response
+from fastapi import Depends, Query, Request
 from fastapi.dependencies.models import Dependant
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from stagescope.errors import InvalidInput
@@ -23,10 +24,11 @@ from stagescope_service.api.encoding import decode, encode
 from stagescope_service.settings import Settings
 
 
-class Answer(Response):
-    """JSON in which a non-finite number is the string "nan", "inf" or "-inf"."""
+class Answer(JSONResponse):
+    """JSON in which a non-finite number is the string "nan", "inf" or "-inf".
 
-    media_type = "application/json"
+    FastAPI takes what a route returns as it is: its `response_model` is for the document alone.
+    """
 
     def render(self, content: Any) -> bytes:
         """Return the body."""

@@ -10,6 +10,7 @@ from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, arrival, gaps
 from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
 from stagescope_service.api.groups import Only, only_of, scope_of
+from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.target import Target, superseded_by
 
@@ -18,7 +19,7 @@ router = APIRouter(tags=["runs"])
 StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="Only this step.")]
 
 
-@router.get("/runs")
+@router.get("/runs", response_model=models.Runs)
 def runs(desk: AtDesk, page: PageOf) -> Answer:
     """List the runs, the one that was active last first, each with its newest attempt."""
     found = desk.catalogue.runs(limit=page.limit + 1, offset=page.offset)
@@ -26,7 +27,7 @@ def runs(desk: AtDesk, page: PageOf) -> Answer:
     return Answer(page.answer(rows, more=len(found) > page.limit))
 
 
-@router.get("/runs/{run}/attempts")
+@router.get("/runs/{run}/attempts", response_model=models.Attempts)
 def attempts(
     desk: AtDesk, page: PageOf, run: Annotated[str, Path(description="The run's name.")]
 ) -> Answer:
@@ -42,7 +43,7 @@ def attempts(
     return Answer({"run": target.run, "also_live": target.also_live, **page.cut(rows)})
 
 
-@router.get("/steps")
+@router.get("/steps", response_model=models.Steps)
 def steps(
     desk: AtDesk,
     page: PageOf,
@@ -102,7 +103,7 @@ def _steps_page(
     return rows, cursor(last + 1, given)
 
 
-@router.get("/losses")
+@router.get("/losses", response_model=models.Losses)
 def losses(
     desk: AtDesk,
     page: PageOf,
@@ -122,7 +123,7 @@ def losses(
     return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
 
 
-@router.get("/findings")
+@router.get("/findings", response_model=models.Findings)
 def findings(
     desk: AtDesk,
     page: PageOf,

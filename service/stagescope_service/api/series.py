@@ -21,6 +21,7 @@ from stagescope_service.api.desk import (
     Stage,
 )
 from stagescope_service.api.measures import Measured
+from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
@@ -60,7 +61,7 @@ class Point:
     high: dict[Key, Any] = dataclasses.field(default_factory=dict)
 
 
-@router.get("/series")
+@router.get("/series", response_model=models.Series)
 def series(
     desk: AtDesk,
     metric: Annotated[

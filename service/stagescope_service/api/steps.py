@@ -11,13 +11,14 @@ from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival, gaps
 from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Round, Row, Stage, StepTarget
 from stagescope_service.api.measures import Measured, Slice
+from stagescope_service.api.models import steps as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.target import Target
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 
-@router.get("/stages")
+@router.get("/stages", response_model=models.Stages)
 def stages(
     desk: AtDesk,
     target: StepTarget,
@@ -56,7 +57,7 @@ def stages(
     return Answer({**answer, **page.cut(filtered)})
 
 
-@router.get("/scalars")
+@router.get("/scalars", response_model=models.Scalars)
 def scalars(
     desk: AtDesk,
     target: StepTarget,
@@ -82,7 +83,7 @@ def scalars(
     return Answer({**target.heading(), **page.answer(rows, more=len(found) > page.limit)})
 
 
-@router.get("/dumps")
+@router.get("/dumps", response_model=models.Dumps)
 def dumps(
     desk: AtDesk,
     target: StepTarget,
@@ -97,7 +98,7 @@ def dumps(
     return Answer({**target.heading(), **page.cut([shape.dump_row(row) for row in found])})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_model=models.Metrics)
 def metrics(
     desk: AtDesk,
     target: StepTarget,
@@ -116,7 +117,7 @@ def metrics(
     return Answer(metrics_of(desk, target, Slice(stage, role, rank), round))
 
 
-@router.get("/rounds")
+@router.get("/rounds", response_model=models.Rounds)
 def rounds(
     desk: AtDesk,
     target: StepTarget,
@@ -141,7 +142,7 @@ def rounds(
     return Answer({**said, **page.cut(answers.slice_rows(summary, by))})
 
 
-@router.get("/ranks")
+@router.get("/ranks", response_model=models.Ranks)
 def ranks(
     desk: AtDesk,
     target: StepTarget,
@@ -161,7 +162,7 @@ def ranks(
     return Answer({**_opening(desk, target), **answers.said_of(measured), **page.cut(found)})
 
 
-@router.get("/tokens")
+@router.get("/tokens", response_model=models.Tokens)
 def tokens(
     desk: AtDesk,
     target: StepTarget,

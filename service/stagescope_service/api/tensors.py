@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 
 from stagescope.errors import InvalidInput, NotReady, Unreachable
 from stagescope_service.api.desk import AtDesk, Desk, Row
+from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_files import place
 from stagescope_service.api.operator_tables import (
     Side,
@@ -37,7 +38,9 @@ _BODY: Final[dict[str, Any]] = sides_schema(
 )
 
 
-@router.post("/operators/tensors", openapi_extra={"requestBody": _BODY})
+@router.post(
+    "/operators/tensors", response_model=models.TensorPairs, openapi_extra={"requestBody": _BODY}
+)
 async def tensors(request: Request, desk: AtDesk) -> Answer:
     """Compare the full tensors of two dumps (msprobe's task `tensor`) with msprobe itself.
 

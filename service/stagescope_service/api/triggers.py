@@ -11,6 +11,8 @@ from stagescope.errors import InvalidInput
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.desk import AtDesk, Desk, Row, Run, StepTarget
 from stagescope_service.api.groups import Only, only_of
+from stagescope_service.api.models import captures as models
+from stagescope_service.api.models import steps as step_models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.triggers.replay import Fired, replay
@@ -41,7 +43,7 @@ def _body(properties: dict[str, Any], *, required: bool) -> dict[str, Any]:
     return {"required": required, "content": {"application/json": {"schema": schema}}}
 
 
-@router.get("/triggers")
+@router.get("/triggers", response_model=models.Triggers)
 def triggers(desk: AtDesk, run: Run = None) -> Answer:
     """Return the rules in force, when each fired last, and the budgets of captures.
 
@@ -72,7 +74,11 @@ def triggers(desk: AtDesk, run: Run = None) -> Answer:
     )
 
 
-@router.put("/triggers", openapi_extra={"requestBody": _body(_FIELDS, required=True)})
+@router.put(
+    "/triggers",
+    response_model=models.NewTriggers,
+    openapi_extra={"requestBody": _body(_FIELDS, required=True)},
+)
 async def set_triggers(request: Request, desk: AtDesk) -> Answer:
     """Put rules in force for the steps that close from now on; needs the operate token.
 
@@ -87,13 +93,13 @@ async def set_triggers(request: Request, desk: AtDesk) -> Answer:
     return Answer({**check_ready(reply), **rules.wire(secrets=False)})
 
 
-@router.get("/triggers/defaults")
+@router.get("/triggers/defaults", response_model=models.DefaultTriggers)
 def default_triggers() -> Answer:
     """Return the rules that ship, as YAML with their comments and as data."""
     return Answer({"yaml": defaults_text(), **defaults().wire(secrets=False)})
 
 
-@router.get("/triggers/firings")
+@router.get("/triggers/firings", response_model=models.Firings)
 def firings(
     desk: AtDesk,
     page: PageOf,
@@ -115,6 +121,7 @@ def firings(
 
 @router.post(
     "/triggers/test",
+    response_model=models.DryRun,
     openapi_extra={"requestBody": _body({**_FIELDS, **_TEST_FIELDS}, required=False)},
 )
 async def try_triggers(request: Request, desk: AtDesk) -> Answer:
@@ -128,7 +135,7 @@ async def try_triggers(request: Request, desk: AtDesk) -> Answer:
     return Answer(await asyncio.to_thread(_dry_run, desk, said))
 
 
-@router.delete("/steps/{step}/pin")
+@router.delete("/steps/{step}/pin", response_model=step_models.Unpin)
 async def unpin(request: Request, desk: AtDesk, target: StepTarget) -> Answer:
     """Let the payloads of a pinned step leave the rings when room is needed; needs operate.
 

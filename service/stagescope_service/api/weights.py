@@ -10,6 +10,7 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.errors import NotFound
 from stagescope_service.api.desk import AtDesk, AttemptTarget, Desk, Row, Run, StepTarget
+from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target
 from stagescope_service.engine.weights.comparison import (
@@ -34,7 +35,7 @@ Word = Annotated[
 Version = Annotated[int, Path(gt=-(10**18), lt=10**18, description="A policy version.")]
 
 
-@router.get("/weights")
+@router.get("/weights", response_model=models.WeightVersions)
 def versions(desk: AtDesk, target: AttemptTarget, page: PageOf) -> Answer:
     """List the versions of an attempt's weights, newest first, and how many weights have which
     verdict; `names` has the first of those that differ or are missing.
@@ -47,7 +48,7 @@ def versions(desk: AtDesk, target: AttemptTarget, page: PageOf) -> Answer:
     return Answer({**target.heading(), **answer})
 
 
-@router.get("/weights/{version}")
+@router.get("/weights/{version}", response_model=models.WeightsOfVersion)
 def version(
     desk: AtDesk, target: AttemptTarget, version: Version, page: PageOf, verdict: Word = None
 ) -> Answer:
@@ -55,7 +56,7 @@ def version(
     return Answer({**target.heading(), **_answer(desk, target, [version], page, verdict)})
 
 
-@router.get("/steps/{step}/weights")
+@router.get("/steps/{step}/weights", response_model=models.WeightsOfStep)
 def of_step(desk: AtDesk, target: StepTarget, page: PageOf, verdict: Word = None) -> Answer:
     """List the weights that were recorded at a step, the worst first.
 
@@ -75,7 +76,7 @@ def of_step(desk: AtDesk, target: StepTarget, page: PageOf, verdict: Word = None
     return Answer({**target.heading(), **_answer(desk, target, found, page, verdict)})
 
 
-@router.get("/devices")
+@router.get("/devices", response_model=models.Devices)
 def devices(desk: AtDesk, page: PageOf, run: Run = None) -> Answer:
     """List the devices whose weights were not their replicas', the most often outvoted first.
 

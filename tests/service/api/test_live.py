@@ -289,7 +289,7 @@ class TestHealth:
         status = live.get("/status")
         assert status["ready"] is True
         assert status["reason"] is None
-        assert status["coordinator"]["incarnation"] == "c1"
+        assert status["coordinator"]["coordinator"] == "c1"
         assert status["catalogue_bytes"] > 0
 
 

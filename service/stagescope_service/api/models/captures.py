@@ -1,0 +1,504 @@
+"""Answers about captures and triggers: what was ordered of ranks, by whom, and what came of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from stagescope.captures import CAPTURE_FIELDS
+from stagescope_service.api.models.common import (
+    ABSENT,
+    Attempt,
+    DumpRow,
+    Json,
+    LiveRun,
+    Model,
+    Number,
+    Page,
+    Rank,
+    Role,
+    RoleRank,
+    Run,
+    Stage,
+    Step,
+)
+
+
+def _said(name: str) -> Any:
+    return Field(description=CAPTURE_FIELDS[name])
+
+
+State = Annotated[
+    str,
+    Field(
+        description="`asked` (not every rank has acknowledged), `agreed`, `done`, `complete`, "
+        "`partial`, `given up`, `too late`, `refused` or `withdrawn`.",
+        examples=["agreed"],
+    ),
+]
+
+
+class Order(Model):
+    """What was ordered, every field written out."""
+
+    run: str | None = _said("run")
+    stages: list[str] | Literal["all"] = _said("stages")
+    roles: list[str] | None = _said("roles")
+    ranks: list[int] | Literal["all"] | dict[str, int] = _said("ranks")
+    steps: list[int] | Literal["all"] | dict[str, int | None] = _said("steps")
+    config: dict[str, Any] | None = _said("config")
+    config_path: str | None = _said("config_path")
+    bench: dict[str, Any] | None = _said("bench")
+    data_dir: str | None = _said("data_dir")
+    keep: list[str] = _said("keep")
+    parameters: list[str] = _said("parameters")
+    gradients: list[str] = _said("gradients")
+    limits: dict[str, Any] | None = _said("limits")
+    force: bool = _said("force")
+    strict: bool = _said("strict")
+    timeout: float = _said("timeout")
+    late: Literal["wait", "go_on", "give_up"] = _said("late")
+    again: int = _said("again")
+    capture_id: str
+    source: Annotated[str, Field(examples=["http"])]
+    by: str
+    """Who ordered it: header `X-Stagescope-User`, which token, from where; or which trigger."""
+    created: float
+    """Unix seconds."""
+
+
+class Gap(RoleRank):
+    """A rank that learned late, or failed."""
+
+    step: Step | None
+    stage: Stage | None
+    state: str
+
+
+class Estimate(Model):
+    """What a rank estimates that the capture takes; what it does not know is absent or null."""
+
+    role: Role | None
+    rank: Rank | None
+    step: Step | None
+    stage: Stage | None
+    node_id: str | None
+    error: str | None
+    """Why it cannot estimate."""
+    bytes: int | None = ABSENT
+    seconds: float | None = ABSENT
+    basis: str = ABSENT
+    """`measured` (earlier dumps), `model` (its size) or `unknown`."""
+    tokens: int | None = ABSENT
+    assumed: bool = ABSENT
+    """Whether nobody said how many tokens there are."""
+    free_bytes: int | None = ABSENT
+    """On the rank's disk."""
+    reserve_bytes: int | None = ABSENT
+    """Kept free on it."""
+
+
+class Agreement(Model):
+    """How far the ranks have agreed on a capture."""
+
+    phase: State
+    number: int
+    """How often it was asked: a step that some rank missed may be agreed again."""
+    revision: int
+    """Who acknowledges this revision of the plan has heard of it."""
+    attempt_id: int | None
+    """The catalogue's key of the attempt whose ranks were asked."""
+    asked_wall: float
+    """Unix seconds."""
+    agreed_wall: float | None
+    """Unix seconds."""
+    start: Step | None
+    """The step on which it starts; null: not fixed."""
+    round_trip: float | None
+    """Seconds from the asking to the last acknowledgement."""
+    step_seconds: float | None
+    """How long a step takes."""
+    steps: Json
+    """The steps that are captured: numbers, or `{every, start, count}`; null: not fixed."""
+    missed_steps: list[int]
+    """Asked for and begun already."""
+    members: list[RoleRank]
+    """Ranks that were asked."""
+    without: list[RoleRank]
+    """Ranks that had not acknowledged when it was agreed on or given up."""
+    missed: list[Gap]
+    """Ranks that learned late, or failed, since."""
+    again_left: int
+    """How often it may be agreed again."""
+    reason: str | None
+    """Why it ended."""
+    estimates: list[Estimate]
+
+
+class OrderedCapture(Order):
+    """What was ordered, and how far it is agreed on."""
+
+    agreement: Agreement
+
+
+class PlannedCapture(OrderedCapture):
+    """A capture of the plan."""
+
+    state: State | None
+    """As of `GET /captures/{capture_id}`."""
+
+
+class Plan(Model):
+    """The captures in force."""
+
+    revision: int
+    captures: list[PlannedCapture]
+
+
+class NewCapture(OrderedCapture):
+    """A capture that was ordered."""
+
+    notes: list[str]
+    """What the asker should know, such as which ranks have not acknowledged."""
+
+
+class CaptureRow(Model):
+    """A capture as the catalogue holds it."""
+
+    capture_id: str
+    run: Run | None
+    """Null: every run."""
+    spec: OrderedCapture
+    state: State
+    by: str
+    created_wall: float
+    """Unix seconds."""
+    removed_wall: float | None
+    """Unix seconds: when it was withdrawn or ended; null: it is in force."""
+    removed_by: str | None
+    """`service` where it ended."""
+    revision: int
+    """Of the plan."""
+
+
+class Captures(Page[CaptureRow]):
+    """Captures, newest first."""
+
+
+class AskedRank(RoleRank):
+    """A rank that a capture asks."""
+
+    acknowledged: bool
+    """Whether it has applied the capture's latest revision."""
+    there: bool
+    """Whether its process is heard of."""
+    joined_later: bool
+    """Whether it came after the capture was agreed on."""
+    last_wall: float | None
+    """Unix seconds: when it was heard of last."""
+    node: str | None
+    host: str | None
+    pid: int | None
+
+
+class RankGap(RoleRank):
+    """A rank that did not collect a step."""
+
+    state: Annotated[str, Field(examples=["missed", "failed", "no report", "not asked"])]
+
+
+class CapturedStep(Model):
+    """What one step of a capture came to."""
+
+    step: Step
+    attempt: int | None
+    state: Literal["waiting", "partial", "complete"]
+    collected: int
+    """Ranks that have collected it."""
+    waiting: list[RoleRank]
+    """Ranks that may still."""
+    gaps: list[RankGap]
+
+
+class CaptureDump(DumpRow):
+    """A dump of a capture."""
+
+    attempt: int | None
+    step: Step
+
+
+class Capture(Model):
+    """How far a capture has come."""
+
+    capture_id: str
+    run: Run | None
+    """Null: every run."""
+    attempt: Attempt | None
+    """The run's newest."""
+    state: State
+    reason: str | None
+    """Why it ended."""
+    order: Order
+    agreement: Agreement
+    created_wall: float
+    """Unix seconds."""
+    removed_wall: float | None
+    """Unix seconds."""
+    removed_by: str | None
+    ranks: list[AskedRank]
+    steps: list[CapturedStep]
+    dumps: list[CaptureDump]
+
+
+# --- triggers -----------------------------------------------------------------------------
+class ZScore(Model):
+    """Further from the mean of the last steps than so many of their standard deviations."""
+
+    over: float
+    steps: int
+
+
+class When(Model):
+    """The conditions of a rule; all that are given must hold."""
+
+    above: float = Field(default=ABSENT, alias=">")
+    below: float = Field(default=ABSENT, alias="<")
+    at_least: float = Field(default=ABSENT, alias=">=")
+    at_most: float = Field(default=ABSENT, alias="<=")
+    non_finite: Literal[True] = ABSENT
+    """The value is NaN or infinite."""
+    median_ratio: float = ABSENT
+    """Over so many times the median of the run's steps before."""
+    noise_ratio: float = ABSENT
+    """Over so many times the same metric of the noise floor."""
+    z_score: ZScore = ABSENT
+
+
+class RuleFinding(Model):
+    """The finding that a rule makes."""
+
+    severity: Literal["error", "warning", "info"]
+    advice: str
+
+
+class RuleActions(Model):
+    """What follows of a firing; what is absent is not done."""
+
+    finding: RuleFinding = ABSENT
+    pin: int = ABSENT
+    """Of how many last steps the payloads are pinned."""
+    webhook: str = ABSENT
+    """The host alone: the URL may hold secrets."""
+    capture: dict[str, Any] = ABSENT
+    """The capture that is ordered where the run has a budget; see `POST /captures`."""
+
+
+class Rule(Model):
+    """A rule on a metric."""
+
+    name: str
+    metric: str
+    """A published name, or a pattern."""
+    by: Literal["whole", "round", "rank", "stage"]
+    stage: Stage | None
+    staleness: int | None
+    """Only tokens of this staleness."""
+    when: When
+    for_: int = Field(alias="for")
+    """In how many measured steps in a row the conditions must hold."""
+    cooldown: int
+    """It fires at most once in so many steps."""
+    actions: RuleActions
+
+
+class Budget(Model):
+    """What triggers may spend on captures of a run; null: no bound."""
+
+    captures: int
+    bytes: int | None = ABSENT
+    share: float | None = ABSENT
+    """Of the run's step time, 0 to 1."""
+
+
+class Permission(Model):
+    """That a run may be captured unasked."""
+
+    capture: Literal["auto"]
+    budget: Budget
+
+
+class _Rules(Model):
+    runs: dict[str, Permission]
+    """Run or pattern -> what triggers may spend."""
+
+
+class PinnedOf(Model):
+    """What became of the pin of one step."""
+
+    step: Step
+    payloads: int
+    bytes: int
+    gone: int
+    """Payloads that the rings had let go before."""
+    reasons: list[str]
+
+
+class FiredPins(Model):
+    """What became of pins."""
+
+    steps: list[PinnedOf]
+
+
+class FiredCapture(Model):
+    """What became of a capture; neither where it was not meant here."""
+
+    capture_id: str = ABSENT
+    refused: str = ABSENT
+    """Why it was not ordered."""
+
+
+class FiredWebhook(Model):
+    """What became of a webhook."""
+
+    host: str
+    delivered: bool
+    reason: str | None
+    """Why not."""
+
+
+class FiredActions(Model):
+    """What became of a firing's actions; those that its rule does not have are absent."""
+
+    pin: FiredPins = ABSENT
+    capture: FiredCapture = ABSENT
+    webhook: FiredWebhook = ABSENT
+
+
+class Firing(Model):
+    """A rule that fired at a step."""
+
+    run: Run
+    attempt: Attempt | None
+    step: Step
+    rule: str
+    stage: Stage | None
+    role: Role | None
+    rank: Rank | None
+    round: int | None
+    message: str
+    wall: float | None
+    """Unix seconds."""
+    revision: int | None
+    """Of the rules."""
+    actions: FiredActions | None
+    """Null: not taken yet."""
+    withdrawn_wall: float | None
+    """Unix seconds: since when it no longer stands."""
+    evidence: dict[str, Any]
+    """The numbers, what they were held against, the token, the ranks concerned."""
+
+
+class Firings(Page[Firing]):
+    """Firings, the last first."""
+
+
+class RuleStatus(Rule):
+    """A rule in force."""
+
+    fired: int
+    """How often it fired, of the last 10 000 firings."""
+    last_fired: Firing | None
+
+
+class Spent(Model):
+    """What captures that triggers ordered have cost a run."""
+
+    captures: int
+    bytes: int
+    """Of their dumps."""
+    seconds: float
+    """What the slowest rank of each step spent in them."""
+    share: float
+    """Of the run's time."""
+
+
+class BudgetRow(Model):
+    """The budget of a run that may be captured unasked."""
+
+    run: Run
+    budget: Budget
+    spent: Spent
+    under_way: list[str]
+    """Ids of captures that have not come to an end."""
+    refusal: str | None
+    """Why no more; null: there is room."""
+
+
+class PinnedStep(Model):
+    """A step whose payloads stay in the rings."""
+
+    run: Run
+    attempt: Attempt
+    step: Step
+
+
+class Triggers(_Rules):
+    """The rules in force."""
+
+    revision: int
+    """0: the rules that ship, before the coordinator has stored them."""
+    wall: float | None
+    """Unix seconds: since when."""
+    by: str | None
+    """Who gave them."""
+    source: Annotated[str, Field(examples=["defaults", "set", "file"])]
+    rules: list[RuleStatus]
+    budgets: list[BudgetRow]
+    pinned: list[PinnedStep]
+
+
+class NewTriggers(_Rules):
+    """The rules that were put in force."""
+
+    revision: int
+    rules: list[Rule]
+
+
+class DefaultTriggers(_Rules):
+    """The rules that ship."""
+
+    yaml: str
+    """With their comments."""
+    rules: list[Rule]
+
+
+class WouldFire(Model):
+    """A rule that would have fired at a stored step."""
+
+    attempt: Attempt
+    step: Step
+    rule: str
+    value: Number
+    metric: str
+    stage: Stage | None
+    role: Role | None
+    rank: Rank | None
+    round: int | None
+    message: str
+    evidence: dict[str, Any]
+    """As of a firing."""
+    fired_live: bool
+    """Whether it did."""
+
+
+class DryRun(Model):
+    """Which stored steps would have fired."""
+
+    run: Run
+    also_live: list[LiveRun]
+    steps: int
+    """How many were looked at."""
+    rules: list[str]
+    """The rules that were tried."""
+    rows: list[WouldFire]

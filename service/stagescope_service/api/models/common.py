@@ -1,0 +1,201 @@
+"""What many answers share: numbers, headings, pages, places."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypeAliasType
+
+
+def _readable(schema: dict[str, Any]) -> None:
+    """Take out what repeats a field's name, and defaults: they say that a field may be absent."""
+    for about in schema.get("properties", {}).values():
+        about.pop("title", None)
+        about.pop("default", None)
+
+
+class Model(BaseModel):
+    """An object of an answer; it has no other fields than it names."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, json_schema_extra=_readable
+    )
+
+
+ABSENT: Final[Any] = None
+"""Default of a field that is not there where it says nothing; else a field is always there."""
+
+T = TypeVar("T")
+
+Number = TypeAliasType(
+    "Number",
+    Annotated[
+        float | Literal["nan", "inf", "-inf"],
+        Field(description="A number; one that is not finite is its name, since JSON has none."),
+    ],
+)
+Json = Annotated[Any, Field(description="Any JSON.")]
+Wall = Annotated[float, Field(description="Unix seconds.", examples=[1_792_000_000.25])]
+"""A time; a model says whose clock, where it is not the service's."""
+
+Run = Annotated[str, Field(description="The run's name.", examples=["qwen3-8b-countdown"])]
+Attempt = Annotated[int, Field(description="The attempt's number in its run, from 1.", ge=1)]
+Step = Annotated[int, Field(description="The trainer's step.", examples=[5])]
+Stage = Annotated[str, Field(description="The stage's name.", examples=["actor_update"])]
+Role = Annotated[str, Field(description="The role.", examples=["actor"])]
+Rank = Annotated[int, Field(description="The rank in its role, from 0.", ge=0)]
+Part = Annotated[
+    str,
+    Field(description="occurrence.epoch.minibatch.microbatch, each from 0.", examples=["0.0.0.0"]),
+]
+NodeId = Annotated[str, Field(description="Ray's id of the node.")]
+Complete = Annotated[
+    Literal["complete", "partial", "unknown", "open"],
+    Field(
+        description="Whether all that were expected came: of a closed step `complete`, `partial` "
+        "or `unknown` (nobody said how many ranks there are); of another `open`."
+    ),
+]
+
+
+class LiveRun(Model):
+    """Another run that is live."""
+
+    run: Run
+    attempt: Attempt
+
+
+class RunHeading(Model):
+    """Which run an answer is about."""
+
+    run: Run
+    also_live: list[LiveRun]
+    """The other runs that are live."""
+
+
+class AttemptHeading(RunHeading):
+    """Which attempt an answer is about."""
+
+    attempt: Attempt
+
+
+class ScopeHeading(RunHeading):
+    """Which attempts an answer is about."""
+
+    attempt: Attempt | None
+    """The attempt that was asked for; null: every attempt of the run."""
+
+
+class StepHeading(AttemptHeading):
+    """Which step an answer is about."""
+
+    step: Step
+    superseded_by: int | None
+    """The newest attempt that did (or will do) this step again."""
+
+
+class Page(Model, Generic[T]):
+    """A page of a list."""
+
+    rows: list[T]
+    next: Annotated[str | None, Field(examples=["czEuMTAw"])]
+    """Given as `cursor` it answers the next page; null: there is none."""
+
+
+class RoleRank(Model):
+    """A rank."""
+
+    role: Role
+    rank: Rank
+
+
+class Missing(RoleRank):
+    """A rank that has not ended a stage in which it was expected."""
+
+    stage: Stage
+    status: Literal["not begun", "open", "unfinished"]
+    """`unfinished`: it began the stage, and its process is gone."""
+    since: float | None
+    """Unix seconds: since it began the stage, else since the first rank did; null: unknown."""
+
+
+class ListedMissing(RoleRank):
+    """A rank that had not ended a stage in which it was expected, as lists of steps name it."""
+
+    stage: Stage
+    status: Literal["not begun", "open", "unfinished"]
+    """`unfinished`: it began the stage, and its process is gone."""
+    since: float | None = ABSENT
+    """Unix seconds, of a step that is open: since it began the stage, else the first rank did."""
+
+
+class Layout(Model):
+    """Where a rank runs and stands; what is not known is absent."""
+
+    data_rank: int = ABSENT
+    """Ranks with the same one hold the same rows."""
+    world_size: int = ABSENT
+    """Ranks of its role."""
+    node_id: str = ABSENT
+    """Ray's id of the node."""
+    pid: int = ABSENT
+    cluster: str = ABSENT
+    node: str = ABSENT
+    host: str = ABSENT
+    device_kind: Annotated[str, Field(examples=["npu"])] = ABSENT
+    device_index: int = ABSENT
+    device_serial: str = ABSENT
+    dp_rank: int = ABSENT
+    dp_size: int = ABSENT
+    tp_rank: int = ABSENT
+    tp_size: int = ABSENT
+    pp_rank: int = ABSENT
+    pp_size: int = ABSENT
+    vpp_rank: int = ABSENT
+    vpp_size: int = ABSENT
+    cp_rank: int = ABSENT
+    cp_size: int = ABSENT
+    sp_rank: int = ABSENT
+    sp_size: int = ABSENT
+    ep_rank: int = ABSENT
+    ep_size: int = ABSENT
+    etp_rank: int = ABSENT
+    etp_size: int = ABSENT
+    engine: Annotated[str, Field(examples=["vllm"])] = ABSENT
+    engine_version: str = ABSENT
+    framework: Annotated[str, Field(examples=["verl"])] = ABSENT
+    framework_version: str = ABSENT
+
+
+class DumpRow(Model):
+    """What became of one capture on one rank in one part of a stage."""
+
+    part: Part
+    stage: Stage
+    role: Role
+    rank: Rank
+    state: Annotated[str | None, Field(examples=["complete", "missed", "failed", "truncated"])]
+    """`armed` while it collects; null: unknown."""
+    bytes: int | None
+    """What its files take."""
+    files: int | None
+    """How many there are."""
+    path: str | None
+    """msprobe's directory on that node."""
+    node_id: NodeId | None
+    capture_id: str
+    task: Annotated[str | None, Field(examples=["statistics"])]
+    """msprobe's task."""
+    level: Annotated[str | None, Field(examples=["L1"])]
+    """msprobe's level."""
+    seconds: float | None
+    """What it took of the rank's stage."""
+    error: str | None
+    """Why it was missed, or failed."""
+    overrides: list[Any] | dict[str, Any] | None
+    """What of msprobe's configuration the service decided otherwise."""
+    estimate: dict[str, Any] | None
+    """`bytes`, `seconds` and `basis` of what it was expected to take."""
+    wall: float | None
+    """Unix seconds: when the rank said so."""

@@ -1,0 +1,84 @@
+"""Answers that hold attempts, runs or dumps against each other.
+
+What `POST /comparisons` answers is what `stagescope compare --json` writes, and has one schema:
+`compare/report/comparison.schema.json`. Here it becomes a part of the API's document.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from stagescope_service.api.models.common import Attempt, Json, Model, Page, Run, Step
+from stagescope_service.compare.report import SCHEMA_FILE
+
+COMPARISON: Final = "Comparison"
+COMPARISON_RESPONSE: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{COMPARISON}"}}}
+    }
+}
+
+
+class AttemptSide(Model):
+    """One side of a comparison of attempts."""
+
+    run: Run
+    attempt: Attempt
+    begun: float | None
+    """Unix seconds."""
+    resumed_from_step: Step | None
+
+
+class Difference(Model):
+    """One thing that is not the same in two attempts."""
+
+    area: Literal[
+        "git", "config", "layout", "packages", "drivers", "python", "environment", "place"
+    ]
+    name: Annotated[str, Field(examples=["torch"])]
+    a: Json
+    """Null: the side does not have it."""
+    b: Json
+    weight: Literal["numbers", "place", "start", "unknown"]
+    """What it may mean: other numbers, another machine, only another start; `unknown`: one side
+    does not say it."""
+
+
+class Diff(Page[Difference]):
+    """What differs between two attempts, what decides numbers first."""
+
+    a: AttemptSide
+    b: AttemptSide
+    counts: dict[str, int]
+    """Weight -> how many differences."""
+    unknown: list[Literal["a", "b"]]
+    """Sides without a fingerprint."""
+
+
+@functools.cache
+def comparison_schemas() -> dict[str, Any]:
+    """Return the published schema of a comparison as components of the API's document."""
+    document = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    names = {name: f"{COMPARISON}{name.title().replace('_', '')}" for name in document["$defs"]}
+    found = {names[name]: schema for name, schema in document.pop("$defs").items()}
+    document.pop("$schema")
+    # The file tells readers of reports that fields may come; an answer has these and no others.
+    found[COMPARISON] = document
+    return {name: _as_component(schema, names) for name, schema in found.items()}
+
+
+def _as_component(schema: Any, names: dict[str, str]) -> Any:
+    if isinstance(schema, list):
+        return [_as_component(item, names) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _as_component(value, names) for key, value in schema.items()}
+    if isinstance(found.get("$ref"), str):
+        found["$ref"] = f"#/components/schemas/{names[found['$ref'].removeprefix('#/$defs/')]}"
+    if isinstance(found.get("properties"), dict) and "type" in found:
+        found.setdefault("additionalProperties", False)
+    return found
