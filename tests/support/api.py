@@ -269,6 +269,8 @@ class Service:
             tokens=self.tokens,
             clock=lambda: time.time() if self.now is None else self.now,
         )
+        self.answers: list[documented.Answered] = []
+        self.app.add_middleware(documented.Recorder, answers=self.answers)
         self.server = ApiServer(self.app, port=0, header_seconds=self.settings.header_seconds)
         self.server.start()
         self._clients: list[httpx.Client] = []
@@ -283,7 +285,6 @@ class Service:
             headers=headers,
             timeout=30,
             trust_env=False,
-            event_hooks={"response": [documented.check]},
         )
         self._clients.append(client)
         return client
@@ -307,6 +308,7 @@ class Service:
         self.server.stop()
         self.catalogue.close()
         self.store.close()
+        documented.check(self.answers)
 
 
 @contextlib.contextmanager

@@ -3,51 +3,94 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stagescope_service.api.app import make_app
 from stagescope_service.settings import Settings
 
 try:
     import jsonschema_rs
-except ImportError:  # with the lowest versions: there the answers are the same
-    jsonschema_rs = None
 
-PROBLEM = "application/problem+json"
+    CHECKED = True
+except ImportError:  # with the lowest versions, whose answers are the same
+    CHECKED = False
 
 
-class Operation(NamedTuple):
-    """One operation of the document."""
+class Answered(NamedTuple):
+    """An answer as it was sent."""
 
     method: str
     path: str
-    said: Mapping[str, Any]
-
-    def matches(self, method: str, path: str) -> bool:
-        pattern = re.sub(r"\\\{[^}]*\\\}", "[^/]+", re.escape(self.path))
-        return method == self.method and re.fullmatch(pattern, path) is not None
-
-    def schema(self, status: int, media_type: str) -> Any:
-        """Return the schema of an answer; None where the document does not name it."""
-        responses = self.said["responses"]
-        said = responses.get(str(status)) or responses.get(f"{status // 100}XX") or {}
-        return said.get("content", {}).get(media_type, {}).get("schema")
+    status: int
+    media_type: str
+    body: bytes
 
 
-def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
-    """Yield every operation, literal paths before those with parameters."""
-    for path in sorted(document["paths"], key=lambda path: path.count("{")):
-        for method, said in document["paths"][path].items():
-            yield Operation(method.upper(), path, said)
+class Recorder:
+    """Middleware that keeps the JSON answers of an app, to be checked after the test.
+
+    Args:
+        app: what answers.
+        answers: grows by each answer.
+    """
+
+    def __init__(self, app: ASGIApp, answers: list[Answered]) -> None:
+        self.app = app
+        self.answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: MutableMapping[str, Any] = {}
+        body = bytearray()
+
+        async def sent(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            elif b"json" in _media_type(start):
+                body.extend(message.get("body", b""))
+            await send(message)
+
+        await self.app(scope, receive, sent)
+        media_type = _media_type(start).decode()
+        if CHECKED and media_type.endswith("json"):
+            self.answers.append(
+                Answered(scope["method"], scope["path"], start["status"], media_type, bytes(body))
+            )
+
+
+def check(answers: Sequence[Answered]) -> None:
+    """Fail where an answer is not as the document says."""
+    wrong = dict.fromkeys(text for answer in answers for text in _wrong_with(answer))
+    assert not wrong, f"{len(wrong)} answers unlike the document: " + "\n".join([*wrong][:10])
+
+
+def _wrong_with(answer: Answered) -> Iterator[str]:
+    operation = _operation(answer.method, answer.path)
+    if operation is None:
+        return
+    where = f"{operation.method} {answer.path} {answer.status}"
+    validator = _validator(operation, answer.status, answer.media_type)
+    if validator is None:
+        yield f"{where}: no schema of {answer.media_type} in the document"
+        return
+    for error in validator.iter_errors(json.loads(answer.body)):
+        yield f"{where}: {'/'.join(map(str, error.instance_path))}: {error.message:.300}"
+
+
+class Operation(NamedTuple):
+    """An operation of the document."""
+
+    method: str
+    path: str
 
 
 @functools.cache
-def document() -> dict[str, Any]:
+def document() -> Mapping[str, Any]:
     """Return the document; it is the same of every app."""
     # Nothing of it is asked: the document is of the routes alone.
     nobody: Any = None
@@ -55,38 +98,27 @@ def document() -> dict[str, Any]:
     return make_app(catalogue=nobody, commands=nobody, settings=settings, tokens=None).openapi()
 
 
-def check(response: httpx.Response) -> None:
-    """Fail where a JSON answer is not as the document says; for the hooks of an httpx client."""
-    media_type = response.headers.get("content-type", "").partition(";")[0]
-    path = response.request.url.path
-    operation = _operation(response.request.method, path)
-    if jsonschema_rs is None or operation is None or not media_type.endswith("json"):
-        return
-    response.read()
-    validator = _validator(operation.method, operation.path, response.status_code, media_type)
-    where = f"{operation.method} {path} {response.status_code}"
-    assert validator is not None, f"{where}: no schema of {media_type} in the document"
-    wrong = [
-        f"{'/'.join(map(str, error.instance_path))}: {error.message:.300}"
-        for error in validator.iter_errors(response.json())
-    ]
-    assert not wrong, f"{where}: {'; '.join(wrong[:5])}"
-
-
 @functools.lru_cache(maxsize=4096)
 def _operation(method: str, path: str) -> Operation | None:
-    return next((each for each in _operations() if each.matches(method, path)), None)
+    # Literal paths before those with parameters.
+    for template in sorted(document()["paths"], key=lambda each: each.count("{")):
+        pattern = re.sub(r"\\\{[^}]*\\\}", "[^/]+", re.escape(template))
+        if method.lower() in document()["paths"][template] and re.fullmatch(pattern, path):
+            return Operation(method, template)
+    return None
 
 
 @functools.cache
-def _operations() -> list[Operation]:
-    return list(operations(document()))
-
-
-@functools.cache
-def _validator(method: str, path: str, status: int, media_type: str) -> Any:
-    operation = next(each for each in _operations() if each[:2] == (method, path))
-    schema = operation.schema(status, media_type)
+def _validator(operation: Operation, status: int, media_type: str) -> Any:
+    responses = document()["paths"][operation.path][operation.method.lower()]["responses"]
+    said = responses.get(str(status)) or responses.get(f"{status // 100}XX") or {}
+    schema = said.get("content", {}).get(media_type, {}).get("schema")
     if schema is None:
         return None
     return jsonschema_rs.Draft202012Validator({**schema, "components": document()["components"]})
+
+
+def _media_type(start: Mapping[str, Any]) -> bytes:
+    headers = dict(start.get("headers", ()))
+    found: bytes = headers.get(b"content-type", b"").partition(b";")[0]
+    return found

@@ -158,6 +158,12 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     document = FastAPI.openapi(app)
     schemas = document["components"]["schemas"]
     schemas |= {"Problem": problems.Problem.model_json_schema(), **comparison_schemas()}
+    for operation in (each for by in document["paths"].values() for each in by.values()):
+        for parameter in operation.get("parameters", ()):
+            if parameter["name"] == "limit":  # a setting, but where a route has a bound of its own
+                for kind in parameter["schema"].get("anyOf", ()):
+                    if kind["type"] == "integer":
+                        kind.setdefault("maximum", app.state.settings.max_page_size)
     for path in OPEN_PATHS & set(document["paths"]):
         for operation in document["paths"][path].values():
             operation.pop("security", None)

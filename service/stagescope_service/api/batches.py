@@ -18,6 +18,7 @@ from stagescope.schema import PART_FIELDS, RECENT_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.desk import AtDesk, Desk, Row, StepTarget
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
+from stagescope_service.api.requests import pattern
 from stagescope_service.api.steps import stages_of
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.joining.join import join
@@ -28,6 +29,7 @@ router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 MEDIA_TYPE: Final = "application/octet-stream"
 _PIECE: Final = 4 << 20
+_WORDS: Final = r"[^,\s]"
 _FILE: Final = {"type": "string", "format": "binary", "description": "A safetensors file."}
 
 
@@ -41,10 +43,19 @@ async def batch(
     target: StepTarget,
     names: Annotated[
         str | None,
-        Query(max_length=4000, description="Only these tensors, with commas between them."),
+        Query(
+            max_length=4000,
+            description="Only these tensors, with commas between them.",
+            json_schema_extra=pattern(_WORDS),
+        ),
     ] = None,
     stages: Annotated[
-        str | None, Query(max_length=4000, description="Only what these stages recorded.")
+        str | None,
+        Query(
+            max_length=4000,
+            description="Only what these stages recorded, with commas between them.",
+            json_schema_extra=pattern(_WORDS),
+        ),
     ] = None,
 ) -> StreamingResponse:
     """Give the step's batch as one safetensors file: rows of every stage, rank and part.

@@ -18,7 +18,7 @@ from stagescope_service.api.desk import AtDesk, Desk
 from stagescope_service.api.diff import attempts_apart
 from stagescope_service.api.models.comparisons import COMPARISON_RESPONSE
 from stagescope_service.api.operator_tables import check_fields
-from stagescope_service.api.requests import Answer, read_json
+from stagescope_service.api.requests import Answer, pattern, read_json
 from stagescope_service.api.sides import Side, check_sides, find_sides, open_side
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
@@ -52,7 +52,17 @@ _BODY: Final[dict[str, Any]] = {
         }
     },
 }
-_SideText = Annotated[str, Query(max_length=200, description="`RUN[@ATTEMPT][:STEP]`.")]
+_SIDE_PATTERN: Final = r"^(?!\.{1,2}([@:]|$))[A-Za-z0-9._-]{1,100}(@[0-9]{1,9})?(:[0-9]{1,18})?$"
+_SideText = Annotated[
+    str,
+    Query(
+        max_length=200,
+        description="`RUN[@ATTEMPT][:STEP]`.",
+        json_schema_extra=pattern(_SIDE_PATTERN),
+    ),
+]
+_NUMBER: Final = r"[0-9]{1,9}(\.[0-9]{1,9})?(e-?[0-9]{1,2})?"
+_TOLERANCE: Final = rf"[^;=]+={_NUMBER}(,{_NUMBER})?"
 
 
 @router.post("/comparisons", openapi_extra={"requestBody": _BODY}, responses=COMPARISON_RESPONSE)
@@ -76,9 +86,19 @@ async def page(
     desk: AtDesk,
     a: _SideText,
     b: _SideText,
-    c: Annotated[str | None, Query(max_length=200, description="A third side.")] = None,
+    c: Annotated[
+        str | None,
+        Query(
+            max_length=200, description="A third side.", json_schema_extra=pattern(_SIDE_PATTERN)
+        ),
+    ] = None,
     tolerances: Annotated[
-        str | None, Query(max_length=2000, description="`PATTERN=ATOL[,RTOL]`, joined by `;`.")
+        str | None,
+        Query(
+            max_length=2000,
+            description="`PATTERN=ATOL[,RTOL]`, joined by `;`.",
+            json_schema_extra=pattern(f"^{_TOLERANCE}(;{_TOLERANCE})*$"),
+        ),
     ] = None,
 ) -> HTMLResponse:
     """Return what `POST /comparisons` answers as one self-contained page, with pictures."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import Depends, Path, Query, Request
 
@@ -14,7 +14,7 @@ from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.measures import Measures
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
-from stagescope_service.api.requests import step_number
+from stagescope_service.api.requests import pattern, step_number
 from stagescope_service.api.target import Finder, Target
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -45,9 +45,15 @@ async def desk_of(request: Request) -> Desk:
 
 AtDesk = Annotated[Desk, Depends(desk_of)]
 
+RUN_PATTERN: Final = r"^(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}$"
+STEP_PATTERN: Final = "^(latest|-?[0-9]{1,18})$"
+
 Run = Annotated[
     str | None,
-    Query(description="A run's name; default: the run whose training stage began last."),
+    Query(
+        description="A run's name; default: the run whose training stage began last.",
+        json_schema_extra=pattern(RUN_PATTERN),
+    ),
 ]
 AttemptNumber = Annotated[
     int | None,
@@ -69,7 +75,11 @@ Stage = Annotated[
 Round = Annotated[int | None, Query(ge=0, lt=1 << 31, description="Only this round, from 0.")]
 StepWord = Annotated[
     str,
-    Path(description="The trainer's step, or `latest`.", examples=["5", "latest"]),
+    Path(
+        description="The trainer's step, or `latest`.",
+        examples=["5", "latest"],
+        json_schema_extra=pattern(STEP_PATTERN),
+    ),
 ]
 
 

@@ -11,14 +11,19 @@ from stagescope.errors import InvalidInput
 from stagescope.targets import read_target
 from stagescope_service.api.desk import AtDesk, Desk
 from stagescope_service.api.models import comparisons as models
-from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.target import Target
 from stagescope_service.compare.fingerprints import Attempt, fingerprint_differences
 
 router = APIRouter(tags=["comparison"])
 
 _Side = Annotated[
-    str, Query(max_length=200, description="`run[@attempt]`; default: the run's newest attempt.")
+    str,
+    Query(
+        max_length=200,
+        description="`run[@attempt]`; default: the run's newest attempt.",
+        json_schema_extra=pattern(r"^(?!\.{1,2}(@|$))[A-Za-z0-9._-]{1,100}(@[0-9]{1,9})?$"),
+    ),
 ]
 
 

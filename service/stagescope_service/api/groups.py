@@ -16,9 +16,9 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.errors import InvalidInput, NotFound
 from stagescope_service.api import rows as shape
-from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.desk import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
 from stagescope_service.api.models import runs as models
-from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.store.reads.noticed import Noticed
 
 router = APIRouter(tags=["runs"])
@@ -59,7 +59,7 @@ def finding_groups(
     by_id = {row["finding_id"]: row for row in desk.catalogue.findings(finding_id=ids)}
     rows = [
         {
-            **by_id.get(group[0]["finding_id"], group[0]),
+            **by_id[group[0]["finding_id"]],
             **_extent(group),
             "findings": len(group),
             "count": sum(row["count"] or 1 for row in group),
@@ -68,6 +68,7 @@ def finding_groups(
             "over_wall": _over(group),
         }
         for group in shown
+        if group[0]["finding_id"] in by_id  # else it was taken back meanwhile
     ]
     answer = page.answer(shape.numbered(rows, numbers), more=len(groups) > page.offset + page.limit)
     return Answer({**said, **_counted(found, groups), **answer})
@@ -130,7 +131,12 @@ def loss_groups(
 def firing_groups(
     desk: AtDesk,
     page: PageOf,
-    run: Annotated[str | None, Query(description="Only of this run; default: of all.")] = None,
+    run: Annotated[
+        str | None,
+        Query(
+            description="Only of this run; default: of all.", json_schema_extra=pattern(RUN_PATTERN)
+        ),
+    ] = None,
     only: Only = None,
 ) -> Answer:
     """List what fired, a row a rule, stage and role; those that were taken back are left out."""

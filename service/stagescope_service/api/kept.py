@@ -24,7 +24,13 @@ _SHOWN: Final = (
     "bytes", "checksum", "tensors", "policy_version", "node_id", "path", "wall", "deleted_wall",
 )  # fmt: skip
 
-Section = Annotated[str | None, Query(description="Only files that hold something of it.")]
+Section = Annotated[
+    str | None,
+    Query(
+        description="Only files that hold something of it.",
+        json_schema_extra={"enum": [*SECTIONS]},
+    ),
+]
 
 
 @router.get("/kept", response_model=models.Kept)

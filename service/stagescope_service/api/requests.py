@@ -141,6 +141,11 @@ def _place(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in found[1].split(".")[1:])
 
 
+def pattern(text: str) -> dict[str, Any]:
+    """Return what a parameter's document says of its form; what is wrong is said by its reader."""
+    return {"pattern": text}
+
+
 def step_number(text: str) -> int | None:
     """Return the step that a path names; None for `latest`.
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, arrival, gaps
-from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.desk import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
 from stagescope_service.api.groups import Only, only_of, scope_of
 from stagescope_service.api.models import runs as models
-from stagescope_service.api.requests import Answer, Page, PageOf, cursor
+from stagescope_service.api.requests import Answer, Page, PageOf, cursor, pattern
 from stagescope_service.api.target import Target, superseded_by
 
 router = APIRouter(tags=["runs"])
@@ -29,7 +29,11 @@ def runs(desk: AtDesk, page: PageOf) -> Answer:
 
 @router.get("/runs/{run}/attempts", response_model=models.Attempts)
 def attempts(
-    desk: AtDesk, page: PageOf, run: Annotated[str, Path(description="The run's name.")]
+    desk: AtDesk,
+    page: PageOf,
+    run: Annotated[
+        str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
+    ],
 ) -> Answer:
     """List a run's attempts, newest first: fingerprint, where it resumed, what was done again.
 

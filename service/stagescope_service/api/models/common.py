@@ -57,6 +57,13 @@ Complete = Annotated[
         "or `unknown` (nobody said how many ranks there are); of another `open`."
     ),
 ]
+GapText = Annotated[
+    str | None,
+    Field(
+        description="What the numbers of a closed step lack, or why it has none; null: nothing.",
+        examples=["numbers without 1 payload lost"],
+    ),
+]
 
 
 class LiveRun(Model):

@@ -11,6 +11,7 @@ from stagescope_service.api.models.common import (
     Attempt,
     AttemptHeading,
     Complete,
+    GapText,
     ListedMissing,
     Model,
     Number,
@@ -97,6 +98,7 @@ class StepRow(Model):
     attempt: Attempt
     complete: Complete
     missing: list[ListedMissing]
+    gap: GapText
     superseded_by: int | None
     """The newest attempt that did (or will do) this step again."""
     opened_wall: float | None

@@ -11,6 +11,7 @@ from stagescope_service.api.models.common import (
     AttemptHeading,
     Complete,
     DumpRow,
+    GapText,
     Layout,
     Missing,
     Model,
@@ -92,6 +93,7 @@ class Numbers(StepHeading):
     complete: Complete
     missing: list[Missing]
     """Who has not ended a stage of the step."""
+    gap: GapText
     stage: Stage
     """The stage that the numbers are taken from."""
     role: Annotated[str | None, Field(examples=["actor"])]
@@ -324,6 +326,7 @@ class Stages(StepHeading, Page[StageRow | AbsentStage]):
 
     complete: Complete
     missing: list[Missing]
+    gap: GapText
     expected: dict[str, dict[str, list[int]]]
     """role -> stage -> ranks."""
     wall: Wall
