@@ -67,7 +67,7 @@ def say(line: str) -> None:
 def main(steps: int) -> None:
     """Print seconds and ratios."""
     warm()
-    with tempfile.TemporaryDirectory() as home, service(Path(home)) as live:
+    with tempfile.TemporaryDirectory() as home, service(Path(home), recorded=False) as live:
         fill(live, steps)
         begun = time.perf_counter()
         for step in range(2, SINGLE + 2):

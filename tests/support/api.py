@@ -250,9 +250,15 @@ class LocalEngine:
 
 
 class Service:
-    """Everything that a test of the API talks to."""
+    """Everything that a test of the API talks to; its answers are as the document says.
 
-    def __init__(self, home: Path, **settings: Any) -> None:
+    Args:
+        home: of the service.
+        recorded: whether answers are held to the document at the end; a benchmark's are not.
+        settings: of the service.
+    """
+
+    def __init__(self, home: Path, *, recorded: bool = True, **settings: Any) -> None:
         self.settings = Settings(home=home, port=0, **settings)
         self.store = SqlStore(self.settings.catalogue_url)
         self.store.open()
@@ -270,7 +276,8 @@ class Service:
             clock=lambda: time.time() if self.now is None else self.now,
         )
         self.answers: list[documented.Answered] = []
-        self.app.add_middleware(documented.Recorder, answers=self.answers)
+        if recorded:
+            self.app.add_middleware(documented.Recorder, answers=self.answers)
         self.server = ApiServer(self.app, port=0, header_seconds=self.settings.header_seconds)
         self.server.start()
         self._clients: list[httpx.Client] = []

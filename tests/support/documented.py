@@ -14,12 +14,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stagescope_service.api.app import make_app
 from stagescope_service.settings import Settings
 
-try:
-    import jsonschema_rs
 
-    CHECKED = True
-except ImportError:  # with the lowest versions, whose answers are the same
-    CHECKED = False
+def _validators() -> Any:
+    """Return the library; None with the lowest versions, whose answers are the same."""
+    try:
+        import jsonschema_rs
+    except ImportError:
+        return None
+    return jsonschema_rs
+
+
+VALIDATORS: Any = _validators()
 
 
 class Answered(NamedTuple):
@@ -57,7 +62,7 @@ class Recorder:
 
         await self.app(scope, receive, sent)
         media_type = _media_type(start).decode()
-        if CHECKED and media_type.endswith("json"):
+        if VALIDATORS is not None and media_type.endswith("json"):
             self.answers.append(
                 Answered(scope["method"], scope["path"], start["status"], media_type, bytes(body))
             )
@@ -115,7 +120,7 @@ def _validator(operation: Operation, status: int, media_type: str) -> Any:
     schema = said.get("content", {}).get(media_type, {}).get("schema")
     if schema is None:
         return None
-    return jsonschema_rs.Draft202012Validator({**schema, "components": document()["components"]})
+    return VALIDATORS.Draft202012Validator({**schema, "components": document()["components"]})
 
 
 def _media_type(start: Mapping[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival, gaps
 from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Round, Row, Stage, StepTarget
 from stagescope_service.api.measures import Measured, Slice
+from stagescope_service.api.models import numbers
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.target import Target
@@ -98,7 +99,7 @@ def dumps(
     return Answer({**target.heading(), **page.cut([shape.dump_row(row) for row in found])})
 
 
-@router.get("/metrics", response_model=models.Metrics)
+@router.get("/metrics", response_model=numbers.Metrics)
 def metrics(
     desk: AtDesk,
     target: StepTarget,
@@ -117,7 +118,7 @@ def metrics(
     return Answer(metrics_of(desk, target, Slice(stage, role, rank), round))
 
 
-@router.get("/rounds", response_model=models.Rounds)
+@router.get("/rounds", response_model=numbers.Rounds)
 def rounds(
     desk: AtDesk,
     target: StepTarget,
@@ -142,7 +143,7 @@ def rounds(
     return Answer({**said, **page.cut(answers.slice_rows(summary, by))})
 
 
-@router.get("/ranks", response_model=models.Ranks)
+@router.get("/ranks", response_model=numbers.Ranks)
 def ranks(
     desk: AtDesk,
     target: StepTarget,
@@ -162,7 +163,7 @@ def ranks(
     return Answer({**_opening(desk, target), **answers.said_of(measured), **page.cut(found)})
 
 
-@router.get("/tokens", response_model=models.Tokens)
+@router.get("/tokens", response_model=numbers.Tokens)
 def tokens(
     desk: AtDesk,
     target: StepTarget,

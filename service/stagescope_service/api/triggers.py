@@ -11,8 +11,8 @@ from stagescope.errors import InvalidInput
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.desk import AtDesk, Desk, Row, Run, StepTarget
 from stagescope_service.api.groups import Only, only_of
-from stagescope_service.api.models import captures as models
 from stagescope_service.api.models import steps as step_models
+from stagescope_service.api.models import triggers as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.triggers.replay import Fired, replay

@@ -1,0 +1,273 @@
+"""Answers about triggers: the rules in force, what fired, and what it may cost."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from stagescope_service.api.models.common import (
+    ABSENT,
+    Attempt,
+    LiveRun,
+    Model,
+    Number,
+    Page,
+    Rank,
+    Role,
+    Run,
+    Stage,
+    Step,
+)
+
+
+class ZScore(Model):
+    """Further from the mean of the last steps than so many of their standard deviations."""
+
+    over: float
+    steps: int
+
+
+class When(Model):
+    """The conditions of a rule; all that are given must hold."""
+
+    above: float = Field(default=ABSENT, alias=">")
+    below: float = Field(default=ABSENT, alias="<")
+    at_least: float = Field(default=ABSENT, alias=">=")
+    at_most: float = Field(default=ABSENT, alias="<=")
+    non_finite: Literal[True] = ABSENT
+    """The value is NaN or infinite."""
+    median_ratio: float = ABSENT
+    """Over so many times the median of the run's steps before."""
+    noise_ratio: float = ABSENT
+    """Over so many times the same metric of the noise floor."""
+    z_score: ZScore = ABSENT
+
+
+class RuleFinding(Model):
+    """The finding that a rule makes."""
+
+    severity: Literal["error", "warning", "info"]
+    advice: str
+
+
+class RuleActions(Model):
+    """What follows of a firing; what is absent is not done."""
+
+    finding: RuleFinding = ABSENT
+    pin: int = ABSENT
+    """Of how many last steps the payloads are pinned."""
+    webhook: str = ABSENT
+    """The host alone: the URL may hold secrets."""
+    capture: dict[str, Any] = ABSENT
+    """The capture that is ordered where the run has a budget; see `POST /captures`."""
+
+
+class Rule(Model):
+    """A rule on a metric."""
+
+    name: str
+    metric: str
+    """A published name, or a pattern."""
+    by: Literal["whole", "round", "rank", "stage"]
+    stage: Stage | None
+    staleness: int | None
+    """Only tokens of this staleness."""
+    when: When
+    for_: int = Field(alias="for")
+    """In how many measured steps in a row the conditions must hold."""
+    cooldown: int
+    """It fires at most once in so many steps."""
+    actions: RuleActions
+
+
+class Budget(Model):
+    """What triggers may spend on captures of a run; null: no bound."""
+
+    captures: int
+    bytes: int | None = ABSENT
+    share: float | None = ABSENT
+    """Of the run's step time, 0 to 1."""
+
+
+class Permission(Model):
+    """That a run may be captured unasked."""
+
+    capture: Literal["auto"]
+    budget: Budget
+
+
+class _Rules(Model):
+    runs: dict[str, Permission]
+    """Run or pattern -> what triggers may spend."""
+
+
+class PinnedOf(Model):
+    """What became of the pin of one step."""
+
+    step: Step
+    payloads: int
+    bytes: int
+    gone: int
+    """Payloads that the rings had let go before."""
+    reasons: list[str]
+
+
+class FiredPins(Model):
+    """What became of pins."""
+
+    steps: list[PinnedOf]
+
+
+class FiredCapture(Model):
+    """What became of a capture; neither where it was not meant here."""
+
+    capture_id: str = ABSENT
+    refused: str = ABSENT
+    """Why it was not ordered."""
+
+
+class FiredWebhook(Model):
+    """What became of a webhook."""
+
+    host: str
+    delivered: bool
+    reason: str | None
+    """Why not."""
+
+
+class FiredActions(Model):
+    """What became of a firing's actions; those that its rule does not have are absent."""
+
+    pin: FiredPins = ABSENT
+    capture: FiredCapture = ABSENT
+    webhook: FiredWebhook = ABSENT
+
+
+class Firing(Model):
+    """A rule that fired at a step."""
+
+    run: Run
+    attempt: Attempt | None
+    step: Step
+    rule: str
+    stage: Stage | None
+    role: Role | None
+    rank: Rank | None
+    round: int | None
+    message: str
+    wall: float | None
+    """Unix seconds."""
+    revision: int | None
+    """Of the rules."""
+    actions: FiredActions | None
+    """Null: not taken yet."""
+    withdrawn_wall: float | None
+    """Unix seconds: since when it no longer stands."""
+    evidence: dict[str, Any]
+    """The numbers, what they were held against, the token, the ranks concerned."""
+
+
+class Firings(Page[Firing]):
+    """Firings, the last first."""
+
+
+class RuleStatus(Rule):
+    """A rule in force."""
+
+    fired: int
+    """How often it fired, of the last 10 000 firings."""
+    last_fired: Firing | None
+
+
+class Spent(Model):
+    """What captures that triggers ordered have cost a run."""
+
+    captures: int
+    bytes: int
+    """Of their dumps."""
+    seconds: float
+    """What the slowest rank of each step spent in them."""
+    share: float
+    """Of the run's time."""
+
+
+class BudgetRow(Model):
+    """The budget of a run that may be captured unasked."""
+
+    run: Run
+    budget: Budget
+    spent: Spent
+    under_way: list[str]
+    """Ids of captures that have not come to an end."""
+    refusal: str | None
+    """Why no more; null: there is room."""
+
+
+class PinnedStep(Model):
+    """A step whose payloads stay in the rings."""
+
+    run: Run
+    attempt: Attempt
+    step: Step
+
+
+class Triggers(_Rules):
+    """The rules in force."""
+
+    revision: int
+    """0: the rules that ship, before the coordinator has stored them."""
+    wall: float | None
+    """Unix seconds: since when."""
+    by: str | None
+    """Who gave them."""
+    source: Annotated[str, Field(examples=["defaults", "set", "file"])]
+    rules: list[RuleStatus]
+    budgets: list[BudgetRow]
+    pinned: list[PinnedStep]
+
+
+class NewTriggers(_Rules):
+    """The rules that were put in force."""
+
+    revision: int
+    rules: list[Rule]
+
+
+class DefaultTriggers(_Rules):
+    """The rules that ship."""
+
+    yaml: str
+    """With their comments."""
+    rules: list[Rule]
+
+
+class WouldFire(Model):
+    """A rule that would have fired at a stored step."""
+
+    attempt: Attempt
+    step: Step
+    rule: str
+    value: Number
+    metric: str
+    stage: Stage | None
+    role: Role | None
+    rank: Rank | None
+    round: int | None
+    message: str
+    evidence: dict[str, Any]
+    """As of a firing."""
+    fired_live: bool
+    """Whether it did."""
+
+
+class DryRun(Model):
+    """Which stored steps would have fired."""
+
+    run: Run
+    also_live: list[LiveRun]
+    steps: int
+    """How many were looked at."""
+    rules: list[str]
+    """The rules that were tried."""
+    rows: list[WouldFire]
