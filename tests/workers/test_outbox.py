@@ -130,16 +130,28 @@ def test_a_beginning_alone_waits_a_moment_for_company() -> None:
     first = outbox.put(BEGIN, {"step": 1, "stage": "s"})
     assert outbox.due == first.mono + LINGER
     outbox.put(BEGIN, {"step": 1, "stage": "inner"})
+    outbox.put(END, {"step": 1, "stage": "inner"})
     assert outbox.due == first.mono + LINGER  # no company puts it off
     outbox.put(LOG, {"scalars": {}})
     assert outbox.due == 0.0
     outbox.put(BEGIN, {"step": 2, "stage": "s"})
     assert outbox.due == 0.0
-    assert len(outbox.take()) == 4
+    assert len(outbox.take()) == 5
     late = outbox.put(BEGIN, {"step": 3, "stage": "s"})
     assert outbox.due == late.mono + LINGER
     outbox.put_back()
     assert outbox.due == 0.0  # what was offered before is late as it is
+
+
+def test_an_end_leaves_with_the_beginning_that_follows_and_at_once_with_tensors() -> None:
+    outbox = Outbox()
+    end = outbox.put(END, {"step": 1, "stage": "s"})
+    outbox.put(BEGIN, {"step": 1, "stage": "next"})
+    assert outbox.due == end.mono + LINGER
+    assert len(outbox.take()) == 2
+    outbox.acknowledge()
+    put_end(outbox, 1, 2)
+    assert outbox.due == 0.0
 
 
 def test_batch_in_flight_is_the_same_until_it_ends() -> None:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from stagescope.schema import BEGIN, DROPPED, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
+from stagescope.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
 from stagescope_workers.draft import Draft
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
@@ -30,8 +30,10 @@ DEFAULT_MAX_EVENTS: Final = 100_000
 BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 64 << 20
 LINGER: Final = 0.005
-"""Seconds that a beginning waits for company: a short stage's leaves with its end, in one call, and
-sending it does not compete with the stage itself for the interpreter."""
+"""Seconds that a beginning or an end without tensors waits for company: a stage's end leaves with
+the beginning of the next, and a short stage in one call; each call costs the coordinator some two
+milliseconds, and sending competes with the stage itself for the interpreter."""
+_LINGERS: Final = frozenset({BEGIN, END})
 
 _STAYS: Final = frozenset({HELLO, FINISH, DROPPED})
 _MAX_DETAILS: Final = 1000  # counts kept by work; what is dropped beyond is counted without it
@@ -124,7 +126,7 @@ class Outbox:
             if draft is not None:
                 self._admit_body(entry)
             if kind in _STAYS or self._admit_event(entry):
-                if kind != BEGIN:
+                if kind not in _LINGERS or draft is not None:
                     self.due = 0.0
                 elif not self._queued:
                     self.due = mono + LINGER
