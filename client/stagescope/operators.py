@@ -83,19 +83,29 @@ class NonFiniteOperators(Table):
         else:
             together = [rank for rank in earliest["together"] if rank != earliest["rank"]]
             also = f" (and at the same place rank {_listed(together)})" if together else ""
-            lines += wrapped("", f"the earliest: {_dump_of(earliest)}{also}", width)
+            left_out = _not_read(earliest)
+            lines += wrapped("", f"the earliest: {_dump_of(earliest)}{also}{left_out}", width)
             lines += _first(earliest, width)
         for row in self:
             if row["name"] is None:
                 masks = f", {row['masks']} masks" if row["masks"] else ""
                 state = "all finite" if row["state"] == "digested" else row["state"]
-                lines += wrapped("", f"{_dump_of(row)}: {state}{masks}", width)
+                lines += wrapped("", f"{_dump_of(row)}: {state}{masks}{_not_read(row)}", width)
             elif not row["earliest"]:
                 order = ", in another order of calls" if row["order_differs"] else ""
-                lines += wrapped("", f"{_dump_of(row)}{order}:", width)
+                lines += wrapped("", f"{_dump_of(row)}{order}{_not_read(row)}:", width)
                 lines += _first(row, width)
             lines += [line for note in _notes_of(row) for line in wrapped("", note, width)]
         return lines
+
+
+def _not_read(row: Mapping[str, Any]) -> str:
+    """Return how many calls were left out of a search, as they read no memory."""
+    count = row.get("not_read")
+    if not count:
+        return ""
+    calls = "1 call that hands" if count == 1 else f"{count} calls that hand"
+    return f", {calls} on memory without reading it left out"
 
 
 class Divergence(Record):

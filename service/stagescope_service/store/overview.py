@@ -14,11 +14,18 @@ _ALIVE: Final = sa.and_(processes.c.finished_wall.is_(None), processes.c.lapsed_
 
 
 def _activity() -> sa.Subquery:
-    """Select per attempt: when it was last heard, how many processes, how many alive."""
+    """Select per attempt: when it was last heard, how many processes, how many alive.
+
+    `last_wall` is on the service's clock as far as the offset of a sender's is known, `heard_wall`
+    is of those processes alone whose offset is.
+    """
+    on_ours = processes.c.last_wall + sa.func.coalesce(processes.c.clock_offset, 0.0)
+    is_ours = processes.c.clock_offset.is_not(None) | (processes.c.raw == sa.true())
     return (
         sa.select(
             processes.c.attempt_id,
-            sa.func.max(processes.c.last_wall).label("last_wall"),
+            sa.func.max(on_ours).label("last_wall"),
+            sa.func.max(sa.case((is_ours, on_ours))).label("heard_wall"),
             sa.func.count().label("processes"),
             sa.func.sum(sa.case((_ALIVE, 1), else_=0)).label("alive"),
         )
@@ -96,6 +103,9 @@ def runs(run: str | None = None) -> Query:
             sa.func.max(activity.c.last_wall)
             .over(partition_by=tables.attempts.c.run)
             .label("run_last_wall"),
+            sa.func.max(activity.c.heard_wall)
+            .over(partition_by=tables.attempts.c.run)
+            .label("run_heard_wall"),
             sa.func.max(sa.case((_live(activity), 1), else_=0))
             .over(partition_by=tables.attempts.c.run)
             .label("run_live"),
@@ -106,6 +116,8 @@ def runs(run: str | None = None) -> Query:
     last = sa.func.coalesce(
         ranked.c.run_last_wall, ranked.c.opened_wall, tables.runs.c.created_wall
     )
+    # A sender whose offset is not known may be ahead: nothing of its began later than it arrived.
+    active = sa.func.coalesce(ranked.c.run_heard_wall, _last_begun(ranked.c.attempt_id), last)
     query = (
         sa.select(
             tables.runs,
@@ -118,9 +130,20 @@ def runs(run: str | None = None) -> Query:
             (sa.func.coalesce(ranked.c.run_live, 0) == 1).label("live"),
         )
         .outerjoin(ranked, sa.and_(ranked.c.run == tables.runs.c.run, ranked.c.place == 1))
-        .order_by(sa.func.coalesce(last, 0.0).desc(), tables.runs.c.run)
+        .order_by(sa.func.coalesce(active, 0.0).desc(), tables.runs.c.run)
     )
     return query if run is None else query.where(tables.runs.c.run == run)
+
+
+def _last_begun(attempt_id: sa.ColumnElement[int]) -> sa.ScalarSelect[float]:
+    """Select when a stage of an attempt's highest step began last, on the service's clock."""
+    other = stages.alias()
+    top = sa.select(sa.func.max(other.c.step)).where(other.c.attempt_id == attempt_id)
+    return (
+        sa.select(sa.func.max(stages.c.begun_wall))
+        .where(stages.c.attempt_id == attempt_id, stages.c.step == top.scalar_subquery())
+        .scalar_subquery()
+    )
 
 
 def training_attempt() -> Query:

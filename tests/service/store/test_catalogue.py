@@ -92,6 +92,40 @@ def test_a_sender_whose_clock_is_ahead_keeps_no_default_run(
     assert row["run"] == "r"
 
 
+@pytest.mark.parametrize("offset", [None, -1e12])
+def test_a_sender_whose_clock_is_ahead_does_not_lead_the_runs(
+    two_runs: SqlStore, catalogue: Catalogue, offset: float | None
+) -> None:
+    ahead = {"incarnation": "incarnation-3-0", "last_wall": 1e12 + 30.0, "clock_offset": offset}
+    write(
+        two_runs,
+        Put("processes", ahead),
+        *(stage_row(4 - at, 5, attempt_id=3, begin_wall=1e12, begun_wall=40.0) for at in (0, 1)),
+    )
+    assert [row["run"] for row in catalogue.runs()] == ["r", "other", "empty"]
+
+
+def test_numbers_outside_a_stage_are_of_the_newest_process_that_logged_them(
+    store: SqlStore, catalogue: Catalogue
+) -> None:
+    write(store, *training(1))
+    puts = []
+    for incarnation, first, named in (
+        ("old", 1.0, {"loss": 1.0, "reward": 2.0}), ("new", 2.0, {"loss": 4.0})
+    ):  # fmt: skip
+        who = {"incarnation": incarnation, "attempt_id": 1, "role": "actor", "rank": 9}
+        puts.append(Put("processes", {**who, "first_wall": first}))
+        for name, value in named.items():
+            puts.append(
+                Put("scalars", {**who, "step": 5, "work_key": "5||", "name": name, "value": value})
+            )
+    write(store, *puts)
+    found = {row["name"]: row["value"] for row in catalogue.scalars(1, 5)}
+    assert found == {"loss": 4.0, "reward": 2.0}
+    (row,) = catalogue.scalar_values([1], "loss", by_rank=False)
+    assert (row["mean"], row["count"]) == (4.0, 1)
+
+
 def test_the_last_training_stage_is_found_by_its_index(store: SqlStore) -> None:
     assert store._reader is not None
     with store._reader.connect() as connection:

@@ -40,7 +40,7 @@ class MeasuredReads(Reader):
         """
         found = self._page(
             "scalars",
-            [*conditions("scalars", locals()), _answers()],
+            [*conditions("scalars", locals()), _answers(), *self._of_newest(attempt_id)],
             "step name role rank work_key",
             limit,
             offset,
@@ -129,6 +129,7 @@ class MeasuredReads(Reader):
                 table.c.attempt_id.in_(list(attempts)),
                 table.c.name == name,
                 _answers(),
+                *self._of_newest(attempts),
                 *_between(table.c.step, first, last),
                 *conditions("scalars", {"stage": stage, "role": role, "rank": rank}),
             )
@@ -136,6 +137,34 @@ class MeasuredReads(Reader):
             .order_by(table.c.step.desc(), table.c.attempt_id.desc())
         )
         yield from self._each(query)
+
+    def _of_newest(self, attempts: Filter) -> list[sa.ColumnElement[bool]]:
+        """Return the condition that a scalar outside a stage is not of a replaced process.
+
+        Where a newer incarnation of a rank logged the same in an attempt, the newer answers. There
+        is no condition where no rank of the attempts has two: most often.
+        """
+        table = TABLES["processes"]
+        is_probe = sa.or_(table.c.raw.is_(None), table.c.raw == sa.false())
+        rank = (table.c.attempt_id, table.c.role, table.c.rank)
+        where = [*conditions("processes", {"attempt_id": attempts}), is_probe]
+        twice = sa.select(rank[0]).where(*where).group_by(*rank).having(sa.func.count() > 1)
+        if self._first(twice) is None:
+            return []
+        scalars, other = TABLES["scalars"].c, TABLES["scalars"].alias().c
+        own, newer = table.alias().c, table.alias().c
+        replaced = sa.exists().where(
+            own.incarnation == scalars.incarnation,
+            *(newer[column.name] == own[column.name] for column in rank),
+            sa.or_(
+                newer.first_wall > own.first_wall,
+                sa.and_(newer.first_wall == own.first_wall, newer.incarnation > own.incarnation),
+            ),
+            other.incarnation == newer.incarnation,
+            other.work_key == scalars.work_key,
+            other.name == scalars.name,
+        )
+        return [sa.or_(scalars.stage.is_not(None), ~replaced)]
 
     def payloads(
         self,
