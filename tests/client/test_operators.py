@@ -18,7 +18,8 @@ from tests.support.small_decoder import small_decoder
 import stagescope
 from stagescope import Session
 from stagescope.errors import InvalidInput, NotFound
-from stagescope.operators import Operators, read_side
+from stagescope.frames import Table
+from stagescope.operators import NonFiniteOperators, Operators, read_side
 
 BROKEN = "Module.blocks.1.down.Linear.forward.0"
 CHANGED = "Module.blocks.0.up.Linear.forward.0"
@@ -105,6 +106,15 @@ def test_the_first_non_finite_operator_is_named(asking: Session) -> None:
     assert f"in {BROKEN}" in text
     assert "actor_update actor/0: all finite" in text
     assert "no operator gave a NaN" in asking.step(6).non_finite().lines()[0]
+
+
+def test_calls_that_were_left_out_of_the_search_are_said(asking: Session) -> None:
+    found = asking.step(5).non_finite()
+    rows = [{**row, "not_read": 3 if row["name"] is None else 1} for row in found]
+    about = {**found.about, "earliest": {**found.about["earliest"], "not_read": 1}}
+    text = " ".join(NonFiniteOperators.of(Table.from_rows(rows, about=about)).lines())
+    assert "all finite, 3 calls that hand on memory without reading it left out" in text
+    assert ", 1 call that hands on memory without reading it left out" in text
 
 
 def test_the_first_divergent_operator_is_named(asking: Session) -> None:

@@ -1,0 +1,67 @@
+"""A pin reaches every node that holds payloads of the step, wherever the catalogue lists them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.stores import write
+
+from stagescope_service.settings import Settings
+from stagescope_service.store.base import Put
+from stagescope_service.store.reads.reader import LIMIT
+from stagescope_service.store.ring import Ring, RingKey
+from stagescope_service.store.sql import SqlStore
+
+pytest.importorskip("ray")
+from stagescope_service.engine import floor
+
+STEP = 5
+
+
+class Nodes:
+    """The rings of nodes, reached as ingestors are."""
+
+    home = "a"
+
+    def __init__(self, rings: dict[str, Ring]) -> None:
+        self.rings = rings
+
+    def on(self, node_id: str | None) -> Any:
+        async def pin(attempt_id: int, step: int) -> tuple[Any, ...]:
+            return tuple(self.rings[str(node_id)].pin_step(attempt_id, step))
+
+        return SimpleNamespace(pin=SimpleNamespace(remote=pin))
+
+
+def test_a_pin_reaches_payloads_beyond_the_first_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path)
+    store = SqlStore(settings.catalogue_url)
+    store.open()
+    rings = {name: Ring(tmp_path / name, 1 << 24, reserve_bytes=0) for name in ("a", "z")}
+    values = np.zeros(8, np.float32)
+    # As the catalogue orders them, those of node z come after a whole page of node a's.
+    for seq, node in [*((seq, "a") for seq in range(LIMIT + 50)), (5000, "z"), (5001, "z")]:
+        path = ""
+        if node == "z" or seq < 3:
+            tensors = {"old_log_probs": ("float32", values.shape, values, None)}
+            entry = rings[node].keep(RingKey(1, STEP, node, seq), tensors, {})
+            assert entry is not None
+            path = str(entry.path)
+        row = {"artifact_id": f"ring/{node}/{seq:06}", "attempt_id": 1, "step": STEP, "path": path}
+        place = {"stage": "actor_update", "rank": 0, "kind": "ring", "node_id": node}
+        gone = {} if path else {"deleted_wall": 1.0}
+        write(store, Put("artifacts", {**row, **place, **gone}))
+    monkeypatch.setattr(floor, "Ingestors", lambda settings: Nodes(rings))
+    reaching = floor.RayFloor(settings, order=None)  # type: ignore[arg-type]
+    answer = asyncio.run(reaching.pin(1, STEP))
+    store.close()
+    assert (answer.payloads, answer.gone, answer.reasons) == (5, LIMIT + 47, ())
+    # The next payload that needs the room finds none of them evictable.
+    assert rings["z"].pin_step(1, STEP).payloads == 2
