@@ -57,9 +57,9 @@ step_metrics = table(
     Column("whole_wall", Real),
     *columns(Text, "stage verdict"),
     *columns(StrictJson(), "suspects metrics"),
+    Column("slices", Blob),
     # Null where an earlier release wrote the row: then the step summary says it.
     *columns(Int, "tokens masked_tokens unequal_tokens"),
-    Column("slices", Blob),
 )
 
 streams = table(
