@@ -57,13 +57,17 @@ def role_names(said: object) -> frozenset[str]:
     return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
 
 
+_READ: Final = frozenset({"keep", "producers"})
+"""The settings that are mappings, and that who reads a payload needs."""
+
+
 def reading_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what of a process's settings goes with each of its payloads to who reads it.
 
     A whole configuration (verl's has 50 kB) stays where it was said.
     """
     given = settings or {}
-    return {k: v for k, v in given.items() if k == "keep" or not isinstance(v, Mapping)}
+    return {k: v for k, v in given.items() if k in _READ or not isinstance(v, Mapping)}
 
 
 class Registry:

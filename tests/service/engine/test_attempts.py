@@ -212,8 +212,8 @@ def test_an_unsupported_version_is_one_finding_of_the_attempt(bench: Bench) -> N
 
 @pytest.mark.parametrize("driver_first", [False, True])
 def test_the_configuration_is_that_of_who_says_most(bench: Bench, driver_first: bool) -> None:
-    whole = {"rollout_is": "token", "verl": {"trainer.n": 4, "actor.lr": 1e-6}}
-    told = {"rollout_is": "token"}
+    told = {"rollout_is": "token", "producers": {"rollout": "engine"}, "keep": {"all": True}}
+    whole = {**told, "verl": {"trainer.n": 4, "actor.lr": 1e-6}}
     driver, rank = Rank(role="driver"), Rank()
     hellos = [
         driver.hello(settings=whole, fingerprint={"git": "d", "config": whole}),

@@ -15,6 +15,7 @@ from stagescope.schema import Part
 from stagescope_service.engine.ingestion.intake import Intake, Outcome
 from stagescope_service.engine.ingestion.retake import Retake
 from stagescope_service.engine.instructions import PayloadKey, Put
+from stagescope_service.engine.registry import reading_settings
 from stagescope_service.engine.wholes import accounts
 from stagescope_service.statistics import PartRecord, Summary, assemble
 from stagescope_service.store.artifacts import read_tensors
@@ -99,6 +100,21 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
     assert whole.tokens_left_out == (
         {"repeated": sent - whole.total.masked} if sent > whole.total.masked else {}
     )
+
+
+def test_producers_are_said_by_a_payload_or_once_by_its_process(tmp_path: Path) -> None:
+    settings = reading_settings({"producers": {"rollout": "engine", "old": "trainer"}, "verl": {}})
+    taken = payload()
+    intake = Intake(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    for seq, meta in enumerate(({}, {"producers": {"rollout": "other", "old": "other"}}), start=1):
+        said = {**taken, "meta": meta}
+        outcome = intake.take(PayloadKey("i", seq), {**JOB, "settings": settings}, said)
+        (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
+        found = Summary.from_bytes(row["summary"]).producers
+        want = {"rollout": "other", "old": "other"} if meta else settings["producers"]
+        assert {stream: list(names) for stream, names in found.items()} == {
+            stream: [name] for stream, name in want.items()
+        }
 
 
 def test_pieces_of_a_sample_that_are_placed_share_its_id(tmp_path: Path) -> None:
