@@ -276,9 +276,9 @@ class Service:
             clock=lambda: time.time() if self.now is None else self.now,
         )
         self.answers: list[documented.Answered] = []
-        if recorded:
-            self.app.add_middleware(documented.Recorder, answers=self.answers)
-        self.server = ApiServer(self.app, port=0, header_seconds=self.settings.header_seconds)
+        # Round the app, whose own middleware stays as it is.
+        served: Any = documented.Recorder(self.app, self.answers) if recorded else self.app
+        self.server = ApiServer(served, port=0, header_seconds=self.settings.header_seconds)
         self.server.start()
         self._clients: list[httpx.Client] = []
         self.read = self.client(self.tokens.read if self.tokens else None)
