@@ -16,10 +16,11 @@ from stagescope.frames import Table
 from stagescope.render import wrapped
 
 FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
-FIRING_ORDER: Final = ("step", "rule", "message", "stage", "role", "rank", "round", "wall")
+FIRING_ORDER: Final = ("run", "step", "rule", "message", "stage", "role", "rank", "round", "wall")
 LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")
 GROUP_ORDER: Final = (
-    "severity", "kind", "rule", "where", "message", "reason", "advice", "attempt", "stage", "role",
+    "severity", "kind", "rule", "run", "where", "message", "reason", "advice", "attempt", "stage",
+    "role",
 )  # fmt: skip
 _ID: Final = 10
 """Characters of an id that are shown: enough to name it."""
@@ -83,14 +84,21 @@ class Noticed(Table):
         return lines + [line for note in self._notes(rows) for line in wrapped("", note, width)]
 
     def _paragraph(self, group: Mapping[str, Any], width: int) -> list[str]:
-        first, *more = wrapped("", _title(group), max(width - 4, 40))
+        first, *more = wrapped("", self._titled(group), max(width - 4, 40))
         lines = [first, *(f"    {line}" for line in more)]
         text = group.get("message") or group.get("reason")
         if text:
             lines += wrapped("  ", str(text), width)
+        for outcome in group.get("outcomes") or ():
+            lines += wrapped("  => ", str(outcome), width)
         if group.get("advice"):
             lines += wrapped("  -> ", self._say(str(group["advice"])), width)
         return lines
+
+    def _titled(self, group: Mapping[str, Any]) -> str:
+        # The heading names the run, where one was asked for.
+        several = self._groups.about.get("run") is None
+        return _title(group, str(group["run"]) if several and group.get("run") else "")
 
     def _notes(self, rows: int | None) -> list[str]:
         shown = min(len(self._groups), _SHOWN if rows is None else rows)
@@ -106,7 +114,7 @@ class Noticed(Table):
         return "\n".join([render.clip(self.heading, 80), *self.lines()])
 
     def _repr_html_(self) -> str:
-        body = "".join(_html_group(group) for group in self._groups[:_SHOWN])
+        body = "".join(_html_group(group, self._titled(group)) for group in self._groups[:_SHOWN])
         notes = "".join(f"<div>{_escaped(note)}</div>" for note in self._notes(None))
         empty = "" if len(self._groups) else "<div>(none)</div>"
         return render.html_block(self.heading, f"{body}{empty}{notes}")
@@ -160,8 +168,13 @@ class Finding(Record):
         return facts
 
 
-def _title(group: Mapping[str, Any]) -> str:
-    """Return `error non_finite_operator: step 10, actor rank 1, actor_update, attempt 1`."""
+def _title(group: Mapping[str, Any], run: str) -> str:
+    """Return `error non_finite_operator: step 10, actor rank 1, actor_update, attempt 1`.
+
+    Args:
+        group: a row of groups.
+        run: named first, where several are listed; else empty.
+    """
     head = " ".join(
         str(word)
         for word in (group.get("severity"), group.get("rule") or group.get("kind"))
@@ -172,7 +185,7 @@ def _title(group: Mapping[str, Any]) -> str:
     who = f"{role} rank{ranks}".strip() if comma else role
     if steps.startswith("rank"):
         steps, who = "", f"{role} {steps}".strip()
-    words = [steps, who, group.get("stage")]
+    words = [f"run {run}" if run else "", steps, who, group.get("stage")]
     if group.get("attempt") is not None:
         words.append(f"attempt {group['attempt']}")
     number = group.get("findings") or group.get("firings") or group.get("count") or 1
@@ -189,13 +202,14 @@ def _title(group: Mapping[str, Any]) -> str:
 _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
 
 
-def _html_group(group: Mapping[str, Any]) -> str:
+def _html_group(group: Mapping[str, Any], title: str) -> str:
     colour = _COLOURS.get(str(group.get("severity")), "inherit")
     text = group.get("message") or group.get("reason") or ""
+    done = "".join(f"<div>{_escaped(str(each))}</div>" for each in group.get("outcomes") or ())
     advice = f"<div><i>{_escaped(str(group['advice']))}</i></div>" if group.get("advice") else ""
     return (
         f'<div style="border-left:3px solid {colour};padding-left:.6em;margin:.4em 0">'
-        f"<b>{_escaped(_title(group))}</b><div>{_escaped(str(text))}</div>{advice}</div>"
+        f"<b>{_escaped(title)}</b><div>{_escaped(str(text))}</div>{done}{advice}</div>"
     )
 
 

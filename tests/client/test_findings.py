@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.support.api import Rank, Service, service
@@ -137,3 +138,85 @@ def test_a_notebook_shows_the_groups_too(session: stagescope.Session) -> None:
     assert page.count("steps 10-25") == 1
     assert page.index("down_proj") < page.index("old_nan of 96") < page.index("0.6 a nat")
     assert ADVICE in page
+
+
+def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> None:
+    shape = "rollout_log_probs has shape (4, {}), expected (4, 64) as old_log_probs"
+    texts = {
+        1: shape.format(40),
+        2: "response_mask holds 2 at row 0, expected 0 and 1",
+        3: "sample_ids names 3 samples, expected 4",
+        4: shape.format(38),
+    }
+    with service(tmp_path) as running:
+        rank = Rank(running)
+        rank.begin(STAGE, 1)
+        for step, text in texts.items():
+            rank.say("refused", what="init", message=text, step=step, stage=STAGE)
+        puts = [noticed("payload_invalid_tensor", text, step) for step, text in texts.items()]
+        for step, reached in ((1, "0, 2-5"), (2, "1 and 3"), (3, "7")):
+            text = (
+                f"sample 'g-{step}' of 0f3a9c{step}b on actor ranks {reached} is off by -0.{step}"
+            )
+            puts.append(noticed("off", text, step))
+        running.store.submit(puts).result(30)
+        assert running.tokens is not None
+        with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+            found = session.findings()
+        where: dict[str, dict[str, str]] = {}
+        for group in found.groups:
+            where.setdefault(group["kind"], {})[group["message"]] = group["where"]
+        expected = {texts[1]: "steps 1, 4", texts[2]: "step 2", texts[3]: "step 3"}
+        assert where["payload_invalid_tensor"] == expected
+        assert [*where["refused_init"]] == [*expected]
+        # Apart from numbers and ids these three say the same.
+        assert [*where["off"].values()] == ["steps 1-3"]
+        text = repr(found)
+        assert all(words in " ".join(text.split()) for words in expected)
+
+
+def test_firings_name_their_run_and_what_became_of_their_actions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fired(step: int, attempt: int, run: str, actions: object) -> Put:
+        row = {"attempt_id": attempt, "step": step, "rule": "mean", "run": run, "wall": 1.0 + step}
+        row |= {"message": "mean: far off", "evidence": {"attempt": 1}, "actions": actions}
+        return Put("firings", row)
+
+    def pin(step: int, payloads: int, gone: int = 0) -> dict[str, object]:
+        return {"step": step, "payloads": payloads, "bytes": 9, "gone": gone, "reasons": []}
+
+    told = {"host": "hooks.example.com", "delivered": True, "reason": None}
+    first = {"pin": {"steps": [pin(3, 2), pin(4, 1)]}, "capture": {"capture_id": "c1"}}
+    second = {"pin": {"steps": [pin(4, 1), pin(5, 3)]}, "webhook": told}
+    refused = {"pin": {"steps": [pin(4, 0, 6)]}, "capture": {"refused": "no room"}}
+    refused |= {"webhook": {**told, "delivered": False, "reason": "timed out"}}
+    with service(tmp_path) as running:
+        for run in ("r", "s"):
+            Rank(running, run=run).begin(STAGE, 1)
+        rows = [fired(4, 1, "r", first), fired(5, 1, "r", second), fired(6, 1, "r", None)]
+        running.store.submit([*rows, fired(4, 2, "s", refused)]).result(30)
+        assert running.tokens is not None
+        monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
+        monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.read)
+        with stagescope.attach() as session:
+            firings = session.firings()
+        assert {group["run"]: group["outcomes"] for group in firings.groups} == {
+            "r": [
+                "capture c1 ordered",
+                "pinned 6 payloads of steps 3-5",
+                "webhook hooks.example.com told",
+                "actions are not taken yet of 1",
+            ],
+            "s": [
+                "capture refused: no room",
+                "pinned no payload of step 4: none were left (6 had left the ring before)",
+                "webhook hooks.example.com not told: timed out",
+            ],
+        }
+        for shown in (repr(firings), firings._repr_html_(), ask("triggers", "firings")):
+            assert "mean: run r, steps 4-6" in shown
+            assert "mean: run s, step 4" in shown
+            assert "capture c1 ordered" in shown
+            assert "none were left" in shown
+        assert "run r" not in ask("triggers", "firings", "--run", "r").partition("\n")[2]

@@ -1,13 +1,15 @@
 """Findings, losses and firings by what they say: one row for what lasts over steps and ranks.
 
 A NaN that lasts makes a finding a rank and step. Rows of one attempt that say the same of the same
-stage and role make one group; the most severe stand first, then those that name most: an operator,
-a rank, a round. A group's own row is its first finding, where the trouble began.
+stage and role, apart from numbers and ids, make one group; the most severe stand first, then those
+that name most: an operator, a rank, a round. A group's own row is its first finding, where the
+trouble began.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final
@@ -28,7 +30,11 @@ MOST_ROWS: Final = 50_000
 SEVERITIES: Final = ("error", "warning", "info")
 _STRETCHES: Final = 6
 """How many stretches of steps or ranks a group names."""
-_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
+_DIGITS: Final = str.maketrans("123456789", "0" * 9)
+_ID: Final = re.compile(r"""'[^']*0[^']*'|"[^"]*0[^"]*"|\b(?=[a-f-]*0)[0a-f]{6}[0a-f-]*\b""")
+"""A quoted name that holds a digit (of a sample), or hex digits (of a capture), all digits 0."""
+_NUMBER: Final = re.compile(r"(?:(?<!\w)-)?0+(?:\.0+)?(?:e[-+]?0+)?")
+_LIST: Final = re.compile(r"\b(rank|step)s\b|0(?:(?:, ?| and | ?- ?)0)+\b")
 
 Only = Annotated[
     str | None,
@@ -151,6 +157,7 @@ def firing_groups(
         {
             **group[0],
             **_extent(group),
+            "outcomes": outcomes(group),
             "firings": len(group),
             "first_wall": min(row["wall"] for row in group),
             "last_wall": max(row["wall"] for row in group),
@@ -210,7 +217,24 @@ def _last_if_none(number: int | None) -> tuple[bool, int]:
 
 
 def _finding_key(row: Row) -> tuple[Any, ...]:
-    return (row["kind"], row["severity"], row["stage"], row["role"], *_subject(row))
+    # A trigger says the same by its rule and metric; its message names each time another token.
+    of_trigger = row["kind"].startswith("trigger_")
+    text = None if of_trigger else _wording(row["message"])
+    return (row["kind"], row["severity"], row["stage"], row["role"], text, *_subject(row))
+
+
+def _wording(text: str | None) -> str:
+    """Return a text without its numbers and ids: equal where two texts say the same.
+
+    A shape, a number of bytes or seconds, a list of ranks is another each time.
+    """
+    return _without_numbers((text or "").translate(_DIGITS))
+
+
+@functools.lru_cache(maxsize=4096)  # what lasts repeats the same text with other digits
+def _without_numbers(text: str) -> str:
+    plain = _NUMBER.sub("0", _ID.sub("0", text))
+    return _LIST.sub(lambda found: found[1] or "0", plain)
 
 
 def _subject(row: Row) -> tuple[Any, Any]:
@@ -220,13 +244,75 @@ def _subject(row: Row) -> tuple[Any, Any]:
 
 
 def _loss_key(row: Row) -> tuple[Any, ...]:
-    # A reason may hold a number of bytes or seconds that is another each time.
-    reason = _NUMBER.sub("0", row["reason"] or "")
-    return (row["kind"], reason, row["stage"], row["role"])
+    return (row["kind"], _wording(row["reason"]), row["stage"], row["role"])
 
 
 def _firing_key(row: Row) -> tuple[Any, ...]:
     return (row["rule"], row["stage"], row["role"])
+
+
+def outcomes(group: Sequence[Row]) -> list[str]:
+    """Return what became of the actions of firings, in words: captures, pins, webhooks.
+
+    Args:
+        group: rows of firings of one attempt, with their `actions`; None: not taken yet.
+    """
+    taken = [row["actions"] for row in group if row["actions"] is not None]
+    said = [*_capture_outcomes(taken), *_pin_outcomes(taken), *_webhook_outcomes(taken)]
+    if waiting := len(group) - len(taken):
+        said.append("actions are not taken yet" + (f" of {waiting}" if taken else ""))
+    return said
+
+
+def _capture_outcomes(taken: Sequence[Row]) -> list[str]:
+    captures = [actions.get("capture") or {} for actions in taken]
+    ids = [*dict.fromkeys(each["capture_id"] for each in captures if each.get("capture_id"))]
+    more = f" and {len(ids) - _STRETCHES} more" if len(ids) > _STRETCHES else ""
+    said = [f"capture {', '.join(ids[:_STRETCHES])}{more} ordered"] if ids else []
+    refusals = [each["refused"] for each in captures if each.get("refused")]
+    return said + [f"capture refused{times}: {why}" for why, times in _tallied(refusals)]
+
+
+def _pin_outcomes(taken: Sequence[Row]) -> list[str]:
+    # Firings of neighbouring steps pin the same steps: each counts once.
+    steps: dict[int, Row] = {}
+    for actions in taken:
+        for pin in (actions.get("pin") or {}).get("steps") or ():
+            known = steps.get(pin["step"])
+            if known is None or pin["payloads"] >= known["payloads"]:
+                steps[pin["step"]] = pin
+    if not steps:
+        return []
+    pinned = {step: pin["payloads"] for step, pin in steps.items() if pin["payloads"]}
+    gone = sum(pin["gone"] for pin in steps.values())
+    if not pinned:
+        text = f"pinned no payload of {_stretches('step', sorted(steps))}: none were left"
+    else:
+        payloads = sum(pinned.values())
+        text = f"pinned {payloads} payload{'' if payloads == 1 else 's'} of "
+        text += _stretches("step", sorted(pinned))
+    text += f" ({gone} had left the ring before)" if gone else ""
+    reasons = [why for pin in steps.values() for why in pin["reasons"]]
+    return [text, *(f"not pinned{times}: {why}" for why, times in _tallied(reasons))]
+
+
+def _webhook_outcomes(taken: Sequence[Row]) -> list[str]:
+    calls = [actions["webhook"] for actions in taken if actions.get("webhook")]
+    told = [f"webhook {call['host']} told" for call in calls if call["delivered"]]
+    failed = [
+        f"webhook {call['host']} not told: {call['reason']}"
+        for call in calls
+        if not call["delivered"]
+    ]
+    return [f"{text}{times}" for text, times in (*_tallied(told), *_tallied(failed))]
+
+
+def _tallied(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Return each text that says something else, the first of its kind, and ` 3 times`."""
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        alike.setdefault(_wording(text), []).append(text)
+    return [(said[0], f" {len(said)} times" if len(said) > 1 else "") for said in alike.values()]
 
 
 def _finding_order(group: Sequence[Row]) -> tuple[Any, ...]:

@@ -356,6 +356,8 @@ class FiringGroup(Extent):
     message: str
     actions: dict[str, Any] | None
     """What became of its actions, as `/triggers/firings` has it; null: not taken yet."""
+    outcomes: list[str]
+    """What became of the actions of all of them, in words."""
     wall: float | None
     """Unix seconds: when the first of them fired."""
     withdrawn_wall: float | None

@@ -15,8 +15,8 @@ Noticed = Literal["findings", "losses", "firings"]
 
 _OUTLINES: Final[dict[str, tuple[str, str]]] = {
     "findings": (
-        "finding_id attempt_id step stage role rank kind severity count first_wall last_wall "
-        "over_wall",
+        "finding_id attempt_id step stage role rank kind severity message count first_wall "
+        "last_wall over_wall",
         "-last_wall finding_id",
     ),
     "losses": (
@@ -45,7 +45,7 @@ class NoticedReads(Reader):
         rule: Filter = None,
         limit: int = LIMIT,
     ) -> list[Row]:
-        """Return what each finding, loss or firing is about, without its text; the newest first.
+        """Return what each finding, loss or firing is about, without its advice; the newest first.
 
         Of findings that name an operator or a rule's metric, their `evidence` too.
         """
