@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 from stagescope import discovery, nonfinite
+from stagescope.columns import COLUMNS, Kinds
 from stagescope.errors import (
     CatalogueUnavailable,
     InvalidInput,
@@ -100,9 +101,13 @@ class Asking:
         *,
         title: str = "",
         order: Sequence[str] = (),
+        columns: Kinds = MappingProxyType({}),
         limit: int = LIMIT,
     ) -> Table:
-        """Return the rows of a route, its pages followed up to `limit` rows."""
+        """Return the rows of a route, its pages followed up to `limit` rows.
+
+        `columns` are those that every row has (`stagescope.columns`).
+        """
         if limit < 1:
             raise InvalidInput(f"limit is {limit}", expected="a number of rows from 1")
         asked = dict(params or {})
@@ -130,6 +135,7 @@ class Asking:
         return Table.from_rows(
             rows[:limit],
             order=order,
+            columns=columns,
             title=title,
             about=about,
             truncated=following is not None or len(rows) > limit,
@@ -139,8 +145,13 @@ class Asking:
         self, path: str, params: Mapping[str, Any], title: str, order: Sequence[str], limit: int
     ) -> Noticed:
         """Return the rows of a list and of its groups."""
-        rows = self.table(path, params, title=title, order=order, limit=limit)
-        groups = self.table(f"{path}/groups", params, title=title, order=GROUP_ORDER, limit=limit)
+        rows, groups = (
+            self.table(each, params, title=title, order=first, columns=COLUMNS[noun], limit=limit)
+            for each, first, noun in (
+                (path, order, title),
+                (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),
+            )
+        )
         return Noticed.of_answers(rows, groups)
 
     def _patiently(self, path: str, body: Any, wait: float) -> Any:

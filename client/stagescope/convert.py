@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope import nonfinite
+from stagescope.columns import Kinds
 from stagescope.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 Columns = Mapping[str, Sequence[Any]]
 
-
-Kinds = Mapping[str, str]
-"""Column -> int, float, bool or text, where the name alone does not say it."""
-
 _NONE: Final[Kinds] = {}
+
+
+def kinds(columns: Columns, known: Kinds = _NONE) -> Kinds:
+    """Return what each column holds, for tables that are to have the same types."""
+    return {name: _kind(name, values, known) for name, values in columns.items()}
 
 
 def to_pandas(columns: Columns, kinds: Kinds = _NONE) -> pandas.DataFrame:
@@ -119,11 +121,16 @@ def _said(name: str) -> str:
 def _kind(name: str, values: Sequence[Any], kinds: Kinds) -> str:
     """Return what a column holds: int, bool, float, text, ints, texts, nested (? = with None)."""
     present = [value for value in values if value is not None]
-    optional = "?" if len(present) < len(values) or not present else ""
+    known = kinds.get(name)
+    said = known or _said(name)
+    if not values and known:
+        return known
+    may_lack = said.endswith("?") or len(present) < len(values)
+    said = said.rstrip("?")
+    optional = "?" if may_lack or not present else ""
     types = {type(value) for value in present}
-    said = kinds.get(name) or _said(name)
     if not types:
-        return said + ("?" if said in ("int", "bool") else "")
+        return said + (optional if said in ("int", "bool") else "")
     if types == {bool}:
         return "bool" + optional
     if types == {int} and said != "float" and all(-(2**63) <= value < 2**63 for value in present):

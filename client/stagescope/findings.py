@@ -115,7 +115,8 @@ class Noticed(Table):
 
     def _repr_html_(self) -> str:
         body = "".join(_html_group(group, self._titled(group)) for group in self._groups[:_SHOWN])
-        notes = "".join(f"<div>{_escaped(note)}</div>" for note in self._notes(None))
+        said = self._notes(None) if len(self._groups) else []
+        notes = "".join(f"<div>{_escaped(note)}</div>" for note in said)
         empty = "" if len(self._groups) else "<div>(none)</div>"
         return render.html_block(self.heading, f"{body}{empty}{notes}")
 

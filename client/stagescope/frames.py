@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from stagescope import convert, nonfinite, render
+from stagescope.columns import Kinds
 from stagescope.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Table:
         >>> table.where(stage="actor_update").to_pandas()
     """
 
-    __slots__ = ("_about", "_columns", "_length", "_title", "_truncated", "_units")
+    __slots__ = ("_about", "_columns", "_given_kinds", "_length", "_title", "_truncated", "_units")
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Table:
         units: Mapping[str, str] | None = None,
         about: Mapping[str, Any] | None = None,
         truncated: bool = False,
+        kinds: Kinds = MappingProxyType({}),
     ) -> None:
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:
@@ -61,29 +63,37 @@ class Table:
         self._units.update(units or {})
         self._about = dict(about or {})
         self._truncated = truncated
+        self._given_kinds = kinds
 
     @classmethod
     def from_rows(
-        cls, rows: Iterable[Mapping[str, Any]], *, order: Sequence[str] = (), **keywords: Any
+        cls,
+        rows: Iterable[Mapping[str, Any]],
+        *,
+        order: Sequence[str] = (),
+        columns: Kinds = MappingProxyType({}),
+        **keywords: Any,
     ) -> Table:
         """Return a table of `rows` as the service sends them, columns of `order` first.
 
         A field that a row lacks is None in it; the strings "nan", "inf" and "-inf" become floats
-        in columns of numbers.
+        in columns of numbers. `columns` are what every row has: a table without rows has them.
         """
         rows = list(rows)
-        found = dict.fromkeys(name for row in rows for name in row)
-        names = [name for name in order if name in found]
+        found = dict.fromkeys(name for row in rows for name in row) if rows else dict(columns)
+        names = [name for name in dict.fromkeys((*order, *columns)) if name in found]
         names += [name for name in found if name not in names]
-        columns = {name: nonfinite.column(name, [row.get(name) for row in rows]) for name in names}
-        return cls(columns, **keywords)
+        values = {name: nonfinite.column(name, [row.get(name) for row in rows]) for name in names}
+        return cls(values, kinds=columns, **keywords)
 
     @classmethod
     def of(cls: type[_Table], table: Table, *, title: str | None = None) -> _Table:
         """Return the same rows as a table of this kind, under another title where one is given."""
         columns = {name: table[name] for name in table.names}
         name = table.title if title is None else title
-        return cls(columns, title=name, about=table.about, truncated=table.truncated)
+        return cls(
+            columns, title=name, about=table.about, truncated=table.truncated, kinds=table._kinds
+        )
 
     @property
     def title(self) -> str:
@@ -184,13 +194,13 @@ class Table:
 
     @property
     def _kinds(self) -> Mapping[str, str]:
-        """Types of columns of which the name says nothing."""
-        return {}
+        """Types of columns, where they are known without the values."""
+        return self._given_kinds
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return the table as lines of text of at most `width` columns, without its title."""
         columns, _ = self._shown(rows)
-        if not columns:
+        if not columns or not self._length:
             return ["(no rows)"]
         foot = [piece for line in self._foot(rows) for piece in textwrap.wrap(line, width)]
         return [*render.text_table(columns, units=self._units, width=width), *foot]
@@ -208,7 +218,9 @@ class Table:
     def _repr_html_(self) -> str:
         rows = 5 * SHOWN_ROWS
         columns, _ = self._shown(rows)
-        foot = self._foot(rows) if columns else ["(no rows)"]
+        if not columns or not self._length:
+            return render.html_table({}, units={}, caption=self.heading, foot=["(no rows)"])
+        foot = self._foot(rows)
         return render.html_table(columns, units=self._units, caption=self.heading, foot=foot)
 
     def _shown(self, rows: int | None) -> tuple[dict[str, tuple[Any, ...]], int]:
@@ -243,8 +255,12 @@ class Table:
         return {name: values[index] for name, values in self._columns.items()}
 
     def _with(self, columns: Mapping[str, Sequence[Any]]) -> Table:
+        is_empty = self._length and not any(map(len, columns.values()))
+        # What no row is left of keeps the types of what it was taken from.
+        kinds = convert.kinds(self._columns, self._kinds) if is_empty else self._kinds
         return Table(
-            columns,
+            kinds=kinds,
+            columns=columns,
             title=self._title,
             units={name: unit for name, unit in self._units.items() if name in columns},
             about=self._about,

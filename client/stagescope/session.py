@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from stagescope import discovery
 from stagescope.answers import Status
 from stagescope.asking import LIMIT, segment, step_word
+from stagescope.columns import COLUMNS
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
 from stagescope.errors import NotFound
@@ -102,7 +103,9 @@ class Session(Orders, Comparing, EngineRegistry):
 
     def runs(self, *, limit: int = LIMIT) -> Table:
         """Return the runs, the one that was active last first."""
-        return self.table("/runs", title="runs", order=_RUN_ORDER, limit=limit)
+        return self.table(
+            "/runs", title="runs", order=_RUN_ORDER, columns=COLUMNS["runs"], limit=limit
+        )
 
     def attempts(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
         """Return a run's attempts with their fingerprints."""
@@ -111,6 +114,7 @@ class Session(Orders, Comparing, EngineRegistry):
             f"/runs/{segment(name)}/attempts",
             title="attempts",
             order=_ATTEMPT_ORDER,
+            columns=COLUMNS["attempts"],
             limit=limit,
         )
 
@@ -119,7 +123,14 @@ class Session(Orders, Comparing, EngineRegistry):
     ) -> Table:
         """Return the steps, with how complete each is, the newest first."""
         params = {"run": run, "attempt": attempt}
-        return self.table("/steps", params, title="steps", order=_STEPS_ORDER, limit=limit)
+        return self.table(
+            "/steps",
+            params,
+            title="steps",
+            order=_STEPS_ORDER,
+            columns=COLUMNS["steps"],
+            limit=limit,
+        )
 
     def step(
         self,
@@ -221,11 +232,18 @@ class Session(Orders, Comparing, EngineRegistry):
         params = {"run": run, "attempt": attempt}
         if version is None:
             return self.table(
-                "/weights", params, title="versions of weights", order=VERSION_ORDER, limit=limit
+                "/weights",
+                params,
+                title="versions of weights",
+                order=VERSION_ORDER,
+                columns=COLUMNS["versions"],
+                limit=limit,
             )
         params["verdict"] = verdict
         path = f"/weights/{version}"
-        return Weights.of(self.table(path, params, order=WEIGHT_ORDER, limit=limit))
+        return Weights.of(
+            self.table(path, params, order=WEIGHT_ORDER, columns=COLUMNS["weights"], limit=limit)
+        )
 
     def devices(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
         """Return the devices whose weights were not their replicas', over all runs by default.
@@ -234,7 +252,12 @@ class Session(Orders, Comparing, EngineRegistry):
         those without a majority.
         """
         return self.table(
-            "/devices", {"run": run}, title="devices", order=DEVICE_ORDER, limit=limit
+            "/devices",
+            {"run": run},
+            title="devices",
+            order=DEVICE_ORDER,
+            columns=COLUMNS["devices"],
+            limit=limit,
         )
 
     def exact(self, run: str | None = None, attempt: int | None = None) -> Exact:

@@ -10,6 +10,7 @@ from stagescope.answers import Metrics, Record
 from stagescope.asking import LIMIT
 from stagescope.batch import Batch
 from stagescope.batch_file import Blob, load, parse, whole_file
+from stagescope.columns import COLUMNS
 from stagescope.frames import Table
 from stagescope.hangs import STUCK_ORDER, Stacks
 from stagescope.operators import NonFiniteOperators, Operators, Stack
@@ -360,8 +361,15 @@ class Step:
         return NonFiniteOperators.of(found, title="first non-finite operators")
 
     def _table(self, noun: str, order: Sequence[str], limit: int, **params: Any) -> Table:
+        # Of rounds, the one column that was asked for stands beside the others.
+        by = {params.get("by") or "round": "int"} if noun == "rounds" else {}
         return self._session.table(
-            self._path(noun), self._params(**params), title=noun, order=order, limit=limit
+            self._path(noun),
+            self._params(**params),
+            title=noun,
+            order=order,
+            columns={**by, **COLUMNS.get(noun.replace("operators/non-finite", "non_finite"), {})},
+            limit=limit,
         )
 
     def _path(self, noun: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import polars
 import pytest
 from click.testing import Result
 from tests.support.api import Rank, Service, service
@@ -114,6 +115,17 @@ def test_what_is_not_finite_is_shown(session: Session) -> None:
     scalars = {row["name"]: row["value"] for row in step.scalars()}
     assert math.isnan(scalars["loss"])
     assert scalars["reward"] == 1.0
+
+
+def test_what_has_no_rows_has_the_columns_of_what_has_some(session: Session) -> None:
+    first, second = (session.step(5, attempt=number) for number in (1, 2))
+    tables = [(first.tokens(kind="nonfinite"), second.tokens(kind="nonfinite"))]
+    tables.append((first.scalars(), second.scalars()))
+    for empty, full in tables:
+        assert (len(empty), empty.names) == (0, full.names)
+        assert polars.concat([full.to_polars(), empty.to_polars()]).height == len(full)
+        assert dict(empty.to_pandas().dtypes) == dict(full.to_pandas().dtypes)
+    assert session.step(5, attempt=1).rounds().names[0] == "round"
 
 
 def test_every_noun_converts(session: Session) -> None:

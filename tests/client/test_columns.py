@@ -1,0 +1,101 @@
+"""The columns of tables without rows, held to the models of the API's answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import polars
+import pytest
+from pydantic import BaseModel
+
+from stagescope import Table
+from stagescope.columns import COLUMNS
+from stagescope_service.api.models import common, numbers, operators, runs, service, steps, triggers
+
+MODELS: Final[Mapping[str, type[BaseModel]]] = {
+    "rounds": numbers.SliceRow,
+    "ranks": numbers.RankRow,
+    "tokens": numbers.TokenRow,
+    "stages": steps.StageRow,
+    "scalars": steps.ScalarRow,
+    "stuck": steps.StuckRow,
+    "dumps": common.DumpRow,
+    "kept": steps.KeptFile,
+    "operators": operators.OperatorRow,
+    "non_finite": operators.FirstNonFinite,
+    "weights": service.Weight,
+    "versions": service.WeightVersion,
+    "devices": service.Device,
+    "runs": runs.RunRow,
+    "attempts": runs.AttemptRow,
+    "steps": runs.StepRow,
+    "findings": runs.FindingRow,
+    "findings/groups": runs.FindingGroup,
+    "losses": runs.LossRow,
+    "losses/groups": runs.LossGroup,
+    "firings": triggers.Firing,
+    "firings/groups": runs.FiringGroup,
+}
+_KINDS: Final = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}
+
+
+def columns_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the columns that every row of a model has, and what each holds."""
+    schema = model.model_json_schema()
+    kept = schema["required"]
+    return {name: kind_of(schema["properties"][name], schema.get("$defs", {})) for name in kept}
+
+
+def kind_of(about: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
+    if "$ref" in about:
+        return kind_of(defs[about["$ref"].rpartition("/")[2]], defs)
+    if "anyOf" in about:
+        kinds = [kind_of(each, defs) for each in about["anyOf"] if each.get("type") != "null"]
+        # Beside a number stand the names of those that are not finite.
+        kind = "float" if "float" in kinds else kinds[0]
+        optional = len(kinds) < len(about["anyOf"]) and kind in ("int", "bool")
+        return kind + "?" * optional
+    if about.get("type") == "array":
+        inner = kind_of(about["items"], defs)
+        return {"int": "ints", "text": "texts"}.get(inner, "nested")
+    return _KINDS.get(about.get("type", ""), "nested")
+
+
+@pytest.mark.parametrize("noun", MODELS)
+def test_the_columns_are_those_of_the_answers(noun: str) -> None:
+    assert COLUMNS[noun] == columns_of(MODELS[noun])
+
+
+def test_every_noun_has_a_model() -> None:
+    assert COLUMNS.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("noun", ["scalars", "tokens", "findings", "stages", "runs"])
+def test_a_table_without_rows_concatenates_with_a_full_one(noun: str) -> None:
+    spell: dict[str, Any] = {
+        "int": 1, "float": 0.5, "text": "x", "bool": True, "ints": [1], "texts": ["x"],
+        "nested": {"a": 1},
+    }  # fmt: skip
+    row = {name: spell[kind.rstrip("?")] for name, kind in COLUMNS[noun].items()}
+    row |= {name: "nan" for name in ("value", "p") if name in row}
+    full = Table.from_rows([row], order=("rank", "value"), columns=COLUMNS[noun])
+    for empty in (
+        Table.from_rows([], order=("rank", "value"), columns=COLUMNS[noun]),
+        full[:0],
+        full.select(*full.names)[1:],
+    ):
+        assert empty.names == full.names
+        both = polars.concat([full.to_polars(), empty.to_polars()])
+        assert both.height == 1
+        assert empty.to_arrow().schema == full.to_arrow().schema
+        assert dict(empty.to_pandas().dtypes) == dict(full.to_pandas().dtypes)
+        assert empty.lines() == ["(no rows)"]
+
+
+def test_a_selection_without_rows_keeps_the_types_of_its_table() -> None:
+    full = Table.from_rows([{"epoch": 1, "x": 2, "y": math.inf, "z": "a", "b": False, "l": [1]}])
+    empty = full.where(epoch=7)
+    assert dict(empty.to_pandas().dtypes) == dict(full.to_pandas().dtypes)
+    assert empty.to_polars().schema == full.to_polars().schema
