@@ -67,7 +67,9 @@ def test_the_same_directory_again_counts_once(service: Service, tmp_path: Path) 
     # The log-probs of the whole batch are no rank's: none is missing beside them.
     assert {row["status"] for row in before} == {"ok"}
     assert [row["role"] for row in before if row["stage"] == "actor_compute_log_prob"] == ["driver"]
-    assert taken_in(service, str(directory), "--run", "twice") == first
+    again = taken_in(service, str(directory), "--run", "twice")
+    assert again == {**first, "nothing_new": True}
+    assert not first["nothing_new"]
     assert rows(service, "twice", 0) == before
     with service.session() as session:
         assert len(session.attempts("twice")) == 1

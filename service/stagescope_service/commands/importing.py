@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stagescope import discovery, render, terminal
-from stagescope.errors import InvalidInput, NotFound, NotReady
+from stagescope.errors import Conflict, InvalidInput, NotFound, NotReady
 from stagescope.schema import check_run_name
 from stagescope.session import Session, attach
 
@@ -34,6 +34,11 @@ _SHOWN: Final = 20
 @click.option(
     "--format", "kind", help="Of the files, where it is not recognised: nexrl, slime, ..."
 )
+@click.option(
+    "--new-attempt",
+    is_flag=True,
+    help="Into a run that is there, of a training or of another directory, as its next attempt.",
+)
 @click.option("--url", help="The service, such as http://head:8700.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File with the operate token.")
 @click.option(
@@ -52,6 +57,7 @@ def import_directory(
     run: str | None,
     step: int | None,
     kind: str | None,
+    new_attempt: bool,
     url: str | None,
     token_file: Path | None,
     timeout: float,
@@ -60,8 +66,11 @@ def import_directory(
     """Register a directory of dumps as a run, so that every question works on it.
 
     Dumps of this project, NexRL (self-hosted, remote API, Weaver), slime, AReaL, verl and msprobe.
-    The files are read here and sent to the service, which keeps what it needs; the same directory
-    again counts once. Exit status 1 where a file could not be read: the others are there.
+    The files are read here and sent to the service, which keeps what it needs. The same directory
+    again, into the same run, counts once and says "nothing new"; one that grew becomes the run's
+    next attempt. A run that is not of this directory is left alone, unless --new-attempt is given:
+    the newest attempt answers for the run. Exit status 1 where that refuses, or where a file could
+    not be read: the others are there.
     """
     try:
         from stagescope_service.dumps.discover import open_dump
@@ -69,9 +78,9 @@ def import_directory(
         raise terminal.needs_extra(error, "service") from error
     name = check_run_name(run or _name_of(directory))
     token = None if token_file is None else discovery.read_token(token_file)
-    dump = open_dump(directory, step=step, kind=kind)
+    dump = open_dump(directory.resolve(), step=step, kind=kind)
     with attach(url, token=token, timeout=timeout) as session:
-        report = import_dump(session, dump, name, directory, step=step)
+        report = import_dump(session, dump, name, directory, step=step, new_attempt=new_attempt)
     if as_json:
         terminal.show_json(report)
     else:
@@ -80,16 +89,32 @@ def import_directory(
 
 
 def import_dump(
-    session: Session, dump: Dump, run: str, directory: Path, *, step: int | None = None
+    session: Session,
+    dump: Dump,
+    run: str,
+    directory: Path,
+    *,
+    step: int | None = None,
+    new_attempt: bool = False,
 ) -> dict[str, Any]:
     """Send a dump as a run of the service and wait until its payloads are taken in.
 
+    Args:
+        session: with a token that may operate.
+        dump: of the directory.
+        run: name of the run.
+        directory: for messages.
+        step: of dumps of operators only this one.
+        new_attempt: whether a run that is not of this directory gets another attempt.
+
     Returns:
         run, attempt_key, format, processes, events, payloads, operators (ranks' dumps of msprobe's
-        whose statistics became tables), `problems` (files that could not be read) and `refused`
-        (what the service did not take).
+        whose statistics became tables), `problems` (files that could not be read), `refused`
+        (what the service did not take) and `nothing_new` (whether the run held all of it before).
 
     Raises:
+        Conflict: the run is there, its newest attempt is not of this directory, and `new_attempt`
+            is False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
     from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
@@ -102,8 +127,9 @@ def import_dump(
             expected="a directory of dumps",
             advice="; ".join(each.message for each in dump.problems[:3]),
         )
-    key = import_key(dump)
+    key = import_key(dump, run)
     report: dict[str, Any] = {"run": run, "attempt_key": key, "format": dump.kind}
+    report["nothing_new"] = _is_there(session, dump, run, key, new_attempt=new_attempt)
     events = payloads = 0
     senders: set[Any] = set()
     problems = [_problem(each) for each in dump.problems]
@@ -128,6 +154,37 @@ def import_dump(
     counts = {"processes": len(senders), "events": events, "payloads": payloads}
     counts["operators"] = sum(each["state"] == "digested" for each in tables)
     return {**report, **counts, "problems": problems, "refused": refused}
+
+
+def _is_there(session: Session, dump: Dump, run: str, key: str, *, new_attempt: bool) -> bool:
+    """Return whether a run holds all of a dump: what is sent again then counts as sent before.
+
+    Raises:
+        Conflict: as `import_dump`.
+    """
+    from stagescope_service.dumps.importing import IMPORTED
+
+    try:
+        attempts = session.attempts(run)
+    except NotFound:  # the run is new
+        return False
+    for row in attempts:
+        if row["attempt_key"] == key:
+            # An import that broke off never said the end; what was lost may come now.
+            is_whole = row["state"] == "ended"
+            return is_whole and not len(session.losses(run, row["attempt"], limit=1))
+    newest = attempts[0]
+    config = (newest["fingerprint"] or {}).get("config") or {}
+    if not new_attempt and config.get(IMPORTED) != dump.name:
+        source = config.get(IMPORTED)
+        made = "is of processes that reported" if source is None else f"was imported from {source}"
+        raise Conflict(
+            f"run {run!r} is there: its attempt {newest['attempt']} {made}, and {dump.name} would "
+            "answer in its place",
+            expected="a name that no run has, in --run",
+            advice=f"or give --new-attempt, to make this attempt {newest['attempt'] + 1} of {run}",
+        )
+    return False
 
 
 def _waited(session: Session, sender: Any, seqs: set[int]) -> Iterator[dict[str, Any]]:
@@ -178,10 +235,13 @@ def _show(report: dict[str, Any]) -> None:
     held = [render.counted(report["payloads"], "payload")]
     if report["operators"]:
         held.append(f"the operators of {render.counted(report['operators'], 'dump')}")
+    processes = render.counted(report["processes"], "process", "processes")
+    what = f"{' and '.join(held)} of {processes}, from a directory in {report['format']}'s layout"
+    is_known = report["nothing_new"]
     click.echo(
-        f"{report['run']}: {' and '.join(held)} of "
-        f"{render.counted(report['processes'], 'process', 'processes')}, from a directory in "
-        f"{report['format']}'s layout"
+        f"nothing new: already in run {report['run']}: {what}"
+        if is_known
+        else f"{report['run']}: {what}"
     )
     for each in wrong[:_SHOWN]:
         text = each.get("message") or each["reason"]

@@ -1,7 +1,7 @@
 """A directory of dumps as the events that its processes would have sent.
 
 So that metrics, rounds, figures and comparison work on it as on any run. What is made is a function
-of the files alone: the same directory taken in twice counts once.
+of the files and the run's name: the same directory taken in twice into one run counts once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _ROLE: Final = "actor"
 _LOGGED: Final = "metrics/"
 KEY_PREFIX: Final = "import-"
 """With which the attempt key of what was taken in begins."""
+IMPORTED: Final = "imported"
+"""In the configuration of an attempt that was taken in: the name of its dump."""
 CAPTURE: Final = "imported"
 """The capture of dumps of operators that were taken in."""
 _OF_A_PARAMETER: Final = {"parameters": "parameter", "gradients": "gradient"}
@@ -68,17 +70,19 @@ class Call:
     problems: list[Problem] = dataclasses.field(default_factory=list)
 
 
-def import_key(dump: Dump) -> str:
-    """Return the attempt key of a dump: of its files, so that one that changed is another attempt.
+def import_key(dump: Dump, run: str) -> str:
+    """Return the attempt key of a dump in a run: of its files, so that a changed one is another.
 
-    Otherwise a directory that grew would be taken for what was sent before.
+    Otherwise a directory that grew would be taken for what was sent before. The run is in it since
+    processes are named by the key: the service would take those of a second run for the first's.
     """
     files = {entry.path: entry for entry in dump.entries}
     for directory, place in rank_dumps(dump):
         for file in _operator_files(directory):
             files[file] = Entry("other", place, file, file.stat().st_size)
     told = [f"{path.resolve()} {entry.bytes} {_written(entry)}" for path, entry in files.items()]
-    digest = hashlib.sha256("\n".join(sorted(told)).encode(errors="surrogateescape"))
+    text = "\n".join([run, *sorted(told)])
+    digest = hashlib.sha256(text.encode(errors="surrogateescape"))
     return f"{KEY_PREFIX}{digest.hexdigest()[:16]}"
 
 
@@ -147,7 +151,7 @@ class _Voice:
         return schema.Event(kind, self._seq, self._wall, self._wall, fields).wire()
 
     def hello(self) -> tuple[Any, ...]:
-        imported = {"imported": self._dump.name, "kind": self._dump.kind, **self._dump.about}
+        imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **self._dump.about}
         return self.event(
             schema.HELLO,
             world_size=self._size,

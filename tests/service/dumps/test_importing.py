@@ -113,15 +113,24 @@ def test_an_end_names_its_begin_and_numbers_never_repeat(tmp_path: Path) -> None
 def test_the_same_directory_again_says_the_same(tmp_path: Path) -> None:
     dump = Held({each: Record(each) for each in [entry(tmp_path, "loss")]})
     assert [call.events for call in taken(dump)] == [call.events for call in taken(dump)]
-    assert import_key(dump) == import_key(dump)
+    assert import_key(dump, "a") == import_key(dump, "a")
+
+
+def test_another_run_has_other_processes(tmp_path: Path) -> None:
+    dump = Held({each: Record(each) for each in [entry(tmp_path, "loss")]})
+    keys = [import_key(dump, run) for run in ("a", "b")]
+    senders = {Sender.parse(call.sender).incarnation
+               for run, key in zip("ab", keys, strict=True)
+               for call in calls(dump, run, key, keep=KEEP)}  # fmt: skip
+    assert len(senders) == 2
 
 
 def test_a_directory_that_grew_is_another_attempt(tmp_path: Path) -> None:
     one, two = entry(tmp_path, "loss", "1"), entry(tmp_path, "loss", "2")
-    key = import_key(Held({one: Record(one)}))
-    assert import_key(Held({one: Record(one), two: Record(two)})) != key
+    key = import_key(Held({one: Record(one)}), "run")
+    assert import_key(Held({one: Record(one), two: Record(two)}), "run") != key
     os.utime(one.path, (1, 1))
-    assert import_key(Held({one: Record(one)})) != key
+    assert import_key(Held({one: Record(one)}), "run") != key
 
 
 def test_a_file_that_cannot_be_read_is_said_and_the_others_go_on(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""Directories that become runs: which run and attempt they make, and what compares afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+from tests.support.step_dumps import WholeStep
+
+import stagescope
+from stagescope.keeping import SECTIONS
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.importing import import_key
+from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.store.ring import Ring
+
+WHOLE = WholeStep([9, 2, 4, 3])
+PAYLOAD: dict[str, Any] = {
+    "schema": 1,
+    "tensors": WHOLE.piece([0, 1]),
+    "strings": {"sample_ids": WHOLE.ids([0, 1])["samples"]},
+    "meta": {},
+}
+
+
+def train(running: Service, run: str, *, loss: float = 0.1) -> Path:
+    """Two ranks that log losses in an update; return what is kept of them."""
+    for number in range(2):
+        rank = Rank(running, run=run, rank=number)
+        rank.stage("actor_compute_log_prob", 1, PAYLOAD)
+        for micro in range(2):
+            rank.begin("actor_update", 1, microbatch=micro)
+            value = loss if (number, micro) == (0, 1) else 0.5 * micro
+            rank.end("actor_update", 1, PAYLOAD, microbatch=micro, scalars={"loss": value})
+    return running.settings.data_path / run / "a1"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(tmp_path_factory.mktemp("home")) as made:
+        data = made.settings.data_path
+        made.engine.intake = Intake(data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0))
+        made.engine.keep = tuple(SECTIONS)
+        yield made
+
+
+@pytest.fixture
+def session(running: Service) -> Iterator[stagescope.Session]:
+    assert running.tokens is not None
+    with stagescope.attach(running.server.url, token=running.tokens.read) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def trained(running: Service) -> Path:
+    return train(running, "trained")
+
+
+@pytest.fixture
+def export(trained: Path, tmp_path: Path) -> Path:
+    result = invoke("export", str(trained), str(tmp_path / "export"))
+    assert result.exit_code == 0, result.output
+    return tmp_path / "export"
+
+
+def take_in(running: Service, *words: str, exit_code: int = 0) -> str:
+    """Run `stagescope import`; return what it prints, on one line."""
+    assert running.tokens is not None
+    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    result = invoke("import", *words, env=env)
+    assert result.exit_code == exit_code, result.output
+    return " ".join(result.output.split())
+
+
+def with_loss(directory: Path, value: float) -> None:
+    """Write another loss of actor rank 0's second microbatch into an export."""
+    path = directory / "loss" / "step_000001_rank0_micro1.pt"
+    data = torch.load(path)
+    assert data["loss"] == 0.1
+    torch.save({**data, "loss": value}, path)
+
+
+@pytest.mark.parametrize("value", [99.0, float("nan")])
+def test_another_loss_in_an_export_is_a_difference(
+    running: Service, session: stagescope.Session, export: Path, tmp_path: Path, value: float
+) -> None:
+    other = shutil.copytree(export, tmp_path / "other")
+    with_loss(other, value)
+    one, two = f"export-{value}", f"other-{value}"
+    take_in(running, str(export), "--run", one)
+    take_in(running, str(other), "--run", two)
+    for a, b in ((one, two), ("trained@1", two)):
+        found = session.compare(a, b)
+        assert (found.verdict, found.exit_status) == ("different", 1)
+        assert found.first is not None
+        assert (found.first["section"], found.first["name"]) == ("loss", "loss")
+        place = found.first["location"]["b"]["place"]
+        assert (place["stage"], place["role"], place["rank"]) == ("actor_update", "actor", 0)
+        assert place["microbatch"] == 1
+    assert session.compare("trained@1", one).exit_status == 0
+
+
+def test_another_loss_in_kept_files_is_a_difference(
+    running: Service, session: stagescope.Session, trained: Path
+) -> None:
+    other = train(running, "other-trained", loss=99.0)
+    take_in(running, str(trained), "--run", "own")
+    take_in(running, str(other), "--run", "own-other")
+    found = session.compare("own", "own-other")
+    assert (found.verdict, found.exit_status) == ("different", 1)
+    assert found.first is not None
+    assert found.first["name"] == "loss"
+    assert session.compare("trained", "own").verdict == "same"
+
+
+def test_a_directory_becomes_a_run_under_each_name(
+    running: Service, session: stagescope.Session, export: Path
+) -> None:
+    for run in ("first", "second"):
+        assert take_in(running, str(export), "--run", run).startswith(f"{run}: 1 payload of")
+        assert [row["state"] for row in session.attempts(run)] == ["ended"]
+        assert len(session.step(1, run=run).scalars()) == 4
+    assert session.compare("first", "second").exit_status == 0
+
+
+def test_what_is_there_already_is_nothing_new(
+    running: Service, session: stagescope.Session, export: Path
+) -> None:
+    take_in(running, str(export), "--run", "twice")
+    before = list(session.step(1, run="twice").stages())
+    again = take_in(running, str(export), "--run", "twice")
+    assert again.startswith("nothing new: already in run twice: 1 payload of")
+    assert json.loads(take_in(running, str(export), "--run", "twice", "--json"))["nothing_new"]
+    assert list(session.step(1, run="twice").stages()) == before
+    assert len(session.attempts("twice")) == 1
+
+
+def test_an_import_that_broke_off_goes_on(
+    running: Service, session: stagescope.Session, export: Path
+) -> None:
+    key = import_key(open_dump(export), "broken-off")
+    Rank(running, run="broken-off", key=key, incarnation=f"{key}-actor-0")
+    assert take_in(running, str(export), "--run", "broken-off").startswith("broken-off: 1 payload")
+    assert len(session.attempts("broken-off")) == 1
+    assert len(session.step(1, run="broken-off").scalars()) == 4
+
+
+def test_a_directory_that_grew_is_the_next_attempt_of_its_run(
+    running: Service, session: stagescope.Session, export: Path
+) -> None:
+    take_in(running, str(export), "--run", "grows")
+    with_loss(export, 98.0)
+    assert "nothing new" not in take_in(running, str(export), "--run", "grows")
+    assert sorted(row["attempt"] for row in session.attempts("grows")) == [1, 2]
+    scalars = session.step(1, run="grows").scalars()
+    assert 98.0 in scalars["value"]
+
+
+def test_a_run_of_something_else_is_left_alone_unless_it_is_said(
+    running: Service, session: stagescope.Session, export: Path, tmp_path: Path
+) -> None:
+    train(running, "live")
+    other = shutil.copytree(export, tmp_path / "other")
+    take_in(running, str(export), "--run", "taken")
+    for run, made in (("live", "is of processes that reported"), ("taken", "was imported from")):
+        said = take_in(running, str(other), "--run", run, exit_code=1)
+        assert f"run {run!r} is there: its attempt 1 {made}" in said
+        assert "--new-attempt" in said
+        assert [row["attempt"] for row in session.attempts(run)] == [1]
+        take_in(running, str(other), "--run", run, "--new-attempt")
+        assert sorted(row["attempt"] for row in session.attempts(run)) == [1, 2]
+        assert "nothing new" in take_in(running, str(other), "--run", run)
