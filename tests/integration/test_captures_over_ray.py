@@ -50,6 +50,7 @@ def states(progress: Any) -> dict[tuple[int, int], str]:
 
 def captured(session: Any, **order: Any) -> Any:
     """Order until every rank learned of it in time: on a busy machine one may not, and says so."""
+    found: Any = None
     for _ in range(5):
         ordered = session.capture(**order)
         found = session.wait_for(ordered["capture_id"], timeout=120)

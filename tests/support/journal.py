@@ -78,7 +78,7 @@ class Process:
             if not self.world.may_begin(self):
                 return
             count = chance.randint(1, 3)
-            self.todo = [(MEASURED, part) for part in range(count)] + [("actor_update", None)]
+            self.todo = [*((MEASURED, part) for part in range(count)), ("actor_update", None)]
         stage, part = self.todo.pop(0)
         fields = {} if part is None else {"microbatch": part}
         self.open = self._put(self.said.begin(self.step, stage, **fields))

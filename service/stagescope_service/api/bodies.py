@@ -16,6 +16,7 @@ from typing import Final
 import anyio
 from fastapi import Request
 from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
 from stagescope.errors import NotReady, TooLarge
 from stagescope_service.api.auth import Grade, caller_of
@@ -82,6 +83,7 @@ class Bodies:
     async def _fill(self, body: _Body, request: Request, limit: int) -> None:
         window, arrived = time.monotonic(), 0
         while True:
+            message: Message | None = None
             with anyio.move_on_after(window + self.seconds - time.monotonic()) as scope:
                 body.arriving = scope
                 message = await request.receive()
@@ -91,7 +93,7 @@ class Bodies:
                     "the body came slowly, and faster ones needed its memory",
                     advice="send the same again",
                 )
-            if not scope.cancelled_caught:
+            if message is not None:
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 piece = message.get("body", b"")

@@ -230,7 +230,7 @@ def _sample_check(
     places = np.flatnonzero(chosen)
     if not places.size:
         return Check(name, "ok" if judged.any() else "unknown", "no sample is out of place")
-    listed = ", ".join(names[at] for at in places[:_LISTED])
+    listed = ", ".join(names[int(at)] for at in places[:_LISTED])
     more = ", ..." if places.size > _LISTED else ""
     said = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
     return Check(name, "suspect", said, {"samples": float(places.size)})

@@ -54,7 +54,7 @@ class SliceMetrics:
             "staleness": [((None, key), cell) for key, cell in summary.staleness.items()],
         }
         names = tuple(publish_cell(Cell(cells.empty()), summary.pair))
-        values = {
+        values: dict[Dimension, npt.NDArray[np.float64]] = {
             by: np.array(
                 [[*publish_cell(cell, summary.pair).values()] for _, cell in items], np.float64
             ).reshape(-1, len(names))

@@ -88,7 +88,7 @@ class Tokens:
 
 _NO_INT: Final = np.empty(0, np.int64)
 _NO_FLOAT: Final = np.empty(0)
-NO_TOKENS: Final = Tokens(*(_NO_INT,) * 5, _NO_FLOAT, _NO_FLOAT)
+NO_TOKENS: Final = Tokens(_NO_INT, _NO_INT, _NO_INT, _NO_INT, _NO_INT, _NO_FLOAT, _NO_FLOAT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,7 @@ def test_two_producers_that_agree_are_exact(live: Service) -> None:
 def test_one_producer_or_an_unknown_one_measures_nothing(live: Service) -> None:
     rank = Rank(live, world_size=1)
     same = {"rollout": "engine", "old": "engine"}
+    answer: Any = None
     for step, producers in enumerate((same, {"rollout": "engine"}, None), start=1):
         rank.stage(LOG_PROB, step, handed(step, 0, producers=producers))
         answer = live.get(f"/steps/{step}/metrics")

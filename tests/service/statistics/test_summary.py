@@ -128,7 +128,7 @@ def test_what_alignment_rounding_and_padding_show(seed: int, rows: int, width: i
     q[rng.random(p.shape) < 0.01] = np.nan
     rounded = rng.random(p.shape) < 0.2
     q[rounded] = from_bfloat16(bfloat16(p[rounded]))
-    expected = dict.fromkeys(
+    expected: dict[str, float] = dict.fromkeys(
         ("AHEAD_1", "BEHIND_1", "AHEAD_2", "BEHIND_2", "NEXT_N", "LAG2_N", "SEGMENTS",
          "EDGE_ZERO", "EDGE_CAPPED", "P_BF16", "Q_BF16", "SAME_BF16", "BOTH_ZERO",
          "P_LACKS_ABS", "Q_LACKS_ABS"), 0.0,
