@@ -22,6 +22,7 @@ from stagescope_service.compare.causes import BROKE_OFF
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
+from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
 from stagescope_service.engine.completeness import PARTIAL
 from stagescope_service.engine.steps import ENDED
@@ -38,7 +39,8 @@ class Side:
     Attributes:
         name: for a reader.
         target: None of a directory.
-        steps: of the run, newest first, of which payloads are kept; of a directory none.
+        steps: of the run, newest first, of which payloads are kept, of an import all that it holds;
+            of a directory none.
         is_chosen: whether the asker named the step.
         path: the directory or file.
         files: rows of the catalogue's artifacts of these steps, each with its step.
@@ -53,6 +55,11 @@ class Side:
     path: Path | None = None
     files: tuple[tuple[int, Row], ...] = ()
     logged: tuple[tuple[Place, tuple[tuple[str, float], ...]], ...] = ()
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether it is an attempt made of a directory, which may hold nothing but numbers."""
+        return self.target is not None and self.target.attempt["key"].startswith(KEY_PREFIX)
 
     def mark(self) -> str:
         """Return what changes with the files: the same mark, the same answer."""
@@ -118,7 +125,8 @@ def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
             continue
         files[row["kind"]].append((path, _place(row, step)))
     dump = _with_logged(_both(side.name, files), side)
-    about = {**dump.about, **_noise_floor(desk, side), **_broke_off(side)}
+    whose = {"attempts": [f"{side.target.run}@{side.target.attempt['key']}"]}
+    about = {**whose, **dump.about, **_noise_floor(desk, side), **_broke_off(side)}
     return dataclasses.replace(dump, about=about, problems=[*dump.problems, *problems])
 
 
@@ -147,12 +155,16 @@ def _find(desk: Desk, said: Any) -> Side:
         name = str(Asked(target.run, target.number, asked.step))
         return Side(name, target, (asked.step,), is_chosen=True)
     target = desk.finder.attempt(asked.run, asked.attempt)
+    side = Side(str(Asked(target.run, target.number)), target)
     steps = desk.catalogue.kept_steps(target.attempt_id)
+    if side.is_imported:
+        held = desk.catalogue.steps(target.attempt_id, limit=ALL_ROWS)
+        steps = sorted({*steps, *(int(row["step"]) for row in held)}, reverse=True)
     if not steps:
         raise NotFound(
             f"nothing of attempt {target.number} of {target.run} is kept", advice=KEEP_ADVICE
         )
-    return Side(str(Asked(target.run, target.number)), target, tuple(steps))
+    return dataclasses.replace(side, steps=tuple(steps))
 
 
 def _of_steps(side: Side, steps: tuple[int, ...]) -> Side:
@@ -173,9 +185,9 @@ def _with_files(desk: Desk, side: Side) -> Side:
         for step in sorted(side.steps)
         for row in payload_artifacts(desk, side.target, step)
     ]
-    if not found:
-        raise NotFound(f"no tensors of {side.name} are kept", advice=KEEP_ADVICE)
     logged = [each for step in side.steps for each in _logged(desk, side.target, step)]
+    if not found and not (side.is_imported and logged):
+        raise NotFound(f"no tensors of {side.name} are kept", advice=KEEP_ADVICE)
     return dataclasses.replace(side, files=tuple(found), logged=tuple(logged))
 
 

@@ -107,6 +107,26 @@ def test_another_loss_in_an_export_is_a_difference(
     assert session.compare("trained@1", one).exit_status == 0
 
 
+def test_another_loss_in_a_step_without_tensors_is_a_difference(
+    running: Service, session: stagescope.Session, export: Path, tmp_path: Path
+) -> None:
+    for run, value, is_whole in (("some", 0.5, True), ("some-else", 0.75, True),
+                                 ("losses", 0.5, False), ("losses-else", 0.75, False)):  # fmt: skip
+        directory = tmp_path / run
+        shutil.copytree(export / ("" if is_whole else "loss"),
+                        directory / ("" if is_whole else "loss"))  # fmt: skip
+        data = {"step": 2, "rank": 0, "micro_idx": 0, "loss": value}
+        torch.save(data, directory / "loss" / "step_000002_rank0_micro0.pt")
+        take_in(running, str(directory), "--run", run)
+    for a, b in (("some", "some-else"), ("losses", "losses-else"), ("losses:2", "some-else:2")):
+        found = session.compare(a, b)
+        assert (found.verdict, found.exit_status) == ("different", 1)
+        assert found.first is not None
+        assert found.first["location"]["a"]["place"]["step"] == 2
+    for a, b in (("some:2", "losses:2"), ("some", "losses"), ("trained", "losses")):
+        assert session.compare(a, b).exit_status == 0
+
+
 def test_another_loss_in_kept_files_is_a_difference(
     running: Service, session: stagescope.Session, trained: Path
 ) -> None:
