@@ -207,11 +207,15 @@ class Metrics(Mapping[str, float]):
         return [render.printable(note) for note in notes]
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return the metrics as lines of text of at most `width` columns, without the heading."""
-        return [
-            *(render.clip(note, width) for note in self.notes()),
-            *self.table().lines(width=width),
-        ]
+        """Return the metrics as lines of text of at most `width` columns, without the heading.
+
+        What a reader must know beside the numbers is wrapped, never cut.
+        """
+        lines: list[str] = []
+        for note in self.notes():
+            text = note.lstrip()
+            lines += render.wrapped(" " * (len(note) - len(text)), text, width)
+        return [*lines, *self.table().lines(width=width)]
 
     def __repr__(self) -> str:
         first = self.head()
@@ -339,9 +343,11 @@ class Status(Record):
         if isinstance(keeping, Mapping) and keeping.get("reason"):
             facts.append(("keeping", keeping["reason"]))
         lines = render.wrapped("", ready, width)
+        left = max(len(name) for name, _ in facts)
         for name, value in facts:
             if value is not None:
-                lines += render.wrapped(f"{name:<16}", render.format_value(value), width)
+                text = render.format_value(value)
+                lines += render.wrapped(f"{name:<{left}}{render.GAP}", text, width)
         return lines
 
 

@@ -27,6 +27,8 @@ LIMIT: Final = 1000
 """Rows of a table unless `limit` says otherwise."""
 
 _PAGE: Final = 500
+_STEPS_END: Final = 10**18
+"""Steps have fewer digits than this."""
 _ASK_AGAIN: Final = 0.5
 """Seconds between two questions about something that the service is computing."""
 
@@ -166,15 +168,19 @@ class Asking:
                 time.sleep(_ASK_AGAIN)
 
 
-def segment(text: str) -> str:
+def segment(text: str, argument: str = "name") -> str:
     """Return a name as one segment of a path; raises `InvalidInput` for what is none."""
-    if text in ("", ".", ".."):
-        raise InvalidInput(f"{text!r} is not a name", expected="a name")
+    if not isinstance(text, str) or text in ("", ".", ".."):
+        raise InvalidInput(f"{argument} is {text!r:.100}", expected="a text that names one")
     return quote(text, safe="")
 
 
 def step_word(step: Any) -> str:
     """Return a step as a path names it; raises `InvalidInput` for what is none."""
-    if step == "latest" or (isinstance(step, int) and not isinstance(step, bool)):
-        return str(step)
+    if step == "latest":
+        return "latest"
+    if isinstance(step, int) and not isinstance(step, bool):
+        if abs(step) < _STEPS_END:
+            return str(step)
+        raise InvalidInput(f"step is {step!r:.50}", expected="an int of at most 18 digits")
     raise InvalidInput(f"step is {step!r}", expected="an int, 'latest', 'measured' or 'captured'")

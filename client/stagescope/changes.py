@@ -36,8 +36,11 @@ class Changes(Table):
         """Which two attempts, and how many things differ."""
         a, b = (Target(side["run"], side["attempt"]) for side in self._sides())
         unknown = sum(row["weight"] == "unknown" for row in self)
-        text = f"{a} (a) against {b} (b): {len(self) - unknown} things differ"
-        return render.printable(f"{text}, {unknown} are unknown" if unknown else text)
+        differ = len(self) - unknown
+        text = f"{a} (a) against {b} (b): {render.counted(differ, 'thing')} "
+        text += "differs" if differ == 1 else "differ"
+        verb = "is" if unknown == 1 else "are"
+        return render.printable(f"{text}, {unknown} {verb} unknown" if unknown else text)
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return a block of lines for each weight, a thing's two values below each other."""
@@ -55,7 +58,7 @@ class Changes(Table):
         if not len(self):
             lines.append("nothing that is known differs")
         left = len(self) - len(shown)
-        return [*lines, f"... {left} more things"] if left else lines
+        return [*lines, f"... {left} more thing{'' if left == 1 else 's'}"] if left else lines
 
     def _sides(self) -> Iterator[Mapping[str, Any]]:
         yield from (self.about["a"], self.about["b"])

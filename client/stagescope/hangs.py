@@ -7,11 +7,37 @@ from typing import Any, Final
 
 from stagescope import render
 from stagescope.answers import Record
+from stagescope.frames import Table
 
 STUCK_ORDER: Final = (
-    "rank", "status", "stage", "step", "seconds", "usual_seconds", "ranks_begun", "ranks",
-    "ranks_ended", "role", "host", "pid", "limit_seconds",
+    "rank", "status", "stage", "seconds", "usual_seconds", "ranks_begun", "ranks", "ranks_ended",
+    "role", "process", "host", "pid", "step", "limit_seconds",
 )  # fmt: skip
+_WHERE: Final = ("process", "host", "pid", "role")
+
+
+class Stuck(Table):
+    """Who holds the others up, a row a rank; as text, each rank's process stands below."""
+
+    __slots__ = ()
+
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        """Return the table and, below it, of each rank its process, host and pid; none is cut."""
+        here = {name for name in _WHERE if name in self.names}
+        shown = [name for name in self.names if name not in here]
+        if width >= render.WIDE_ENOUGH or not len(self) or len(here) < len(_WHERE):
+            return super().lines(width=width, rows=rows)
+        lines = self.select(*shown).lines(width=width, rows=rows)
+        for row in self[:rows]:
+            who = f"{row['role']} rank {row['rank']}: "
+            lines += render.wrapped(who, _process(row), width)
+        return lines
+
+
+def _process(row: Mapping[str, Any]) -> str:
+    """Return `process silent, pid 4711 on gpu-3`; what is unknown is named so."""
+    pid = "unknown" if row["pid"] is None else row["pid"]
+    return f"process {row['process'] or 'unknown'}, pid {pid} on {row['host'] or 'unknown host'}"
 
 
 class Stacks(Record):

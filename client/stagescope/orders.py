@@ -124,7 +124,7 @@ class Orders(Asking):
         Raises:
             NotFound: no such capture.
         """
-        return Progress(self.get(f"/captures/{segment(capture_id)}"))
+        return Progress(self.get(f"/captures/{segment(capture_id, 'capture_id')}"))
 
     def wait_for(
         self,
@@ -163,7 +163,7 @@ class Orders(Asking):
         Raises:
             NotFound: no such capture is in force.
         """
-        answer = self._transport.change("DELETE", f"/captures/{segment(capture_id)}")
+        answer = self._transport.change("DELETE", f"/captures/{segment(capture_id, 'capture_id')}")
         return Record(answer or {"capture_id": capture_id}, title="withdrawn capture")
 
     def triggers(self, run: str | None = None) -> Triggers:

@@ -22,7 +22,7 @@ GAP: Final = "  "
 _WHOLE: Final = 24
 """Words of up to so many columns are never cut: a time, an id, a stage's name."""
 _WIDEST: Final = 48
-_WIDE_ENOUGH: Final = 1000
+WIDE_ENOUGH: Final = 1000
 """Columns from which on nothing is shortened: somebody asked for all of it."""
 _WALLS: Final = frozenset({
     "begun", "created", "ended", "since", "started", "waited_since", "wall",
@@ -55,8 +55,23 @@ def format_value(value: Any, unit: str = "") -> str:
     if isinstance(value, Mapping):
         return _format_mapping(value)
     if isinstance(value, list | tuple):
+        if ranks := _format_ranks(value):
+            return ranks
         return ", ".join(format_value(item, unit) for item in value) or MISSING
     return printable(str(value))
+
+
+def _format_ranks(value: Sequence[Any]) -> str:
+    """Return [[role, rank], ...] as `actor ranks 1, 3, critic rank 0`; empty for anything else."""
+    by_role: dict[str, list[str]] = {}
+    for item in value:
+        if not (isinstance(item, list | tuple) and [*map(type, item)] == [str, int]):
+            return ""
+        by_role.setdefault(item[0], []).append(str(item[1]))
+    return ", ".join(
+        printable(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}")
+        for role, ranks in by_role.items()
+    )
 
 
 def _format_mapping(value: Mapping[str, Any]) -> str:
@@ -198,7 +213,7 @@ def _fit(
     names = {name: printable(name) for name in cells}
     full = {name: max(map(width_of, (names[name], *cells[name]))) for name in cells}
     natural = {
-        name: wide if name in whole or width > _WIDE_ENOUGH else min(_WIDEST, wide)
+        name: wide if name in whole or width > WIDE_ENOUGH else min(_WIDEST, wide)
         for name, wide in full.items()
     }
     kept = list(cells)

@@ -111,7 +111,7 @@ class Session(Orders, Comparing, EngineRegistry):
         """Return a run's attempts with their fingerprints."""
         name = run if run is not None else self._newest_run()
         return self.table(
-            f"/runs/{segment(name)}/attempts",
+            f"/runs/{segment(name, 'run')}/attempts",
             title="attempts",
             order=_ATTEMPT_ORDER,
             columns=COLUMNS["attempts"],
@@ -312,7 +312,7 @@ class Session(Orders, Comparing, EngineRegistry):
         Raises:
             NotFound: there is none.
         """
-        return Finding(self.get(f"/findings/{segment(finding_id)}"))
+        return Finding(self.get(f"/findings/{segment(finding_id, 'finding_id')}"))
 
     def stacks(
         self,

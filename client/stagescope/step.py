@@ -12,7 +12,7 @@ from stagescope.batch import Batch
 from stagescope.batch_file import Blob, load, parse, whole_file
 from stagescope.columns import COLUMNS
 from stagescope.frames import Table
-from stagescope.hangs import STUCK_ORDER, Stacks
+from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.weights import WEIGHT_ORDER, Weights
 
@@ -148,12 +148,13 @@ class Step:
         role: str | None = None,
         rank: int | None = None,
         limit: int = LIMIT,
-    ) -> Table:
+    ) -> Stuck:
         """Return which ranks hold up the others, since when, and what they were judged by.
 
         `about["findings"]` holds what was found of this step before, also what is over.
         """
-        return self._table("stuck", STUCK_ORDER, limit, stage=stage, role=role, rank=rank)
+        found = self._table("stuck", STUCK_ORDER, limit, stage=stage, role=role, rank=rank)
+        return Stuck.of(found)
 
     def stacks(
         self,

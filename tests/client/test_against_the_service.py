@@ -154,6 +154,11 @@ def test_order_and_withdraw_a_capture(session: Session, found: Service) -> None:
     assert session.plan()["capture_id"] == (capture["capture_id"],)
     session.remove_capture(capture["capture_id"])
     assert len(session.plan()) == 0
+    with pytest.raises(NotFound, match="is no longer in force: it is withdrawn") as caught:
+        session.remove_capture(capture["capture_id"])
+    assert caught.value.expected == ""
+    with pytest.raises(NotFound, match="no capture 'other' is in force"):
+        session.remove_capture("other")
     assert len(session.captures()) == 1
     with pytest.raises(InvalidPlan, match="orders nothing"):
         session.capture(steps=[9], stages="all", keep=[])

@@ -245,6 +245,8 @@ def test_samples_without_a_rollout_are_said(live: Service) -> None:
     (found,) = live.catalogue.findings(run=RUN, kind="rollout_not_joined")
     lost = {s.uid for s in training.samples(1)[1::2]}
     assert set(found["evidence"]["samples"]["no rollout of the sample"]) == lost
+    named = ", ".join(map(repr, sorted(lost)[:5]))
+    assert f"; such as {named} on actor rank" in found["message"]
 
 
 def test_the_api_adds_up(live: Service) -> None:

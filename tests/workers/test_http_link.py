@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -145,6 +147,20 @@ def server() -> Iterator[Service]:
         yield service
         service.shutdown()
         thread.join()
+
+
+def test_a_batch_puts_no_line_into_the_log_of_the_training(
+    server: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = HttpLink(server.url, "right")
+    with caplog.at_level(logging.DEBUG):
+        link.record(SENDER, [(1, "log", 1, 0.0, 0.0, {})], {}).result(10)
+        link.close()
+        assert not [record for record in caplog.records if record.name.startswith("http")]
+        # The training's own requests are logged as before, also to the same service.
+        assert httpx.post(f"{server.url}/drain", json={"run": None}).status_code == 401
+    assert [record.getMessage() for record in caplog.records if record.name == "httpx"]
+    assert "httpcore.connection" in {record.name for record in caplog.records}
 
 
 def test_probe_reports_over_http(server: Service) -> None:

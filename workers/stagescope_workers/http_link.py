@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +21,36 @@ if TYPE_CHECKING:
 
 _DRAIN_SECONDS: Final = 5.0
 """How long one request waits for receipts; the whole wait is made of several."""
+
+
+_HTTP_LOGGERS: Final = (
+    "httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy",
+    "httpcore.socks",
+)  # fmt: skip
+"""Whose lines tell of each request."""
+_calling = threading.local()
+
+
+class _NotOurs(logging.Filter):
+    """Drops what a call of this link would say below a warning; the training's own calls speak.
+
+    Batches leave all the time: at level INFO each would put a line into the training's log.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or not getattr(_calling, "now", False)
+
+
+_NOT_OURS: Final = _NotOurs()
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    _calling.now = True
+    try:
+        yield
+    finally:
+        _calling.now = False
 
 
 class HttpLink:
@@ -47,6 +79,8 @@ class HttpLink:
         self._timeout = timeout
         self._errors = (httpx.HTTPError, OSError)
         # A proxy cannot reach our own loopback, and must not be shown the token.
+        for name in _HTTP_LOGGERS:
+            logging.getLogger(name).addFilter(_NOT_OURS)
         self._client = httpx.Client(
             base_url=url.rstrip("/"),
             headers=headers,
@@ -110,7 +144,8 @@ class HttpLink:
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            return self._client.request(method, path, **options)
+            with _quietly():
+                return self._client.request(method, path, **options)
         except self._errors as error:
             raise Unreachable(
                 f"{method} {self._client.base_url}{path}: {type(error).__name__}: {error}",
@@ -161,7 +196,8 @@ class HttpLink:
             self._is_closed = True
             is_idle = not self._under_way
         if is_idle:
-            self._client.close()
+            with _quietly():
+                self._client.close()
 
     def _start(self, call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
         with self._lock:
@@ -184,7 +220,8 @@ class HttpLink:
             self._under_way -= 1
             is_last = self._is_closed and not self._under_way
         if is_last:
-            self._client.close()
+            with _quietly():
+                self._client.close()
 
 
 def _code(response: httpx.Response) -> object:

@@ -92,7 +92,7 @@ def init(
         max_pinned_bytes: pinned host memory for tensors on their way from a device.
         device_events: measure stages with device events too.
         watchdog: seconds after which a process that stands still (a call holds the interpreter
-            lock) writes its stacks; 0 is off; else the variable STAGESCOPE_WATCHDOG, else 30. It
+            lock) writes its stacks; 0 is off; else the variable STAGESCOPE_WATCHDOG, else 300. It
             uses the process's one `faulthandler.dump_traceback_later`: see `watchdog`.
         namespace: of the coordinator, in Ray.
 

@@ -132,8 +132,25 @@ async def remove_capture(request: Request, desk: AtDesk, capture_id: CaptureId) 
 
     `GET /captures/{capture_id}` then says which ranks have acknowledged that it is gone.
     """
-    reply = await desk.commands.remove_capture(capture_id=capture_id, by=str(caller_of(request)))
+    by = str(caller_of(request))
+    try:
+        reply = await desk.commands.remove_capture(capture_id=capture_id, by=by)
+    except NotFound as error:
+        row = await asyncio.to_thread(desk.catalogue.capture, capture_id)
+        if row is None or row["removed_wall"] is None:
+            raise
+        raise _already_over(desk, row) from error
     return Answer(check_ready(reply))
+
+
+def _already_over(desk: Desk, row: Row) -> NotFound:
+    """Return the error of a removal of what is no longer in force."""
+    capture_id, state = row["capture_id"], progress(desk.catalogue, row)["state"]
+    by = f", removed by {row['removed_by']}" if row["removed_by"] else ""
+    return NotFound(
+        f"capture {capture_id} is no longer in force: it is {state}{by}",
+        advice=f"nothing is left to remove; what it collected stays: see /captures/{capture_id}",
+    )
 
 
 def _states(desk: Desk, capture_ids: list[str]) -> dict[str, str]:

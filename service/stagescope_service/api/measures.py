@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.names import misspelt
-from stagescope.schema import WHOLE_STAGES
+from stagescope.schema import STREAM_TENSORS, WHOLE_STAGES
 from stagescope_service.api.cache import Lru
 from stagescope_service.api.completeness import ALL_ROWS, missing_payloads
 from stagescope_service.statistics.comparability import Comparability, examine
@@ -169,18 +169,23 @@ class Measures:
                 f"nothing of step {place.step} was measured there",
                 expected=f"a stage of {', '.join(has_pair)}",
             )
-        recorded, advice = self._recorded(place)
+        recorded, advice, streams = self._recorded(place)
         states = self._catalogue.payload_states([place.attempt_id], [place.step])
         why = missing_payloads(states) or "no rank has handed over both streams"
+        if not missing_payloads(states) and streams >= {"rollout", "trainer"}:
+            why = "both streams were handed over, by different payloads, and are not joined"
         return NotFound(
             f"step {place.step} has no numbers (yet): {why}; recorded is {recorded}",
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
             advice=f"{advice}see /steps/{place.step}/stages for who has arrived, /losses for what "
-            "was lost",
+            "was lost, /findings for what was refused or not joined",
         )
 
-    def _recorded(self, place: Place) -> tuple[str, str]:
-        """Return what was recorded in a step, and which of its names seem to be misspelt."""
+    def _recorded(self, place: Place) -> tuple[str, str, set[str]]:
+        """Return what was recorded in a step, which of its names seem to be misspelt, and of whom.
+
+        The last names whose streams are there: `rollout`, `trainer`.
+        """
         rows = self._catalogue.payloads(place.attempt_id, place.step, limit=_PAYLOADS_LOOKED_AT)
         by_stage: dict[str, dict[str, None]] = {}
         for row in rows:
@@ -192,9 +197,15 @@ class Measures:
         ]
         wrong = dict(pair for names in by_stage.values() for pair in misspelt(names))
         advice = "".join(f"{name} seems to mean {meant}; " for name, meant in wrong.items())
-        return "; ".join(told) or "nothing", advice
+        there = {name for names in by_stage.values() for name in names}
+        streams = {whose for whose, names in _STREAMS_OF.items() if there & names}
+        return "; ".join(told) or "nothing", advice, streams
 
 
+_STREAMS_OF: Final = {
+    "rollout": {STREAM_TENSORS["rollout"]},
+    "trainer": {STREAM_TENSORS["old"], STREAM_TENSORS["current"]},
+}
 _PAYLOADS_LOOKED_AT: Final = 200
 _NAMES_TOLD: Final = 20
 _STREAM_KEYS = ("attempt_id", "stream", "role", "stage")

@@ -156,7 +156,8 @@ def step_number(text: str) -> int | None:
         return None
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
-        raise InvalidInput(f"step is {text!r:.50}", expected="an integer, or 'latest'")
+        expected = "an integer of at most 18 digits, or 'latest'"
+        raise InvalidInput(f"step is {text!r:.50}", expected=expected)
     return int(text)
 
 

@@ -23,6 +23,24 @@ def train(live: Service, steps: range, **keywords: Any) -> Rank:
     return rank
 
 
+def test_streams_that_are_not_joined_are_said_to_be_there(live: Service) -> None:
+    for role, stage, name in (
+        ("rollout", "rollout_generate", "rollout_log_probs"),
+        ("actor", LOG_PROB, "old_log_probs"),
+    ):
+        rank = Rank(live, role=role, world_size=1)
+        handed = payload()
+        handed["tensors"] = {n: t for n, t in handed["tensors"].items() if n in (name, "responses")}
+        rank.begin(stage, 1)
+        said = {"tensors": {n: ["float32", [4, 12]] for n in handed["tensors"]}, "bytes": 1}
+        rank.say("end", handed, stage=stage, step=1, payload={**said, "meta": {}})
+    problem = live.problem(404, "/steps/1/metrics")
+    assert "both streams were handed over, by different payloads, and are not joined" in str(
+        problem
+    )
+    assert "/findings" in problem["advice"]
+
+
 def resumed(live: Service) -> None:
     """Attempt 1 did steps 1 to 6, attempt 2 resumed at 4 and did 5."""
     train(live, range(1, 7), key="first")
@@ -249,7 +267,7 @@ class TestErrors:
         train(live, range(1, 2))
         for step in ("five", "1.0", "1e3", "9" * 30, "-", "+5", "\u0665"):
             problem = live.problem(422, f"/steps/{step}/stages")
-            assert problem["expected"] == "an integer, or 'latest'", step
+            assert problem["expected"] == "an integer of at most 18 digits, or 'latest'", step
 
     def test_values_that_cannot_be(self, live: Service) -> None:
         train(live, range(1, 2))

@@ -133,7 +133,7 @@ class Plan:
         if capture_id not in self.entries:
             raise NotFound(
                 f"no capture {capture_id!r:.100} is in force",
-                expected=f"one of {sorted(self.entries)}",
+                expected=f"one of {', '.join(sorted(self.entries))}" if self.entries else "",
             )
         return self.entries.pop(capture_id)
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from stagescope_service.engine.findings import finding
@@ -19,12 +19,15 @@ from stagescope_service.engine.wholes import joins
 from stagescope_service.statistics import Restate
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.rollouts import TRAINER_STAGES
+from stagescope_service.triggers.evidence import ranks_text
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED: Final = 64
 """Steps that may still wait for rollouts that come late."""
 _LISTED: Final = 100
+_NAMED: Final = 5
+"""Sample ids that a message names."""
 
 Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
@@ -108,12 +111,15 @@ class Former:
             return False, alone
         rows: list[Put | Delete] = list(plan.consumed)
         left_out: dict[str, list[str]] = {}
+        ranks: set[tuple[str, int]] = set()
         keys: set[PayloadKey] = set()
         used: set[tuple[int, int]] = set()
         joined = False
         sources = [tuple(source) for source in plan.sources]
         for item in plan.orders if sources else ():
             answer = await self._hands.join(item.node_id, item.key, dict(item.job), sources)
+            if answer is None or answer["left_out"]:
+                ranks.add((str(item.job["role"]), int(item.job["rank"])))
             if answer is None:
                 left_out.setdefault(joins.NOT_KEPT, []).append("")
                 continue
@@ -131,7 +137,7 @@ class Former:
             self._wait(order, _Waiting(run, frozenset(keys), frozenset(missing)))
         rows += plan.used(used)
         if sources and plan.orders:
-            rows.append(_not_joined(order, run, plan.stage, left_out))
+            rows.append(_not_joined(order, run, plan.stage, left_out, ranks))
         if rows:
             await self._write(rows)
         return joined, alone
@@ -175,11 +181,27 @@ class _Waiting:
 
 
 def _not_joined(
-    order: Assemble, run: str, stage: str, left_out: Mapping[str, Sequence[str]]
+    order: Assemble,
+    run: str,
+    stage: str,
+    left_out: Mapping[str, Sequence[str]],
+    ranks: Collection[tuple[str, int]],
 ) -> Put | Delete:
-    """Say which rows of a step have no rollout, or take back that some had none."""
+    """Say which rows of a step have no rollout, or take back that some had none.
+
+    Args:
+        order: of which attempt and step.
+        run, stage: whose payloads lack it.
+        left_out: reason -> sample ids, empty where a row has none.
+        ranks: (role, rank) that handed those rows over.
+    """
     reasons = {why: len(samples) for why, samples in sorted(left_out.items())}
     text = ", ".join(f"{count} for {why}" for why, count in reasons.items())
+    uids = sorted({uid for each in left_out.values() for uid in each if uid})
+    if uids:
+        text += f"; such as {', '.join(repr(uid[:60]) for uid in uids[:_NAMED])}"
+    if ranks:
+        text += f" on {ranks_text(sorted(ranks))}"
     put = finding(
         "rollout_not_joined",
         f"{sum(reasons.values())} rows have no rollout log-probs beside the trainer's: {text}",
@@ -191,6 +213,7 @@ def _not_joined(
         severity="error",
         evidence={
             "reasons": reasons,
+            "ranks": [list(each) for each in sorted(ranks)],
             "samples": {why: sorted(set(uids))[:_LISTED] for why, uids in left_out.items()},
         },
         advice="their tokens are missing from the step's whole; hand over sample_ids, "

@@ -1,0 +1,98 @@
+"""What a reader at a narrow terminal reads: nothing is cut, and every word is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stagescope import Metrics, Table, render
+from stagescope.answers import Status
+from stagescope.asking import segment, step_word
+from stagescope.changes import Changes
+from stagescope.errors import InvalidInput, StagescopeError
+from stagescope.findings import Finding
+from stagescope.hangs import STUCK_ORDER, Stuck
+from stagescope.schema import STAGES
+from stagescope_service.api.requests import step_number
+from stagescope_service.engine.orders.plans import Plan
+
+
+def test_names_and_values_of_the_status_stand_apart() -> None:
+    known = {"pending_payloads": 0, "live_processes": 4, "events_taken": 7, "revision": 1}
+    lines = Status({"coordinator": known, "version": "1"}).lines()
+    assert "payloads to read  0" in lines
+    assert "revision" not in lines[1]
+    assert "plan revision     1" in lines
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        (["numbers"], "1 thing differs"),
+        (["numbers", "place", "unknown"], "2 things differ, 1 is unknown"),
+        (["unknown", "unknown"], "0 things differ, 2 are unknown"),
+    ],
+)
+def test_one_thing_differs(weights: list[str], text: str) -> None:
+    sides = {side: {"run": "r", "attempt": 1} for side in ("a", "b")}
+    rows = [{"weight": weight, "area": "x", "name": "y", "a": 1, "b": 2} for weight in weights]
+    assert Changes.of(Table.from_rows(rows, about=sides)).heading.endswith(f": {text}")
+
+
+def test_ranks_of_evidence_are_read_as_ranks() -> None:
+    evidence = {"affected": [["actor", 1], ["actor", 3], ["critic", 0]], "pairs": [["a", 1, 2]]}
+    found = Finding({"kind": "k", "finding_id": "f", "message": "m", "evidence": evidence})
+    text = "\n".join(found.lines())
+    assert "actor ranks 1, 3, critic rank 0" in text
+    assert "a, 1, 2" in text
+    assert render.format_value([1, 2]) == "1, 2"
+
+
+def test_a_wrong_argument_is_named() -> None:
+    wrong: Any = {}
+    with pytest.raises(InvalidInput, match=r"capture_id is \{\}; expected a text"):
+        segment(wrong, "capture_id")
+    for read in (step_word, lambda step: step_number(str(step))):
+        with pytest.raises(InvalidInput, match="of at most 18 digits"):
+            read(2**63)
+    assert step_word(10**18 - 1) == str(10**18 - 1)
+    assert step_number("-7") == int(step_word(-7)) == -7
+
+
+def test_nothing_is_expected_where_nothing_is_in_force() -> None:
+    with pytest.raises(StagescopeError) as caught:
+        Plan().remove("gone")
+    assert caught.value.expected == ""
+
+
+@pytest.mark.parametrize("status", ["between stages", "not begun"])
+@pytest.mark.parametrize("stage", [None, max(STAGES, key=len)])
+def test_stuck_shows_the_process_its_host_and_pid(status: str, stage: str | None) -> None:
+    host = "gpu-node-0007.cluster.example.com"
+    row = {
+        "rank": 3,
+        "status": status,
+        "stage": stage,
+        "seconds": 218.6,
+        "role": "actor",
+        "step": 1,
+    }
+    row |= {"process": "silent", "host": host, "pid": 4_194_304, "usual_seconds": 2.7}
+    stuck = Stuck.of(Table.from_rows([row, {**row, "rank": 5, "pid": None}], order=STUCK_ORDER))
+    lines = stuck.lines(width=80)
+    assert max(map(len, lines)) <= 80
+    assert f"actor rank 3: process silent, pid 4194304 on {host}" in lines
+    assert f"actor rank 5: process silent, pid unknown on {host}" in lines
+    assert "218.6" in "".join(lines)
+    assert host in stuck.lines(width=1000)[2]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_why_numbers_cannot_be_compared_is_wrapped_not_cut(width: int) -> None:
+    text = "the streams agree better when one of them is moved by one token " * 3 + "to the left"
+    checks = [{"code": "shifted", "verdict": "suspect", "text": text}]
+    about = {"complete": "complete", "comparable": "suspect", "comparability": checks}
+    lines = Metrics({"rollout_corr/kl": 0.5}, about).lines(width=width)
+    assert max(map(len, lines)) <= width
+    assert f"shifted: suspect: {text}" in " ".join(" ".join(lines).split())
