@@ -168,10 +168,10 @@ class Asking:
                 time.sleep(_ASK_AGAIN)
 
 
-def segment(text: str, argument: str = "name") -> str:
+def segment(text: object, argument: str = "name") -> str:
     """Return a name as one segment of a path; raises `InvalidInput` for what is none."""
     if not isinstance(text, str) or text in ("", ".", ".."):
-        raise InvalidInput(f"{argument} is {text!r:.100}", expected="a text that names one")
+        raise InvalidInput(f"{argument} is {text!r:.100}, which is not a name", expected="a text")
     return quote(text, safe="")
 
 

@@ -51,7 +51,9 @@ def test_ranks_of_evidence_are_read_as_ranks() -> None:
 
 def test_a_wrong_argument_is_named() -> None:
     wrong: Any = {}
-    with pytest.raises(InvalidInput, match=r"capture_id is \{\}; expected a text"):
+    with pytest.raises(
+        InvalidInput, match=r"capture_id is \{\}, which is not a name; expected a text"
+    ):
         segment(wrong, "capture_id")
     for read in (step_word, lambda step: step_number(str(step))):
         with pytest.raises(InvalidInput, match="of at most 18 digits"):
