@@ -57,6 +57,12 @@ def found(session: Any, run: str, kind: str) -> list[Any]:
     return [row for row in session.findings(run) if row["kind"] == kind]
 
 
+def _spent(session: Any) -> Any:
+    """Return the budget once it says that its captures are spent."""
+    budget = session.triggers().about["budgets"][0]
+    return budget if "1 of 1 captures" in budget["refusal"] else None
+
+
 def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
     service: Service, told: Hook
 ) -> None:
@@ -87,9 +93,9 @@ def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
         ranks.stop()
         answer(trained, 120)
         assert len(session.firings(run)) == 1
-        budget = session.triggers().about["budgets"][0]
+        # It counts as under way until every rank was told that it is done.
+        budget = eventually(lambda: _spent(session))
         assert (budget["run"], budget["spent"]["captures"]) == (run, 1)
-        assert "1 of 1 captures" in budget["refusal"]
         tried = session.test_triggers(run)
         assert [(row["step"], row["rule"], row["fired_live"]) for row in tried] == [
             (AT, "poison", True)
