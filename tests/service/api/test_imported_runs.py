@@ -75,14 +75,14 @@ def take_in(running: Service, *words: str, exit_code: int = 0) -> str:
     assert running.tokens is not None
     env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
     result = invoke("import", *words, env=env)
-    assert result.exit_code == exit_code, result.output
-    return " ".join(result.output.split())
+    assert result.exit_code == exit_code, result.stderr
+    return " ".join((result.stderr if exit_code else result.stdout).split())
 
 
 def with_loss(directory: Path, value: float) -> None:
     """Write another loss of actor rank 0's second microbatch into an export."""
     path = directory / "loss" / "step_000001_rank0_micro1.pt"
-    data = torch.load(path)
+    data = torch.load(path, weights_only=True)
     assert data["loss"] == 0.1
     torch.save({**data, "loss": value}, path)
 
