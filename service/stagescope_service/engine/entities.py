@@ -135,6 +135,8 @@ class Process:
     clock: tuple[float | None, float | None] = (None, None)
     #: Highest step begun; None until it begins one, and until then it holds no step open.
     max_step: int | None = None
+    #: Highest revision of its spans.
+    newest_revision: int = 0
     finished: bool = False
     lapsed: bool = False
     left_wall: float | None = None

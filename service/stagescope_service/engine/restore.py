@@ -181,6 +181,7 @@ def _take_span(state: State, row: Row) -> None:
     if process is None:
         return
     process.worked = True
+    process.newest_revision = max(process.newest_revision, span.revision)
     if step is not None:
         _take_pace(step, process, span, row)
     if span.status == OPEN:

@@ -119,45 +119,58 @@ def begun_again(
 
     A further pass of a step (resampling) comes before the next step. This is training that went
     back to a checkpoint inside its process: what it had done of the step counts beside what it
-    does now. Rollouts may be of several steps at a time.
+    does now. Rollouts may be of several steps at a time. `span` is new; it may show that of its
+    own step, and, where it arrives late, of those before.
     """
-    stage = span.work.stage
-    top = process.max_step
-    if top is None or step.step >= top or stage in (None, "rollout_generate"):
+    stage, number, newest = span.work.stage, step.step, process.newest_revision
+    process.newest_revision = max(newest, span.revision)
+    ahead = process.max_step is not None and process.max_step > number
+    if stage in (None, "rollout_generate") or not (ahead or span.revision < newest):
         return []
-
-    def own(other: Step) -> list[Span]:
+    own: dict[int, list[int]] = {}
+    for other in [*attempt.steps.values(), *([step] if step.ghost else [])]:
         ranks = other.ranks.get((span.role, stage or ""), {})
-        return [each for each in ranks.get(span.rank, ()) if each.incarnation == span.incarnation]
+        own[other.step] = [
+            each.revision
+            for each in ranks.get(span.rank, ())
+            if each.incarnation == span.incarnation
+        ]
+    out: list[Instruction] = []
+    for again, revisions in own.items():
+        if again > number or not revisions:
+            continue
+        # Of a step that left memory it is taken that the process had worked on it.
+        first = -1 if step.ghost and again == number else min(revisions)
+        between = [
+            later
+            for later, those in own.items()
+            if later > again and any(first < each < max(revisions) for each in those)
+        ]
+        if between:
+            out.append(_begun_again(attempt, span, again, max(between), wall))
+    return out
 
-    later = {
-        each.revision: number
-        for number, other in attempt.steps.items()
-        if number > step.step
-        for each in own(other)
-        if each.revision < span.revision
-    }
-    if not later or not (step.ghost or any(each.revision < min(later) for each in own(step))):
-        return []
-    return [
-        finding(
-            "step_begun_again",
-            f"{span.role} rank {span.rank} began {stage} of step {step.step} again after step "
-            f"{max(later.values())}: both goes count in step {step.step}, as passes of one step",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=wall,
-            severity="error",
-            step=step.step,
-            stage=stage,
-            role=span.role,
-            rank=span.rank,
-            evidence={"after_step": max(later.values())},
-            advice="where training goes back to a checkpoint inside its process, close the probe "
-            "(probe.close()) and call init again: the new start is an attempt of its own, which "
-            "supersedes these steps",
-        )
-    ]
+
+def _begun_again(
+    attempt: Attempt, span: Span, step: int, after: int, wall: float
+) -> Instruction:
+    return finding(
+        "step_begun_again",
+        f"{span.role} rank {span.rank} began {span.work.stage} of step {step} again after step "
+        f"{after}: both goes count in step {step}, as passes of one step",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        severity="error",
+        step=step,
+        stage=span.work.stage,
+        role=span.role,
+        rank=span.rank,
+        evidence={"after_step": after},
+        advice="where training goes back to a checkpoint inside its process, close the probe "
+        "(probe.close()) and call init again: the new start is an attempt of its own, which "
+        "supersedes these steps",
+    )
 
 
 def abandon(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:

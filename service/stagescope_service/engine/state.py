@@ -270,6 +270,8 @@ class State:
         unfinished = len(process.unfinished)
         span, ended = spans.end(attempt, step, process, sender, event, work, arrived)
         out += ended
+        if ended and span.begin_seq is None and work.step is not None:
+            out += spans.begun_again(attempt, step, process, span, event.wall)
         paces.note_end(step, process, span, at, event.fields, event.mono)
         if len(process.unfinished) < unfinished or process.returned:
             out += leaving.found_again(process, work)

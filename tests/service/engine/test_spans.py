@@ -132,6 +132,15 @@ def test_training_that_goes_back_inside_its_process_is_said(bench: Bench) -> Non
     assert "actor rank 0 began actor_update of step 7 again after step 8" in found["message"]
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(6))))
+def test_training_that_goes_back_is_said_in_any_order(bench: Bench, order: tuple[int, ...]) -> None:
+    rank = Rank()
+    said = [*rank.work(7), *rank.work(8), *rank.work(7, occurrence=1)]
+    bench.give(rank.log(None), *(said[place] for place in order))
+    found = bench.rows.one("findings")
+    assert (found["kind"], found["evidence"]) == ("step_begun_again", {"after_step": 8})
+
+
 def test_training_that_goes_back_to_a_step_that_left_memory_is_said(bench: Bench) -> None:
     rank = Rank()
     for step in [*range(1, 20), 3]:
