@@ -258,7 +258,11 @@ def outcomes(group: Sequence[Row]) -> list[str]:
         group: rows of firings of one attempt, with their `actions`; None: not taken yet.
     """
     taken = [row["actions"] for row in group if row["actions"] is not None]
+    since = [actions["cools_since"] for actions in taken if "cools_since" in actions]
     said = [*_capture_outcomes(taken), *_pin_outcomes(taken), *_webhook_outcomes(taken)]
+    if since:
+        text = "not taken again: the rule cools down from those of "
+        said.append(text + _stretches("step", sorted({*since})))
     if waiting := len(group) - len(taken):
         said.append("actions are not taken yet" + (f" of {waiting}" if taken else ""))
     return said

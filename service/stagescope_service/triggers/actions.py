@@ -118,6 +118,11 @@ class Actions:
         """The host of the webhook, which is all of it that may be shown."""
         return None if self.webhook is None else host_of(self.webhook)
 
+    @property
+    def costs(self) -> bool:
+        """Whether more follows than a finding: what a rule repeats only after its cooldown."""
+        return bool(self.pin) or self.webhook is not None or self.capture is not None
+
     def wire(self, *, secrets: bool) -> dict[str, Any]:
         """Return what `parse` reads; without `secrets` the webhook's host alone."""
         said: dict[str, Any] = {}

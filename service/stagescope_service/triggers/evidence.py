@@ -15,7 +15,7 @@ from stagescope_service.store.parts import incarnation_of
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
-from stagescope_service.triggers.series import Series, bad_scalars, scalar_series
+from stagescope_service.triggers.series import Series, bad_scalars, pack, scalar_series
 from stagescope_service.triggers.watch import Firing, Hit
 
 Row = dict[str, Any]
@@ -75,7 +75,7 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
     elif rule.of_stages:
         stage, affected = _slow_or_missing(worst, facts)
     else:
-        token = None if whole is None else _token(rule, worst, whole, processes)
+        token = None if whole is None else _token(rule, firing, whole, processes)
         affected = _affected(firing, whole, token)
     role, rank = _one_of(affected, series)
     number = series.round
@@ -83,7 +83,7 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
         number = token["round"]
     message = _Message(facts.step, stage, role, rank, number, affected, token)
     return Evidence(
-        message=f"{rule.name}: " + message.text(worst, scalars),
+        message=f"{rule.name}: " + message.text(worst, scalars) + _lasting(firing),
         stage=stage,
         role=role,
         rank=rank,
@@ -106,6 +106,9 @@ def _numbers(rule: Rule, firing: Firing) -> Row:
         "for": rule.consecutive,
         "series": len(firing.hits),
         "hits": [_hit(hit) for hit in firing.hits[:LISTED]],
+        "lasting": [_hit(hit) for hit in firing.lasting[:LISTED]],
+        "cools_since": None if firing.cools_since is None else firing.cools_since.step,
+        "named": pack(hit.series for hit in (*firing.hits, *firing.lasting)),
     }
 
 
@@ -199,8 +202,10 @@ def _one_of(affected: Sequence[RoleRank], series: Series) -> tuple[str | None, i
 
 def _is_count(metric: str) -> bool:
     """Return whether ranks that have it are all the same bad, and none is the worst."""
-    return metric == names.MISSING_RANKS or metric.startswith(
-        ("nonfinite/", names.NONFINITE_SCALAR)
+    return (
+        metric == names.MISSING_RANKS
+        or names.is_nonfinite(metric)
+        or metric.startswith(names.NONFINITE_SCALAR)
     )
 
 
@@ -210,7 +215,7 @@ def _affected(firing: Firing, whole: Whole | None, token: Row | None) -> tuple[R
     if of_ranks:
         return of_ranks
     metrics = {hit.series.metric for hit in firing.hits}
-    if whole is not None and all(metric.startswith("nonfinite/") for metric in metrics):
+    if whole is not None and all(names.is_nonfinite(metric) for metric in metrics):
         counts: dict[RoleRank, float] = {}
         for row in whole.ranks:
             published = publish_cell(row.cell, whole.summary.pair)
@@ -252,14 +257,36 @@ def _slow_or_missing(worst: Hit, facts: Facts) -> tuple[str | None, tuple[RoleRa
     return (series.stage, ()) if slowest is None else (slowest[0], (slowest[1:],))
 
 
-def _token(rule: Rule, worst: Hit, whole: Whole, processes: Iterable[Row]) -> Row | None:
-    """Return the worst token of the series that fired, as far as the summary kept it."""
+def _lasting(firing: Firing) -> str:
+    """Say which series a firing names that an earlier one named: they are no news."""
+    by_metric: dict[str, list[Series]] = {}
+    for hit in firing.lasting:
+        metric = hit.series.metric.removeprefix(names.NONFINITE_SCALAR)
+        by_metric.setdefault(metric, []).append(hit.series)
+    told = []
+    for metric, series in [*by_metric.items()][:LISTED]:
+        places = _distinct((one.role, one.rank) for one in series)
+        rounds = sorted({one.round for one in series if one.round is not None})
+        told.append(metric + (f" on {ranks_text(places)}" if places else ""))
+        told[-1] += f" in rounds {', '.join(map(str, rounds[:LISTED]))}" if rounds else ""
+        told[-1] += f" and {len(rounds) - LISTED} more" if len(rounds) > LISTED else ""
+    told += [f"{len(by_metric) - LISTED} more"] if len(by_metric) > LISTED else []
+    return f"; since before: {'; '.join(told)}" if told else ""
+
+
+def _token(rule: Rule, firing: Firing, whole: Whole, processes: Iterable[Row]) -> Row | None:
+    """Return the worst token of the first series that fired of which the summary kept one.
+
+    Of ranks that hold the same rows it keeps those of one.
+    """
+    worst = firing.hits[0]
     places = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
     summary = whole.summary
-    of_non_finite = worst.series.metric.startswith("nonfinite/") or rule.when.non_finite
+    of_non_finite = names.is_nonfinite(worst.series.metric) or rule.when.non_finite
     tokens = summary.non_finite if of_non_finite else summary.worst
-    rows = (_token_row(tokens, at, summary, places) for at in range(len(tokens)))
-    return next((row for row in rows if _is_of(row, worst, summary)), None)
+    rows = [_token_row(tokens, at, summary, places) for at in range(len(tokens))]
+    of_hits = (row for hit in firing.hits for row in rows if _is_of(row, hit, summary))
+    return next(of_hits, None)
 
 
 def _is_of(row: Mapping[str, Any], worst: Hit, summary: Summary) -> bool:
@@ -268,7 +295,7 @@ def _is_of(row: Mapping[str, Any], worst: Hit, summary: Summary) -> bool:
         return False
     if series.rank is not None and (row["role"], row["rank"]) != (series.role, series.rank):
         return False
-    if series.metric.startswith("nonfinite/"):
+    if names.is_nonfinite(series.metric):
         stream, _, kind = series.metric.removeprefix("nonfinite/").rpartition("_")
         value = row["p"] if stream == summary.pair[0] else row["q"]
         return _kind(value) == kind

@@ -92,6 +92,11 @@ def scalar_of(metric: str) -> str:
     return metric.removeprefix(NONFINITE_SCALAR) if metric.startswith(NONFINITE_SCALAR) else ""
 
 
+def is_nonfinite(metric: str) -> bool:
+    """Return whether a metric counts tokens whose log-probs are not finite."""
+    return metric.startswith("nonfinite/")
+
+
 def is_pattern(metric: str) -> bool:
     """Return whether a metric stands for every name that it matches."""
     return "*" in metric or "?" in metric

@@ -42,7 +42,8 @@ class Rule:
         staleness: Look only at tokens of this staleness (0: sampled by the trainer's own version).
         when: The conditions.
         consecutive: Of how many measured steps in a row they must hold (`for`).
-        cooldown: It fires at most once in so many steps of the run.
+        cooldown: A series that a firing named fires again after so many steps of the run at the
+            earliest; so do pins, webhook and capture of the rule, whichever series fire.
         actions: What follows.
     """
 
@@ -112,6 +113,11 @@ class Rule:
     def of_scalars(self) -> bool:
         """Whether the metric counts scalars that are not finite."""
         return bool(names.scalar_of(self.metric))
+
+    @property
+    def lists_only_bad(self) -> bool:
+        """Whether it counts what is not finite, of the ranks that have it: thousands have none."""
+        return self.of_scalars or (self.by == "rank" and names.is_nonfinite(self.metric))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +73,8 @@ class Publisher:
                     # A pattern's names differ by stream, and the noise floor has its own streams.
                     value = np.nan if floor is None else floor.get(metric, np.nan)
                     yield key, (published[metric], value)
+            if rule.lists_only_bad:  # 0, so that a streak ends where no rank has any
+                yield Series(rule.metric), (0.0, np.nan)
 
     def _chosen(self, rule: Rule) -> Mapping[str | None, Whole]:
         wholes = self.facts.wholes
@@ -93,7 +95,7 @@ class Publisher:
                     yield (None, None, number), self._of_cell(whole, number, cell)
         elif rule.by == "rank":
             for at, row in enumerate(whole.ranks):
-                if row.cell.masked:
+                if row.cell.masked > (row.cell.tokens if rule.lists_only_bad else 0):
                     yield (row.role, row.rank, None), self._of_cell(whole, -1 - at, row.cell)
         elif rule.staleness is None or not summary.staleness.keys.size:
             if summary.total.masked:
@@ -170,6 +172,42 @@ def scalar_series(rule: Rule, row: Mapping[str, Any]) -> Series:
     of_rank = (row["role"], row["rank"]) if rule.by == "rank" else (None, None)
     stage = row["stage"] if rule.by in ("stage", "rank") else rule.stage
     return Series(names.NONFINITE_SCALAR + row["name"], stage, *of_rank)
+
+
+def pack(series: Iterable[Series]) -> list[list[Any]]:
+    """Return series as a firing's row keeps them: [metric, stage, role, round, spans of ranks].
+
+    A span is [first, last]; None stands for series that are of no rank.
+    """
+    found: dict[tuple[str, str | None, str | None, int | None], list[int]] = {}
+    packed: list[list[Any]] = []
+    for one in series:
+        key = (one.metric, one.stage, one.role, one.round)
+        if one.rank is None:
+            packed.append([*key, None])
+        else:
+            found.setdefault(key, []).append(one.rank)
+    for key in sorted(found, key=lambda key: tuple(map(str, key))):
+        spans: list[list[int]] = []
+        for rank in sorted(found[key]):
+            if spans and spans[-1][1] == rank - 1:
+                spans[-1][1] = rank
+            else:
+                spans.append([rank, rank])
+        packed.append([*key, spans])
+    return packed
+
+
+def unpack(packed: Iterable[Sequence[Any]]) -> frozenset[Series]:
+    """Return what `pack` was given."""
+    found: set[Series] = set()
+    for metric, stage, role, number, spans in packed:
+        if spans is None:
+            found.add(Series(metric, stage, role, None, number))
+        for first, last in spans or ():
+            ranks = range(first, last + 1)
+            found.update(Series(metric, stage, role, rank, number) for rank in ranks)
+    return frozenset(found)
 
 
 def bad_scalars(rule: Rule, facts: Facts) -> list[Mapping[str, Any]]:

@@ -4,6 +4,11 @@ Pure, and a function of the steps alone: whatever the order in which their whole
 however often, the firings that stand in the end are the same (within the last `REACH` steps; a
 step that comes later than so many others is not looked at).
 
+A rule cools down by series: a firing names every series that held, and none of these is news for
+`cooldown` steps; one that was not named fires at once. What costs (`acts`) follows of a rule at
+most once in so many steps, whichever series hold: a NaN that spreads from rank to rank is named
+on each, and orders one capture.
+
 A step is looked at behind the steps that the run continued from: attempt 2, resumed at step 5,
 has steps 4, 3, ... of attempt 1 before its own 5.
 """
@@ -23,8 +28,8 @@ from stagescope_service.triggers.series import Series, Values
 
 REACH: Final = 64
 """Newest steps of a run of which a later word (a whole formed late, or again) still counts."""
-_COOLING: Final = 1000
-"""Firings of a rule that are looked through for one that it still cools down from."""
+_COOLING: Final = 256
+"""Firings of a rule that are looked through for those that it still cools down from."""
 
 
 class At(NamedTuple):
@@ -45,16 +50,39 @@ class Hit:
 
 @dataclasses.dataclass(frozen=True)
 class Firing:
-    """A rule that fired at a step, with what held its conditions there, the worst first."""
+    """A rule that fired at a step, or that names other series there than it did.
+
+    Attributes:
+        rule: its name.
+        at: which step.
+        hits: the series that are news, the worst first.
+        lasting: those that held too and were named by a firing that the rule cools down from.
+        cools_since: the firing whose actions the rule cools down from; None where its own follow.
+    """
 
     rule: str
     at: At
     hits: tuple[Hit, ...]
+    lasting: tuple[Hit, ...] = ()
+    cools_since: At | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """What later steps know of a firing.
+
+    Attributes:
+        series: those that it named; None where an earlier release did not note them: all.
+        acts: whether its actions followed.
+    """
+
+    series: frozenset[Series] | None = None
+    acts: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a step changed: firings that are new, and those that no longer stand."""
+    """What a step changed: firings that are new or name others, and those that no longer stand."""
 
     fired: list[Firing]
     withdrawn: list[tuple[str, At]]
@@ -74,15 +102,18 @@ class Watch:
 
     Args:
         rules: in force.
-        fired: (rule, step) of firings that stand already.
+        fired: (rule, step) -> the firings that stand already.
     """
 
-    def __init__(self, rules: Iterable[Rule], *, fired: Iterable[tuple[str, At]] = ()) -> None:
+    def __init__(
+        self, rules: Iterable[Rule], *, fired: Mapping[tuple[str, At], Standing] | None = None
+    ) -> None:
         self._rules = tuple(rules)
         self._fired: dict[str, list[At]] = {rule.name: [] for rule in self._rules}
-        for name, at in fired:
+        self._standing: dict[tuple[str, At], Standing] = {}
+        for (name, at), standing in sorted((fired or {}).items(), key=lambda item: item[0]):
             if name in self._fired:
-                bisect.insort(self._fired[name], at)
+                self._stand(name, at, standing)
         self._steps: dict[At, _Step] = {}
         self._order: list[At] = []
 
@@ -128,14 +159,43 @@ class Watch:
             values = step.values[rule.name]
             held = step.held[rule.name] = self._held(rule, values, behind)
             streak = self._streak(rule, values, held, behind)
-            fires = step.fires and bool(streak.any()) and not self._cools_down(rule, at)
-            stood = at in self._fired[rule.name]
-            if fires and not stood:
-                bisect.insort(self._fired[rule.name], at)
-                changes.fired.append(Firing(rule.name, at, _hits(rule, values, held, streak)))
-            elif stood and step.fires and not fires:
+            if not step.fires:
+                continue
+            named = frozenset(values.series[place] for place in np.flatnonzero(streak).tolist())
+            news, since = self._news(rule, at, named)
+            known = self._standing.get((rule.name, at))
+            if news:
+                now = Standing(named, acts=since is None)
+                self._stand(rule.name, at, now)
+                if known is None or _says_more(known, now):
+                    hits = _hits(rule, values, held, streak)
+                    changes.fired.append(
+                        Firing(
+                            rule.name,
+                            at,
+                            tuple(hit for hit in hits if hit.series in news),
+                            tuple(hit for hit in hits if hit.series not in news),
+                            since,
+                        )
+                    )
+            elif known is not None:
                 self._fired[rule.name].remove(at)
+                del self._standing[rule.name, at]
                 changes.withdrawn.append((rule.name, at))
+
+    def _stand(self, rule: str, at: At, standing: Standing) -> None:
+        """Note a firing; the series of those that are too old to be looked through are let go."""
+        fired = self._fired[rule]
+        place = bisect.bisect_left(fired, at)
+        if fired[place : place + 1] != [at]:
+            fired.insert(place, at)
+        before = self._standing[rule, fired[place - 1]] if place else None
+        if before is not None and before.series == standing.series:
+            standing = dataclasses.replace(standing, series=before.series)  # one set for both
+        self._standing[rule, at] = standing
+        if len(fired) > _COOLING + REACH:
+            old = fired[-_COOLING - REACH - 1]
+            self._standing[rule, old] = Standing(frozenset(), self._standing[rule, old].acts)
 
     def _behind(self, at: At) -> Iterator[At]:
         """Yield the steps that the run went through before, the nearest first."""
@@ -164,7 +224,8 @@ class Watch:
         if there.series == series:
             return there.values
         known = dict(zip(there.series, there.values.tolist(), strict=True))
-        return np.array([known.get(one, np.nan) for one in series], np.float64)
+        absent = 0.0 if rule.lists_only_bad else np.nan
+        return np.array([known.get(one, absent) for one in series], np.float64)
 
     def _streak(self, rule: Rule, values: Values, held: Held, behind: list[At]) -> Bool:
         """Say of each series whether it held in `rule.consecutive` measured steps in a row."""
@@ -188,18 +249,34 @@ class Watch:
         there, held = step.values[rule.name], step.held[rule.name]
         return {one for one, holds in zip(there.series, held.holds, strict=True) if holds}
 
-    def _cools_down(self, rule: Rule, at: At) -> bool:
+    def _news(
+        self, rule: Rule, at: At, named: frozenset[Series]
+    ) -> tuple[frozenset[Series], At | None]:
+        """Return which series the rule does not cool down from, and from whose actions it does."""
+        since: At | None = None
         fired = self._fired[rule.name]
         before = fired[: bisect.bisect_left(fired, at)]
-        return any(
-            0 < at.step - earlier.step < rule.cooldown and self._leads(earlier, at)
-            for earlier in reversed(before[-_COOLING:])
-        )
+        for earlier in reversed(before[-_COOLING:]):
+            if not named:
+                break
+            if 0 < at.step - earlier.step < rule.cooldown and self._leads(earlier, at):
+                standing = self._standing[rule.name, earlier]
+                named -= named if standing.series is None else standing.series
+                if since is None and standing.acts:
+                    since = earlier
+        return named, since
 
     def _leads(self, earlier: At, at: At) -> bool:
         """Return whether a step is one that the run went through before, not of a branch left."""
         begin, end = bisect.bisect_right(self._order, earlier), bisect.bisect_left(self._order, at)
         return all(between.step > earlier.step for between in self._order[begin:end])
+
+
+def _says_more(known: Standing, now: Standing) -> bool:
+    """Return whether a firing is to be told again: it names other series, or its actions follow."""
+    return (known.series is not None and known.series != now.series) or (
+        now.acts and not known.acts
+    )
 
 
 def _same(known: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
@@ -219,5 +296,5 @@ def _hits(rule: Rule, values: Values, held: Held, streak: Bool) -> tuple[Hit, ..
             float(values.values[at]),
             {name: float(numbers[at]) for name, numbers in held.numbers.items()},
         )
-        for at in sorted(found, key=lambda at: (sizes[at], at))
+        for at in sorted(found, key=lambda at: (sizes[at], values.series[at].rank or 0, at))
     )

@@ -15,6 +15,8 @@ from tests.support.stores import url_of
 from tests.support.triggering import Bench, hook, rule, rules_of
 
 from stagescope.errors import Conflict
+from stagescope_service.api.groups import outcomes
+from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.engine.orders import agreement
 from stagescope_service.engine.triggering.actions import gone_of
 from stagescope_service.store.base import Put
@@ -111,6 +113,59 @@ def test_every_rank_with_something_not_finite_is_named(bench: Bench) -> None:
     assert (finding["role"], finding["rank"]) == ("actor", None)
     assert "stage actor_compute_log_prob, actor ranks 0-1" in finding["message"]
     assert finding["evidence"]["affected"] == [["actor", 0], ["actor", 1]]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
+    bench: Bench, restarted: bool
+) -> None:
+    nan, both = {"loss": math.nan}, {"loss": math.nan, "grad_norm": math.nan}
+    runs = {"r": {"capture": "auto", "budget": {"captures": 9}}}
+
+    async def step(number: int, scalars: dict[int, dict[str, float]], poison: object) -> None:
+        if restarted:
+            await bench.restarted().open()
+        await bench.step(number, 0.001, scalars=scalars, poison=poison)
+
+    async def work() -> None:
+        await bench.triggers.put(Rules.parse({**defaults().wire(), "runs": runs}), by="me")
+        await step(1, {1: {"loss": 0.5}}, None)
+        for number in (2, 3):
+            await step(number, {1: nan}, None)
+        await step(4, {1: nan, 0: nan}, math.nan)
+        for number in range(5, 8):
+            await step(number, {1: both, 0: nan}, math.nan)
+        await bench.log(7, 0, grad_norm=math.inf)  # after its step closed
+        for number in range(8, 16):
+            await step(number, {1: both, 0: both}, math.nan)
+
+    run(work)
+    fired = [step for _, step, name in bench.fired() if name == "non_finite_scalars"]
+    assert fired == [2, 4, 5, 7]
+    findings = {row["step"]: row for row in bench.findings("trigger_non_finite_scalars")}
+    assert [row["message"].partition(": ")[2] for row in findings.values()] == [
+        "loss is nan at step 2, stage actor_update, actor rank 1",
+        "loss is nan at step 4, stage actor_update, actor rank 0; since before: loss on actor "
+        "rank 1",
+        "grad_norm is nan at step 5, stage actor_update, actor rank 1; since before: loss on "
+        "actor ranks 0-1",
+        "grad_norm is inf at step 7, stage actor_update, actor rank 0; since before: loss on "
+        "actor ranks 0-1; grad_norm on actor rank 1",
+    ]
+    # What costs followed of the first alone, and says why it did not of the others.
+    (spec,) = bench.orders.specs
+    assert (spec["ranks"], spec["stages"]) == ([1], ["actor_update"])
+    actions = [bench.firing(number, "non_finite_scalars")["actions"] for number in fired]
+    assert actions[0]["capture"] == {"capture_id": "capture-1"}
+    assert actions[1:] == [{"cools_since": 2}] * 3
+    assert outcomes([{"actions": FiredActions(**actions[1]).model_dump(exclude_unset=True)}]) == [
+        "not taken again: the rule cools down from those of step 2"
+    ]
+    refused = {row["evidence"]["rule"] for row in bench.findings("capture_refused")}
+    assert refused == {"non_finite_log_probs"}  # while that of the scalars is under way
+    # The ranks that log-probs concern are told apart, too.
+    found = bench.findings("trigger_non_finite_log_probs")
+    assert [(row["step"], row["rank"]) for row in found] == [(4, 1), (14, 1)]
 
 
 def test_a_scalar_that_comes_after_its_step_closed(bench: Bench) -> None:

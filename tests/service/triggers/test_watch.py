@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.rules import Rules
-from stagescope_service.triggers.series import Series, Values
-from stagescope_service.triggers.watch import REACH, At, Watch
+from stagescope_service.triggers.series import Series, Values, pack, unpack
+from stagescope_service.triggers.watch import REACH, At, Changes, Firing, Standing, Watch
 
 METRIC = "logprob_abs_diff/mean"
 
@@ -78,6 +78,117 @@ def test_cooldown() -> None:
     assert fired({"cooldown": 1}, [2] * 3) == [0, 1, 2]
 
 
+class Told:
+    """What a watch said of each firing, last; and a watch that goes on from it, as restarted."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.watch = Watch(rules.rules)
+        self.firings: dict[tuple[str, At], Firing] = {}
+
+    def take(self, at: At, *numbers: float) -> Changes:
+        step = values(*numbers)
+        changes = self.watch.take(at, {rule.name: step for rule in self.rules.rules})
+        self.firings |= {(firing.rule, firing.at): firing for firing in changes.fired}
+        for gone in changes.withdrawn:
+            del self.firings[gone]
+        return changes
+
+    def restarted(self) -> Watch:
+        standing = {
+            key: Standing(
+                unpack(pack(hit.series for hit in (*firing.hits, *firing.lasting))),
+                acts=firing.cools_since is None,
+            )
+            for key, firing in self.firings.items()
+        }
+        return Watch(self.rules.rules, fired=standing)
+
+    def lines(self) -> list[tuple[int, list[int | None], list[int | None], int | None]]:
+        """(step, rounds that are news, rounds that last, the step whose actions it cools from)."""
+        return [
+            (
+                firing.at.step,
+                [hit.series.round for hit in firing.hits],
+                [hit.series.round for hit in firing.lasting],
+                None if firing.cools_since is None else firing.cools_since.step,
+            )
+            for _, firing in sorted(self.firings.items())
+        ]
+
+
+def test_a_series_that_begins_while_another_cools_down_fires_and_what_costs_does_not() -> None:
+    told = Told(rules_of({"cooldown": 4}))
+    line = [
+        (0, 0, 0), (2, 0, 0), (2, 0, 0), (2, 3, 0), (2, 3, 0), (2, 3, 0),  # 1 at step 1, 2 at 3
+        (2, 3, 0), (2, 3, 0), (2, 3, 0), (0, 0, 0), (0, 0, 5), (2, 0, 0), (2, 0, 0),
+    ]  # fmt: skip
+    for step, numbers in enumerate(line):
+        told.take(At(1, step), *numbers)
+    assert told.lines() == [
+        (1, [0], [], None),
+        (3, [1], [0], 1),  # said at once, and cools down with the one that lasts
+        (7, [1, 0], [], None),
+        (10, [2], [], 7),
+        (11, [0], [], None),
+    ]
+
+
+def test_a_series_that_spreads_is_said_each_time_and_acted_on_once_a_cooldown() -> None:
+    told = Told(rules_of({"cooldown": 10}))
+    for step in range(24):
+        told.take(At(1, step), *(2.0 if at <= step else 0.0 for at in range(16)))
+    acting = [step for step, _, _, since in told.lines() if since is None]
+    assert acting == [0, 10]
+    assert [news for _, news, _, _ in told.lines()] == [[at] for at in range(16)]
+    at_once = Told(rules_of({"cooldown": 10}))
+    for step in range(10):
+        at_once.take(At(1, step), *[2.0] * 64)
+    assert at_once.lines() == [(0, [*range(64)], [], None)]
+
+
+def test_a_new_watch_neither_repeats_a_series_nor_silences_another() -> None:
+    told = Told(rules_of({"cooldown": 9}))
+    told.take(At(1, 1), 2, 0)
+    again = told.restarted()
+    again.take(At(1, 1), {"rule-0": values(2, 0)})
+    assert not again.take(At(1, 2), {"rule-0": values(2, 0)}).fired
+    (fired,) = again.take(At(1, 3), {"rule-0": values(2, 2)}).fired
+    assert ([hit.series.round for hit in fired.hits], fired.cools_since) == ([1], At(1, 1))
+    # Of an earlier release nobody knows what a firing named: all of it, as it was then.
+    old = Watch(told.rules.rules, fired={("rule-0", At(1, 1)): Standing()})
+    assert not old.take(At(1, 3), {"rule-0": values(2, 2)}).fired
+    assert old.take(At(1, 10), {"rule-0": values(2, 2)}).fired
+
+
+def test_what_a_late_step_takes_away_or_adds_is_acted_on() -> None:
+    told = Told(rules_of({"cooldown": 9}))
+    told.take(At(1, 1), 2, 0)
+    told.take(At(1, 3), 2, 2)
+    changes = told.take(At(1, 1), 0, 0)
+    assert changes.withdrawn == [("rule-0", At(1, 1))]
+    assert told.lines() == [(3, [0, 1], [], None)]
+    told.take(At(1, 2), 2, 0)
+    assert told.watch.fired("rule-0") == [At(1, 2), At(1, 3)]
+
+
+SERIES = st.builds(
+    Series,
+    st.sampled_from(["loss", "a"]),
+    st.sampled_from([None, "s"]),
+    st.sampled_from([None, "actor"]),
+    st.sampled_from([None, 0, 1, 2, 9]),
+    st.sampled_from([None, 0, 3]),
+)
+
+
+@given(st.frozensets(SERIES))
+def test_packed_series(series: frozenset[Series]) -> None:
+    assert unpack(pack(series)) == series
+    ranks = [Series("a", "s", "actor", rank) for rank in range(1024)]
+    assert pack(ranks) == [["a", "s", "actor", None, [[0, 1023]]]]
+
+
 def test_steps_that_closed_before_the_rules_were_given_are_history_alone() -> None:
     rule = {"when": {"median_ratio": 2}}
     assert fired(rule, [1, 1, 1, 3, 1, 3]) == [3, 5]
@@ -114,10 +225,14 @@ def test_a_whole_that_is_formed_again_fires_once_and_may_take_a_firing_back() ->
     first = watch.take(At(1, 1), {"rule-0": values(0.5, 3.0)})
     assert [(f.rule, f.at) for f in first.fired] == [("rule-0", At(1, 1))]
     assert [hit.series.round for hit in first.fired[0].hits] == [1]
-    for again in (values(0.5, 3.0), values(2.5, 3.0), values(math.nan, 4.0)):
+    for again in (values(0.5, 3.0), values(0.7, 3.5), values(math.nan, 4.0)):
         changes = watch.take(At(1, 1), {"rule-0": again})
         assert not changes.fired
         assert not changes.withdrawn
+    # What it did not name when it fired is told, and the firing stays one.
+    (more,) = watch.take(At(1, 1), {"rule-0": values(2.5, 3.0)}).fired
+    assert ([hit.series.round for hit in more.hits], more.cools_since) == ([1, 0], None)
+    assert watch.fired("rule-0") == [At(1, 1)]
     assert watch.take(At(1, 1), {"rule-0": values(0.5)}).withdrawn == [("rule-0", At(1, 1))]
     assert watch.fired("rule-0") == []
 
@@ -137,8 +252,10 @@ def test_a_new_watch_that_knows_what_fired_goes_on() -> None:
     steps = {At(1, step): [float(value)] for step, value in enumerate(line)}
     whole = train(rules, steps, list(steps))
     for cut in range(1, len(line)):
-        first = train(rules, steps, list(steps)[:cut])
-        again = Watch(rules.rules, fired=[("rule-0", at) for at in first.fired("rule-0")])
+        first = Told(rules)
+        for at in list(steps)[:cut]:
+            first.take(at, *steps[at])
+        again = first.restarted()
         for at in list(steps)[:cut]:
             again.remember(at, {"rule-0": values(*steps[at])})
         for at in list(steps)[cut:]:
@@ -186,7 +303,6 @@ def test_no_order_and_no_repetition_changes_what_fired(
         step = values(*steps[at])
         changes = watch.take(at, {rule.name: step for rule in rules.rules})
         for firing in changes.fired:
-            assert (firing.rule, firing.at) not in standing
             standing.add((firing.rule, firing.at))
             assert firing.hits
         standing -= set(changes.withdrawn)
@@ -197,13 +313,21 @@ def test_no_order_and_no_repetition_changes_what_fired(
 
 @settings(max_examples=100, deadline=None)
 @given(RULES, runs())
-def test_firings_of_an_attempt_keep_the_cooldown(
+def test_series_and_actions_of_an_attempt_keep_the_cooldown(
     rule: dict[str, Any], steps: dict[At, list[float]]
 ) -> None:
-    found = train(rules_of(rule), steps, list(steps)).fired("rule-0")
-    for attempt in {at.attempt for at in found}:
-        own = [at.step for at in found if at.attempt == attempt]
-        gaps = [later - earlier for earlier, later in itertools.pairwise(own)]
+    told = Told(rules_of(rule))
+    for at, numbers in steps.items():
+        told.take(at, *numbers)
+    for attempt in {at.attempt for _, at in told.firings}:
+        own = [told.firings[key] for key in sorted(told.firings) if key[1].attempt == attempt]
+        named: dict[Series, int] = {}
+        for firing in own:
+            for hit in firing.hits:
+                assert firing.at.step - named.get(hit.series, -math.inf) >= rule["cooldown"]
+            named |= {hit.series: firing.at.step for hit in (*firing.hits, *firing.lasting)}
+        acting = [firing.at.step for firing in own if firing.cools_since is None]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(acting)]
         assert all(gap >= rule["cooldown"] for gap in gaps)
 
 

@@ -77,7 +77,8 @@ class Rule(Model):
     for_: int = Field(alias="for")
     """In how many measured steps in a row the conditions must hold."""
     cooldown: int
-    """It fires at most once in so many steps."""
+    """A series that a firing named fires again after so many steps at the earliest; so do the
+    rule's pins, webhook and capture."""
     actions: RuleActions
 
 
@@ -142,6 +143,8 @@ class FiredActions(Model):
     pin: FiredPins = ABSENT
     capture: FiredCapture = ABSENT
     webhook: FiredWebhook = ABSENT
+    cools_since: Step = ABSENT
+    """None was taken: the rule cools down from those of its firing at this step."""
 
 
 class Firing(Model):

@@ -25,7 +25,8 @@ from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.replay import Fired, Reader
 from stagescope_service.triggers.rules import Rules, defaults, read_yaml
-from stagescope_service.triggers.watch import REACH, At, Changes, Watch
+from stagescope_service.triggers.series import unpack
+from stagescope_service.triggers.watch import REACH, At, Changes, Standing, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -175,11 +176,19 @@ class Triggers:
             if fired is None:
                 continue
             act = Act(fired.rule, self._row(fired))
-            rows += [Put("firings", act.row), *finding_of(act)]
             key = (act.rule.name, fired.facts.attempt_id, fired.facts.step)
-            if key not in followed.acted:
+            taken: Row = {}
+            if key in followed.acted:
+                pass  # it names more than it did: what follows of it did already
+            elif firing.cools_since is None:
+                taken = {"actions": None, "acted_wall": None}
                 followed.acted.add(key)
                 acts.append(act)
+            else:
+                since = {"cools_since": firing.cools_since.step}
+                taken = {"actions": since if act.rule.actions.costs else {}}
+                taken["acted_wall"] = self._wall()
+            rows += [Put("firings", {**act.row, **taken}), *finding_of(act)]
         for rule, at in changes.withdrawn:
             key_row = {"attempt_id": followed.ids[at.attempt], "step": at.step, "rule": rule}
             rows.append(Put("firings", {**key_row, "withdrawn_wall": self._wall()}))
@@ -256,7 +265,8 @@ class _Followed:
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
         known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
         by_name = {rule.name: rule for rule in rules.rules}
-        self.acted = {(r["rule"], r["attempt_id"], r["step"]) for r in known}
+        self.acted = {(r["rule"], r["attempt_id"], r["step"]) for r in known if _acted(r)}
+        """Firings whose actions were taken, or are to be."""
         standing = [row for row in known if row["withdrawn_wall"] is None]
         self.owed = [
             Act(by_name[row["rule"]], row)
@@ -264,7 +274,10 @@ class _Followed:
             if row["acted_wall"] is None and row["rule"] in by_name
         ]
         """Firings whose coordinator ended before all that was to follow did."""
-        fired = [(row["rule"], At(numbers[row["attempt_id"]], row["step"])) for row in standing]
+        fired = {
+            (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _standing(row)
+            for row in standing
+        }
         self._watch = Watch(rules.rules, fired=fired)
 
         self._ahead = self._load()
@@ -307,6 +320,18 @@ class _Followed:
         """Put a firing into words; None where its step is gone."""
         facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
         return None if facts is None else self._reader.explain(firing, facts)
+
+
+def _standing(row: Row) -> Standing:
+    evidence = row["evidence"] or {}
+    named = evidence.get("named")  # None: an earlier release wrote it
+    series = None if named is None else unpack(named)
+    return Standing(series, acts=evidence.get("cools_since") is None)
+
+
+def _acted(row: Row) -> bool:
+    """Return whether the actions of a stored firing followed, or are to follow."""
+    return _standing(row).acts or bool((row["actions"] or {}).keys() - {"cools_since"})
 
 
 def _readable(document: Any) -> Rules:
