@@ -174,9 +174,7 @@ def _cut(
     seen: int | None = None
     for point in points:
         step = int(point.row["step"])
-        # The newest step comes first: one that is not older was answered already.
-        answered = seen is not None and step >= seen
-        again = answered or lineage.superseded_by(point.row) is not None
+        again = step == seen or lineage.superseded_by(point.row) is not None
         if again and not keep_all:
             continue
         keys |= point.values.keys()

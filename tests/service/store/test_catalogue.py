@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,26 @@ def two_runs(store: SqlStore) -> SqlStore:
         stage_row(4, 5, attempt_id=3, begin_wall=900.0, stage="rollout_generate"),
     )
     return store
+
+
+def test_a_question_that_is_not_read_to_its_end_disturbs_no_other(
+    store: SqlStore, catalogue: Catalogue
+) -> None:
+    steps = range(1, 501)
+    write(store, *training(1), *(Put("steps", {"attempt_id": 1, "step": n}) for n in steps))
+    gc.disable()  # what is left of the first question is freed amid the second
+    try:
+        for _ in range(3):
+            left = catalogue.step_metrics([1], version=1, numbers=None)
+            next(left)
+            del left
+        found = catalogue.step_metrics([1], version=1, numbers=None)
+        read = [next(found)]
+        gc.collect()
+        read += found
+    finally:
+        gc.enable()
+    assert [row["step"] for row in read] == [*reversed(steps)]
 
 
 def test_runs_say_who_lives(two_runs: SqlStore, catalogue: Catalogue) -> None:

@@ -45,9 +45,13 @@ class Reader:
     def _each(self, query: Any) -> Iterator[Row]:
         """Yield a question's rows as they are read: they need not fit into memory at once."""
         with connect.explained(self._where), self._connect() as connection:
-            found = connection.execution_options(yield_per=_AT_ONCE).execute(query)
-            for row in found.mappings():
-                yield dict(row)
+            streaming = connection.execution_options(yield_per=_AT_ONCE)
+            # Closed before the connection goes back, also where not all is read: what Python 3.10
+            # frees of an unclosed cursor later on resets the statement that another one runs, and
+            # that one reads its first rows again.
+            with streaming.execute(query) as found:
+                for row in found.mappings():
+                    yield dict(row)
 
     def _first(self, query: Any) -> Row | None:
         found = self._rows(query.limit(1))
