@@ -66,12 +66,15 @@ class Executor:
 
     async def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """Commit the rows, and only then do what the rest says."""
-        due = Counter(order for order in instructions if isinstance(order, Assemble))
-        self.due += due
+        due = [order for order in instructions if isinstance(order, Assemble)]
+        if not due:
+            await self._carry_out(instructions)
+            return
+        self.due.update(due)
         try:
             await self._carry_out(instructions)
         finally:
-            self.due -= due
+            self.due -= Counter(due)
 
     async def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         rows = [order for order in instructions if isinstance(order, Put | Delete)]

@@ -39,7 +39,7 @@ CALLS_PER_SECOND: Final = 250.0
 """What is asked for while the service is behind, of all ranks together."""
 TRIM_SECONDS: Final = 30.0
 GROWN_BYTES: Final = 16 << 20
-MOST_PAUSE: Final = 15.0
+MOST_PAUSE: Final = 40.0
 
 
 class LoadStatus(TypedDict):
@@ -64,6 +64,8 @@ class Load:
         self._calls = 0
         self._ages = 0.0
         self._late_windows = 0
+        self._late_until = -math.inf
+        self._live_ranks = 0
         self._lag: float | None = None
         self._open: dict[int, str] = {}
 
@@ -72,8 +74,15 @@ class Load:
         """Seconds that a rank is to wait before its next batch; 0 while the service keeps up."""
         if not self._late_windows and self._waiting < self._most / 2:
             return 0.0
-        ranks = sum(process.live for process in self._state.registry.processes.values())
-        return min(max(ranks / CALLS_PER_SECOND, 0.5), MOST_PAUSE)
+        return min(max(self._live_ranks / CALLS_PER_SECOND, 0.5), MOST_PAUSE)
+
+    def is_late(self, now: float) -> bool:
+        """Whether events arrive late, or did until a pause ago: what a rank did is not known yet.
+
+        Args:
+            now: the service's monotonic clock, seconds.
+        """
+        return now < self._late_until
 
     def status(self) -> LoadStatus:
         """Return how much waits, and how late events come."""
@@ -128,8 +137,12 @@ class Load:
         calls, ages = self._calls, self._ages
         self._calls, self._ages = 0, 0.0
         self._lag = ages / calls if calls else None
+        # Not for every batch, which would cost the most where there are the most ranks.
+        self._live_ranks = sum(process.live for process in self._state.registry.processes.values())
         is_late = calls >= FEWEST_CALLS and ages > BEHIND_SECONDS * calls
         self._late_windows = self._late_windows + 1 if is_late else 0
+        if is_late:
+            self._late_until = now + WINDOW_SECONDS + MOST_PAUSE
         if is_late and self._late_windows >= WINDOWS:
             return self._behind(calls / seconds, ages / calls, wall)
         return [] if is_late else self._over(wall)

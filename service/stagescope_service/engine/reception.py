@@ -272,20 +272,22 @@ class Reception:
     async def expire(self) -> None:
         """Let go of processes that fell silent; to be called several times a lease.
 
-        While the catalogue cannot be written, or this process was held up itself, nobody could be
-        heard: then every lease begins anew.
+        While the catalogue cannot be written, events arrive late, or this process was held up
+        itself, nobody could be heard: then every lease begins anew, and nobody is stuck.
         """
-        now = self.mono()
+        now, wall = self.mono(), self.wall()
         held_up = now - self._listened > self.state.lease_seconds / 2
         self._listened = now
-        if held_up or not self.executor.store.health().healthy:
+        if not self.executor.store.health().healthy:
+            self.state.renew_all(now)
+            return
+        await self.executor.carry_out(self.load.look(now, wall))
+        if held_up or self.load.is_late(now):
             self.state.renew_all(now)
         else:
-            wall = self.wall()
             await self.executor.carry_out(self.state.expire(now, wall))
             await self.executor.carry_out(self.hangs.look(now, wall))
-            await self.executor.carry_out(self.load.look(now, wall))
-            await self.look()
+        await self.look()
 
     def _look_soon(self) -> None:
         # Of a thousand ranks that acknowledge at once, each would have all of them looked through.

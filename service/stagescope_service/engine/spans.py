@@ -151,9 +151,7 @@ def begun_again(
     return out
 
 
-def _begun_again(
-    attempt: Attempt, span: Span, step: int, after: int, wall: float
-) -> Instruction:
+def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: float) -> Instruction:
     return finding(
         "step_begun_again",
         f"{span.role} rank {span.rank} began {span.work.stage} of step {step} again after step "

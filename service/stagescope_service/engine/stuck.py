@@ -176,6 +176,12 @@ class _Judgement:
         self._limits: dict[tuple[Place, str], Limit] = {}
         self._members: dict[Place, tuple[Collection[int], Collection[int]]] = {}
         self._whole: dict[Place, bool] = {}
+        self._silent = [
+            (rank, standing)
+            for rank, standing in role.standings.items()
+            if standing.process in (SILENT, GONE)
+        ]
+        self._waits: dict[Place, bool] = {}
 
     def judge(self) -> list[Stuck]:
         found = []
@@ -267,12 +273,14 @@ class _Judgement:
 
     def _waits_for_silent(self, place: Place) -> bool:
         """Say whether a rank whose process does not answer has not ended a part (nor left it)."""
-        return any(
-            standing.process in (SILENT, GONE)
-            and self._takes_part(rank, place)
-            and (standing.inside == place or standing.frontier < self._role.paces[place].first)
-            for rank, standing in self._role.standings.items()
-        )
+        known = self._waits.get(place)
+        if known is None:
+            known = self._waits[place] = any(
+                self._takes_part(rank, place)
+                and (standing.inside == place or standing.frontier < self._role.paces[place].first)
+                for rank, standing in self._silent
+            )
+        return known
 
     def _takes_part(self, rank: int, place: Place) -> bool:
         ranks = self._role.history(place.stage).ranks

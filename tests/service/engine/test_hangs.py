@@ -21,6 +21,7 @@ from stagescope_service.engine.instructions import (
     ReadWatchdogs,
     Weigh,
 )
+from stagescope_service.engine.load import FEWEST_CALLS
 from stagescope_service.engine.orders.plans import Plan
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.restore import restore
@@ -489,3 +490,21 @@ def test_a_service_that_was_held_up_calls_nobody_silent(desk: Desk) -> None:
     desk.run(desk.reception.expire())
     desk.pass_time(10.0, polling=(0, 1))
     assert desk.findings("process_silent") == []
+
+
+def test_nobody_is_silent_or_stuck_while_events_arrive_late(desk: Desk) -> None:
+    worked(desk, ranks=2)
+    desk.begin(0, 4)
+
+    def wait(seconds: int, age: float) -> None:
+        for _ in range(seconds):
+            for _ in range(FEWEST_CALLS):
+                desk.reception.load.arrived(age)
+            desk.pass_time(1.0, polling=())
+
+    wait(120, age=60.0)
+    assert desk.findings("process_silent") == desk.findings() == []
+    assert all(each.live for each in desk.reception.state.registry.processes.values())
+    assert desk.findings("service_behind")
+    wait(120, age=0.1)
+    assert {row["rank"] for row in desk.findings("process_silent")} == {0, 1}

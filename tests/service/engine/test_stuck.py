@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from random import Random
@@ -272,3 +273,20 @@ def test_a_limit_never_falls_below_the_floor() -> None:
     assert StuckRules(floor=30.0).after([], None).seconds == 120.0
     assert StuckRules(floor=1.0, factor=2.0).after([4.0, 5.0, 6.0], 99.0).seconds == 10.0
     assert StuckRules(floor=1.0).after([1.0, 1.0, 100.0], None).seconds == pytest.approx(150.0)
+
+
+def test_a_look_at_many_ranks_takes_time_in_proportion() -> None:
+    ranks, asked = 300, 0
+
+    def earlier(_: str) -> History:
+        nonlocal asked
+        asked += 1
+        return History([4.0, 5.0, 6.0], [0.5, 0.5, 0.5], range(2 * ranks))
+
+    waiting = dict.fromkeys(range(ranks), inside(100.0))
+    # Their processes do not answer, and they had ended this part before.
+    silent = dict.fromkeys(range(ranks, 2 * ranks), Standing(SILENT, 190.0, None, 150.0))
+    here = role(waiting | silent, dict.fromkeys(range(2 * ranks), 100.0))
+    found = judge(dataclasses.replace(here, history=earlier), 300.0, RULES)
+    assert {each.rank for each in found if each.whole_role} == {*range(ranks)}
+    assert asked < 10 * 2 * ranks
