@@ -436,6 +436,28 @@ sys.exit(os.waitstatus_to_exitcode(status))
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_repr_says_no_service_only_after_a_search(
+    make_probe: MakeProbe, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = threading.Event()
+
+    def search(*args: Any, **named: Any) -> Link | None:
+        searched.wait(30.0)
+        return service.find(*args, **named)
+
+    monkeypatch.setattr(introduction, "find_link", search)
+    probe = make_probe()
+    assert repr(probe).endswith("not connected yet, looking for a service>")
+    searched.set()
+    wait_for(lambda: ": connected to " in repr(probe))
+    service.coordinator = None
+    alone = make_probe(rank=1)
+    thread = alone._courier
+    assert thread is not None
+    wait_for(lambda: thread.has_looked)
+    assert "looking for a service" in repr(alone)  # this process may be about to join its cluster
+
+
 def test_import_needs_numpy_only() -> None:
     program = """
 import sys

@@ -173,6 +173,13 @@ class Courier:
         return self._link is not None and self.answers > 0
 
     @property
+    def is_searching(self) -> bool:
+        """Say whether no service has answered yet, and none could be expected to have."""
+        if self.answers or self.problem:
+            return False
+        return not self.has_looked or self._unconnected_at is not None
+
+    @property
     def link(self) -> Link | None:
         """The way to the service that is open now; None while none was found."""
         return self._link

@@ -307,6 +307,10 @@ class Probe:
         link = courier.link
         if courier.is_connected and link is not None:
             state = f"connected to {link.address}"
+        elif courier.is_searching and not self.is_inert:
+            # Nobody has had the time to answer, or this process to join its Ray cluster.
+            state = "not connected yet, "
+            state += "looking for a service" if link is None else f"calling {link.address}"
         elif link is not None:
             state = f"not connected, no answer from {link.address}"
         else:

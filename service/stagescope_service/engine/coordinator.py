@@ -366,6 +366,7 @@ class DebugCoordinator:
         runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
         for row in snapshot.undigested:
             floor.digest(digests.again(row, runs[row["attempt_id"]]))
+        floor.reception.begin()
         return floor.reception
 
 

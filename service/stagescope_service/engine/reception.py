@@ -75,6 +75,11 @@ class Reception:
         self._listened = mono()
         self._looking: asyncio.Task[None] | None = None
 
+    def begin(self) -> None:
+        """Begin every lease now, once calls are answered: nobody could be heard before."""
+        self._listened = self.mono()
+        self.state.renew_all(self._listened)
+
     @property
     def events_taken(self) -> int:
         """Events that were taken in so far, raw calls included."""

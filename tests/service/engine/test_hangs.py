@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -508,3 +509,38 @@ def test_nobody_is_silent_or_stuck_while_events_arrive_late(desk: Desk) -> None:
     assert desk.findings("service_behind")
     wait(120, age=0.1)
     assert {row["rank"] for row in desk.findings("process_silent")} == {0, 1}
+
+
+def test_after_a_restart_a_lease_is_whole_from_when_calls_are_answered(desk: Desk) -> None:
+    worked(desk, ranks=2)
+    polled = 300.0
+    desk.pass_time(polled, polling=(0, 1))
+    desk.renew()
+    desk.now += 20.0  # what else a coordinator opens before it answers
+    desk.reception.begin()
+    desk.pass_time(29.0, polling=())
+    assert desk.findings("process_silent") == []
+    assert [process.lapsed for process in desk.reception.state.registry.processes.values()] == [
+        False, False,
+    ]  # fmt: skip
+    # Polls are not stored: that it had polled until the restart must not count against it.
+    desk.pass_time(9.0, polling=(0,))
+    [found] = desk.findings("process_silent")
+    assert found["rank"] == 1
+    assert re.search(r"not heard in the 3\d s since the service restarted", found["message"])
+
+
+def test_a_restart_is_no_word_of_a_silent_process(desk: Desk) -> None:
+    worked(desk, ranks=2)
+    desk.pass_time(35.0, polling=(0,))
+    [before] = desk.findings("process_silent")
+    desk.renew()
+    desk.pass_time(10.0, polling=(0,))
+    assert desk.findings("process_silent") == [before]
+    desk.pass_time(60.0, polling=(0,))
+    [found] = desk.findings("process_silent")
+    assert found["over_wall"] is None
+    desk.poll(1)
+    desk.pass_time(6.0, polling=(0, 1))
+    [found] = desk.findings("process_silent")
+    assert found["over_wall"] is not None

@@ -3,7 +3,8 @@
 Starts the service on a Ray cluster of its own, trains on it with an msprobe capture ordered while
 the job runs, ends driver and workers with SIGKILL inside a stage, starts them again from the last
 checkpoint, and asks the live API what it knows. Exits with 0 only if every answer was there.
-Everything lies in `.demo/` of the repository; `KEEP=1` leaves the service up.
+Everything lies in `.demo/` of the repository; `KEEP=1` leaves the service up, `PATIENCE=3` waits
+three times as long for everything, as a slow machine may need.
 """
 
 from __future__ import annotations
@@ -97,9 +98,23 @@ class Training:
 
     def wait(self, seconds: float) -> None:
         """Wait for the training's end, which must be a good one."""
-        code = self.process.wait(seconds)
+        wait_for(
+            "the end of the training",
+            lambda: self.process.poll() is not None,
+            seconds=seconds,
+            said=self.last_line,
+        )
+        code = self.process.wait()
         self._reader.join(5)
         require(code == 0, f"the training ended with {code}, see {self.log}")
+
+    def last_line(self) -> str:
+        """Return what the training said last, and where the rest stands."""
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").split("\n")
+            if said := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+                return f"its last line is '{said:.200}', the others are in {self.log}"
+        return f"it has said nothing yet in {self.log}"
 
     def kill(self) -> list[int]:
         """End driver and workers at once, and no other process."""
@@ -141,10 +156,18 @@ def stagescope(*arguments: str) -> Any:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * patience(),
     )
     require(done.returncode == 0, f"stagescope {arguments[0]}: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout)
+
+
+def patience() -> float:
+    """Return how many times longer than usual everything may take; 1 unless PATIENCE says more."""
+    try:
+        return max(1.0, float(os.environ.get("PATIENCE") or 1))
+    except ValueError:
+        return 1.0
 
 
 def wait_for(
@@ -153,12 +176,21 @@ def wait_for(
     *,
     seconds: float,
     alive: Callable[[], None] = lambda: None,
+    said: Callable[[], str] = lambda: "",
 ) -> _Value:
     """Ask until there is an answer, and return it.
 
+    Args:
+        what: is waited for.
+        look: asks; what is true is the answer.
+        seconds: on a machine of usual speed; times `patience()`.
+        alive: raises where there is no use in waiting.
+        said: what came so far, for the message.
+
     Raises:
-        AssertionError: none within `seconds`, or `alive` found the training ended.
+        AssertionError: no answer came in time, or `alive` found the training ended.
     """
+    seconds *= patience()
     deadline = time.monotonic() + seconds
     reason = ""
     while time.monotonic() < deadline:
@@ -170,7 +202,10 @@ def wait_for(
         if found:
             return found
         time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {seconds:.0f} s{reason}")
+    raise AssertionError(
+        f"waited {seconds:.0f} s for {what}{reason}, which may be too short for a slow machine: "
+        f"`PATIENCE={2 * patience():.0f} make demo` waits twice as long. {said()}".rstrip()
+    )
 
 
 def open_stages(session: Session) -> list[dict[str, Any]] | None:
@@ -190,15 +225,17 @@ def first_attempt(session: Session, address: str, checks: Checks) -> None:
                 lambda: RUN in session.runs()["run"],
                 seconds=60,
                 alive=training.alive,
+                said=training.last_line,
             )
             ordered = session.capture(**CAPTURE)
             print(f"capture {ordered['capture_id']}: step {CAPTURED_STEP}, msprobe statistics")
         with checks.check(f"the job killed in the middle of step {KILLED_STEP}"):
             inside = wait_for(
-                f"{KILLED_STAGE} of step {KILLED_STEP} on {RANKS} ranks",
+                f"{KILLED_STAGE} of step {KILLED_STEP} on {RANKS} ranks (the warm-up comes before)",
                 lambda: open_stages(session),
                 seconds=120,
                 alive=training.alive,
+                said=training.last_line,
             )
             heading("SIGKILL")
             for row in inside:

@@ -54,7 +54,7 @@ class Checks:
             self.failed += 1
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self._lines += [f" ✗  {what}", f"      {reason:.200}"]
-            print(f"   ✗ {reason:.300}", flush=True)
+            print(f"   ✗ {reason:.800}", flush=True)
         else:
             self._lines.append(f" ✓  {what}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from stagescope.errors import Forbidden
@@ -44,17 +44,20 @@ class Silence:
         if incarnation in self._until:
             self._until[incarnation] = 0.0
 
-    def of(self, attempt: Attempt, now: float) -> list[Process]:
+    def of(self, attempt: Attempt, now: float, before: Collection[str] = ()) -> list[Process]:
         """Return the processes of an attempt that worked in it and do not answer, by role and rank.
 
         Those that took leave or were replaced are awaited by nobody; raw callers never poll.
+        `before` are the incarnations that were silent before a restart and unheard since.
         """
         silent = [
             process
             for process in attempt.processes.values()
             if process.max_step is not None
             if not (process.raw or process.finished or process.replaced)
-            if process.lapsed or self._quiet_for(process, now) > self.seconds
+            if process.lapsed
+            or process.incarnation in before
+            or self._quiet_for(process, now) > self.seconds
         ]
         return sorted(silent, key=lambda process: (process.role, process.rank))
 

@@ -69,6 +69,10 @@ class HangWatch:
         self._open: dict[_Key, str] = {}
         self._silent: dict[str, tuple[int, str]] = {}
         """Incarnation -> its attempt and its finding."""
+        self._adopted: dict[str, float] = {}
+        """Incarnation whose finding an earlier coordinator made -> when it was heard last."""
+        self._began: float | None = None
+        """Unix time of the first look."""
 
     def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
         """Take in what an earlier coordinator found and did not see over."""
@@ -79,6 +83,9 @@ class HangWatch:
             elif row["kind"] == SILENT_KIND and row["over_wall"] is None:
                 incarnation = str((row["evidence"] or {}).get("incarnation"))
                 self._silent[incarnation] = (row["attempt_id"], row["finding_id"])
+                process = self._state.registry.processes.get(incarnation)
+                if process is not None:
+                    self._adopted[incarnation] = process.heard
 
     def look(self, now: float, wall: float) -> list[Instruction]:
         """Return what is to be written and done now.
@@ -87,6 +94,8 @@ class HangWatch:
             now: the service's monotonic clock, seconds.
             wall: its Unix time.
         """
+        if self._began is None:
+            self._began = wall
         out, unanswered = self._state.stack_requests.expire(wall)
         self._silence.unanswered(unanswered, now)
         if now < self._due:
@@ -94,11 +103,12 @@ class HangWatch:
         self._due = now + self._pause
         out += self._silence.look(now)
         stuck: set[_Key] = set()
+        before = self._unheard_since_restart()
         unheard: set[str] = set()
         for attempt in self._state.registry.attempts.values():
             if attempt.over:
                 continue
-            silent = self._silence.of(attempt, now)
+            silent = self._silence.of(attempt, now, before)
             unheard |= {process.incarnation for process in silent}
             out += self._fell_silent(attempt, silent[:MOST_FINDINGS], wall)
             if attempt.open and self._is_quiet(attempt, wall):
@@ -189,12 +199,25 @@ class HangWatch:
         for process in silent:
             if process.incarnation in self._silent:
                 continue
-            put = _silent_finding(attempt, process, self._silence.seconds, wall)
+            put = _silent_finding(attempt, process, self._silence.seconds, wall, self._began)
             row = {**put.row, "over_wall": None}
             row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
             self._silent[process.incarnation] = (attempt.attempt_id, row["finding_id"])
             out.append(Put("findings", row))
         return out
+
+    def _unheard_since_restart(self) -> set[str]:
+        """Return who was silent before the restart and was not heard since.
+
+        The restart gave them a new lease, which is no word of theirs.
+        """
+        processes = self._state.registry.processes
+        for incarnation, heard in [*self._adopted.items()]:
+            process = processes.get(incarnation)
+            awaited = process is not None and not (process.finished or process.replaced)
+            if not awaited or process is None or process.heard > heard:
+                del self._adopted[incarnation]
+        return set(self._adopted)
 
     def _end_silences(self, unheard: set[str], wall: float) -> list[Instruction]:
         """Say of findings that they are over: the process is heard again, left or was replaced."""
@@ -224,7 +247,9 @@ def _key(attempt: Attempt, role: str, stuck: Stuck) -> _Key:
     return _Key(attempt.attempt_id, stuck.place.step, stuck.place.stage, role, rank)
 
 
-def _silent_finding(attempt: Attempt, process: Process, limit: float, wall: float) -> Put:
+def _silent_finding(
+    attempt: Attempt, process: Process, limit: float, wall: float, began: float | None
+) -> Put:
     spans = [*process.open_spans.values(), *process.unfinished.values()]
     inside = next((span for span in reversed(spans) if span.work.step == process.max_step), None)
     reached = None if process.reached is None else process.reached[2].place
@@ -235,10 +260,17 @@ def _silent_finding(attempt: Attempt, process: Process, limit: float, wall: floa
         step, stage, part = reached.step, reached.stage, str(reached.part)
     place = f"step {step}" if stage is None else f"{stage} of step {step}"
     where = f"inside {place}" if inside else f"after {place}"
+    quiet = f"not heard for {max(wall - process.heard, 0.0):.0f} s"
+    if began is not None and process.heard < began:
+        # What it asked of the earlier coordinator, which it may have done to the end, is unknown.
+        quiet = (
+            f"not heard in the {wall - began:.0f} s since the service restarted (its last event "
+            f"came {max(wall - process.heard, 0.0):.0f} s ago)"
+        )
     return finding(
         SILENT_KIND,
-        f"rank {process.rank} of {process.role} does not answer: not heard for "
-        f"{max(wall - process.heard, 0.0):.0f} s, {where}; others may wait for it",
+        f"rank {process.rank} of {process.role} does not answer: {quiet}, {where}; others "
+        "may wait for it",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=wall,
