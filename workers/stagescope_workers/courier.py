@@ -68,6 +68,7 @@ class Courier:
         asked: Callable[[Sequence[Mapping[str, Any]]], None],
         alive: Callable[[], float],
         unconnected: Callable[[str], None],
+        after: Courier | None = None,
     ) -> None:
         """Make a courier; `start` begins its thread.
 
@@ -83,6 +84,7 @@ class Courier:
                 seconds after which it is to be called again.
             unconnected: told once, with the last problem, where no service has answered for
                 `UNCONNECTED_SECONDS`.
+            after: whose events go first, all of them; it is told to `leave`.
         """
         self._outbox = outbox
         self._connect = connect
@@ -93,6 +95,9 @@ class Courier:
         self._asked_for = asked
         self._alive = alive
         self._unconnected = unconnected
+        self._after = after
+        self._next: Courier | None = None
+        self._leaving = False
         self._unconnected_at: float | None = time.monotonic() + UNCONNECTED_SECONDS
         self.problem = ""
         """What the last call failed with; empty after an answer."""
@@ -167,17 +172,38 @@ class Courier:
         self._stopping = True
         self.wake()
 
+    def leave(self, following: Courier) -> None:
+        """End the thread once everything is acknowledged; `following` sends after that."""
+        self._leaving, self._next = True, following
+        self.wake()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Say whether an event is still to be acknowledged; payloads may be on their way."""
+        return self._outbox.waiting > 0 and not self._stopping
+
+    @property
+    def has_left(self) -> bool:
+        """Say whether nothing that it was given is still to be acknowledged."""
+        return self._outbox.is_empty and not self._outbox.has_drops
+
     @property
     def is_connected(self) -> bool:
         """Say whether the service answered the last call."""
         return self._link is not None and self.answers > 0
 
-    @property
-    def is_searching(self) -> bool:
-        """Say whether no service has answered yet, and none could be expected to have."""
-        if self.answers or self.problem:
-            return False
-        return not self.has_looked or self._unconnected_at is not None
+    def describe(self, *, closed: bool) -> str:
+        """Return in words how the way to the service stands; `closed`: nobody waits for it."""
+        link = self._link
+        if self.is_connected and link is not None:
+            return f"connected to {link.address}"
+        in_time = not self.has_looked or self._unconnected_at is not None
+        if in_time and not (closed or self.answers or self.problem):
+            # Nobody has had the time to answer, or this process to join its Ray cluster.
+            doing = "looking for a service" if link is None else f"calling {link.address}"
+            return f"not connected yet, {doing}"
+        wrong = "no service was found" if link is None else f"no answer from {link.address}"
+        return f"not connected, {wrong}" + (f" ({self.problem})" if self.problem else "")
 
     @property
     def link(self) -> Link | None:
@@ -185,7 +211,7 @@ class Courier:
         return self._link
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not (self._stopping or (self._leaving and self.has_left)):
             try:
                 self._turn()
             except Exception:
@@ -195,6 +221,8 @@ class Courier:
                 self._sleep(MOST_BACKOFF)
             with self._condition:
                 self._condition.notify_all()
+            if self._next is not None:
+                self._next.wake()
         if self._link is not None:
             self._link.close()
 
@@ -226,6 +254,8 @@ class Courier:
         if self._pool.settle():
             return _DEVICE_SECONDS
         now = time.monotonic()
+        if self._after is not None and self._after.has_unsent:
+            return self._longest_pause
         if self._link is None:
             return max(0.0, min(self._connecting.until - now, self._longest_pause))
         due = [now + self._longest_pause]
@@ -236,6 +266,9 @@ class Courier:
         return max(0.0, min(due) - now)
 
     def _join(self) -> bool:
+        if self._after is not None and self._after.has_unsent:
+            return False
+        self._after = None
         if time.monotonic() < self._connecting.until:
             return False
         search = self._search

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from stagescope.errors import StagescopeError
 from stagescope_workers import decorator
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.link import NAMESPACE, Link, find_link, warn_unconnected
-from stagescope_workers.options import checked_options
+from stagescope_workers.options import ProbeOptions, checked_options
 from stagescope_workers.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 from stagescope_workers.probe import Probe
 
@@ -28,6 +29,7 @@ _EXIT_SECONDS: Final = 2.0
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()
 _newest: Probe | None = None
 _runs: set[str] = set()
+_making = threading.Lock()
 
 
 def init(
@@ -62,6 +64,11 @@ def init(
     service, or it joins none, everything goes over HTTP to the service that `STAGESCOPE_URL`, else
     `$STAGESCOPE_HOME/service.json` names, as `stagescope.attach` finds it. Where none answers
     within ten seconds, one line a process says what was looked for; `repr(probe)` says it too.
+
+    Where the process has an open probe of this run, role, rank and attempt key, that one is
+    returned and goes on, and one line says so: there are never two. If the next stage is of an
+    earlier step than it has reached (a notebook's cell that is run again), a new attempt begins
+    there, with what `init` was told last.
 
     Args:
         run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`.
@@ -102,8 +109,12 @@ def init(
     global _newest
     given = {**locals()}
     try:
-        probe = Probe(checked_options(given))
-        probe.start()
+        options = checked_options(given)
+        with _making:
+            found = _open_probe(options)
+            probe = found or Probe(options)
+            probe.start() if found is None else probe.init_again(options)
+            _probes.add(probe)
     except Exception as error:
         if strict:
             raise
@@ -111,10 +122,19 @@ def init(
         _log.warning("init was refused, nothing is reported: %s", error, exc_info=not known)
         probe = Probe.inert()
     else:
-        _probes.add(probe)
         _runs.add(probe.run)
     _newest = probe
     return probe
+
+
+def _open_probe(options: ProbeOptions) -> Probe | None:
+    """Return this process's open probe of the same rank of the same start, at the same service."""
+    names = ("run", "role", "rank", "attempt_key", "url", "namespace")
+    for probe in list(_probes):
+        same = all(getattr(probe.options, name) == getattr(options, name) for name in names)
+        if same and not probe.is_inert:
+            return probe
+    return None
 
 
 def current() -> Probe | None:
@@ -193,6 +213,8 @@ def _close_at_exit() -> None:
 
 
 def _silence() -> None:
+    global _making
+    _making = threading.Lock()
     for probe in list(_probes):
         probe.forget()
     _probes.clear()

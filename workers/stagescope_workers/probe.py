@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.keeping import is_wanted
@@ -39,6 +41,15 @@ _log = logging.getLogger("stagescope.workers")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SEARCH_SECONDS: Final = 2.0  # for a service, before `close` gives up on there being one
+_MOST_EARLIER: Final = 4  # earlier starts of a probe that may still have something to send
+
+
+class _Start(NamedTuple):
+    """An earlier start of a probe, whose last events and payloads are on their way."""
+
+    courier: Courier
+    outbox: Outbox
+    introduction: Introduction
 
 
 class Probe:
@@ -53,25 +64,34 @@ class Probe:
         self.run = options.run
         self.role = options.role
         self.rank = options.rank
-        self.strict = options.strict
-        self.device_events = options.device_events
-        self.incarnation = secrets.token_hex(16)
         self.is_inert = False
         """True after `close`, in a forked child, and where `init` was refused."""
         self.refused: collections.Counter[str] = collections.Counter()
         """Calls with bad input so far, by what was called."""
         self.pool = PinnedPool(options.max_pinned_bytes)
+        self._said: set[tuple[str, str]] = set()
+        self._courier: Courier | None = None
+        self._arrived = False
+        self._users = 1
+        self._earlier: list[_Start] = []
+        self._starting = threading.Lock()
+        self._begin_start(options)
+
+    def _begin_start(self, options: ProbeOptions) -> None:
+        """Make what belongs to one incarnation; nothing is sent yet."""
+        self._options = options
+        self.strict = options.strict
+        self.device_events = options.device_events
+        self.incarnation = secrets.token_hex(16)
         self.outbox = Outbox(
             max_bytes=options.max_pending_bytes,
             max_events=options.max_pending_events,
             on_put=self._wake,
         )
         self.standing = Standing(self.outbox, watchdog_seconds=options.watchdog)
-        self._options = options
-        self._said: set[tuple[str, str]] = set()
         self._numbering = Numbering()
-        self._courier: Courier | None = None
-        self._arrived = False
+        self._reached: int | None = None
+        self._again: tuple[ProbeOptions, list[dict[str, Any]]] | None = None
         self._introduction = Introduction(options, self.incarnation, self.outbox, self.standing)
         self._answers = OrderAnswers(self.outbox)
         self.plan = self._watch([])
@@ -82,13 +102,22 @@ class Probe:
         Raises:
             InvalidInput: only when strict; the run's name, the rank or the plan is wrong.
         """
-        options = self._options
+        self._launch(self._local_plan(self._options), after=None)
+
+    def _local_plan(self, options: ProbeOptions) -> list[dict[str, Any]]:
+        """Return the captures that `init` was given, and report what is wrong with its options."""
         with self.guard("init", None):
             if options.problem is not None:
                 raise options.problem
         with self.guard("init", None):
             if options.plan is not None:
-                self.plan = self._watch(read_plan(options.plan))
+                return read_plan(options.plan)
+        return []
+
+    def _launch(self, local: list[dict[str, Any]], after: Courier | None) -> Courier:
+        """Begin the background thread of a start; what was said `after` which it sends."""
+        if local:
+            self.plan = self._watch(local)
         self._courier = Courier(
             self.outbox,
             connect=self._introduction.connect,
@@ -99,8 +128,82 @@ class Probe:
             asked=self.standing.answer,
             alive=self.standing.feed,
             unconnected=self._introduction.warn_unconnected,
+            after=after,
         )
         self._courier.start()
+        return self._courier
+
+    def init_again(self, options: ProbeOptions) -> None:
+        """Go on where `init` was called again for this open probe.
+
+        A function that calls `init` each time goes on in the step that was reached, or a later
+        one; a cell of a notebook that is run again comes back to an earlier one. The step of the
+        next stage tells them apart: an earlier one is of a new start, with `options`.
+
+        Raises:
+            InvalidInput, InvalidPlan: only when strict; see `start`.
+        """
+        self._users += 1
+        self._again = (options, self._local_plan(options))
+        names = [field.name for field in dataclasses.fields(options) if field.name != "problem"]
+        differs = [n for n in names if getattr(options, n) != getattr(self._options, n)]
+        first = ("init", "again") not in self._said
+        self._said.add(("init", "again"))
+        _log.log(
+            logging.WARNING if first else logging.DEBUG,
+            "init was called again for run %s, %s %d, whose probe is open: it goes on. A next "
+            "stage of an earlier step than it has reached begins a new attempt%s; probe.close() "
+            "before init always begins anew",
+            self.run,
+            self.role,
+            self.rank,
+            f", with the new {', '.join(differs)}" if differs else "",
+        )
+
+    def _note_step(self, step: int | None) -> None:
+        """Note which step a stage is of; after `init_again` an earlier one begins a new start."""
+        if step is None:
+            return
+        if self._again is not None:
+            self._go_on(step)
+        if self._reached is None or step > self._reached:
+            self._reached = step
+
+    def _go_on(self, step: int) -> None:
+        with self._starting:
+            again, self._again = self._again, None
+            reached = self._reached
+            # Rollouts are of several steps at a time.
+            back = reached is not None and step < reached and self.role != "rollout"
+            if again is None or not back or not self._may_start():
+                return
+            self._start_again(*again)
+            _log.warning(
+                "run %s, %s %d: step %d comes after step %s and another call of init: a new "
+                "attempt begins",
+                self.run,
+                self.role,
+                self.rank,
+                step,
+                reached,
+            )
+
+    def _may_start(self) -> bool:
+        """Say whether no stage is open, and what earlier starts still hold is bounded."""
+        self._earlier = [each for each in self._earlier if not each.courier.has_left]
+        held = sum(each.outbox.bytes for each in self._earlier)
+        room = len(self._earlier) < _MOST_EARLIER and held <= self._options.max_pending_bytes
+        return self._courier is not None and room and not self.standing.is_inside
+
+    def _start_again(self, options: ProbeOptions, local: list[dict[str, Any]]) -> None:
+        """Take leave without waiting, and go on as a new incarnation that sends after the old."""
+        courier = self._courier
+        assert courier is not None
+        self.outbox.put(FINISH, {})
+        self.standing.close()
+        self._earlier = [*self._earlier, _Start(courier, self.outbox, self._introduction)]
+        self._begin_start(options)
+        courier.leave(self._launch(local, after=courier))
 
     @classmethod
     def inert(cls) -> Probe:
@@ -110,6 +213,7 @@ class Probe:
         return probe
 
     def __enter__(self) -> Probe:
+        """Return this probe; the last block that `init` was called for closes it."""
         return self
 
     def __exit__(
@@ -118,7 +222,9 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._users -= 1
+        if self._users <= 0:
+            self.close()
 
     # --- what training calls --------------------------------------------------------------
 
@@ -146,6 +252,7 @@ class Probe:
             if model is not None:
                 self._answers.models.note(name, model)
             if not self.is_inert:
+                self._note_step(step_index(step))
                 work = self._numbering.work(name, step, policy_version, part)
         return Stage(self, work, model)
 
@@ -264,36 +371,46 @@ class Probe:
         if self.is_inert or courier is None:
             return self._arrived
         self.outbox.put(FINISH, {})
-        self.is_inert = self._introduction.is_leaving = True
-        courier.search_anew()
+        self.is_inert = True
+        starts = self._starts(courier)
+        for each in starts:
+            each.introduction.is_leaving = True
+            each.courier.search_anew()
         courier.wait_until(self._is_over, max(0.0, timeout))
-        courier.stop()
+        for each in starts:
+            each.courier.stop()
         self.standing.close()
-        self._arrived = self.outbox.is_empty
+        self._arrived = all(each.outbox.is_empty for each in starts)
         if not self._arrived and not courier.answers:
             self._introduction.warn_unconnected(courier.problem)
         if not self._arrived:
             _log.warning(
                 "closed with %d events and %d payloads of run %s that were not acknowledged",
-                self.outbox.waiting,
-                len(self.outbox.unreceipted()),
+                sum(each.outbox.waiting for each in starts),
+                sum(len(each.outbox.unreceipted()) for each in starts),
                 self.run,
             )
         return self._arrived
 
+    def _starts(self, courier: Courier) -> list[_Start]:
+        """Return what this probe still has to send: of its earlier starts, then of this one."""
+        return [*self._earlier, _Start(courier, self.outbox, self._introduction)]
+
     def _is_over(self) -> bool:
         """Say whether there is nothing more to wait for."""
-        if self.outbox.is_empty:
-            return not self.outbox.has_drops
-        courier = self._courier
+        starts = [] if self._courier is None else self._starts(self._courier)
+        unsent = [each.courier for each in starts if not each.outbox.is_empty]
+        if not unsent:
+            return not any(each.outbox.has_drops for each in starts)
         # On a busy machine what comes before the first look (the fingerprint) takes seconds.
-        nobody = courier is not None and courier.has_looked and courier.link is None
+        nobody = unsent[0].has_looked and unsent[0].link is None
         return nobody and time.monotonic() - self._introduction.made > _SEARCH_SECONDS
 
     def forget(self) -> None:
         """Do nothing from now on: what waits, and the locks around it, are another process's."""
         self.is_inert = True
         self._courier = None
+        self._earlier = []
         self.outbox = Outbox()
 
     def __repr__(self) -> str:
@@ -301,22 +418,9 @@ class Probe:
         return f"<Probe of run {self.run}, {self.role} {self.rank}: {self._connection()}>"
 
     def _connection(self) -> str:
-        courier = self._courier
-        if courier is None:
+        if self._courier is None:
             return "inert"
-        link = courier.link
-        if courier.is_connected and link is not None:
-            state = f"connected to {link.address}"
-        elif courier.is_searching and not self.is_inert:
-            # Nobody has had the time to answer, or this process to join its Ray cluster.
-            state = "not connected yet, "
-            state += "looking for a service" if link is None else f"calling {link.address}"
-        elif link is not None:
-            state = f"not connected, no answer from {link.address}"
-        else:
-            state = "not connected, no service was found"
-        if courier.problem and not courier.is_connected:
-            state += f" ({courier.problem})"
+        state = self._courier.describe(closed=self.is_inert)
         return f"closed, was {state}" if self.is_inert else state
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -326,15 +430,16 @@ class Probe:
     def status(self) -> dict[str, Any]:
         """Return how this probe stands with the service: what waits, what was dropped, refused."""
         courier = self._courier
+        outboxes = [*(each.outbox for each in self._earlier), self.outbox]
         return {
             "connected": courier is not None and courier.is_connected,
             "coordinator": None if courier is None else courier.coordinator,
             "attempt_key": self._introduction.attempt_key,
             "plan_revision": self.plan.revision,
-            "waiting_events": self.outbox.waiting,
-            "waiting_payloads": len(self.outbox.unreceipted()),
-            "pending_bytes": self.outbox.bytes,
-            "dropped": dict(self.outbox.dropped),
+            "waiting_events": sum(outbox.waiting for outbox in outboxes),
+            "waiting_payloads": sum(len(outbox.unreceipted()) for outbox in outboxes),
+            "pending_bytes": sum(outbox.bytes for outbox in outboxes),
+            "dropped": dict(sum((outbox.dropped for outbox in outboxes), collections.Counter())),
             "refused": dict(self.refused),
             "blocking_copies": self.pool.blocking_copies,
         }

@@ -41,6 +41,11 @@ class Standing:
         if seq is not None:
             self._left = self._inside.pop(seq, self._left)
 
+    @property
+    def is_inside(self) -> bool:
+        """Say whether any thread is in a stage."""
+        return bool(self._inside)
+
     def where(self) -> tuple[Sequence[int], Mapping[str, Any]]:
         """Return the idents of the training threads, and the work that was entered last.
 
