@@ -147,16 +147,14 @@ class Probe:
         self._again = (options, self._local_plan(options))
         names = [field.name for field in dataclasses.fields(options) if field.name != "problem"]
         differs = [n for n in names if getattr(options, n) != getattr(self._options, n)]
-        first = ("init", "again") not in self._said
+        level = logging.DEBUG if ("init", "again") in self._said else logging.WARNING
         self._said.add(("init", "again"))
         _log.log(
-            logging.WARNING if first else logging.DEBUG,
+            level,
             "init was called again for run %s, %s %d, whose probe is open: it goes on. A next "
             "stage of an earlier step than it has reached begins a new attempt%s; probe.close() "
             "before init always begins anew",
-            self.run,
-            self.role,
-            self.rank,
+            *(self.run, self.role, self.rank),
             f", with the new {', '.join(differs)}" if differs else "",
         )
 
@@ -181,11 +179,7 @@ class Probe:
             _log.warning(
                 "run %s, %s %d: step %d comes after step %s and another call of init: a new "
                 "attempt begins",
-                self.run,
-                self.role,
-                self.rank,
-                step,
-                reached,
+                *(self.run, self.role, self.rank, step, reached),
             )
 
     def _may_start(self) -> bool:
