@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope_service.engine.completeness import judge, statuses_of_rows
 from stagescope_service.engine.entities import Participants
+from stagescope_service.engine.findings import NOT_AGGREGATED
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]
@@ -62,6 +63,11 @@ def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[tuple[int, int], st
     if not closed:
         return {}
     unmeasured = {step for (_, step), row in closed.items() if not row["has_whole"]}
+    behind = {place for place, row in closed.items() if is_behind(row)}
+    failed: dict[tuple[int, int], str] = {}
+    if behind:
+        failed = failures(catalogue, {at for at, _ in behind}, {step for _, step in behind})
+        failed = {place: why for place, why in failed.items() if place in behind}
     found: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for states in catalogue.payload_states(
         sorted({attempt for attempt, _ in closed}),
@@ -69,23 +75,49 @@ def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[tuple[int, int], st
         whole={step for _, step in closed} - unmeasured,
     ):
         found[states["attempt_id"], states["step"]].append(states)
-    said = {place: gap(row, found[place]) for place, row in closed.items() if place in found}
+    said = {
+        place: gap(row, found[place], failed.get(place))
+        for place, row in closed.items()
+        if place in found or place in failed
+    }
     return {place: text for place, text in said.items() if text is not None}
 
 
-def gap(step: Row, states: Sequence[Row]) -> str | None:
+def failures(
+    catalogue: Catalogue, attempt_ids: Iterable[int], steps: Iterable[int] | None = None
+) -> dict[tuple[int, int], str]:
+    """Return (attempt_id, step) -> why the step's last aggregation failed; steps None: of all."""
+    rows = catalogue.findings(
+        kind=NOT_AGGREGATED,
+        attempt_id=sorted(attempt_ids),
+        step=None if steps is None else sorted(steps),
+        limit=ALL_ROWS,
+    )
+    return {(row["attempt_id"], row["step"]): str(row["evidence"]["error"]) for row in rows}
+
+
+def is_behind(step: Row) -> bool:
+    """Return whether a closed step's numbers lack what was read since they were aggregated."""
+    return step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]
+
+
+def gap(step: Row, states: Sequence[Row], failed: str | None = None) -> str | None:
     """Return what the numbers of a closed step lack and why, None where they lack nothing.
 
     Args:
         step: a row of `Catalogue.steps`.
         states: its rows of `Catalogue.payload_states`.
+        failed: why its last aggregation failed, None where it did not.
     """
+    if failed is not None:
+        lack = "numbers without what came last" if step["has_whole"] else "no numbers"
+        return f"{lack}: the aggregation failed: {failed:.300}"
     missing = missing_payloads(states)
     if step["has_whole"]:
         return f"numbers without {missing}" if missing else None
     if missing:
         return f"no numbers: {missing}"
-    if step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]:
+    if is_behind(step):
         return "no numbers yet: they are being aggregated"
     if states and all(row["replaced"] for row in states):
         count = sum(row["count"] for row in states)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.frames import meant
+from stagescope_service.api.completeness import failures, is_behind
 from stagescope_service.api.desk import (
     AtDesk,
     AttemptNumber,
@@ -196,6 +197,7 @@ def _metrics(
         (row["attempt_id"], row["step"]): f"{row['count']} payloads were lost: {row['reason']:.300}"
         for row in desk.catalogue.lost_payloads(ids, **window)
     }
+    failed = failures(desk.catalogue, ids)
     for row in desk.catalogue.step_metrics(ids, version=VERSION, **window, numbers=numbers):
         stored = row.pop(numbers)
         point = Point(row, {})
@@ -207,7 +209,7 @@ def _metrics(
                 continue
             stored = _read_anew(desk, row, by is not None)
         if stored is None:
-            point.reason = _gap(row)
+            point.reason = _gap(row, failed.get((row["attempt_id"], row["step"])))
             if point.reason == UNMEASURED:
                 point.reason = lost.get((row["attempt_id"], row["step"]), UNMEASURED)
         elif by is None:
@@ -238,11 +240,11 @@ def _read_anew(desk: Desk, row: Row, slices: bool) -> Any:
     return SliceMetrics.of(measured.whole) if slices else measured.published
 
 
-def _gap(row: Row) -> str:
+def _gap(row: Row, failed: str | None) -> str:
     if row["closed_wall"] is None:
         return OPEN
-    if row["parts_mark"] is not None and row["parts_mark"] != row["whole_mark"]:
-        return BEHIND
+    if is_behind(row):
+        return BEHIND if failed is None else f"its aggregation failed: {failed:.300}"
     return UNMEASURED
 
 

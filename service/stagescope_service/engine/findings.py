@@ -11,6 +11,9 @@ from stagescope_service.engine.rows import digest
 NOT_KEPT: Final = "not_kept"
 """Of an attempt: what is to be kept of payloads is not; over with the next file that is."""
 
+NOT_AGGREGATED: Final = "step_not_aggregated"
+"""Of a step: its summary could not be formed; over with the next try that succeeds."""
+
 
 def finding(
     kind: str,

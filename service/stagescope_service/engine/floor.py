@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from ray import exceptions
 
-from stagescope.errors import StagescopeError, StoreError
+from stagescope.errors import CatalogueUnavailable, NotReady, StagescopeError, StoreError
 from stagescope_service.engine.digests import refusal
 from stagescope_service.engine.disks import RayDisks
+from stagescope_service.engine.findings import NOT_AGGREGATED, finding
 from stagescope_service.engine.ingestor import Ingestors
 from stagescope_service.engine.instructions import (
     Assemble,
@@ -44,6 +45,8 @@ Reply = dict[str, Any]
 
 
 _MOST_FILES: Final = 100_000
+PAUSES: Final = (1.0, 5.0, 20.0)
+"""Seconds before each further try of a step's aggregation that failed."""
 
 
 class RayFloor:
@@ -212,12 +215,54 @@ class RayFloor:
         while True:
             self._forming[order] = False
             try:
-                await self._form_once(order)
+                await self._form_and_retry(order)
             except Exception:
+                # What it would have said is not on disk: the next coordinator forms it.
                 logger.exception("the whole of step %s could not be formed", order)
             if not self._forming[order]:
                 del self._forming[order]
                 return
+
+    async def _form_and_retry(self, order: Assemble) -> None:
+        """Form a step, again where that fails; what fails for good is said and holds up nothing.
+
+        While the catalogue is unavailable nothing could be said: it is tried for as long as it is.
+        """
+        pauses = iter(PAUSES)
+        while True:
+            try:
+                await self._form_once(order)
+                break
+            except (CatalogueUnavailable, NotReady) as error:
+                pause = PAUSES[-1]
+                logger.warning("%s is formed again in %g s: %s", order, pause, describe(error))
+            except Exception as error:
+                logger.exception("the whole of step %s could not be formed", order)
+                pause = next(pauses, -1.0)
+                if pause < 0:
+                    await self.reception.write([self._not_aggregated(order, error)])
+                    break
+            await asyncio.sleep(pause)
+        for step in self._turns.formed(order.attempt_id, order.step, self._owed(order)):
+            self._start(self.triggers.formed(order.attempt_id, step))
+
+    def _not_aggregated(self, order: Assemble, error: Exception | None = None) -> Put:
+        attempt = self.reception.state.attempt(order.attempt_id)
+        reason = "" if error is None else describe(error)
+        return finding(
+            NOT_AGGREGATED,
+            f"the summary of step {order.step} could not be formed ({len(PAUSES) + 1} tries): "
+            f"{reason}",
+            run="" if attempt is None else attempt.run,
+            attempt_id=order.attempt_id,
+            step=order.step,
+            wall=self.reception.wall(),
+            severity="error",
+            evidence={"error": reason, "tries": len(PAUSES) + 1},
+            advice="its payloads, scalars and the statistics of its parts are kept (/ranks, "
+            "/stages); it is tried again when more of it arrives and when the service starts "
+            "anew; the coordinator's log has the traceback",
+        )
 
     async def _form_once(self, order: Assemble) -> None:
         attempt = self.reception.state.attempt(order.attempt_id)
@@ -226,9 +271,8 @@ class RayFloor:
             return  # its parts are gone: what was formed of them stays
         forgotten = attempt is None or order.step not in attempt.steps
         await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
-        await self.reception.write(self._retired(order))
-        for step in self._turns.formed(order.attempt_id, order.step, self._owed(order)):
-            self._start(self.triggers.formed(order.attempt_id, step))
+        said = {"finding_id": self._not_aggregated(order).row["finding_id"]}
+        await self.reception.write([*self._retired(order), Delete("findings", said)])
 
     def _owed(self, order: Assemble) -> list[int]:
         """Return the other steps of the attempt that are still to be formed.

@@ -1,0 +1,144 @@
+"""A step whose summary cannot be formed: tried again, and said where it fails for good."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.triggering import Bench, rule, rules_of
+
+from stagescope.errors import CatalogueUnavailable
+from stagescope_service.api.completeness import gaps
+from stagescope_service.engine.instructions import Assemble, Put
+from stagescope_service.engine.wholes.forming import Former
+from stagescope_service.settings import Settings
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.sql import SqlStore
+
+pytest.importorskip("ray")
+from stagescope_service.engine import floor
+from stagescope_service.engine.findings import NOT_AGGREGATED
+
+STEP = Assemble(1, 1)
+
+
+class Broken:
+    """A closed step with a scalar that is not finite, whose summary is not formed yet."""
+
+    def __init__(self, folder: Path, bench: Bench) -> None:
+        self.bench, self.catalogue = bench, bench.catalogue
+        self.floor = floor.RayFloor(Settings(home=folder), order=None)  # type: ignore[arg-type]
+        self.floor.reception = bench.floor.reception
+        self.tried = 0
+
+    async def prepare(self) -> None:
+        rules = rules_of(rule("loss", metric="nonfinite_scalar/loss", when={">": 0}))
+        await self.floor.triggers.put(rules, by="me")
+        await self.bench.step(1, hold=True, scalars={0: {"loss": math.nan}})
+        unformed = {"attempt_id": 1, "step": 1, "whole": None, "whole_mark": None}
+        await self.floor.reception.write([Put("steps", unformed)])
+        assert "being aggregated" in self.gap()
+        self.tried = 0
+
+    async def form(self) -> None:
+        """Have the step formed, and wait until all that follows is done."""
+        self.floor.assemble(STEP)
+        while self.floor._tasks:
+            await asyncio.wait_for(asyncio.gather(*self.floor._tasks), 30)
+
+    def gap(self) -> str:
+        return gaps(self.catalogue, self.catalogue.steps(1)).get((1, 1), "")
+
+    def said(self) -> list[dict[str, Any]]:
+        return self.bench.findings(NOT_AGGREGATED)
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broken]:
+    settings = Settings(home=tmp_path)
+    store = SqlStore(settings.catalogue_url)
+    store.open()
+    catalogue = Catalogue(settings.catalogue_url)
+    monkeypatch.setattr(floor, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(floor, "Ingestors", lambda settings: None)
+    found = Broken(tmp_path, Bench(store, catalogue, tmp_path))
+    form = Former.form
+
+    async def counted(*args: Any, **more: Any) -> None:
+        found.tried += 1
+        await form(*args, **more)
+
+    monkeypatch.setattr(Former, "form", counted)
+    yield found
+    catalogue.close()
+    store.close()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        await work()
+
+    asyncio.run(all_of_it())
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
+    """Have the next tries fail."""
+    left, form = list(errors), Former.form
+
+    async def fails(*args: Any, **more: Any) -> None:
+        if left:
+            raise left.pop(0)
+        await form(*args, **more)
+
+    monkeypatch.setattr(Former, "form", fails)
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [[RuntimeError("once")] * 2, [CatalogueUnavailable("for a while")] * 9],
+    ids=["a failure", "an outage"],
+)
+def test_an_aggregation_that_failed_is_tried_again(
+    broken: Broken, monkeypatch: pytest.MonkeyPatch, errors: list[Exception]
+) -> None:
+    async def work() -> None:
+        await broken.prepare()
+        failing(monkeypatch, *errors)
+        await broken.form()
+
+    run(work)
+    assert broken.catalogue.steps(1)[0]["has_whole"]
+    assert (broken.gap(), broken.said()) == ("", [])
+    assert broken.bench.fired() == [(1, 1, "loss")]
+
+
+def test_what_fails_for_good_is_said_and_holds_up_nothing(
+    broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    async def work() -> None:
+        await broken.prepare()
+        first, *_ = broken.catalogue.summaries(1, 1)
+        await broken.floor.reception.write([Put("summaries", {**first, "summary": b"junk"})])
+        await broken.form()
+        assert broken.tried == 3
+        (finding,) = broken.said()
+        assert (finding["severity"], finding["step"], finding["run"]) == ("error", 1, "r")
+        assert finding["evidence"]["error"] in finding["message"]
+        expected = "no numbers: the aggregation failed: " + finding["evidence"]["error"]
+        assert broken.gap() == expected
+        assert broken.bench.fired() == [(1, 1, "loss")]  # what needs no summary is still said
+        # More of the step arrives, or a release that can read it starts.
+        await broken.floor.reception.write([Put("summaries", first)])
+        await broken.form()
+
+    run(work)
+    assert broken.tried == 4
+    assert broken.catalogue.steps(1)[0]["has_whole"]
+    assert (broken.gap(), broken.said()) == ("", [])
