@@ -142,24 +142,15 @@ class Session(Orders, Comparing, EngineRegistry):
         """Return one step; it stays at the run and attempt that answer now.
 
         `"latest"` is the step that began last, which may hold no numbers yet; `"measured"` is the
-        newest closed one that does (the latest where there is none); `"captured"` is the newest
-        one of which a capture left operators.
+        newest closed one that does (the latest, where it holds some and none is closed);
+        `"captured"` is the newest one of which a capture left operators.
 
         Raises:
-            NotFound: no such step.
+            NotFound: no such step; of `"measured"`, no step of the run has numbers, with what the
+                latest lacks.
         """
         if step == "measured":
-            for row in self.steps(run, attempt, limit=_RECENT):
-                in_force = attempt is not None or row.get("superseded_by") is None
-                if row.get("measured") and in_force:
-                    return Step(
-                        self,
-                        row["step"],
-                        run=row["run"],
-                        attempt=row["attempt"],
-                        gap=row.get("gap"),
-                    )
-            step = "latest"
+            return self._measured(run, attempt)
         if step == "captured":
             said = self.get("/steps/latest/operators", run=run, attempt=attempt, limit=1)
             return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
@@ -366,6 +357,31 @@ class Session(Orders, Comparing, EngineRegistry):
         said = {"sender": [*sender], "unreceipted": [*seqs], "wait": _POLL_SECONDS}
         answer = self._transport.change("POST", "/poll", said)
         return {int(seq): str(state) for seq, state in (answer.get("receipts") or {}).items()}
+
+    def _measured(self, run: str | None, attempt: int | None) -> Step:
+        """Return the newest step that has numbers.
+
+        Raises:
+            NotFound: there is none.
+        """
+        steps = self.steps(run, attempt, limit=_RECENT)
+        for row in steps:
+            in_force = attempt is not None or row.get("superseded_by") is None
+            if row.get("measured") and in_force:
+                gap = row.get("gap")
+                return Step(self, row["step"], run=row["run"], attempt=row["attempt"], gap=gap)
+        latest = self.step("latest", run=run, attempt=attempt)
+        try:
+            latest.metrics()  # of an open step, as far as it has come
+        except NotFound as error:
+            of = f"run {latest.run}" + ("" if attempt is None else f", attempt {attempt},")
+            which = "no step" if len(steps) < _RECENT else f"none of the newest {_RECENT} steps"
+            raise NotFound(
+                f"{which} of {of} has numbers; the latest: {error.wrong}",
+                expected=error.expected,
+                advice=error.advice,
+            ) from error
+        return latest
 
     def _newest_run(self) -> str:
         runs = self.runs(limit=1)

@@ -279,3 +279,19 @@ def test_the_command_line_advises_its_own_commands(session: Session) -> None:
     told = invoke("metrics", "1", "--run", "nowhere")
     assert told.exit_code == 4
     assert "see `stagescope runs`" in told.stderr
+
+
+def test_a_run_of_which_no_step_has_numbers_says_so(found: Service, session: Session) -> None:
+    rank = Rank(found, run="bare", key="bare", world_size=1)
+    handed = payload()
+    del handed["tensors"]["rollout_log_probs"]
+    rank.stage(STAGE, 1, handed)
+    rank.begin(STAGE, 2)
+    assert session.step("latest", run="bare").step == 2
+    with pytest.raises(NotFound, match=r"no step of run bare has numbers; the latest: step 2 has"):
+        session.step("measured", run="bare")
+    said = ask("rounds", "--run", "bare", "--attempt", "1")
+    assert said.exit_code == 4
+    assert "no step of run bare, attempt 1, has numbers" in " ".join(said.output.split())
+    with pytest.raises(NotFound, match="run 'none'"):
+        session.step("measured", run="none")

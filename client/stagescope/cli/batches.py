@@ -9,7 +9,8 @@ import click
 
 from stagescope.answers import Record
 from stagescope.batch import Batch
-from stagescope.cli.questions import ATTEMPT, MEASURED, RUN, noun, question, words
+from stagescope.cli.questions import ATTEMPT, MEASURED, RUN, question, words
+from stagescope.errors import NotFound
 from stagescope.session import Session, StepWord
 
 
@@ -53,7 +54,13 @@ def _words(_: click.Context, __: click.Parameter, value: str | None) -> list[str
 )
 def batch(session: Session, step: StepWord, output: Path | None, **options: Any) -> Record:
     """A step's exact data, as one safetensors file (`stagescope.Batch.load` reads it)."""
-    found = noun(session, step, options)
+    place = {"run": options.pop("run"), "attempt": options.pop("attempt")}
+    try:
+        found = session.step(step, **place)
+    except NotFound:
+        if step != "measured":
+            raise
+        found = session.step("latest", **place)  # its tensors are there without numbers, too
     if output is None:
         return _Shown(found.batch(**options), None)
     return _Shown(found.save_batch(output, **options), output)
