@@ -35,7 +35,8 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "gradients": "patterns of parameter names to keep the gradients of, each rank's shards",
     "limits": "{'bytes': most bytes a dump may take, 'seconds': most time, 'reserve_bytes': kept "
     "free on the disk, 'tokens': of the stage, for the estimate}, or null",
-    "force": "whether to start although the estimate does not fit on the disk",
+    "force": "whether to start although the estimate does not fit on the disk, or a stage that "
+    "nobody did lately is named much like one of the run",
     "strict": "whether a failure is raised in the training process",
     "timeout": "seconds in which every asked rank is to acknowledge, 60 by default",
     "late": "what to do about ranks that do not: 'wait', 'go_on' without them, or 'give_up'",

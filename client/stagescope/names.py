@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from stagescope.schema import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
@@ -42,6 +42,20 @@ def closest(name: str) -> str | None:
         if found and (written.startswith(f"{found}_") or written.endswith(f"_{found}")):
             return None
     return found
+
+
+def closest_stage(name: str, stages: Collection[str]) -> str | None:
+    """Return the stage of `stages` that `name` seems to mean; None where it is one, or its own.
+
+    A stage may have any name; what has the words of another in any order (`update_actor`), or
+    differs from one by a letter or two, is taken for a misspelling.
+    """
+    if name in stages:
+        return None
+    written = name.lower().replace("-", "_")
+    words = sorted(written.split("_"))
+    same = [stage for stage in sorted(stages) if sorted(stage.lower().split("_")) == words]
+    return next(iter(same or difflib.get_close_matches(written, sorted(stages), 1, _CLOSE)), None)
 
 
 def misspelt(names: Iterable[str]) -> Iterator[tuple[str, str]]:

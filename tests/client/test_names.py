@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stagescope.names import KNOWN, closest, misspelt
+from stagescope.names import KNOWN, closest, closest_stage, misspelt
+from stagescope.schema import STAGES
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,21 @@ def test_known_names_and_own_names_have_none(name: str) -> None:
 
 def test_a_name_beside_the_known_one_is_its_own() -> None:
     assert list(misspelt(["old_log_probs", "old_logprobs", "reward"])) == [("reward", "rewards")]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("actor_updat", "actor_update"),
+        ("update_actor", "actor_update"),
+        ("Actor-Update", "actor_update"),
+        ("compute_ref_log_prob", "ref_compute_log_prob"),
+        ("rollout_generat", "rollout_generate"),
+        ("actor_update", None),
+        ("eval", None),
+        ("reward_shaping", None),
+        ("val_generate", None),
+    ],
+)
+def test_a_misspelt_stage_has_a_closest_one(name: str, meant: str | None) -> None:
+    assert closest_stage(name, STAGES) == meant

@@ -18,6 +18,7 @@ from stagescope.cli.questions import (
 )
 from stagescope.frames import Table
 from stagescope.progress import Progress
+from stagescope.render import printable
 from stagescope.session import Session
 
 
@@ -76,7 +77,8 @@ _WAIT: Final = click.option(
         help="When they are late [default: 60].",
     ),
     click.option("--again", type=click.IntRange(min=0), help="Repeat a step that a rank missed."),
-    click.option("--force", is_flag=True, help="Also where it is estimated to cost too much."),
+    click.option("--force", is_flag=True, help="Also where it is estimated to cost too much, "
+                 "or a stage seems to be misspelt."),
     _WAIT,
 )  # fmt: skip
 def capture(session: Session, wait: bool, **options: Any) -> Record:
@@ -87,6 +89,8 @@ def capture(session: Session, wait: bool, **options: Any) -> Record:
     ordered = session.capture(**_spec(**options))
     if not wait:
         return ordered
+    for note in ordered.get("notes") or ():
+        click.echo(printable(f"note: {note}"), err=True)
     return _await(session, ordered["capture_id"])
 
 

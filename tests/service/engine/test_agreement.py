@@ -326,6 +326,16 @@ def test_orders_that_cannot_be_meant() -> None:
     assert "no run 'other' is known" in ranks.orders.notes(entry)[0]
     entry = ranks.orders.add(order(run="r", stages=["gen"]), by="me", mono=0.0, wall=0.0)
     assert "no rank has done gen lately" in ranks.orders.notes(entry)[0]
+    for misspelt in ("updat", "Update"):
+        with pytest.raises(Conflict, match="did you mean update"):
+            ranks.add(stages=["update", misspelt])
+    assert ranks.add(stages=["updat"], force=True)
+    ranks.start()  # a run that has closed no step may still come to it
+    ranks.begin(0)
+    entry = ranks.orders.add(order(run="r", stages=["updates"]), by="me", mono=0.0, wall=0.0)
+    assert "updates (did you mean update?) lately" in ranks.orders.notes(entry)[0]
+    entry = ranks.orders.add(order(run="b", stages=["actor_updat"]), by="me", mono=0.0, wall=0.0)
+    assert "actor_updat (did you mean actor_update?) lately" in ranks.orders.notes(entry)[1]
     empty = Ranks(0)
     with pytest.raises(Conflict, match="0 runs are live"):
         empty.orders.add(order(), by="me", mono=0.0, wall=0.0)

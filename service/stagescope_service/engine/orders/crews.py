@@ -9,6 +9,8 @@ from typing import Any
 
 from stagescope.captures import needs_ranks
 from stagescope.errors import Conflict
+from stagescope.names import closest_stage
+from stagescope.schema import STAGES
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.orders import agreement as agreeing
 from stagescope_service.engine.orders.agreement import Crew
@@ -77,23 +79,68 @@ def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
     return None
 
 
+def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
+    """Check that no stage of an order is a misspelling of one that the run does.
+
+    A stage may have any name, so that one which is like no other is only noted.
+
+    Raises:
+        Conflict: with the stage that it seems to mean.
+    """
+    if attempt is None or attempt.last_closed_step is None or order["force"]:
+        return
+    if order["stages"] == "all":
+        return
+    done = _done(attempt)
+    # A stage of the schema is spelt right, whether the run does it or not.
+    others = [stage for stage in order["stages"] if stage not in STAGES]
+    wrong = {stage: meant for stage in others if (meant := closest_stage(stage, done))}
+    if wrong:
+        named = ", ".join(map(repr, wrong))
+        raise Conflict(
+            f"no rank of run {attempt.run} has done {named} lately",
+            expected=f"a stage of the run: {', '.join(sorted(done))}",
+            advice=f"did you mean {', '.join(wrong.values())}? With force (--force) it is ordered "
+            "all the same",
+        )
+
+
+def _done(attempt: Attempt) -> set[str]:
+    """Return the stages that ranks did in the steps that are in memory."""
+    return {stage for step in attempt.steps.values() for _, stage in step.ranks}
+
+
+def _stage_notes(stages: Any, done: set[str]) -> list[str]:
+    """Return a note of the ordered stages that nobody did, or that seem to be misspelt."""
+    if stages == "all":
+        return []
+    close = {stage: closest_stage(stage, {*done, *STAGES}) for stage in sorted({*stages} - done)}
+    named = ", ".join(
+        stage if meant is None else f"{stage} (did you mean {meant}?)"
+        for stage, meant in close.items()
+        if done or meant is not None
+    )
+    if not named:
+        return []
+    there = f"; stages of the run: {', '.join(sorted(done))}" if done else ""
+    return [f"no rank has done {named} lately: until one does, nothing of it is captured{there}"]
+
+
 def notes(registry: Registry, entry: Entry) -> list[str]:
     """Return what an asker should know: an order may wait for what never comes."""
     order = entry.order
     if order["run"] is None:
-        return ["it is for every run: none is live whose ranks could be asked"]
+        unasked = "it is for every run: none is live whose ranks could be asked"
+        return [unasked, *_stage_notes(order["stages"], set())]
     attempt = registry.newest(order["run"])
     if attempt is None:
         known = sorted({each.run for each in registry.attempts.values()})
-        return [f"no run {order['run']!r} is known (yet); known: {', '.join(known[:20])}"]
+        unknown = f"no run {order['run']!r} is known (yet); known: {', '.join(known[:20])}"
+        return [unknown, *_stage_notes(order["stages"], set())]
     said = []
     if attempt.over:
         said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
-    done = {stage for step in attempt.steps.values() for _, stage in step.ranks}
-    new = sorted(set(order["stages"]) - done) if order["stages"] != "all" else []
-    if done and new:
-        there = ", ".join(sorted(done))
-        said.append(f"no rank has done {', '.join(new)} lately; stages of the run: {there}")
+    said += _stage_notes(order["stages"], _done(attempt))
     crew = crew_of(registry, order)
     if needs_ranks(order) and not attempt.over and not crew.members:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})

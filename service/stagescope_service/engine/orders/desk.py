@@ -18,6 +18,7 @@ from stagescope_service.engine.orders import agreement as agreeing
 from stagescope_service.engine.orders.agreement import Agreement, Crew
 from stagescope_service.engine.orders.crews import (
     attempt_of,
+    check_stages,
     crew_of,
     is_early,
     names,
@@ -59,11 +60,12 @@ class Orders:
         """Take in an order that `validate_capture` returned; what it asks is looked at next.
 
         Raises:
-            Conflict: the same order is in force, its steps have all begun, or it counts from where
-                the training stands and there are several.
+            Conflict: the same order is in force, its steps have all begun, it counts from where
+                the training stands and there are several, or a stage seems to be misspelt.
         """
         capture = {**capture, "run": run_of(self.state.registry, capture)}
         attempt = None if capture["run"] is None else self.state.registry.newest(capture["run"])
+        check_stages(attempt, capture)
         top = None if attempt is None or attempt.over else attempt.top_step
         steps = capture["steps"]
         begun = isinstance(steps, list) and top is not None and max(steps) <= top
