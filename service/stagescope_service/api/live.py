@@ -88,7 +88,8 @@ async def events(request: Request, desk: AtDesk) -> Answer:
     "strings", "meta"}}}`, then safetensors with entries `{seq}/{name}` and
     `{seq}/{name}/offsets`. `application/json`: the JSON alone, for events without tensors.
     Answers after the commit: `{"coordinator", "wall", "received", "refused", "receipts",
-    "revision"}`. A batch may be sent again: nothing counts twice.
+    "revision"}`, with `refused_in_part` where something of an event was not taken. A batch may be
+    sent again: nothing counts twice.
     """
     framed = _is_framed(request)
     settings = desk.settings

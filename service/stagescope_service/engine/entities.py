@@ -159,6 +159,8 @@ class Process:
     payloads: dict[PayloadKey, Payload] = dataclasses.field(default_factory=dict)
     #: How its latest payloads ended, so that a repeated announcement is answered, not read again.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: Why those of a raw caller were not taken: it has the answer to its call alone.
+    reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     #: (work key, capture) -> column -> seq of the DUMP event that said it last.
     dumps: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
     #: Dumps that it began and has not ended: (work key, capture) -> work and row.
@@ -166,11 +168,15 @@ class Process:
         default_factory=dict
     )
 
-    def settle(self, seq: int, state: str) -> None:
-        """Remember how a payload ended."""
+    def settle(self, seq: int, state: str, reason: str | None = None) -> None:
+        """Remember how a payload ended, and why."""
         self.settled[seq] = state
+        if self.raw and reason is not None:
+            self.reasons[seq] = reason
         if len(self.settled) > SETTLED_REMEMBERED:
-            del self.settled[next(iter(self.settled))]
+            oldest = next(iter(self.settled))
+            del self.settled[oldest]
+            self.reasons.pop(oldest, None)
 
     @property
     def live(self) -> bool:

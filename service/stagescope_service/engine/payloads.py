@@ -134,7 +134,7 @@ def settle(
     """Bring a payload to its end: 'ingested', 'lost', 'refused' or 'dropped'."""
     key, work = payload.key, payload.work
     process.payloads.pop(key, None)
-    process.settle(key.seq, state)
+    process.settle(key.seq, state, reason)
     row = payload_row(process, key, work, state, reason=reason, settled_wall=wall, **columns)
     out: list[Instruction] = [row]
     if state == INGESTED:

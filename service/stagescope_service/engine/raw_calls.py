@@ -12,7 +12,7 @@ from typing import Any
 
 from stagescope.errors import InvalidEvent, NotFound
 from stagescope.schema import BEGIN, END, FINISH, Event, Sender, Work, check_run_name
-from stagescope_service.engine import spans
+from stagescope_service.engine import reports, spans, steps
 from stagescope_service.engine.executor import Executor
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Instruction, PayloadKey
@@ -56,6 +56,11 @@ class RawCalls:
             fields: run, role, rank, attempt_key, world_size and the event's own fields.
             payload: name -> ref or array; the answer then waits for the payload's receipt.
 
+        Returns:
+            The event's place. `over` says that its attempt had ended, and `refused_in_part`, where
+            it is there, what of the call was not taken: the rest was. `payload` says what became
+            of the payload, and `payload_reason` why it was not taken.
+
         Raises:
             InvalidInput: a run, role, rank, step, stage or payload that cannot be right.
             NotReady: the catalogue cannot be written now; nothing was taken.
@@ -78,6 +83,7 @@ class RawCalls:
             raise
         if kind == FINISH:
             return await self._finish(run, Event(kind, seq, wall, mono, {}), body)
+        late = kind != BEGIN and self._has_finished(sender)
         out: list[Instruction] = []
         if kind == BEGIN and self._starts_again(run, sender, Work.parse(body)):
             newest = self._state.registry.newest(run)
@@ -86,7 +92,7 @@ class RawCalls:
             sender = self._sender(run, fields)
         if body.get("world_size") is not None:
             hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
-            out += self._state.handle(sender, hello, mono, raw=True)
+            out += self._state.handle(sender, hello, mono, raw=True, late=late)
         if kind in (BEGIN, END) and body.get("occurrence") is None:
             work = Work.parse(body)
             body["occurrence"] = _occurrence(
@@ -96,21 +102,29 @@ class RawCalls:
             body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
         event = Event(kind, seq, wall, mono, body)
         has_payload = payload is not None
-        taken = self._state.handle(sender, event, mono, has_payload=has_payload, raw=True)
+        taken = self._state.handle(
+            sender, event, mono, has_payload=has_payload, raw=True, late=late
+        )
         self._executor.hold(taken, payload)
         out += taken
         self.taken += 1
         await self._executor.carry_out(out)
         process = self._state.registry.processes[sender.incarnation]
+        attempt = self._state.registry.attempt_of(process)
         answer = {
             "run": run,
-            "attempt": self._state.registry.attempt_of(process).number,
+            "attempt": attempt.number,
+            "over": attempt.over,
             "step": body.get("step"),
             "stage": body.get("stage"),
             "occurrence": body.get("occurrence"),
         }
+        if (said := reports.refused_in_part(out)) is not None:
+            answer["refused_in_part"] = said
         if payload is not None:
             answer["payload"] = await self._settled(PayloadKey(sender.incarnation, seq))
+            if (reason := process.reasons.get(seq)) is not None:
+                answer["payload_reason"] = reason
         return answer
 
     async def _finish(self, run: str, event: Event, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +174,11 @@ class RawCalls:
             return work.step is not None
         found = spans.of_stage(attempt.steps[work.step], sender.incarnation, work)
         return any(span.begin_seq is not None and span.end_seq is not None for span in found)
+
+    def _has_finished(self, sender: Sender) -> bool:
+        """Return whether the attempt that a call belongs to is over because everyone took leave."""
+        attempt = self._state.registry.find(sender.run, sender.attempt_key)
+        return attempt is not None and attempt.over and attempt.end_reason == steps.FINISHED
 
     def _sender(self, run: str, fields: Mapping[str, Any]) -> Sender:
         """Return who calls, known by name.

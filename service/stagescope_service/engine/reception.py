@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from stagescope.errors import InvalidEvent, NotFound
 from stagescope.schema import Event, Sender
+from stagescope_service.engine import reports
 from stagescope_service.engine.base import Floor
 from stagescope_service.engine.executor import Executor
 from stagescope_service.engine.findings import finding
@@ -110,6 +111,7 @@ class Reception:
         self, sender: Sender, events: Sequence[object], payloads: Mapping[int, object] | None
     ) -> dict[str, Any]:
         refused: dict[int, str] = {}
+        in_part: dict[int, str] = {}
         out: list[Instruction] = []
         newest: float | None = None
         for wire in events:
@@ -122,6 +124,8 @@ class Reception:
                 )
                 if has_payload and payloads is not None:
                     self.executor.hold(taken, payloads[event.seq])
+                if (said := reports.refused_in_part(taken)) is not None:
+                    in_part[event.seq] = said
                 out += taken
             except InvalidEvent as error:  # noqa: PERF203 - refused alone, so caught alone
                 refused[_seq_of(wire)] = str(error)
@@ -146,6 +150,7 @@ class Reception:
             "wall": self.wall(),
             "received": len(events) - len(refused),
             "refused": refused,
+            **({"refused_in_part": in_part} if in_part else {}),
             "receipts": receipts,
             "revision": self.plan.revision,
         }

@@ -157,12 +157,15 @@ class Registry:
 
     # --- processes ----------------------------------------------------------------------
     def process_for(
-        self, sender: Sender, event: Event, lease_until: float, *, raw: bool
+        self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool = False
     ) -> tuple[Process, list[Instruction]]:
-        """Return the process of a sender, made if it is new, with its lease renewed."""
+        """Return the process of a sender, made if it is new, with its lease renewed.
+
+        One that is new and comes late, when its attempt has finished, has left from the start.
+        """
         process = self.processes.get(sender.incarnation)
         if process is None:
-            return self._new_process(sender, event, lease_until, raw=raw)
+            return self._new_process(sender, event, lease_until, raw=raw, late=late)
         process.lease_until = max(process.lease_until, lease_until)
         clock = (sender.clock_offset, sender.clock_error)
         node_came = process.node_id is None and sender.node_id is not None
@@ -173,7 +176,7 @@ class Registry:
         return process, [process_row(process, **_heard(process))]
 
     def _new_process(
-        self, sender: Sender, event: Event, lease_until: float, *, raw: bool
+        self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool
     ) -> tuple[Process, list[Instruction]]:
         attempt, out = self.attempt_for(sender, event.wall)
         process = Process(
@@ -189,6 +192,8 @@ class Registry:
             last_wall=event.wall,
             clock=(sender.clock_offset, sender.clock_error),
             returned=sender.incarnation in self._gone,
+            finished=late,
+            left_wall=event.wall if late else None,
         )
         self.processes[process.incarnation] = process
         attempt.add(process)
@@ -197,6 +202,7 @@ class Registry:
             out.append(attempt_row(attempt))
         # A row from before a restart may say that it fell silent.
         columns = {"first_wall": process.started, "lapsed_wall": None, **_heard(process)}
+        columns |= {"finished_wall": event.wall} if late else {}
         return process, [*out, process_row(process, **columns)]
 
     def introduce(

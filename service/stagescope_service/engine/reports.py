@@ -6,7 +6,7 @@ Every function takes what it changes and returns what must be written; none look
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from stagescope.schema import Event, Work
@@ -43,8 +43,10 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     looked at again. Work without a step never closes, so that there it is a finding at once.
     """
     named = event.fields.get("scalars")
-    if not isinstance(named, Mapping) or not named:
+    if not named and (named is None or isinstance(named, Mapping)):
         return []
+    if not isinstance(named, Mapping):
+        named = {"scalars": named}  # which is no number, and is said to be none
     rows, wrong = scalar_rows(process, work, named, event.wall)
     out: list[Instruction] = [*rows]
     bad = [row.row["name"] for row in rows if not math.isfinite(row.row["value"])]
@@ -64,10 +66,25 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
                 stage=work.stage,
                 role=process.role,
                 rank=process.rank,
-                advice="a scalar is an int or a float",
+                advice="a scalar is an int or a float; those of the same call that are were taken",
             )
         )
     return out
+
+
+_REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size"})
+
+
+def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
+    """Return what was not taken of an event that was, for the answer to who sent it."""
+    told = [
+        f"{order.row['message']} ({order.row['advice']})"
+        for order in instructions
+        if isinstance(order, Put)
+        and order.table == "findings"
+        and order.row["kind"] in _REFUSED_IN_PART
+    ]
+    return "; ".join(told) or None
 
 
 def _stepless_scalars(

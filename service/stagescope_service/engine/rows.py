@@ -110,7 +110,7 @@ def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **col
 def scalar_rows(
     process: Process, work: Work, scalars: Mapping[str, Any], wall: float
 ) -> tuple[list[Put], list[str]]:
-    """Return the rows of named numbers, and the names of those that are no numbers."""
+    """Return the rows of named numbers, and "name (its type)" of those that are no numbers."""
     where = {
         "incarnation": process.incarnation,
         "work_key": work.key,
@@ -126,7 +126,7 @@ def scalar_rows(
         found = number(value)
         shown = text(name, 200) or ""
         if found is None:
-            refused.append(shown)
+            refused.append(f"{shown} ({type(value).__name__})")
         else:
             rows.append(Put("scalars", {**where, "name": shown, "value": found}))
     return rows, refused

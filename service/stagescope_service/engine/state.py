@@ -17,6 +17,7 @@ from stagescope.schema import (
     DUMP,
     END,
     END_STEP,
+    LOG,
     STACKS,
     WEIGHTS,
     Event,
@@ -78,6 +79,7 @@ class State:
         *,
         has_payload: bool = False,
         raw: bool = False,
+        late: bool = False,
         arrived: float | None = None,
     ) -> list[Instruction]:
         """Take in one event.
@@ -88,6 +90,7 @@ class State:
             now: the service's clock, seconds; only differences count.
             has_payload: the payload's refs came with this END.
             raw: the sender is a raw caller, known by name and not by an incarnation.
+            late: it speaks of an attempt that has finished; if it is new, it has left as well.
             arrived: the service's wall clock; stands in for that of a sender whose offset is not
                 known.
 
@@ -97,7 +100,7 @@ class State:
         work = self.check(event)
         said = weight_records.read(event, work) if event.kind == WEIGHTS else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
-        process, out = self.registry.process_for(sender, event, lease, raw=raw)
+        process, out = self.registry.process_for(sender, event, lease, raw=raw, late=late)
         attempt = self.registry.attempt_of(process)
         at = paces.service_clock(sender, event.wall, arrived)
         process.heard = max(process.heard, at if arrived is None else arrived)
@@ -150,6 +153,11 @@ class State:
             raise InvalidEvent(f"{event.kind} event {event.seq} has no stage", expected="a name")
         if event.kind == END_STEP and work.step is None:
             raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
+        if event.kind == LOG and not isinstance(event.fields.get("scalars"), Mapping):
+            raise InvalidEvent(
+                f"log event {event.seq} has no scalars",
+                expected="scalars: a dict of names to numbers, such as scalars={'loss': 0.5}",
+            )
         if event.kind == STACKS:
             request_of(event.fields)
         return work

@@ -138,6 +138,63 @@ def test_a_raw_call_that_is_refused_is_a_finding(desk: Desk) -> None:
     assert "actor rank 2 says world_size 2" in rows["refused_world_size"]["message"]
 
 
+def test_a_raw_call_says_what_of_it_was_not_taken(desk: Desk) -> None:
+    desk.raw("begin", "begin", rank=0)
+    told = desk.raw("log", "log", rank=0, scalars={"loss": "x", "reward": 0.5, "kl": None})
+    assert "kl (NoneType), loss (str)" in told["refused_in_part"]
+    assert [row["name"] for row in rows_of(desk.store, "scalars")] == ["reward"]
+    assert "refused_in_part" not in desk.raw("log", "good", rank=0, scalars={"loss": 0.1})
+    told = desk.raw("end", "end", rank=0, status="ok", scalars=[0.5])
+    assert "scalars (list)" in told["refused_in_part"]
+    assert "world_size 1" in desk.raw("begin", "two", rank=2, world_size=1)["refused_in_part"]
+    for nothing in ({}, {"scalars": None}, {"scalars": [0.5]}, {"loss": 0.5}):
+        with pytest.raises(InvalidEvent, match="scalars: a dict of names"):
+            desk.raw("log", "nothing", rank=0, **nothing)
+
+
+def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(desk: Desk) -> None:
+    sender = Sender("i", "r", "a", "actor", 0).wire()
+    events = [
+        (1, "log", seq, 1.0, 1.0, {"step": 1, **fields})
+        for seq, fields in enumerate([{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}])
+    ]
+    answer = desk.run(desk.reception.record(sender, events))
+    assert (answer["received"], [*answer["refused"]]) == (2, [2])
+    assert [*answer["refused_in_part"]] == [0]
+    assert "b (str)" in answer["refused_in_part"][0]
+
+
+@pytest.mark.parametrize("kind", ["end", "log", "end_step"])
+def test_a_late_word_of_a_stranger_does_not_reopen_what_has_finished(desk: Desk, kind: str) -> None:
+    desk.raw("begin", "begin", rank=0)
+    assert desk.raw("end", "end", rank=0, status="ok")["over"] is False
+    desk.raw("finish", "finish")
+    told = desk.raw(kind, "late", rank=1, step=2, world_size=2, scalars={"loss": 0.5})
+    assert (told["attempt"], told["over"]) == (1, True)
+    (attempt,) = rows_of(desk.store, "attempts")
+    assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
+    assert not any(each.live for each in desk.reception.state.registry.processes.values())
+    if kind != "end_step":
+        assert [row["value"] for row in rows_of(desk.store, "scalars")] == [0.5]
+    # What begins is work: the next start, as ever.
+    assert desk.raw("begin", "again", rank=1, step=1)["attempt"] == 2
+
+
+def test_a_raw_call_says_why_its_payload_was_not_taken(desk: Desk) -> None:
+    async def end() -> dict[str, Any]:
+        fields = {"run": "r", "step": 1, "stage": "s"}
+        call = asyncio.create_task(
+            desk.reception.raw_calls.take("end", "d", fields, {"old_log_probs": [[0.5]]})
+        )
+        await asyncio.sleep(0)  # it was taken, and waits for who reads it
+        [key] = desk.reception.state.pending("r")
+        await desk.reception.settle(key, "refused", "response_mask is missing")
+        return await call
+
+    answer = desk.run(end())
+    assert (answer["payload"], answer["payload_reason"]) == ("refused", "response_mask is missing")
+
+
 def test_a_raw_callers_misspelt_tensor_is_a_finding(desk: Desk) -> None:
     async def end() -> None:
         taken = desk.reception.raw_calls.take(

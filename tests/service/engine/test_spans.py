@@ -288,7 +288,10 @@ def test_scalars_finite_or_not(bench: Bench) -> None:
     assert rows == {"a": 1.0, "c": -math.inf, "d": 0.5, "e": 3.0, "f": 1.0, "g": math.inf}
     assert all(type(value) is float for value in rows.values())
     found = bench.rows.one("findings")
-    assert (found["kind"], found["message"]) == ("refused_scalar", "not numbers: bad, worse")
+    assert (found["kind"], found["message"]) == (
+        "refused_scalar",
+        "not numbers: bad (str), worse (NoneType)",
+    )
 
 
 def test_drops_are_counted_once_however_often_they_are_told(bench: Bench) -> None:

@@ -115,6 +115,8 @@ class Taken(Model):
     """Events that were taken in."""
     refused: dict[str, str]
     """seq -> why that event was refused; it need not be sent again."""
+    refused_in_part: dict[str, str] = ABSENT
+    """seq -> what of an event was not taken; the rest of it was."""
     receipts: dict[str, str]
     """seq -> what became of its payload: `ingested`, `refused`, `lost` or `dropped`."""
     revision: int
