@@ -165,9 +165,8 @@ def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: floa
         role=span.role,
         rank=span.rank,
         evidence={"after_step": after},
-        advice="where training goes back to a checkpoint inside its process, close the probe "
-        "(probe.close()) and call init again: the new start is an attempt of its own, which "
-        "supersedes these steps",
+        advice="where training goes back to a checkpoint inside its process, call init again "
+        "before it goes on: what follows is an attempt of its own, which supersedes these steps",
     )
 
 
