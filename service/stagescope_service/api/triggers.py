@@ -17,6 +17,7 @@ from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.triggers.replay import Fired, replay
 from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
+from stagescope_service.triggers.series import shown
 from stagescope_service.triggers.spending import spent
 
 router = APIRouter(tags=["triggers"])
@@ -243,7 +244,7 @@ def _would_fire(fired: Fired, live: set[tuple[int, int, str]]) -> Row:
 
 
 def _firing(row: Row) -> Row:
-    evidence = row["evidence"] or {}
+    evidence = shown(row["evidence"] or {})
     return {
         "run": row["run"],
         "attempt": evidence.get("attempt"),

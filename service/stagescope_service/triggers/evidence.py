@@ -15,7 +15,7 @@ from stagescope_service.store.parts import incarnation_of
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
-from stagescope_service.triggers.series import Series, bad_scalars, pack, scalar_series
+from stagescope_service.triggers.series import Series, bad_scalars, scalar_series
 from stagescope_service.triggers.watch import Firing, Hit
 
 Row = dict[str, Any]
@@ -108,7 +108,6 @@ def _numbers(rule: Rule, firing: Firing) -> Row:
         "hits": [_hit(hit) for hit in firing.hits[:LISTED]],
         "lasting": [_hit(hit) for hit in firing.lasting[:LISTED]],
         "cools_since": None if firing.cools_since is None else firing.cools_since.step,
-        "named": pack(hit.series for hit in (*firing.hits, *firing.lasting)),
     }
 
 
@@ -135,6 +134,8 @@ class _Message:
     def _of_metric(self, worst: Hit) -> str:
         against = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in worst.numbers.items()]
         text = f"{worst.series.metric} is {worst.value:.6g}"
+        if self.rank is None and worst.series.rank is not None:  # of the worst of several ranks
+            text = f"{worst.series.metric} is up to {worst.value:.6g} a rank"
         text += f" ({', '.join(against)})" if against else ""
         text += self._where()
         text += "" if self.round is None else f", round {self.round}"

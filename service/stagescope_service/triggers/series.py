@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,10 @@ from stagescope_service.statistics.whole import Whole
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
+
+NAMED: Final = "named"
+"""Where the evidence of a stored firing holds its series, packed, for the coordinator that comes
+next; readers are shown the numbers beside."""
 
 Float64 = npt.NDArray[np.float64]
 
@@ -44,6 +48,12 @@ class Values:
             np.array_equal(one, two, equal_nan=True)
             for one, two in ((self.values, other.values), (self.noise, other.noise))
         )
+
+    def sharing(self, other: Values | None) -> Values:
+        """Return the same values, with the names of another step where they are equal: once."""
+        if other is None or self.series != other.series:
+            return self
+        return dataclasses.replace(self, series=other.series)
 
 
 class Publisher:
@@ -196,6 +206,11 @@ def pack(series: Iterable[Series]) -> list[list[Any]]:
                 spans.append([rank, rank])
         packed.append([*key, spans])
     return packed
+
+
+def shown(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the evidence of a stored firing as readers see it."""
+    return {name: value for name, value in evidence.items() if name != NAMED}
 
 
 def unpack(packed: Iterable[Sequence[Any]]) -> frozenset[Series]:

@@ -124,7 +124,7 @@ class Watch:
     def remember(self, at: At, values: Mapping[str, Values]) -> None:
         """Take in a step as history alone; before any `take`."""
         bisect.insort(self._order, at)
-        self._steps[at] = _Step(values, fires=False)
+        self._steps[at] = self._step(at, values, fires=False)
 
     def take(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
         """Take in a step whose whole was formed (again).
@@ -142,7 +142,7 @@ class Watch:
             if len(self._order) >= HISTORY + REACH and at < self._order[-REACH]:
                 return changes
             bisect.insort(self._order, at)
-        self._steps[at] = _Step(values, fires)
+        self._steps[at] = self._step(at, values, fires)
         begin = max(bisect.bisect_left(self._order, at), len(self._order) - REACH)
         for later in self._order[begin:]:
             self._judge(later, changes)
@@ -150,6 +150,13 @@ class Watch:
             del self._steps[old]
         del self._order[: -(HISTORY + REACH)]
         return changes
+
+    def _step(self, at: At, values: Mapping[str, Values], fires: bool) -> _Step:
+        """Return a step to remember; what lasts on thousands of ranks is named once."""
+        place = bisect.bisect_left(self._order, at)
+        before = self._steps[self._order[place - 1]].values if place else {}
+        shared = {name: of_rule.sharing(before.get(name)) for name, of_rule in values.items()}
+        return _Step(shared, fires)
 
     # --- one step -----------------------------------------------------------------------------
     def _judge(self, at: At, changes: Changes) -> None:

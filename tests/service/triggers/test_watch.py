@@ -150,8 +150,7 @@ def test_a_series_that_spreads_is_said_each_time_and_acted_on_once_a_cooldown() 
 def test_a_new_watch_neither_repeats_a_series_nor_silences_another() -> None:
     told = Told(rules_of({"cooldown": 9}))
     told.take(At(1, 1), 2, 0)
-    again = told.restarted()
-    again.take(At(1, 1), {"rule-0": values(2, 0)})
+    again = told.restarted()  # step 1 is no longer in memory: what was kept of its firing counts
     assert not again.take(At(1, 2), {"rule-0": values(2, 0)}).fired
     (fired,) = again.take(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert ([hit.series.round for hit in fired.hits], fired.cools_since) == ([1], At(1, 1))
@@ -336,6 +335,8 @@ def test_what_is_remembered_is_bounded_and_a_very_late_step_is_let_go() -> None:
     steps = {At(1, step): [1.0] for step in range(1, count)}
     watch = train(rules_of({}), steps, list(steps))
     assert len(watch._steps) == HISTORY + REACH
+    # What lasts is named once, however many steps hold it.
+    assert len({id(step.values["rule-0"].series) for step in watch._steps.values()}) == 1
     assert not watch.take(At(1, 0), {"rule-0": values(9.0)}).fired
     late = At(1, count - REACH + 1)
     assert watch.take(late, {"rule-0": values(9.0)}).fired

@@ -16,6 +16,7 @@ from stagescope_service.engine.triggering.webhooks import Webhooks
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.budget import Budget
 from stagescope_service.triggers.rules import Rule, Rules
+from stagescope_service.triggers.series import shown
 from stagescope_service.triggers.spending import ORDERED_BY, spent
 
 Row = dict[str, Any]
@@ -160,6 +161,7 @@ class Acting:
         host = act.rule.actions.webhook_host
         body = {
             **{name: act.row[name] for name in _TOLD},
+            "evidence": shown(act.row["evidence"]),
             "attempt": act.row["evidence"]["attempt"],
             "severity": act.rule.actions.severity,
             "advice": act.rule.actions.advice,
@@ -301,8 +303,7 @@ class Acting:
 
 
 _TOLD: Final = (
-    "rule", "run", "attempt_id", "step", "stage", "role", "rank", "round", "message", "evidence",
-    "wall",
+    "rule", "run", "attempt_id", "step", "stage", "role", "rank", "round", "message", "wall",
 )  # fmt: skip
 
 
@@ -322,7 +323,7 @@ def finding_of(act: Act) -> list[Put]:
         **act.place,
         **{name: row[name] for name in ("stage", "role", "rank", "wall")},
         severity=actions.severity,
-        evidence={**row["evidence"], "round": row["round"]},
+        evidence={**shown(row["evidence"]), "round": row["round"]},
         advice=actions.advice,
     )
     return [Put("findings", {**made.row, "finding_id": finding_place(act.key)})]

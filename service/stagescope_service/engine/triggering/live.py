@@ -25,7 +25,7 @@ from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.replay import Fired, Reader
 from stagescope_service.triggers.rules import Rules, defaults, read_yaml
-from stagescope_service.triggers.series import unpack
+from stagescope_service.triggers.series import NAMED, pack, unpack
 from stagescope_service.triggers.watch import REACH, At, Changes, Standing, Watch
 
 logger = logging.getLogger(__name__)
@@ -197,6 +197,8 @@ class Triggers:
     def _row(self, fired: Fired) -> Row:
         said = fired.evidence
         evidence = {**said.evidence(), "ranks": [list(each) for each in said.ranks]}
+        hits = (*fired.firing.hits, *fired.firing.lasting)
+        evidence[NAMED] = pack(hit.series for hit in hits)
         return {
             "attempt_id": fired.facts.attempt_id,
             "step": fired.facts.step,
@@ -324,7 +326,7 @@ class _Followed:
 
 def _standing(row: Row) -> Standing:
     evidence = row["evidence"] or {}
-    named = evidence.get("named")  # None: an earlier release wrote it
+    named = evidence.get(NAMED)  # None: an earlier release wrote it
     series = None if named is None else unpack(named)
     return Standing(series, acts=evidence.get("cools_since") is None)
 
