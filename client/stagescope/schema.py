@@ -51,7 +51,7 @@ FINISH: Final = "finish"
 DROPPED: Final = "dropped"
 """what 'event' | 'payload' | 'scalar', count, bytes, reason, and, where known, work fields."""
 REFUSED: Final = "refused"
-"""A call with bad input in the training process: what, message, work fields."""
+"""A call with bad input in the training process: what, message, severity, work fields."""
 DUMP: Final = "dump"
 """work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' |
 'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str],
@@ -75,8 +75,9 @@ KINDS: Final = frozenset(
 
 PART_FIELDS: Final = ("occurrence", "epoch", "minibatch", "microbatch")
 WORK_FIELDS: Final = ("step", "policy_version", "stage", *PART_FIELDS)
-PAYLOAD_FIELDS: Final = ("tensors", "bytes", "meta")
-"""tensors {name: [dtype tag, shape, rows or None]}, bytes (all tensors), meta {...} as recorded."""
+PAYLOAD_FIELDS: Final = ("tensors", "bytes", "meta", "reported")
+"""tensors {name: [dtype tag, shape, rows or None]}, bytes (all tensors), meta {...} as recorded;
+reported: what is wrong with its tensors, by their shapes and dtypes, comes as REFUSED events."""
 
 ROLES: Final = ("actor", "ref", "critic", "reward_model", "rollout")
 STAGES: Final = (

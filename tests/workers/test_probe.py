@@ -286,7 +286,25 @@ def test_shapes_that_disagree_are_named_and_everything_is_kept(
     wait_for(lambda: coordinator.of_kind("refused"))
     message = coordinator.of_kind("refused")[0].fields["message"]
     assert "rollout_log_probs is float32[2, 4] and response_mask is float32[2, 3]" in message
-    assert len(ends(coordinator)[0]["payload"]["tensors"]) == 3
+    payload = ends(coordinator)[0]["payload"]
+    assert (len(payload["tensors"]), payload["reported"]) == (3, True)
+    with probe.stage("s", step=2) as stage:
+        stage.record(old_log_probs=torch.zeros(2, 3), response_mask=torch.ones(2, 3))
+    assert "reported" not in ends(coordinator, 2)[1]["payload"]
+
+
+def test_a_misspelt_mask_is_one_problem(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    streams = {"old_log_probs": torch.zeros(2, 3), "rollout_log_probs": torch.zeros(2, 3)}
+    with make_probe().stage("s", step=1) as stage:
+        stage.record(streams, respones_mask=torch.ones(2, 3))
+    ends(coordinator)
+    wait_for(lambda: coordinator.of_kind("refused"))
+    [refused] = coordinator.of_kind("refused")
+    assert "response_mask is missing" in refused.fields["message"]
+    assert "rename respones_mask" in refused.fields["message"]
+    assert refused.fields["severity"] == "error"
 
 
 def test_strict_never_replaces_the_stages_own_exception(make_probe: MakeProbe) -> None:

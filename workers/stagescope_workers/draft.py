@@ -104,9 +104,10 @@ class Draft:
         shapes = (spec.shape for name, spec in self._specs.items() if name in _BY_TOKEN)
         return max(map(math.prod, shapes), default=0)
 
-    def description(self) -> dict[str, Any]:
-        """Return the PAYLOAD_FIELDS of an END event."""
-        return {
+    def description(self, *, reported: bool = False) -> dict[str, Any]:
+        """Return the PAYLOAD_FIELDS of an END event; see there for `reported`."""
+        told = {"reported": True} if reported else {}
+        return told | {
             "tensors": {
                 name: [tag, list(shape), rows] for name, (tag, shape, rows) in self._specs.items()
             },
@@ -135,13 +136,17 @@ class Draft:
         specs = self._specs
         found = list(_wrong_dtypes(specs))
         streams = [name for name in STREAM_NAMES if name in specs]
-        if len(streams) > 1 and "response_mask" not in specs:
+        if self._lacks_mask():
             shapes = ", ".join(f"{name} {_form(specs[name])}" for name in streams)
+            advice = "record it in the same stage: 1 = model token, 0 = anything else"
+            for name, meant in self._misspelt():
+                if meant == "response_mask":
+                    advice = f"rename {name}, which no statistic reads, in stage.record"
             found.append(
                 InvalidTensor(
                     f"response_mask is missing beside {shapes}",
                     expected=f"response_mask of the same shape as {streams[0]}",
-                    advice="record it in the same stage: 1 = model token, 0 = anything else",
+                    advice=advice,
                 )
             )
         found.extend(_wrong_shapes(specs))
@@ -149,8 +154,13 @@ class Draft:
         return found
 
     def misspelt(self) -> Iterator[tuple[str, InvalidTensor]]:
-        """Yield (name, what is wrong) of names that no statistic reads, but for their spelling."""
-        for name, meant in misspelt([*self._tensors, *self._strings]):
+        """Yield (name, what is wrong) of names that no statistic reads, but for their spelling.
+
+        One that is the reason of what `problems` says stands there.
+        """
+        for name, meant in self._misspelt():
+            if meant == "response_mask" and self._lacks_mask():
+                continue
             yield (
                 name,
                 InvalidTensor(
@@ -159,6 +169,14 @@ class Draft:
                     advice="rename it in stage.record",
                 ),
             )
+
+    def _misspelt(self) -> Iterator[tuple[str, str]]:
+        return misspelt([*self._tensors, *self._strings])
+
+    def _lacks_mask(self) -> bool:
+        """Say whether streams are to be held against each other and nothing says by which mask."""
+        streams = [name for name in STREAM_NAMES if name in self._specs]
+        return len(streams) > 1 and "response_mask" not in self._specs
 
     def _wrong_ids(self, specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
         rows = _row_count(specs)

@@ -78,7 +78,7 @@ class Probe:
         self._begin_start(options)
 
     def _begin_start(self, options: ProbeOptions) -> None:
-        """Make what belongs to one incarnation; nothing is sent yet."""
+        """Make what belongs to one incarnation."""
         self._options = options
         self.strict = options.strict
         self.device_events = options.device_events
@@ -136,12 +136,8 @@ class Probe:
     def init_again(self, options: ProbeOptions) -> None:
         """Go on where `init` was called again for this open probe.
 
-        A function that calls `init` each time goes on in the step that was reached, or a later
-        one; a cell of a notebook that is run again comes back to an earlier one. The step of the
-        next stage tells them apart: an earlier one is of a new start, with `options`.
-
-        Raises:
-            InvalidInput, InvalidPlan: only when strict; see `start`.
+        A function that calls `init` each time goes on; a cell of a notebook that is run again
+        comes back to an earlier step, and the next stage's is then of a new start, with `options`.
         """
         self._users += 1
         self._again = (options, self._local_plan(options))
@@ -207,7 +203,6 @@ class Probe:
         return probe
 
     def __enter__(self) -> Probe:
-        """Return this probe; the last block that `init` was called for closes it."""
         return self
 
     def __exit__(
@@ -387,7 +382,7 @@ class Probe:
         return self._arrived
 
     def _starts(self, courier: Courier) -> list[_Start]:
-        """Return what this probe still has to send: of its earlier starts, then of this one."""
+        """Return what still has to be sent, in order."""
         return [*self._earlier, _Start(courier, self.outbox, self._introduction)]
 
     def _is_over(self) -> bool:
@@ -491,14 +486,21 @@ class Probe:
                 raise
 
     def refuse(
-        self, what: str, error: StagescopeError, work: Work | None, *, quiet: bool = False
+        self,
+        what: str,
+        error: StagescopeError,
+        work: Work | None,
+        *,
+        quiet: bool = False,
+        is_error: bool = False,
     ) -> None:
-        """Report bad input: logged once a kind, counted, sent; raised when strict.
+        """Report bad input (`is_error`: numbers are missing for it): logged once a kind, counted,
+        sent; raised when strict.
 
         Raises:
             StagescopeError: `error`, when strict and not `quiet`.
         """
-        self._note(what, error, work)
+        self._note(what, error, work, **({"severity": "error"} if is_error else {}))
         if self.strict and not quiet:
             error._stagescope_refused = True  # type: ignore[attr-defined]
             raise error
@@ -516,7 +518,7 @@ class Probe:
                 found.append(error)
         return found
 
-    def _note(self, what: str, error: Exception, work: Work | None) -> None:
+    def _note(self, what: str, error: Exception, work: Work | None, **also: str) -> None:
         self.refused[what] += 1
         kind = (what, type(error).__name__)
         if kind not in self._said:
@@ -524,7 +526,7 @@ class Probe:
             known = isinstance(error, StagescopeError)
             _log.warning("%s: %s", what, error if known else repr(error), exc_info=not known)
         fields = {} if work is None else work.fields()
-        self.outbox.put(REFUSED, {**fields, "what": what, "message": str(error)[:2000]})
+        self.outbox.put(REFUSED, {**fields, **also, "what": what, "message": str(error)[:2000]})
 
     # --- the inside -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from stagescope.captures import orders_msprobe
-from stagescope.errors import InvalidInput, StagescopeError
+from stagescope.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.keeping import is_wanted, kept_sections
 from stagescope.schema import BEGIN, DUMP, END, LOG, Work
 from stagescope_workers.datums import datum_columns
@@ -45,6 +45,7 @@ class Stage:
         self._begun: tuple[float, float] | None = None
         self._begin_seq: int | None = None
         self._ended = False
+        self._is_wrong = False
         self._timer: DeviceTimer | None = None
         self._captures: list[ArmedCapture] = []
         self._shards: tuple[Shards, list[Mapping[str, Any]]] | None = None
@@ -105,7 +106,7 @@ class Stage:
             return
         with self._probe.guard("record", self.work):
             for error in self._draft.add({**(values or {}), **named}):
-                self._probe.refuse("record", error, self.work)
+                self._refuse("record", error)
 
     def hand_over(self, values: Mapping[str, object] | None = None, /, **named: object) -> None:
         """Hand over tensors that nobody writes from now on: as `record`, without its copy.
@@ -122,7 +123,7 @@ class Stage:
             return
         with self._probe.guard("hand_over", self.work):
             for error in self._draft.add({**(values or {}), **named}, lent=True):
-                self._probe.refuse("hand_over", error, self.work)
+                self._refuse("hand_over", error)
 
     def record_datums(self, datums: Sequence[Mapping[str, object]]) -> None:
         """Hand over what is sent to a remote trainer: a list of dicts of lists, a row each.
@@ -137,7 +138,16 @@ class Stage:
             return
         with self._probe.guard("record_datums", self.work):
             for error in self._draft.add(datum_columns(datums)):
-                self._probe.refuse("record_datums", error, self.work)
+                self._refuse("record_datums", error)
+
+    def _refuse(self, what: str, error: StagescopeError, *, quiet: bool = False) -> None:
+        """Report a tensor that is missing or does not fit the others.
+
+        The payload then says so: the service, which finds the same in it, need not report it again.
+        """
+        wrong = isinstance(error, InvalidTensor)
+        self._is_wrong = self._is_wrong or wrong
+        self._probe.refuse(what, error, self.work, quiet=quiet, is_error=wrong)
 
     def wants(self, name: str) -> bool:
         """Say, cheaply, whether a tensor of this name is kept of this stage.
@@ -174,17 +184,21 @@ class Stage:
             return
         self._ended = True
         self._probe.standing.leave(self._begin_seq)
-        problems: list[StagescopeError] = []
+        problems: list[InvalidTensor] = []
+        misspelt: list[InvalidTensor] = []
         with self._probe.guard("end", work, quiet=error is not None):
             if self._timer is not None:
                 self._timer.stop()
             self._hand_over_shards()
             problems += self._draft.problems()
-            problems += self._probe.new_misspellings(work, self._draft)
+            self._is_wrong = self._is_wrong or bool(problems)
+            misspelt += self._probe.new_misspellings(work, self._draft)
             self._send_end(work, error)
         try:
             with self._probe.guard("end", work, quiet=error is not None):
                 for problem in problems:
+                    self._refuse("record", problem, quiet=error is not None)
+                for problem in misspelt:
                     self._probe.refuse("record", problem, work, quiet=error is not None)
         finally:
             self._finish_captures(error)
@@ -202,7 +216,7 @@ class Stage:
             "error_type": None if error is None else type(error).__name__,
             "error_message": None if error is None else _message(error),
             "scalars": dict(self._scalars),
-            "payload": None if draft is None else draft.description(),
+            "payload": None if draft is None else draft.description(reported=self._is_wrong),
             "device_seconds": None,
         }
         timer = self._timer

@@ -32,6 +32,7 @@ from stagescope_service.engine.rows import (
     text,
     work_columns,
 )
+from stagescope_service.statistics import available_pairs
 
 
 def announce(
@@ -73,6 +74,7 @@ def announce(
             **work_columns(work),
             "scalars": numbers(event.fields.get("scalars")),
             "bytes": integer(announced.get("bytes")),
+            "reported": announced.get("reported") is True,
         }
         out.append(Ingest(key, process.node_id, job))
     return out
@@ -84,6 +86,9 @@ def _misspelt(
     """Say which names of a raw caller's payload no statistic reads; a probe says it itself."""
     names = announced.get("tensors")
     wrong = dict(misspelt(map(str, names))) if isinstance(names, Mapping) else {}
+    if wrong and available_pairs(names):
+        # Without its mask a pair is refused, with the name that was misspelt.
+        wrong = {name: meant for name, meant in wrong.items() if meant != "response_mask"}
     if not wrong:
         return []
     pairs = ", ".join(f"{name} (expected {meant})" for name, meant in wrong.items())

@@ -178,17 +178,20 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
     """
     what = text(event.fields.get("what"), 200) or "input"
     message = text(event.fields.get("message"), 2000) or ""
+    is_error = event.fields.get("severity") == "error"
     found = finding(
         f"refused_{what}",
         message,
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=event.wall,
+        severity="error" if is_error else "warning",
         step=work.step,
         stage=work.stage,
         role=process.role,
         rank=process.rank,
-        advice="the call in the training process had bad input; training went on",
+        advice="the call in the training process had bad input; training went on"
+        + ("; the numbers that need this tensor are missing" if is_error else ""),
     )
     return Put("findings", {**found.row, "finding_id": digest(found.row["finding_id"], message)})
 

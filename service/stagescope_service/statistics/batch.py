@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
+from stagescope.names import misspelt
 from stagescope.schema import PAIRS, STREAM_TENSORS
 
 WireTensor = tuple[str, tuple[int, ...], npt.NDArray[Any], "npt.NDArray[Any] | None"]
@@ -95,10 +96,13 @@ class TokenBatch:
         p, p_dtype, offsets = reader.tokens(p_name, FLOATS)
         q, q_dtype, _ = reader.tokens(q_name, FLOATS, like=(p_name, offsets))
         if "response_mask" not in tensors:
+            meant = [name for name, known in misspelt(tensors) if known == "response_mask"]
             raise InvalidTensor(
                 f"response_mask is missing beside {p_name} and {q_name}",
                 expected=f"response_mask of shape {tensors[p_name][1]}: 1 = model token",
-                advice="record it with the same call",
+                advice=f"rename {meant[0]}, which no statistic reads"
+                if meant
+                else "record it with the same call",
             )
         mask, mask_dtype, _ = reader.tokens(
             "response_mask", (*FLOATS, *INTEGERS), like=(p_name, offsets)

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.measure import payload
 
-from stagescope.schema import Part
+from stagescope.schema import Event, Part, Work
+from stagescope_service.engine import payloads
+from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.ingestion.intake import Intake, Outcome
 from stagescope_service.engine.ingestion.retake import Retake
 from stagescope_service.engine.instructions import PayloadKey, Put
@@ -48,6 +50,50 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     found = [put.row for put in accounts.findings(whole, place) if isinstance(put, Put)]
     assert [row["kind"] for row in found] == ["sample_ids_contradict"]
     assert "group_ids" in found[0]["advice"]
+
+
+def findings_of(tmp_path: Path, **changed: object) -> list[tuple[str, str]]:
+    """Read a payload whose tensors are `changed` (None: left out), of a probe that reported it."""
+    taken = payload()
+    taken["tensors"] = {k: v for k, v in {**taken["tensors"], **changed}.items() if v is not None}
+    intake = Intake(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    outcome = intake.take(PayloadKey("incarnation", 1), {**JOB, "reported": True}, taken)
+    assert outcome.state == "refused"
+    rows = [put.row for put in outcome.rows if put.table == "findings"]
+    return [(row["kind"], row["message"]) for row in rows]
+
+
+def test_what_its_probe_has_reported_is_not_reported_again(tmp_path: Path) -> None:
+    assert findings_of(tmp_path, response_mask=None) == []
+    narrow = np.zeros((4, 11), np.float32)
+    assert findings_of(tmp_path, rollout_log_probs=("float32", narrow.shape, narrow, None)) == []
+    # Values are not looked at in the training process.
+    mask = np.full((4, 12), 2, np.int64)
+    [(kind, message)] = findings_of(tmp_path, response_mask=("int64", mask.shape, mask, None))
+    assert kind == "payload_invalid_tensor"
+    assert "response_mask" in message
+
+
+def test_a_misspelt_mask_of_a_raw_caller_is_one_finding(tmp_path: Path) -> None:
+    taken = payload()
+    taken["tensors"]["respones_mask"] = taken["tensors"].pop("response_mask")
+    intake = Intake(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    outcome = intake.take(PayloadKey("incarnation", 1), JOB, taken)
+    [found] = [put.row for put in outcome.rows if put.table == "findings"]
+    assert "response_mask is missing" in found["message"]
+    assert "rename respones_mask" in found["message"]
+    attempt, process = Attempt(1, "r", 1, "k"), Process("raw/r", 1, "actor", 0, 0.0, raw=True)
+    for names, kinds in (
+        (taken["tensors"], []),  # it is what the payload's own finding says
+        ({"rollout_logprobs": None}, ["misspelt_tensor"]),
+    ):
+        event = Event("end", 1, 1.0, 1.0, {})
+        out = payloads.announce(
+            attempt, process, event, Work(1, None, "s"), {"tensors": names}, has_payload=False
+        )
+        told = [put.row["kind"] for put in out if isinstance(put, Put) and put.table == "findings"]
+        assert told == kinds
+        process.payloads.clear()
 
 
 @settings(max_examples=40, deadline=None)

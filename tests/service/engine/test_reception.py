@@ -147,7 +147,8 @@ def test_a_raw_call_says_what_of_it_was_not_taken(desk: Desk) -> None:
     told = desk.raw("end", "end", rank=0, status="ok", scalars=[0.5])
     assert "scalars (list)" in told["refused_in_part"]
     assert "world_size 1" in desk.raw("begin", "two", rank=2, world_size=1)["refused_in_part"]
-    for nothing in ({}, {"scalars": None}, {"scalars": [0.5]}, {"loss": 0.5}):
+    nothings: list[dict[str, Any]] = [{}, {"scalars": None}, {"scalars": [0.5]}, {"loss": 0.5}]
+    for nothing in nothings:
         with pytest.raises(InvalidEvent, match="scalars: a dict of names"):
             desk.raw("log", "nothing", rank=0, **nothing)
 

@@ -94,9 +94,10 @@ class Intake:
         except StagescopeError as error:
             return Outcome("refused", str(error), [self._refusal(job, error)], {})
         problems: list[StagescopeError] = []
+        known: list[StagescopeError] = []
         digest = None
         copies: dict[str, Skips] = {}
-        for summary, repeated in self._summaries(key, job, payload, problems):
+        for summary, repeated in self._summaries(key, job, payload, problems, known):
             rows += summary_rows(key, job, summary)
             digest = digest or summary.digest
             if repeated:
@@ -105,7 +106,7 @@ class Intake:
         rows += _stream_rows(job, payload)
         rows += sample_rows(job, payload)
         rows += _written_rows(job, payload)
-        rows += [self._refusal(job, error) for error in problems]
+        rows += [self._refusal(job, error) for error in problems if error not in known]
         columns = {"digest": digest, "bytes": payload.nbytes, "node_id": self.node_id}
         wrong = next((error for error in problems if isinstance(error, InvalidTensor)), None)
         if wrong is not None and digest is None:
@@ -118,12 +119,23 @@ class Intake:
         job: Mapping[str, Any],
         payload: Payload,
         problems: list[StagescopeError],
+        known: list[StagescopeError],
     ) -> Iterator[tuple[Summary, Skips]]:
+        """Yield what is to be read; what is wrong goes into `problems`.
+
+        What a probe has found by shapes and dtypes, and reported itself, goes into `known` as well.
+        """
         meta = _with_producers(job, payload.meta)
         for pair in available_pairs(payload.tensors):
             try:
                 settings = statistics_settings(job.get("settings"))
-                batch = TokenBatch.from_tensors(payload.tensors, payload.strings, meta, pair=pair)
+                try:
+                    batch = TokenBatch.from_tensors(
+                        payload.tensors, payload.strings, meta, pair=pair
+                    )
+                except InvalidTensor as error:
+                    known += [error] if job.get("reported") else []
+                    raise
                 yield summarise_once(batch, settings, key)
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
