@@ -144,8 +144,9 @@ def test_starts_that_nobody_hears_of_are_bounded_and_all_arrive(
 ) -> None:
     service.coordinator = None
     before = threading.active_count()
+    probe = init()
     for _ in range(20):
-        probe = train(init, range(1, 3))
+        train(init, range(1, 3))
     assert threading.active_count() - before <= 5
     assert probe.status()["waiting_events"] == 20 * 8 + 5 + 4
     service.coordinator = coordinator
@@ -171,6 +172,18 @@ def test_closing_waits_for_the_payloads_of_earlier_starts(
         coordinator.settle({seq: "ingested"})
     assert probe.close(20.0 if settled else 0.2) is settled
     assert init() is not probe
+
+
+def test_a_start_that_waits_for_an_earlier_one_is_connected_as_that_one_is(
+    init: Init, coordinator: FakeCoordinator
+) -> None:
+    probe = train(init, range(2, 3))
+    all_sent(probe)
+    coordinator.mode = "hang"
+    train(init, range(1, 2))
+    # At the exit of the process there is somebody to wait for.
+    assert probe.status()["connected"]
+    assert probe.status()["waiting_events"] == 1 + 1 + 4
 
 
 def test_rollouts_of_several_steps_are_one_start(init: Init, coordinator: FakeCoordinator) -> None:

@@ -421,7 +421,9 @@ class Probe:
         courier = self._courier
         outboxes = [*(each.outbox for each in self._earlier), self.outbox]
         return {
-            "connected": courier is not None and courier.is_connected,
+            # What is new waits for what an earlier start has still to send.
+            "connected": courier is not None
+            and any(each.courier.is_connected for each in self._starts(courier)),
             "coordinator": None if courier is None else courier.coordinator,
             "attempt_key": self._introduction.attempt_key,
             "plan_revision": self.plan.revision,

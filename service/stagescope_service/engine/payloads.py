@@ -86,7 +86,7 @@ def _misspelt(
     """Say which names of a raw caller's payload no statistic reads; a probe says it itself."""
     names = announced.get("tensors")
     wrong = dict(misspelt(map(str, names))) if isinstance(names, Mapping) else {}
-    if wrong and available_pairs(names):
+    if isinstance(names, Mapping) and available_pairs(names):
         # Without its mask a pair is refused, with the name that was misspelt.
         wrong = {name: meant for name, meant in wrong.items() if meant != "response_mask"}
     if not wrong:

@@ -155,10 +155,8 @@ def test_a_raw_call_says_what_of_it_was_not_taken(desk: Desk) -> None:
 
 def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(desk: Desk) -> None:
     sender = Sender("i", "r", "a", "actor", 0).wire()
-    events = [
-        (1, "log", seq, 1.0, 1.0, {"step": 1, **fields})
-        for seq, fields in enumerate([{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}])
-    ]
+    said: list[dict[str, Any]] = [{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}]
+    events = [(1, "log", seq, 1.0, 1.0, {"step": 1, **fields}) for seq, fields in enumerate(said)]
     answer = desk.run(desk.reception.record(sender, events))
     assert (answer["received"], [*answer["refused"]]) == (2, [2])
     assert [*answer["refused_in_part"]] == [0]
