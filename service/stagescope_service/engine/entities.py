@@ -137,6 +137,8 @@ class Process:
     max_step: int | None = None
     #: Highest revision of its spans.
     newest_revision: int = 0
+    #: It began a step again after others: so it may do with steps up to the one it had reached.
+    went_back: bool = False
     finished: bool = False
     lapsed: bool = False
     left_wall: float | None = None

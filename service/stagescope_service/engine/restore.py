@@ -237,8 +237,22 @@ def _settle(attempt: Attempt) -> None:
             is_newest = newest.get((process.role, process.rank)) is process
             process.replaced = not process.raw and (stayed or not is_newest)
             steps.rejoin(attempt, process)
+    _note_who_went_back(attempt)
     closed = sorted(number for number in attempt.steps if number not in attempt.open)
     if len(closed) >= RECENT_STEPS:
         attempt.forgotten_through = closed[0] - 1
     for number in closed:
         steps.judge_in_memory(attempt, attempt.steps[number])
+
+
+def _note_who_went_back(attempt: Attempt) -> None:
+    reached: dict[str, int] = {}
+    for number in sorted(attempt.steps, reverse=True):
+        spans = [span for known in attempt.steps[number].spans.values() for span in known]
+        for span in spans:
+            process = attempt.processes.get(span.incarnation)
+            if process is not None and span.revision > reached.get(span.incarnation, math.inf):
+                process.went_back = True
+        for span in spans:
+            first = min(span.revision, reached.get(span.incarnation, span.revision))
+            reached[span.incarnation] = first

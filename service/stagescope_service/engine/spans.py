@@ -115,39 +115,46 @@ def end(
 def begun_again(
     attempt: Attempt, step: Step, process: Process, span: Span, wall: float
 ) -> list[Instruction]:
-    """Say that a process began a stage of a step again after it had gone on to a later step.
+    """Say that a process began a stage of a step again after it had gone back to earlier steps.
 
     A further pass of a step (resampling) comes before the next step. This is training that went
     back to a checkpoint inside its process: what it had done of the step counts beside what it
     does now. Rollouts may be of several steps at a time. `span` is new; it may show that of its
-    own step, and, where it arrives late, of those before.
+    own step, and, where it arrives late, of others.
     """
     stage, number, newest = span.work.stage, step.step, process.newest_revision
     process.newest_revision = max(newest, span.revision)
     ahead = process.max_step is not None and process.max_step > number
-    if stage in (None, "rollout_generate") or not (ahead or span.revision < newest):
+    if stage in (None, "rollout_generate"):
+        return []
+    if not (ahead or span.revision < newest or process.went_back):
         return []
     own: dict[int, list[int]] = {}
     for other in [*attempt.steps.values(), *([step] if step.ghost else [])]:
         ranks = other.ranks.get((span.role, stage or ""), {})
-        own[other.step] = [
+        revisions = [
             each.revision
             for each in ranks.get(span.rank, ())
             if each.incarnation == span.incarnation
         ]
+        if revisions:
+            # Of a step that left memory it is taken that the process had worked on it.
+            own[other.step] = [-1, *revisions] if other.ghost else revisions
     out: list[Instruction] = []
     for again, revisions in own.items():
-        if again > number or not revisions:
-            continue
-        # Of a step that left memory it is taken that the process had worked on it.
-        first = -1 if step.ghost and again == number else min(revisions)
-        between = [
-            later
-            for later, those in own.items()
-            if later > again and any(first < each < max(revisions) for each in those)
+        first, last = min(revisions), max(revisions)
+        if again != number and span.revision > last:
+            continue  # it says nothing new of that step
+        after = [
+            other
+            for other, those in own.items()
+            if any(first < each < last for each in those)
+            # A later step; or an earlier one to which it had gone back meanwhile.
+            if other > again or (other < again and min(those) < first)
         ]
-        if between:
-            out.append(_begun_again(attempt, span, again, max(between), wall))
+        if after:
+            process.went_back = True
+            out.append(_begun_again(attempt, span, again, max(after), wall))
     return out
 
 

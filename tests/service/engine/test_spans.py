@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.service.engine.test_any_order import crash
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope_service.engine.spans import RAW_SEQ
@@ -139,6 +140,17 @@ def test_training_that_goes_back_is_said_in_any_order(bench: Bench, order: tuple
     bench.give(rank.log(None), *(said[place] for place in order))
     found = bench.rows.one("findings")
     assert (found["kind"], found["evidence"]) == ("step_begun_again", {"after_step": 8})
+
+
+def test_every_step_that_is_done_again_is_said(bench: Bench) -> None:
+    rank = Rank()
+    for step, occurrence in ((1, 0), (2, 0), (3, 0), (4, 0), (2, 1)):
+        bench.give(*rank.work(step, occurrence=occurrence))
+    bench = crash(bench, bench.rows)
+    for step, occurrence in ((3, 1), (4, 1), (5, 0), (6, 0)):
+        bench.give(*rank.work(step, occurrence=occurrence))
+    found = {row["step"]: row["evidence"]["after_step"] for row in bench.rows.of("findings")}
+    assert found == {2: 4, 3: 4, 4: 3}
 
 
 def test_training_that_goes_back_to_a_step_that_left_memory_is_said(bench: Bench) -> None:
