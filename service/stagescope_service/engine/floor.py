@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
@@ -268,11 +269,13 @@ class RayFloor:
         attempt = self.reception.state.attempt(order.attempt_id)
         closed = None if attempt is None else attempt.last_closed_step
         if closed is not None and order.step <= closed - self._keep_steps:
-            return  # its parts are gone: what was formed of them stays
+            oldest = await self._oldest_but(order.attempt_id, closed)
+            if oldest is not None and order.step <= oldest:
+                return  # its parts are gone: what was formed of them stays
         forgotten = attempt is None or order.step not in attempt.steps
         await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
         said = {"finding_id": self._not_aggregated(order).row["finding_id"]}
-        await self.reception.write([*self._retired(order), Delete("findings", said)])
+        await self.reception.write([*await self._retired(order), Delete("findings", said)])
 
     def _owed(self, order: Assemble) -> list[int]:
         """Return the other steps of the attempt that are still to be formed.
@@ -285,13 +288,23 @@ class RayFloor:
         forming = {*self._forming, *self.reception.executor.due} - {order}
         return closed + [each.step for each in forming if each.attempt_id == order.attempt_id]
 
-    def _retired(self, order: Assemble) -> list[Delete]:
-        """Let the summaries of the step that is now too old go; its whole stays.
+    async def _retired(self, order: Assemble) -> list[Delete]:
+        """Let the summaries of steps that are now too old go; their wholes stay.
 
-        So do its records of weights; what they were found to be stays.
+        So do their records of weights; what they were found to be stays.
         """
-        old = {"attempt_id": order.attempt_id, "step": order.step - self._keep_steps}
-        return [Delete("summaries", old), Delete("weights", old)]
+        oldest = await self._oldest_but(order.attempt_id, order.step)
+        if oldest is None:
+            return []
+        summarised = functools.partial(self._catalogue.summarised_steps, through=oldest)
+        steps = {oldest, *await asyncio.to_thread(summarised, order.attempt_id)}
+        old = [{"attempt_id": order.attempt_id, "step": step} for step in sorted(steps)]
+        return [Delete(table, each) for each in old for table in ("summaries", "weights")]
+
+    async def _oldest_but(self, attempt_id: int, step: int) -> int | None:
+        """Return the newest step whose parts are too old to be kept where `step` is the newest."""
+        below = self._catalogue.oldest_but
+        return await asyncio.to_thread(below, attempt_id, step, self._keep_steps)
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
         """Pin the payloads of a step on every node that has some (`Hands` of triggers).

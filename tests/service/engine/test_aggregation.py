@@ -142,3 +142,23 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
     assert broken.tried == 4
     assert broken.catalogue.steps(1)[0]["has_whole"]
     assert (broken.gap(), broken.said()) == ("", [])
+
+
+def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broken) -> None:
+    apart = broken.floor._keep_steps + 2
+    broken.floor._keep_steps = 3
+
+    async def work() -> None:
+        await broken.prepare()
+        for step in (apart, 2 * apart):
+            await broken.bench.step(step)
+        await broken.form()
+        assert broken.gap() == ""
+        await broken.bench.step(3 * apart)
+        broken.floor.assemble(Assemble(1, 3 * apart))
+        await broken.form()
+        assert not broken.catalogue.summaries(1, 1)
+        assert all(broken.catalogue.summaries(1, n * apart) for n in (1, 2, 3))
+        assert broken.catalogue.steps(1, before=2)[0]["has_whole"]
+
+    run(work)

@@ -56,6 +56,24 @@ class MeasuredReads(Reader):
         query = sa.select(table.c.name).where(table.c.attempt_id == attempt_id).distinct()
         return [row["name"] for row in self._rows(query.order_by(table.c.name))]
 
+    def oldest_but(self, attempt_id: int, step: int, keep: int) -> int | None:
+        """Return the step that lies `keep` steps of the attempt below `step`; None: there is none.
+
+        Numbers of steps may have gaps.
+        """
+        table = TABLES["steps"]
+        lower = [table.c.attempt_id == attempt_id, table.c.step < step]
+        query = sa.select(table.c.step).where(*lower).order_by(table.c.step.desc())
+        found = self._rows(query.limit(1).offset(keep - 1))
+        return int(found[0]["step"]) if found else None
+
+    def summarised_steps(self, attempt_id: int, *, through: int) -> list[int]:
+        """Return the steps up to `through` of which summaries of parts are kept, the first ones."""
+        table = TABLES["summaries"]
+        where = [table.c.attempt_id == attempt_id, table.c.step <= through]
+        query = sa.select(table.c.step).where(*where).distinct().order_by(table.c.step)
+        return [int(row["step"]) for row in self._rows(query.limit(LIMIT))]
+
     def step_metrics(
         self,
         attempts: Sequence[int],
