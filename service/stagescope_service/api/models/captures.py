@@ -95,6 +95,8 @@ class Estimate(Model):
     """On the rank's disk."""
     reserve_bytes: int | None = ABSENT
     """Kept free on it."""
+    collective_timeout: float | None = ABSENT
+    """Seconds after which the ranks that wait give up; null: not known."""
 
 
 class Agreement(Model):
