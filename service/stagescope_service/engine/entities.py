@@ -37,6 +37,9 @@ ANNOUNCED, INGESTED, LOST, DROPPED, REFUSED = (
 )
 
 
+Place = tuple[str, int, tuple[float, str]]
+"""(role, rank, age) of a process."""
+
 Participants = dict[tuple[str, str], set[int]]
 """(role, stage) -> ranks."""
 
@@ -101,6 +104,19 @@ class Drops:
         return True
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a process said of its whole start in its HELLO; its attempt has it from there."""
+
+    wall: float
+    fingerprint: Mapping[str, Any] | None = None
+    #: All of them; None where it said none.
+    settings: Mapping[str, Any] | None = None
+    resumed_from_step: int | None = None
+    #: As it was said, be it taken or refused.
+    world_size: int | None = None
+
+
 @dataclasses.dataclass(slots=True)
 class Process:
     """One incarnation of a rank (or of a raw caller)."""
@@ -124,6 +140,8 @@ class Process:
     watchdog: str | None = None
     #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: What it said of its start; goes with it to another attempt.
+    introduction: Introduction | None = None
     lease_until: float = 0.0
     last_wall: float = 0.0
     #: When it sent or asked anything last, by the service's clock.
@@ -234,14 +252,18 @@ class Attempt:
     resumed_from_step: int | None = None
     #: A process said `resumed_from_step`; else it is derived from the first step.
     resumed_told: bool = False
+    #: What was stored of it, told, before the service was started again.
+    resumed_restored: int | None = None
     last_closed_step: int | None = None
-    #: (role, rank) whose fingerprint it has: the first of all, whoever speaks first, so that those
-    #: of two attempts are of processes that do the same.
-    fingerprint_of: tuple[str, int] | None = None
+    #: When one of its steps closed first.
+    first_closed_wall: float | None = None
+    #: (role, rank, age) of the process whose fingerprint it has: the first of all, whoever speaks
+    #: first, so that those of two attempts are of processes that do the same.
+    fingerprint_of: Place | None = None
     fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: The fullest configuration that any of its processes said, and whose it is.
     config: Any = None
-    config_of: tuple[int, tuple[str, int]] | None = None
+    config_of: tuple[int, Place] | None = None
     #: How many values the settings have that the run is shown with.
     settings_size: int = 0
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
@@ -284,9 +306,12 @@ class Attempt:
         """Let a process go that has not worked here."""
         del self.processes[process.incarnation]
         self.by_rank[(process.role, process.rank)].remove(process)
-        if self.sizes.pop(process.role, None) is not None:
-            for other in self.processes.values():
-                self.believe(other)
+        self.expected_roles, self.heard_roles = set(), set()
+        self.sizes.pop(process.role, None)
+        for other in self.processes.values():
+            self.expected_roles |= other.expected_roles
+            self.heard_roles.add(other.role)
+            self.believe(other)
 
     def believe(self, process: Process) -> bool:
         """Take in a process's word on its role's size; return whether that changed."""
@@ -297,6 +322,11 @@ class Attempt:
             return False
         self.sizes[process.role] = (process.age, process.world_size)
         return known is None or known[1] != process.world_size
+
+    def note_closed(self, wall: float) -> None:
+        """Note when a step closed."""
+        first = self.first_closed_wall
+        self.first_closed_wall = wall if first is None else min(first, wall)
 
     def world_size(self, role: str) -> int | None:
         """Return how many ranks a role has, by its newest process that said it."""

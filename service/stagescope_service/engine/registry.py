@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.schema import LAYOUT_COLUMNS, Event, Sender
-from stagescope_service.engine.entities import Attempt, Process, leaves
+from stagescope_service.engine.entities import Attempt, Introduction, Place, Process, leaves
 from stagescope_service.engine.instructions import Instruction, Put
 from stagescope_service.engine.rows import (
     attempt_row,
@@ -34,7 +34,7 @@ MAX_WORLD_SIZE: Final = 1 << 18
 
 MAX_ROLES: Final = 100
 
-RESTORED: Final = ("", -1)
+RESTORED: Final[Place] = ("", -1, (0.0, ""))
 """Stands for who an attempt's fingerprint is of where that was not stored: it stays."""
 
 GONE_REMEMBERED: Final = 100_000
@@ -56,6 +56,12 @@ def role_names(said: object) -> frozenset[str]:
     names = said if isinstance(said, list | tuple) else ()
     return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
 
+
+SAID_REMEMBERED: Final = 1000
+"""Parts of what processes said of their starts, of which equal ones are kept once."""
+
+_APART: Final = ("layout", "settings", "fingerprint")
+"""Fields of a HELLO that are stored elsewhere than with its others."""
 
 _READ: Final = frozenset({"keep", "producers"})
 """The settings that are mappings, and that who reads a payload needs."""
@@ -79,6 +85,7 @@ class Registry:
         self._by_key: dict[tuple[str, str], int] = {}
         self._newest: dict[str, int] = {}
         self._gone: dict[str, int] = {}
+        self._said: dict[str, Any] = {}
         self._next_id = 1
 
     # --- looking up ---------------------------------------------------------------------
@@ -206,9 +213,11 @@ class Registry:
         return process, [*out, process_row(process, **columns)]
 
     def introduce(
-        self, process: Process, fields: Mapping[str, Any]
+        self, process: Process, fields: Mapping[str, Any], wall: float
     ) -> tuple[bool, list[Instruction]]:
         """Take in what a process says of itself (the fields of a HELLO).
+
+        What it says of its start is its attempt's once that is known to be its own.
 
         Returns whether that changed how many ranks its role is known to have, and what to write.
         """
@@ -221,43 +230,98 @@ class Registry:
         layout = fields.get("layout")
         if isinstance(layout, Mapping):
             process.layout.update({str(name): plain(value) for name, value in layout.items()})
-        settings = fields.get("settings")
+        settings, fingerprint = fields.get("settings"), fields.get("fingerprint")
         settings = plain(settings) if isinstance(settings, Mapping) else None
         process.settings = reading_settings(settings) or process.settings
         process.captures = fields.get("captures") is not False
         process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
         process.expected_roles |= role_names(fields.get("expects"))
         attempt.expected_roles |= process.expected_roles
-        apart = ("layout", "settings", "fingerprint")
-        hello = {name: plain(value) for name, value in fields.items() if name not in apart}
+        process.introduction = Introduction(
+            wall,
+            fingerprint=self._shared(fingerprint) if isinstance(fingerprint, Mapping) else None,
+            settings=None if settings is None else self._shared(settings),
+            resumed_from_step=integer(fields.get("resumed_from_step")),
+            world_size=size,
+        )
+        hello = {name: plain(value) for name, value in fields.items() if name not in _APART}
         hello["layout"] = {
             name: value for name, value in process.layout.items() if name not in LAYOUT_COLUMNS
         }
+        if self.may_leave(process):
+            hello |= self._to_carry(attempt, process)
         columns = {"pid": integer(fields.get("pid")), "settings": settings, "hello": hello}
         out: list[Instruction] = [
             process_row(process, **layout_columns(process.layout), **columns),
-            *self._introduce_attempt(attempt, process, fields),
+            *self._learn(attempt, process),
         ]
-        # Ranks are told less than a driver knows: what says most stays.
-        if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
-            out.append(Put("runs", {"run": attempt.run, "settings": settings}))
         return attempt.believe(process), out
 
-    def _introduce_attempt(
-        self, attempt: Attempt, process: Process, fields: Mapping[str, Any]
-    ) -> list[Instruction]:
+    def may_leave(self, process: Process) -> bool:
+        """Say whether a process may turn out to be of a later start than its attempt.
+
+        Then what it says of its start is not the attempt's until it begins a step.
+        """
+        if process.bound or process.raw:
+            return False
+        attempt = self.attempt_of(process)
+        first = attempt.first_closed_wall
+        came_later = first is not None and process.started > first
+        return came_later or self._older(attempt, process) is not None
+
+    def _shared(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a process said, as JSON has it; equal parts of several are kept once."""
+        kept: dict[str, Any] = {}
+        for name, value in said.items():
+            value = plain(value)
+            kept[str(name)] = self._said.setdefault(f"{type(value).__name__} {value!r}", value)
+            if len(self._said) > SAID_REMEMBERED:
+                del self._said[next(iter(self._said))]
+        return kept
+
+    @staticmethod
+    def _to_carry(attempt: Attempt, process: Process) -> dict[str, Any]:
+        """Return what else is stored of a process whose attempt is open, for a restart of ours.
+
+        The lowest rank of a role says it for all: an attempt has the fingerprint of its first.
+        """
+        said = process.introduction
+        lower = (attempt.by_rank.get((process.role, rank)) for rank in range(process.rank))
+        if said is None or said.fingerprint is None or any(lower):
+            return {}
+        return {"fingerprint": said.fingerprint, "said_wall": said.wall}
+
+    def _learn(self, attempt: Attempt, process: Process) -> list[Put]:
+        """Take what a process said of its start for its attempt's, where it is of that start."""
+        if process.introduction is None or self.may_leave(process):
+            return []
+        told = _take_resumed(attempt, process)
         columns: dict[str, Any] = {}
-        resumed = integer(fields.get("resumed_from_step"))
-        if resumed is not None:
-            told = attempt.resumed_from_step if attempt.resumed_told else None
-            attempt.resumed_told = True
-            attempt.resumed_from_step = resumed if told is None else min(told, resumed)
-            columns["resumed_from_step"] = attempt.resumed_from_step
-        fingerprint = fields.get("fingerprint")
-        if isinstance(fingerprint, Mapping) and _take_fingerprint(attempt, process, fingerprint):
-            config = {} if attempt.config_of is None else {"config": attempt.config}
-            columns["fingerprint"] = {**attempt.fingerprint, **config}
-        return [attempt_row(attempt, **columns)] if columns else []
+        if _take_fingerprint(attempt, process):
+            columns["fingerprint"] = _fingerprint(attempt)
+        out = [attempt_row(attempt, **columns)] if told or columns else []
+        # Ranks are told less than a driver knows: what says most stays.
+        settings = process.introduction.settings
+        if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
+            out.append(Put("runs", {"run": attempt.run, "settings": settings}))
+        return out
+
+    def _learn_again(self, attempt: Attempt) -> list[Put]:
+        """Derive what an attempt knows of its start from the processes that it has now."""
+        attempt.resumed_from_step = attempt.resumed_restored
+        attempt.resumed_told = attempt.resumed_restored is not None
+        if not attempt.resumed_told and attempt.number > 1 and attempt.first_step is not None:
+            attempt.resumed_from_step = attempt.first_step - 1
+        if attempt.fingerprint_of != RESTORED:
+            attempt.fingerprint_of, attempt.fingerprint = None, {}
+            attempt.config_of, attempt.config = None, None
+        out: list[Put] = []
+        for process in [*attempt.processes.values()]:
+            out += [row for row in self._learn(attempt, process) if row.table == "runs"]
+        columns: dict[str, Any] = {}
+        if attempt.fingerprint_of != RESTORED:
+            columns["fingerprint"] = _fingerprint(attempt)
+        return [*out, attempt_row(attempt, **columns)]
 
     def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
         """Settle a process's attempt at the first step that it begins.
@@ -266,17 +330,12 @@ class Registry:
         attempt that it left is returned, too. One that was there when the step closed only comes
         late to it: the others of its start went on in that attempt.
         """
-        process.bound = True
         attempt = self.attempt_of(process)
-        closed = attempt.last_closed_step
-        if process.raw or process.role == "rollout" or closed is None or step > closed:
-            return None, []
-        known = attempt.steps.get(step)
-        if known is not None and process.started < (known.closed_wall or process.started):
-            return None, []
-        older = self._older(attempt, process)
+        was_open = self.may_leave(process)
+        process.bound = True
+        older = self._restarted(attempt, process, step)
         if older is None:
-            return None, []
+            return None, [*(self._learn(attempt, process) if was_open else ())]
         opened, out = self.open_restart(attempt, process.started)
         # Those of the same start that spoke before anyone of it began a step come along.
         for other in [*attempt.processes.values()]:
@@ -286,7 +345,17 @@ class Registry:
                 opened.add(other)
                 opened.opened_wall = min(opened.opened_wall, other.started)
                 out.append(process_row(other))
-        return attempt, [*out, attempt_row(opened)]
+        return attempt, [*out, *self._learn_again(attempt), *self._learn_again(opened)]
+
+    def _restarted(self, attempt: Attempt, process: Process, step: int) -> Process | None:
+        """Return whom a process follows that begins `step` as one of a new start, else None."""
+        closed = attempt.last_closed_step
+        if process.raw or process.role == "rollout" or closed is None or step > closed:
+            return None
+        known = attempt.steps.get(step)
+        if known is not None and process.started < (known.closed_wall or process.started):
+            return None
+        return self._older(attempt, process)
 
     def open_restart(self, attempt: Attempt, wall: float) -> tuple[Attempt, list[Instruction]]:
         """Open the attempt of those who start again under the key of `attempt`."""
@@ -329,24 +398,43 @@ class Registry:
         attempt.loose.ranks.clear()
 
 
-def _take_fingerprint(attempt: Attempt, process: Process, fingerprint: Mapping[str, Any]) -> bool:
+def _take_resumed(attempt: Attempt, process: Process) -> bool:
+    """Take in from which step a process says that it resumed; return whether it said so."""
+    said = process.introduction
+    if said is None or said.resumed_from_step is None:
+        return False
+    told = attempt.resumed_from_step if attempt.resumed_told else None
+    attempt.resumed_told = True
+    resumed = said.resumed_from_step
+    attempt.resumed_from_step = resumed if told is None else min(told, resumed)
+    return True
+
+
+def _take_fingerprint(attempt: Attempt, process: Process) -> bool:
     """Take in a process's fingerprint; return whether that changed the attempt's.
 
-    It is that of the first (role, rank), but for the configuration: a driver knows all of it, and
-    its ranks what they were told.
+    It is that of the first (role, rank), of its incarnations the first, but for the
+    configuration: a driver knows all of it, and its ranks what they were told.
     """
-    place, known = (process.role, process.rank), attempt.fingerprint_of
+    fingerprint = None if process.introduction is None else process.introduction.fingerprint
+    if fingerprint is None:
+        return False
+    place, known = (process.role, process.rank, process.age), attempt.fingerprint_of
     changed = known is None or place < known
     if changed:
-        attempt.fingerprint_of = place
-        attempt.fingerprint = {str(name): plain(value) for name, value in fingerprint.items()}
+        attempt.fingerprint_of, attempt.fingerprint = place, dict(fingerprint)
     config = fingerprint.get("config")
     if known != RESTORED and isinstance(config, Mapping):
         size = (-leaves(config), place)
         if attempt.config_of is None or size < attempt.config_of:
-            attempt.config_of, attempt.config = size, plain(config)
+            attempt.config_of, attempt.config = size, config
             changed = True
     return changed
+
+
+def _fingerprint(attempt: Attempt) -> dict[str, Any] | None:
+    config = {} if attempt.config_of is None else {"config": attempt.config}
+    return {**attempt.fingerprint, **config} or None
 
 
 def _heard(process: Process) -> dict[str, Any]:

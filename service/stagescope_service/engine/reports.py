@@ -130,13 +130,19 @@ def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     return out
 
 
-def versions(attempt: Attempt, process: Process, event: Event) -> list[Instruction]:
-    """Say which packages of a process stagescope does not support (the fields of a HELLO)."""
-    said: Any = event.fields.get("fingerprint")
+def introduced(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Say what is wrong with what a process said of itself."""
+    return [*_versions(attempt, process), *_world_size(attempt, process)]
+
+
+def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Say which packages of a process stagescope does not support."""
+    introduction = process.introduction
+    said: Any = None if introduction is None else introduction.fingerprint
     for name in ("versions", "unsupported"):
         said = said.get(name) if isinstance(said, Mapping) else None
     lines = [text(line, 500) or "" for line in said] if isinstance(said, list | tuple) else []
-    if not lines:
+    if introduction is None or not lines:
         return []
     return [
         finding(
@@ -144,17 +150,18 @@ def versions(attempt: Attempt, process: Process, event: Event) -> list[Instructi
             "; ".join(lines[:20]),
             run=attempt.run,
             attempt_id=attempt.attempt_id,
-            wall=event.wall,
+            wall=introduction.wall,
             role=process.role,
             advice="what it reports may be wrong or missing; training itself is not touched",
         )
     ]
 
 
-def world_size(attempt: Attempt, process: Process, event: Event) -> list[Instruction]:
-    """Say that a process has a rank that its own world_size does not know (a HELLO's fields)."""
-    size = integer(event.fields.get("world_size"))
-    if size is None or process.rank < size:
+def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Say that a process has a rank that its own world_size does not know."""
+    introduction = process.introduction
+    size = None if introduction is None else introduction.world_size
+    if introduction is None or size is None or process.rank < size:
         return []
     return [
         finding(
@@ -162,7 +169,7 @@ def world_size(attempt: Attempt, process: Process, event: Event) -> list[Instruc
             f"{process.role} rank {process.rank} says world_size {size}, which is not taken",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
-            wall=event.wall,
+            wall=introduction.wall,
             severity="error",
             role=process.role,
             rank=process.rank,

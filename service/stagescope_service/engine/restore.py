@@ -20,6 +20,7 @@ from stagescope_service.engine.entities import (
     UNFINISHED,
     Attempt,
     Drops,
+    Introduction,
     Participants,
     Payload,
     Process,
@@ -28,6 +29,7 @@ from stagescope_service.engine.entities import (
 )
 from stagescope_service.engine.instructions import PayloadKey
 from stagescope_service.engine.registry import RESTORED, reading_settings, role_names
+from stagescope_service.engine.rows import integer
 from stagescope_service.engine.state import State
 from stagescope_service.store.base import Snapshot
 
@@ -62,6 +64,9 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
 
 def _attempt(row: Row) -> Attempt:
     first, resumed = row["first_step"], row["resumed_from_step"]
+    # That of a later attempt may have been derived from its first step.
+    derived = row["number"] > 1 and first is not None and resumed == first - 1
+    told = resumed is not None and not derived
     return Attempt(
         attempt_id=row["attempt_id"],
         run=row["run"],
@@ -73,7 +78,8 @@ def _attempt(row: Row) -> Attempt:
         end_reason=row["end_reason"],
         first_step=first,
         resumed_from_step=resumed,
-        resumed_told=resumed is not None and (first is None or resumed != first - 1),
+        resumed_told=told,
+        resumed_restored=resumed if told else None,
         last_closed_step=row["last_closed_step"],
         # Whose it is was not stored: it stays.
         fingerprint_of=None if row.get("fingerprint") is None else RESTORED,
@@ -96,6 +102,7 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         captures=(row["hello"] or {}).get("captures") is not False,
         watchdog=(row["hello"] or {}).get("watchdog"),
         expected_roles=role_names((row["hello"] or {}).get("expects")),
+        introduction=_introduction(row),
         node_id=row["node_id"],
         settings=reading_settings(row.get("settings")),
         layout={
@@ -123,11 +130,28 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
     attempt.add(process)
 
 
+def _introduction(row: Row) -> Introduction | None:
+    """Return what a process said of its start, where its attempt does not have that yet."""
+    hello = row["hello"] or {}
+    wall = hello.get("said_wall")
+    if row["max_step"] is not None or not hello:
+        return None
+    return Introduction(
+        (row["first_wall"] or 0.0) if wall is None else wall,
+        fingerprint=hello.get("fingerprint"),
+        settings=row.get("settings"),
+        resumed_from_step=integer(hello.get("resumed_from_step")),
+        world_size=integer(hello.get("world_size")),
+    )
+
+
 def _take_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
     """Take in a step; `kept` says that its stages were read, too, where its attempt is over."""
     number = row["step"]
     top, through = attempt.top_step, attempt.forgotten_through
     attempt.top_step = number if top is None else max(top, number)
+    if row["closed_wall"] is not None:
+        attempt.note_closed(row["closed_wall"])
     if row["close_reason"] == steps.SAID:
         said = attempt.ended_through
         attempt.ended_through = number if said is None else max(said, number)

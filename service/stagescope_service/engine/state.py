@@ -112,10 +112,10 @@ class State:
             out += steps.heard_at_last(attempt, event.wall)
         match event.kind:
             case "hello":
-                resized, rows = self.registry.introduce(process, event.fields)
+                resized, rows = self.registry.introduce(process, event.fields, event.wall)
                 out += rows
-                out += reports.versions(attempt, process, event)
-                out += reports.world_size(attempt, process, event)
+                if not self.registry.may_leave(process):
+                    out += reports.introduced(attempt, process)
                 out += steps.rejudge_all(attempt) if resized else []
             case "begin":
                 out += self._begin(process, sender, event, work, at, arrived)
@@ -197,10 +197,18 @@ class State:
     def _bind(self, process: Process, step: int | None, wall: float) -> list[Instruction]:
         if process.bound or step is None:
             return []
+        may_leave = self.registry.may_leave(process)
         left, out = self.registry.bind(process, step)
+        attempt = self.registry.attempt_of(process)
         if left is not None:
+            for each in attempt.processes.values():
+                out += reports.introduced(attempt, each)
+            # How many ranks it has may have been the word of who left it.
+            out += steps.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
+        elif may_leave:
+            out += reports.introduced(attempt, process)
         return out
 
     def _begin(

@@ -157,6 +157,7 @@ def end_step(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
 def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instruction]:
     step.closed_wall, step.close_reason = wall, reason
     attempt.open.discard(step.step)
+    attempt.note_closed(wall)
     out = _judged(attempt, step, closed_wall=wall, close_reason=reason)
     out += _rejudge_next(attempt, step)
     if attempt.last_closed_step is None or step.step > attempt.last_closed_step:

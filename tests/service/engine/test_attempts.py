@@ -238,6 +238,98 @@ def test_an_attempt_has_the_fingerprint_of_its_first_rank_whoever_speaks_first(
     assert bench.attempt()["fingerprint"] == {"git": "a"}
 
 
+def introduced(rank: Rank, start: int) -> Delivery:
+    """Say of a start what is of it alone: its command, its settings, whence it resumed."""
+    versions = {"unsupported": [f"torch {start} is not supported"]}
+    config = {f"of start {start}": start}
+    return rank.hello(
+        fingerprint={"argv": [f"start{start}.py"], "versions": versions, "config": config},
+        settings=config,
+        resumed_from_step=start - 1,
+        world_size=start,
+        expects=[f"role{start}"],
+    )
+
+
+def known_of(bench: Bench, number: int) -> tuple[object, ...]:
+    """Return what is known of an attempt, which `introduced` says of its start."""
+    row = bench.attempt(number)
+    said = row["fingerprint"] or {}
+    where = {"attempt_id": row["attempt_id"], "kind": "unsupported_version"}
+    wrong = [each["message"] for each in bench.rows.of("findings", **where)]
+    return (said.get("argv"), said.get("config"), row["resumed_from_step"], wrong)
+
+
+def expected_of(start: int) -> tuple[object, ...]:
+    wrong = [f"torch {start} is not supported"]
+    return ([f"start{start}.py"], {f"of start {start}": start}, start - 1, wrong)
+
+
+@pytest.mark.parametrize("key", [None, "job-1"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_each_start_has_what_its_own_processes_said(
+    bench: Bench, key: str | None, restarted: bool
+) -> None:
+    for start in (1, 2, 3):
+        rank = Rank(key=key, started=1000.0 * start)
+        bench.give(introduced(rank, start))
+        if restarted:
+            bench.restart()
+        for step in (1, 2):
+            bench.give(*rank.work(step))
+        bench.give(rank.finish())
+        # The starts before keep theirs, whoever came after them.
+        for number in range(1, start + 1):
+            assert known_of(bench, number) == expected_of(number)
+        assert bench.rows.one("runs")["settings"] == {f"of start {start}": start}
+    assert [row["fingerprint"]["argv"][0] for row in bench.rows.of("attempts")] == [
+        "start1.py", "start2.py", "start3.py",
+    ]  # fmt: skip
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_a_new_start_takes_along_what_it_said_in_any_order(
+    bench: Bench, order: tuple[int, ...]
+) -> None:
+    old = [Rank(rank) for rank in range(2)]
+    for rank in old:
+        bench.give(rank.hello(fingerprint={"argv": ["old"]}, world_size=2))
+    for step in (1, 2, 3):
+        bench.give(*(event for rank in old for event in rank.work(step)))
+    completeness = [row["completeness"] for row in bench.rows.of("steps", attempt_id=1)]
+    driver = Rank(role="a driver", started=1999.0)
+    first, second, third = (Rank(rank, started=2000.0 + rank) for rank in range(3))
+    said = [
+        driver.hello(fingerprint={"argv": ["new"], "config": {"lr": 1}}, settings={"lr": 1}),
+        introduced(first, 3),
+        third.hello(fingerprint={"argv": ["third"]}, world_size=3, resumed_from_step=1),
+        first.begin(2),
+    ]
+    bench.give(*(said[place] for place in order), second.begin(2))
+    assert attempts(bench) == [(1, "job-1"), (2, "job-1~2")]
+    assert bench.attempt(1)["fingerprint"] == {"argv": ["old"]}
+    assert bench.attempt(1)["resumed_from_step"] is None
+    assert bench.attempt(2)["fingerprint"]["argv"] == ["new"]
+    assert bench.attempt(2)["resumed_from_step"] == 1
+    assert not bench.rows.of("findings", attempt_id=1)
+    # The old start's ranks were all there, however many the new one has.
+    assert [row["completeness"] for row in bench.rows.of("steps", attempt_id=1)][:2] == (
+        completeness[:2]
+    )
+    check_memory(bench.state)
+
+
+def test_a_rank_made_anew_at_the_open_step_tells_its_attempt_what_it_said(bench: Bench) -> None:
+    closed_through(bench, 2, 5)
+    new = Rank(0, started=2000.0)
+    bench.give(introduced(new, 2))
+    assert bench.attempt()["fingerprint"] is None
+    bench.give(new.begin(6))
+    assert attempts(bench) == [(1, "job-1")]
+    assert known_of(bench, 1) == expected_of(2)
+
+
 def test_an_attempt_ends_with_its_last_process_and_resumes_with_a_new_one(bench: Bench) -> None:
     first, second = Rank(0), Rank(1)
     bench.give(*first.work(1), *second.work(1), first.finish())
