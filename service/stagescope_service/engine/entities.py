@@ -291,6 +291,8 @@ class Attempt:
     #: which anybody has spoken.
     expected_roles: set[str] = dataclasses.field(default_factory=set)
     heard_roles: set[str] = dataclasses.field(default_factory=set)
+    #: (role, stage) of which the name was judged.
+    stage_names: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     #: Role -> the finding that says that none of its ranks has spoken.
     silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 

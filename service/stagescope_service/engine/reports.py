@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from stagescope.schema import Event, Work
+from stagescope.names import closest_stage
+from stagescope.schema import STAGES, Event, Work
 from stagescope_service.engine import digests, steps
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.findings import finding
@@ -27,6 +28,9 @@ from stagescope_service.engine.rows import (
 )
 
 DUMPS_REMEMBERED: Final = 1024
+
+NAMES_JUDGED: Final = 1000
+"""Stages of an attempt of which the names are judged; more are no names."""
 
 _DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Any]]] = {
     **dict.fromkeys(("path", "state", "task", "level", "error"), text),
@@ -174,6 +178,39 @@ def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
             role=process.role,
             rank=process.rank,
             advice="ranks count from 0 to world_size - 1, both of the role",
+        )
+    ]
+
+
+def stage_name(
+    attempt: Attempt, process: Process, stage: str | None, wall: float
+) -> list[Instruction]:
+    """Say that a stage seems to be a misspelt one of the schema; judged once an attempt and role.
+
+    A stage may have any name. A known name with another word before or behind it
+    (`actor_update_2`) is its own.
+    """
+    named = (process.role, stage or "")
+    if not stage or named in attempt.stage_names or len(attempt.stage_names) >= NAMES_JUDGED:
+        return []
+    attempt.stage_names.add(named)
+    meant = closest_stage(stage, STAGES)
+    written = stage.lower().replace("-", "_")
+    if meant is None or written.startswith(f"{meant}_") or written.endswith(f"_{meant}"):
+        return []
+    return [
+        finding(
+            "misspelt_stage",
+            f"{process.role} reports stage {stage!r}, which is none of the known stages: did you "
+            f"mean {meant}?",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            stage=stage,
+            role=process.role,
+            evidence={"meant": meant},
+            advice=f"what is about {meant} (captures, rules, the step summary) does not see it: "
+            f"name it {meant} where the training begins it; a stage of your own may keep its name",
         )
     ]
 

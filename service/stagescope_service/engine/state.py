@@ -255,9 +255,10 @@ class State:
 
         `repeated` says that the event is news of work that was done before: who answers changed.
         """
+        out = reports.stage_name(attempt, process, span.work.stage, wall)
         if step is attempt.loose:
-            return []
-        out = steps.rejudge_rank(attempt, step, span)
+            return out
+        out += steps.rejudge_rank(attempt, step, span)
         if repeated and step.closed_wall is not None and not attempt.pending.get(step.step):
             out += steps.form(attempt, step.step, wall)
         if step.ghost and span.status != OPEN:

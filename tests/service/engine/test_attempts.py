@@ -228,6 +228,33 @@ def test_the_configuration_is_that_of_who_says_most(bench: Bench, driver_first: 
     assert [job.job["settings"] for job in jobs] == [told]  # not 50 kB with each payload
 
 
+@pytest.mark.parametrize(
+    ("stage", "meant"),
+    [
+        ("actor_updte", "actor_update"),
+        ("Actor-Update", "actor_update"),
+        ("update_actor", "actor_update"),
+        ("rollout_generat", "rollout_generate"),
+        ("actor_update", None),
+        ("actor_update_2", None),
+        ("my_actor_update", None),
+        ("optimizer", None),
+    ],
+)
+def test_a_misspelt_stage_is_one_finding_of_each_attempt_and_role(
+    bench: Bench, stage: str, meant: str | None
+) -> None:
+    for key in ("a", "b"):
+        for rank in (Rank(0, key=key), Rank(1, key=key), Rank(0, "critic", key=key)):
+            bench.give(*rank.work(1, stage), *rank.work(2, stage), *rank.work(None, stage))
+        bench.restart()
+    found = bench.rows.of("findings", kind="misspelt_stage")
+    where = [] if meant is None else [(1, "actor"), (1, "critic"), (2, "actor"), (2, "critic")]
+    assert sorted((row["attempt_id"], row["role"]) for row in found) == where
+    assert {row["evidence"]["meant"] for row in found} <= {meant}
+    assert all(f"did you mean {meant}?" in row["message"] for row in found)
+
+
 def test_an_attempt_has_the_fingerprint_of_its_first_rank_whoever_speaks_first(
     bench: Bench,
 ) -> None:
