@@ -77,10 +77,12 @@ class SimulatedRank:
 
     async def poll(self) -> None:
         """Poll for ever."""
+        wait = POLL_SECONDS
         while True:
-            await self.coordinator.poll.remote(
-                sender=self.sender, revision=0, unreceipted=[], wait=POLL_SECONDS
+            answer = await self.coordinator.poll.remote(
+                sender=self.sender, revision=0, unreceipted=[], wait=wait
             )
+            wait = answer.get("poll_seconds", wait)
 
     async def train(self, steps: int, seconds: float) -> None:
         """Go through the stages of each step, each at a moment of its own."""

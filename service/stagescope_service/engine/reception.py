@@ -182,7 +182,9 @@ class Reception:
         if heard and self.plan.entries:
             self._look_soon()
         seqs = [seq for seq in unreceipted if isinstance(seq, int)]
-        deadline = self.mono() + max(0.0, min(wait, self.poll_seconds))
+        # While calls are too many, each is to wait longer; what is asked for ends it at once.
+        poll_seconds = self.poll_seconds + self.load.pause
+        deadline = self.mono() + max(0.0, min(wait, poll_seconds))
         while True:
             receipts = self.executor.receipts(sender.incarnation, seqs)
             left = deadline - self.mono()
@@ -198,7 +200,7 @@ class Reception:
             "plan": self.plan.wire(sender.run) if changed else None,
             "receipts": receipts,
             "requests": self.state.stack_requests.hand_out(sender.incarnation),
-            "poll_seconds": self.poll_seconds,
+            "poll_seconds": poll_seconds,
         }
 
     def _heard(self, sender: Sender, revision: int) -> list[Instruction]:

@@ -156,6 +156,22 @@ def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(store: Hel
     assert len(rows_of(store, "stages")) == 110
 
 
+def test_polls_wait_longer_while_the_service_is_behind(store: HeldStore) -> None:
+    state = State()
+    reception = Reception(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=20.0)
+    clock = Clock(reception.load)
+    sender = Sender("i", "r", "k", "actor", 0).wire()
+
+    def told() -> float:
+        return float(asyncio.run(reception.poll(sender, 0, [], 0.0))["poll_seconds"])
+
+    assert told() == 20.0
+    clock.window(FEWEST_CALLS, 2 * BEHIND_SECONDS)
+    assert told() == 20.0 + reception.load.pause > 20.0
+    clock.window(FEWEST_CALLS, 0.1)
+    assert told() == 20.0
+
+
 def test_one_batch_is_taken_however_large_it_is(store: HeldStore) -> None:
     state = State()
     reception = Reception(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
