@@ -186,6 +186,7 @@ def _compare_here(dumps: Sequence[Dump], options: _Options) -> _Said:
     from stagescope_service.compare.comparison import compare as compare_sides
     from stagescope_service.compare.report import as_json
     from stagescope_service.compare.tolerances import Tolerances
+    from stagescope_service.statistics import pairwise
 
     mapper = None
     if options["ray"]:
@@ -193,8 +194,13 @@ def _compare_here(dumps: Sequence[Dump], options: _Options) -> _Said:
 
         mapper = ray_tasks()
     tolerances = Tolerances.parse(options["tolerances"])
+    pairwise.warm(_say_compiling)  # before the bar, which is on a line of its own
     with _progress() as told:
         return as_json(compare_sides(dumps, tolerances=tolerances, mapper=mapper, progress=told))
+
+
+def _say_compiling() -> None:
+    click.echo("compiling, once for an installation: half a minute or so ...", err=True)
 
 
 def _finish(ctx: click.Context, said: _Said, options: _Options) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.compare.two import TwoSides
 from stagescope_service.dumps.records import Dump
 from stagescope_service.statistics import pairwise
+
+_log = logging.getLogger("stagescope.compare")
 
 
 def compare(
@@ -42,8 +45,8 @@ def compare(
     """
     if not 2 <= len(sides) <= 3:
         raise InvalidInput(f"{counted(len(sides), 'side')} given", expected="two or three")
+    pairwise.warm(_log_compiling)  # before threads ask for it at once
     began = time.monotonic()
-    pairwise.warm()  # before threads ask for it at once
     run = mapper if mapper is not None else threads()
     told = progress if progress is not None else _silent
     pairs, read = [], 0
@@ -76,6 +79,10 @@ def _side(dump: Dump) -> SideResult:
         sections=tuple(dict.fromkeys(entry.section for entry in dump.entries)),
         about=dict(dump.about),
     )  # fmt: skip
+
+
+def _log_compiling() -> None:
+    _log.info("compiling the loops of comparisons, once for an installation")
 
 
 def _silent(done: int, known: int) -> None:

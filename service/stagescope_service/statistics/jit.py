@@ -7,13 +7,15 @@ layout of a cell.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar, cast
 
 import numba
+from numba.core import event
 
 _SOURCES: Final = (
     "jit", "cell", "segments", "blocks", "counts", "kernel",
@@ -70,6 +72,27 @@ def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Functio
         return cast(Function, call)
 
     return decorate
+
+
+@contextlib.contextmanager
+def announced(compiling: Callable[[], None]) -> Iterator[None]:
+    """Call `compiling` once before a loop is compiled in this block, not where it is on disk."""
+    with event.install_listener("numba:compile", _Announcer(compiling)):
+        yield
+
+
+class _Announcer(event.Listener):
+    def __init__(self, compiling: Callable[[], None]) -> None:
+        self._compiling: Callable[[], None] | None = compiling
+
+    def on_start(self, event: object) -> None:
+        """Announce the first compilation; a loop that it calls is compiled inside it."""
+        announce, self._compiling = self._compiling, None
+        if announce is not None:
+            announce()
+
+    def on_end(self, event: object) -> None:
+        """Say nothing."""
 
 
 @functools.cache

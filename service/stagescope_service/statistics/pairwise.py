@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from stagescope.errors import InvalidTensor
+from stagescope_service.statistics.jit import announced
 from stagescope_service.statistics.pair_cell import AT as _AT
 from stagescope_service.statistics.pair_cell import WIDTH
 from stagescope_service.statistics.pair_values import KINDS
@@ -274,10 +275,15 @@ def value_of(values: Array, dtype: str, at: int) -> Number:
     return int(value)
 
 
-def warm() -> None:
-    """Compile the loops, or load them from disk, before threads ask for them at once."""
-    Pairwise.nothing()
-    compare_values(np.zeros(1), np.zeros(1), dtypes=("float64", "float64"))
+def warm(compiling: Callable[[], None]) -> None:
+    """Compile the loops, or load them from disk, before threads ask for them at once.
+
+    Args:
+        compiling: called before they are compiled, which takes a processor about 20 seconds.
+    """
+    with announced(compiling):
+        Pairwise.nothing()
+        compare_values(np.zeros(1), np.zeros(1), dtypes=("float64", "float64"))
 
 
 def _largest_first(part: Pairwise) -> tuple[float, int, int]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numba
 import pytest
 from tests.support.command_line import invoke
 from tests.support.dump_files import nexrl_directory
+
+from stagescope_service.statistics import jit, pairwise
 
 COMMANDS = {
     "compare": ("{a}", "{b}"),
@@ -21,6 +26,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    pairwise.warm(lambda: None)  # what is compiled is said
     directory = tmp_path_factory.mktemp("dumps")
     return {name: nexrl_directory(directory / name) for name in "ab"}
 
@@ -81,3 +87,36 @@ def test_what_broke_off_is_no_difference(
     told = invoke("compare", str(dumps["a"]), str(dumps["b"]))
     assert told.exit_code == 2
     assert "the comparison broke off: MemoryError: no room" in told.stderr
+
+
+class Clock:
+    """Time that passes only where a loop is compiled."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_the_first_comparison_of_an_installation_says_that_it_compiles(
+    dumps: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, warm = Clock(), pairwise.warm
+
+    def cold(compiling: Callable[[], None]) -> None:
+        with jit.announced(compiling):
+            for loop in (lambda x: x + 1.0, lambda x: x - 1.0):
+                numba.njit("float64(float64)")(loop)
+        clock.now += 20.0
+        warm(compiling)
+
+    monkeypatch.setattr("stagescope_service.compare.comparison.pairwise.warm", cold)
+    monkeypatch.setattr("stagescope_service.compare.comparison.time", clock)
+    told = invoke("compare", str(dumps["a"]), str(dumps["b"]), "--json")
+    assert told.exit_code == 0
+    # Once for both loops; and it is no part of the time that reading took.
+    assert [line for line in told.stderr.splitlines() if "compiling" in line] == [
+        "compiling, once for an installation: half a minute or so ..."
+    ]
+    assert json.loads(told.stdout)["seconds"] == 0.0

@@ -21,7 +21,7 @@ PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_siz
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    warm()
+    warm(lambda: None)
 
 
 def taken(x: Any, y: Any, dtype: str = "float64", **named: Any) -> Pairwise:
