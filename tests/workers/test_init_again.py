@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -192,3 +192,88 @@ def test_rollouts_of_several_steps_are_one_start(init: Init, coordinator: FakeCo
             pass
     all_sent(init(role="rollout"))
     assert len({name for name, _, _ in in_order(coordinator)}) == 1
+
+
+def findings(coordinator: FakeCoordinator) -> list[Mapping[str, Any]]:
+    """Return the findings that the service's state machine makes of what came."""
+    state = State()
+    return [
+        order.row
+        for sender, batch in zip(coordinator.senders, coordinator.batches, strict=True)
+        for event in batch
+        for order in state.handle(sender, event, event.mono)
+        if isinstance(order, Put) and order.table == "findings"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "step"), [(("rollout_generate", "actor_update"), 7), (("actor_update",), 1)]
+)
+def test_a_cell_of_one_step_that_is_run_again_is_a_finding(
+    init: Init,
+    coordinator: FakeCoordinator,
+    caplog: pytest.LogCaptureFixture,
+    stages: tuple[str, ...],
+    step: int,
+) -> None:
+    for go in range(3):
+        probe = init()
+        for stage in stages:
+            with probe.stage(stage, step=step) as part:
+                part.log(loss=0.01 * go)
+        assert probe.refused["step_begun_again"] == go
+    all_sent(probe)
+    found = findings(coordinator)
+    assert len(found) == 2  # seen twice, and one and the same
+    assert {row["finding_id"] for row in found} == {found[0]["finding_id"]}
+    said = found[0]
+    assert (said["kind"], said["severity"]) == ("step_begun_again", "error")
+    assert (said["step"], said["stage"], said["rank"]) == (step, stages[0], 0)
+    assert "both goes count" in said["message"]
+    assert "probe.close() before init" in said["advice"]
+    assert sum("both goes count" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_the_latter_half_of_a_step_that_is_run_again_is_a_finding(
+    init: Init, coordinator: FakeCoordinator
+) -> None:
+    with init().stage("rollout_generate", step=1):
+        pass
+    for _ in range(2):
+        probe = init()
+        for stage in ("actor_compute_log_prob", "actor_update"):
+            with probe.stage(stage, step=1):
+                pass
+    all_sent(probe)
+    assert [row["stage"] for row in findings(coordinator)] == ["actor_compute_log_prob"]
+
+
+@pytest.mark.parametrize(
+    ("role", "parts"),
+    [
+        ("actor", [{"minibatch": 0}, {"minibatch": 1}, {"minibatch": 2}]),
+        ("actor", [{"occurrence": 0}, {"occurrence": 1}, {"occurrence": 2}]),
+        ("rollout", [{}, {}, {}]),
+    ],
+)
+def test_numbered_passes_and_rollouts_are_no_other_go(
+    init: Init, coordinator: FakeCoordinator, role: str, parts: list[dict[str, int]]
+) -> None:
+    for step in (1, 2):
+        for part in parts:
+            with init(role=role).stage("actor_update", step=step, **part):
+                pass
+    all_sent(init(role=role))
+    assert findings(coordinator) == []
+
+
+def test_a_stage_that_was_never_ended_is_named_where_no_new_attempt_begins(
+    init: Init, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(init, range(1, 4)).begin("actor_update", step=4)
+    probe = train(init, range(1, 3))
+    all_sent(probe)
+    assert len({name for name, _, _ in in_order(coordinator)}) == 1
+    [line] = [r.getMessage() for r in caplog.records if "no new attempt begins" in r.getMessage()]
+    assert "step 1 comes after step 4" in line
+    assert "since stage actor_update of step 4 was begun and has not been ended" in line

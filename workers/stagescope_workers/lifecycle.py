@@ -68,7 +68,8 @@ def init(
     Where the process has an open probe of this run, role, rank and attempt key, that one is
     returned and goes on, and one line says so: there are never two. If the next stage is of an
     earlier step than it has reached (a notebook's cell that is run again), a new attempt begins
-    there, with what `init` was told last.
+    there, with what `init` was told last, unless a stage is open. Of the same step it is a further
+    pass of it, and a finding says so.
 
     Args:
         run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`.

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from stagescope.errors import InvalidTensor, StagescopeError
 from stagescope.keeping import is_wanted
@@ -35,21 +35,13 @@ from stagescope_workers.outbox import Outbox
 from stagescope_workers.plan import PlanWatch, read_plan
 from stagescope_workers.stage import Stage, log_scalars
 from stagescope_workers.standing import Standing
+from stagescope_workers.starts import BEGUN_AGAIN, BEGUN_AGAIN_ADVICE, Start, StepOrder, why_not
 from stagescope_workers.weights import NamedTensors, Names, record_weights
 
 _log = logging.getLogger("stagescope.workers")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SEARCH_SECONDS: Final = 2.0  # for a service, before `close` gives up on there being one
-_MOST_EARLIER: Final = 4  # earlier starts of a probe that may still have something to send
-
-
-class _Start(NamedTuple):
-    """An earlier start of a probe, whose last events and payloads are on their way."""
-
-    courier: Courier
-    outbox: Outbox
-    introduction: Introduction
 
 
 class Probe:
@@ -73,7 +65,7 @@ class Probe:
         self._courier: Courier | None = None
         self._arrived = False
         self._users = 1
-        self._earlier: list[_Start] = []
+        self._earlier: list[Start] = []
         self._starting = threading.Lock()
         self._begin_start(options)
 
@@ -90,7 +82,7 @@ class Probe:
         )
         self.standing = Standing(self.outbox, watchdog_seconds=options.watchdog)
         self._numbering = Numbering()
-        self._reached: int | None = None
+        self._order = StepOrder(options.role)
         self._again: tuple[ProbeOptions, list[dict[str, Any]]] | None = None
         self._introduction = Introduction(options, self.incarnation, self.outbox, self.standing)
         self._answers = OrderAnswers(self.outbox)
@@ -141,6 +133,7 @@ class Probe:
         """
         self._users += 1
         self._again = (options, self._local_plan(options))
+        self._order.init_called_again()
         names = [field.name for field in dataclasses.fields(options) if field.name != "problem"]
         differs = [n for n in names if getattr(options, n) != getattr(self._options, n)]
         level = logging.DEBUG if ("init", "again") in self._said else logging.WARNING
@@ -154,36 +147,33 @@ class Probe:
             f", with the new {', '.join(differs)}" if differs else "",
         )
 
-    def _note_step(self, step: int | None) -> None:
-        """Note which step a stage is of; after `init_again` an earlier one begins a new start."""
-        if step is None:
-            return
-        if self._again is not None:
-            self._go_on(step)
-        if self._reached is None or step > self._reached:
-            self._reached = step
-
     def _go_on(self, step: int) -> None:
+        """Begin a new start where the first stage after `init_again` is of an earlier step."""
         with self._starting:
             again, self._again = self._again, None
-            reached = self._reached
-            # Rollouts are of several steps at a time.
-            back = reached is not None and step < reached and self.role != "rollout"
-            if again is None or not back or not self._may_start():
+            reached = self._order.reached
+            if again is None or self._courier is None or not self._order.goes_back(step):
                 return
-            self._start_again(*again)
+            self._earlier = [each for each in self._earlier if not each.courier.has_left]
+            why = why_not(self._earlier, self._options.max_pending_bytes, self.standing)
+            if why is None:
+                self._start_again(*again)
             _log.warning(
-                "run %s, %s %d: step %d comes after step %s and another call of init: a new "
-                "attempt begins",
+                "run %s, %s %d: step %d comes after step %s and another call of init: %s",
                 *(self.run, self.role, self.rank, step, reached),
+                "a new attempt begins" if why is None else f"no new attempt begins, since {why}",
             )
 
-    def _may_start(self) -> bool:
-        """Say whether no stage is open, and what earlier starts still hold is bounded."""
-        self._earlier = [each for each in self._earlier if not each.courier.has_left]
-        held = sum(each.outbox.bytes for each in self._earlier)
-        room = len(self._earlier) < _MOST_EARLIER and held <= self._options.max_pending_bytes
-        return self._courier is not None and room and not self.standing.is_inside
+    def _say_begun_again(self, work: Work) -> None:
+        """Report that a stage seems to be that of another go of its step."""
+        self.refused[BEGUN_AGAIN] += 1
+        message = (
+            f"{self.role} rank {self.rank} began {work.stage} of step {work.step} again after "
+            f"another call of init: both goes count in step {work.step}, as passes of one step"
+        )
+        _log.warning("run %s: %s; %s", self.run, message, BEGUN_AGAIN_ADVICE)
+        fields = {**work.fields(), "what": BEGUN_AGAIN, "severity": "error"}
+        self.outbox.put(REFUSED, {**fields, "message": message, "advice": BEGUN_AGAIN_ADVICE})
 
     def _start_again(self, options: ProbeOptions, local: list[dict[str, Any]]) -> None:
         """Take leave without waiting, and go on as a new incarnation that sends after the old."""
@@ -191,7 +181,7 @@ class Probe:
         assert courier is not None
         self.outbox.put(FINISH, {})
         self.standing.close()
-        self._earlier = [*self._earlier, _Start(courier, self.outbox, self._introduction)]
+        self._earlier = [*self._earlier, Start(courier, self.outbox, self._introduction)]
         self._begin_start(options)
         courier.leave(self._launch(local, after=courier))
 
@@ -241,8 +231,13 @@ class Probe:
             if model is not None:
                 self._answers.models.note(name, model)
             if not self.is_inert:
-                self._note_step(step_index(step))
-                work = self._numbering.work(name, step, policy_version, part)
+                number = step_index(step)
+                if self._again is not None and number is not None:
+                    self._go_on(number)
+                noted = self._numbering.work(name, step, policy_version, part)
+                if self._order.note(noted, is_numbered=part.get("occurrence") is not None):
+                    self._say_begun_again(noted)
+                work = noted
         return Stage(self, work, model)
 
     def begin(
@@ -381,9 +376,9 @@ class Probe:
             )
         return self._arrived
 
-    def _starts(self, courier: Courier) -> list[_Start]:
+    def _starts(self, courier: Courier) -> list[Start]:
         """Return what still has to be sent, in order."""
-        return [*self._earlier, _Start(courier, self.outbox, self._introduction)]
+        return [*self._earlier, Start(courier, self.outbox, self._introduction)]
 
     def _is_over(self) -> bool:
         """Say whether there is nothing more to wait for."""

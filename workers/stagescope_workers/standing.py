@@ -42,9 +42,9 @@ class Standing:
             self._left = self._inside.pop(seq, self._left)
 
     @property
-    def is_inside(self) -> bool:
-        """Say whether any thread is in a stage."""
-        return bool(self._inside)
+    def oldest(self) -> Work | None:
+        """The stage that was begun first of those that a thread is in; None outside of any."""
+        return next((work for _, work in [*self._inside.values()]), None)
 
     def where(self) -> tuple[Sequence[int], Mapping[str, Any]]:
         """Return the idents of the training threads, and the work that was entered last.

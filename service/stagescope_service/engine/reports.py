@@ -223,8 +223,9 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
     what = text(event.fields.get("what"), 200) or "input"
     message = text(event.fields.get("message"), 2000) or ""
     is_error = event.fields.get("severity") == "error"
+    advice = text(event.fields.get("advice"), 2000)
     found = finding(
-        f"refused_{what}",
+        what if what == "step_begun_again" else f"refused_{what}",
         message,
         run=attempt.run,
         attempt_id=attempt.attempt_id,
@@ -234,7 +235,8 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
         stage=work.stage,
         role=process.role,
         rank=process.rank,
-        advice="the call in the training process had bad input; training went on"
+        advice=advice
+        or "the call in the training process had bad input; training went on"
         + ("; the numbers that need this tensor are missing" if is_error else ""),
     )
     return Put("findings", {**found.row, "finding_id": digest(found.row["finding_id"], message)})
