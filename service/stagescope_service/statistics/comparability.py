@@ -32,7 +32,7 @@ from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import Summary
 
-__all__ = ["Check", "Comparability", "examine", "examine_cell"]
+__all__ = ["Check", "Comparability", "RankCause", "causes_of_ranks", "examine", "examine_cell"]
 
 LIKELIEST_FIRST: Final = (
     "bitwise_equal", "constant", "probabilities", "coverage", "padding", "shifted", "unrelated",
@@ -43,6 +43,8 @@ _SAMPLE_TOKENS: Final = 16
 _SAMPLE_GAP: Final = 0.25
 """Mean |d| of a sample, in nats, below which it is not called unrelated."""
 _LISTED: Final = 5
+_OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
+"""What one cause may look like in the smaller counts of a rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +82,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     found = [_equal(summary.total, *pair, producers=producers)]
     found += _of_cell(summary.total, pair, summary.fresh)
     found += [_versions(summary)]
-    # Only the whole knows its tokens by staleness.
-    drifts = bool((summary.staleness.keys != 0).any())
+    drifts = _drifts(summary)
     if len(ranks) > 1:
         cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
         found += _of_slices("rank", cells, pair, producers, drifts=drifts)
@@ -90,6 +91,54 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         found += _of_slices("round", rounds, pair, producers, drifts=drifts)
     found += _of_samples(summary)
     return _judged(summary.total, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankCause:
+    """The likeliest cause of some ranks, each of which it is found in by its own tokens."""
+
+    check: Check
+    places: tuple[tuple[str, int], ...]
+    """(role, rank) of them."""
+    alone: str
+    """The text of the first of them, without the others."""
+
+
+def causes_of_ranks(
+    summary: Summary, ranks: Sequence[RankRow], besides: str | None = None
+) -> tuple[RankCause, ...]:
+    """Return the likeliest cause of every rank by its own tokens, ranks of one cause together.
+
+    Args:
+        summary: The statistics of all tokens.
+        ranks: The cell of each rank.
+        besides: A cause that is named already: ranks that show it, or that show another face of
+            it, are left out.
+    """
+    drifts, producers = _drifts(summary), _producers(summary)
+    found: dict[str, list[tuple[RankRow, Check]]] = {}
+    for row in ranks:
+        judged = _judged(row.cell, _of_slice(row.cell, summary.pair, producers, drifts=drifts))
+        names = {check.name for check in judged.suspects}
+        if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
+            continue
+        check = judged.suspects[0]
+        found.setdefault(check.name, []).append((row, check))
+    return tuple(
+        RankCause(
+            _together(
+                "rank", [(f"{row.role} {row.rank}", check) for row, check in where], len(ranks)
+            ),
+            tuple((row.role, row.rank) for row, _ in where),
+            where[0][1].text,
+        )
+        for where in found.values()
+    )
+
+
+def _drifts(summary: Summary) -> bool:
+    """Whether tokens are stale; only the whole knows its tokens by staleness."""
+    return bool((summary.staleness.keys != 0).any())
 
 
 def examine_cell(cell: Cell, pair: tuple[str, str], whole: Summary | None = None) -> Comparability:
@@ -167,20 +216,29 @@ def _of_slices(
     """Ask each slice, and say of which ones something was found."""
     by_name: dict[str, list[tuple[str, Check]]] = {}
     for name, cell in cells:
-        found = _of_cell(cell, pair, Cell(empty()) if drifts else cell)
-        if cell.tokens >= ENOUGH and _all_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
-            found.append(_equal(cell, *pair, producers=producers))
-        for check in found:
+        for check in _of_slice(cell, pair, producers, drifts=drifts):
             if check.status == "suspect":
                 by_name.setdefault(check.name, []).append((name, check))
-    found = []
-    for name, where in by_name.items():
-        listed = ", ".join(slice_name for slice_name, _ in where[:_LISTED])
-        more = ", ..." if len(where) > _LISTED else ""
-        head = where[0][1]
-        text = f"in {len(where)} of {len(cells)} {kind}s ({listed}{more}): {head.text}"
-        found.append(Check(name, "suspect", text, {**head.values, f"{kind}s": len(where)}))
+    return [_together(kind, where, len(cells)) for where in by_name.values()]
+
+
+def _of_slice(
+    cell: Cell, pair: tuple[str, str], producers: tuple[str, str] | None, *, drifts: bool
+) -> list[Check]:
+    """Ask what the tokens of a slice can answer."""
+    found = _of_cell(cell, pair, Cell(empty()) if drifts else cell)
+    if cell.tokens >= ENOUGH and _all_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
+        found.append(_equal(cell, *pair, producers=producers))
     return found
+
+
+def _together(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
+    """Put what one check found in several slices into one."""
+    listed = ", ".join(name for name, _ in where[:_LISTED])
+    more = ", ..." if len(where) > _LISTED else ""
+    head = where[0][1]
+    text = f"in {len(where)} of {of} {kind}s ({listed}{more}): {head.text}"
+    return Check(head.name, "suspect", text, {**head.values, f"{kind}s": len(where)})
 
 
 def _of_samples(summary: Summary) -> list[Check]:

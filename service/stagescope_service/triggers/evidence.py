@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.schema import PART_FIELDS
+from stagescope_service.statistics.comparability import causes_of_ranks
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 from stagescope_service.statistics.whole import Whole
@@ -43,6 +44,8 @@ class Evidence:
     numbers: Row
     ranks: tuple[RoleRank, ...]
     affected: tuple[RoleRank, ...]
+    cause: Row | None = None
+    """`name` and `text` of why the streams of this rank cannot be compared; None: unknown."""
     scalars: tuple[Row, ...] = ()
     """Scalars that are not finite, in the order in which they were logged; the first `LISTED`."""
 
@@ -50,6 +53,7 @@ class Evidence:
         """Return the numbers with what they are of."""
         found = {**self.numbers, "token": self.token}
         found["affected"] = [list(each) for each in self.affected]
+        found |= {} if self.cause is None else {"cause": self.cause}
         return found | ({"scalars": list(self.scalars)} if self.scalars else {})
 
 
@@ -92,8 +96,22 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
         numbers=_numbers(rule, firing),
         ranks=_worst_ranks(whole, affected),
         affected=affected,
+        cause=_cause(rule, firing, whole, role, rank),
         scalars=tuple(_scalar(row) for row in scalars[:LISTED]),
     )
+
+
+def _cause(
+    rule: Rule, firing: Firing, whole: Whole | None, role: str | None, rank: int | None
+) -> Row | None:
+    """Return why the streams of a rank cannot be compared, where its own tokens say it."""
+    if whole is None or rule.of_scalars or rule.of_stages:
+        return None
+    if names.is_nonfinite(firing.hits[0].series.metric):
+        return None  # a count of what is there, whatever the streams are
+    own = [row for row in whole.ranks if (row.role, row.rank) == (role, rank)]
+    found = causes_of_ranks(whole.summary, own)
+    return {"name": found[0].check.name, "text": found[0].alone} if found else None
 
 
 def _numbers(rule: Rule, firing: Firing) -> Row:

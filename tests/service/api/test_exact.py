@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,11 @@ from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
 from stagescope.exact import Exact
+from stagescope_service.engine.triggering.actions import Act, finding_of
 from stagescope_service.engine.wholes import assembly
 from stagescope_service.store.base import Put
+from stagescope_service.triggers.replay import replay
+from stagescope_service.triggers.rules import read_yaml
 
 LOG_PROB = "actor_compute_log_prob"
 TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}
@@ -166,3 +170,41 @@ def test_a_shifted_rank_is_said_by_every_answer(live: Service) -> None:
     assert 'metric="calibration/z"' in text
     found = findings(live, 1)
     assert "streams_shifted" in found
+
+
+def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
+    ranks = [Rank(live, rank=rank, world_size=4) for rank in range(4)]
+    for index, rank in enumerate(ranks):
+        taken = payload(4, 24, seed=index, noise=0.01, first_sample=4 * index)
+        dtype, shape, q, _ = taken["tensors"]["rollout_log_probs"]
+        if index == 2:
+            q = q.copy()
+            q[1, 3] = np.nan
+        elif index == 3:
+            q = np.roll(q, 1, axis=1)
+        taken["tensors"]["rollout_log_probs"] = (dtype, shape, q, None)
+        rank.stage(LOG_PROB, 1, taken)
+        rank.begin(LOG_PROB, 2)
+    causes = [row["cause"] for row in live.get("/steps/1/ranks")["rows"]]
+    assert causes == [None, None, "coverage", "shifted"]
+    found = findings(live, 1)
+    assert {kind for kind in found if kind.startswith("streams_")} == {
+        "streams_coverage", "streams_shifted"
+    }  # fmt: skip
+    assert "in 1 of 4 ranks (actor 3)" in found["streams_shifted"]["message"]
+    assert list(map(tuple, found["streams_shifted"]["evidence"]["ranks"])) == [("actor", 3)]
+    rules = """
+    rules:
+      - {name: pearson, metric: training/rollout_actor_probs_pearson_corr, by: rank,
+         when: {"<": 0.9}, actions: {finding: {severity: warning, advice: compare weights}}}
+    """
+    (fired,), _ = replay(live.catalogue, "r", read_yaml(textwrap.dedent(rules)), most=10)
+    assert fired.evidence.cause is not None
+    assert (fired.evidence.rank, fired.evidence.cause["name"]) == (3, "shifted")
+    place = {"role": "actor", "rank": 3, "stage": LOG_PROB, "round": None, "message": "m"}
+    row = {"run": "r", "attempt_id": 1, "step": 1, "rule": "pearson", "wall": 1.0, **place}
+    (put,) = finding_of(Act(fired.rule, {**row, "evidence": fired.evidence.evidence()}))
+    advice = put.row["advice"]
+    assert advice.startswith("explain first why the streams of actor rank 3 cannot be compared")
+    assert "1 token before" in advice or "1 token after" in advice
+    assert advice.endswith("once that is mended: compare weights")

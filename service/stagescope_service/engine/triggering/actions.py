@@ -164,7 +164,7 @@ class Acting:
             "evidence": shown(act.row["evidence"]),
             "attempt": act.row["evidence"]["attempt"],
             "severity": act.rule.actions.severity,
-            "advice": act.rule.actions.advice,
+            "advice": _advice(act),
             "actions": dict(done),
         }
         reason = await self._webhooks.call(url, body)
@@ -312,6 +312,16 @@ def finding_place(key: Mapping[str, Any]) -> str:
     return digest("trigger", key["rule"], key["attempt_id"], key["step"])
 
 
+def _advice(act: Act) -> str:
+    """Return what to try: where the rank's streams cannot be compared, to explain that first."""
+    advice, cause = act.rule.actions.advice, act.row["evidence"].get("cause")
+    if cause is None:
+        return advice
+    first = f"explain first why the streams of {act.row['role']} rank {act.row['rank']} cannot be "
+    first += f"compared ({cause['name']}): {cause['text']}"
+    return f"{first}; once that is mended: {advice}" if advice else first
+
+
 def finding_of(act: Act) -> list[Put]:
     """Return the finding of a firing, where its rule makes one."""
     actions, row = act.rule.actions, act.row
@@ -324,6 +334,6 @@ def finding_of(act: Act) -> list[Put]:
         **{name: row[name] for name in ("stage", "role", "rank", "wall")},
         severity=actions.severity,
         evidence={**shown(row["evidence"]), "round": row["round"]},
-        advice=actions.advice,
+        advice=_advice(act),
     )
     return [Put("findings", {**made.row, "finding_id": finding_place(act.key)})]

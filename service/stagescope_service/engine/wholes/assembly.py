@@ -13,7 +13,7 @@ from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete
 from stagescope_service.engine.wholes import accounts
 from stagescope_service.statistics import Field, PartRecord, Restate, Whole, assemble, examine
-from stagescope_service.statistics.comparability import Check
+from stagescope_service.statistics.comparability import Check, causes_of_ranks
 from stagescope_service.statistics.exact import first_difference
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.summary import Summary
@@ -22,6 +22,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
 
 _ALL = 1_000_000
+_NAMED_RANKS = 100
 
 
 @dataclasses.dataclass
@@ -129,9 +130,17 @@ def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
 
 
 def _suspects(suspects: Sequence[Check], whole: Whole, place: dict[str, Any]) -> list[Put]:
-    """Say why the streams cannot be compared: the likeliest cause, and what it may explain."""
+    """Say why the streams cannot be compared: the likeliest cause, and what it may explain.
+
+    It explains nothing on a rank that does not show it: such a rank's own cause is said beside it.
+    """
+    if not suspects:
+        return []
     # Several versions are a fact beside any cause, and say where to look instead.
     named = [check for check in suspects if check.name == "versions" or check is suspects[0]]
+    of_ranks = causes_of_ranks(whole.summary, whole.ranks, suspects[0].name)
+    places = {cause.check.name: cause.places for cause in of_ranks}
+    named += [cause.check for cause in of_ranks]
     return [
         finding(
             f"streams_{check.name}",
@@ -140,7 +149,8 @@ def _suspects(suspects: Sequence[Check], whole: Whole, place: dict[str, Any]) ->
             evidence={
                 "status": check.status,
                 "pair": pair_name(whole.summary.pair),
-                "also": [other.name for other in suspects if other is not check],
+                "also": [other.name for other in suspects if other.name != check.name],
+                **({"ranks": places[check.name][:_NAMED_RANKS]} if check.name in places else {}),
             },
             advice="trust the mismatch of this step only once this is explained",
         )
