@@ -16,7 +16,9 @@ class Exact(Record):
     __slots__ = ()
 
     def __init__(self, said: Mapping[str, Any]) -> None:
-        super().__init__(said, title=f"exact: run {said.get('run')}, attempt {said.get('attempt')}")
+        attempt = said.get("attempt")
+        of = "" if attempt is None else f", attempt {attempt}"
+        super().__init__(said, title=f"exact: run {said.get('run')}{of}")
 
     @property
     def text(self) -> str:

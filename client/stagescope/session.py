@@ -254,6 +254,8 @@ class Session(Orders, Comparing, EngineRegistry):
     def exact(self, run: str | None = None, attempt: int | None = None) -> Exact:
         """Return in which steps trainer and rollout agree in every bit, and where first not.
 
+        Without `attempt`, of the attempts in force: a step that a later one did again counts there.
+
         Usage:
             >>> found = session.exact("my-run")
             >>> print(found.text)    # steps 1-412 exact (...); 413 first differs: sample ...

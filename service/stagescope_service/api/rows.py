@@ -197,3 +197,23 @@ def no_value(name: str, value: Any, values: Sequence[Any], what: str) -> NotFoun
     return NotFound(
         f"{what} has no {name} {value!r:.100}", expected=f"one of {shown}" if values else ""
     )
+
+
+class Lineage:
+    """The attempts of a run: their numbers, and which did a step again."""
+
+    def __init__(self, attempts: Sequence[Row]) -> None:
+        self.numbers = {int(row["attempt_id"]): int(row["number"]) for row in attempts}
+        self._resumed = [
+            (int(row["number"]), int(row["resumed_from_step"]))
+            for row in attempts
+            if row["resumed_from_step"] is not None
+        ]
+
+    def superseded_by(self, row: Row) -> int | None:
+        """Return the newest attempt that did (or will do) a step again; see `target`."""
+        if row["superseded_by"] is not None:
+            return int(row["superseded_by"])
+        own = self.numbers[row["attempt_id"]]
+        later = [n for n, resumed in self._resumed if n > own and resumed < row["step"]]
+        return max(later, default=None)

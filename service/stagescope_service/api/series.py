@@ -24,6 +24,7 @@ from stagescope_service.api.desk import (
 from stagescope_service.api.measures import Measured
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
+from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 
@@ -95,10 +96,12 @@ def series(
     Without `attempt`, the attempts in force: a step that a later one did again is left out, unless
     `superseded` asks for it. `earlier_to`, where not null, is the `to` of the steps before.
     """
+    if first is not None and last is not None and first > last:
+        raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
     target = desk.finder.attempt(run, attempt)
     rows = desk.catalogue.attempts(target.run)
     chosen = [row for row in rows if attempt is None or row["number"] == attempt]
-    lineage = _Lineage(rows)
+    lineage = Lineage(rows)
     window = {"first": first, "last": last}
     ids = [int(row["attempt_id"]) for row in chosen]
     asked = _Asked(metric, by, stage, role, rank)
@@ -146,28 +149,8 @@ class _Found(NamedTuple):
     earlier_to: int | None
 
 
-class _Lineage:
-    """The attempts of a run: their numbers, and which did a step again."""
-
-    def __init__(self, attempts: Sequence[Row]) -> None:
-        self.numbers = {int(row["attempt_id"]): int(row["number"]) for row in attempts}
-        self._resumed = [
-            (int(row["number"]), int(row["resumed_from_step"]))
-            for row in attempts
-            if row["resumed_from_step"] is not None
-        ]
-
-    def superseded_by(self, row: Row) -> int | None:
-        """Return the newest attempt that did (or will do) a step again; see `target`."""
-        if row["superseded_by"] is not None:
-            return int(row["superseded_by"])
-        own = self.numbers[row["attempt_id"]]
-        later = [n for n, resumed in self._resumed if n > own and resumed < row["step"]]
-        return max(later, default=None)
-
-
 def _cut(
-    points: Iterable[Point], lineage: _Lineage, keep_all: bool, limit: int
+    points: Iterable[Point], lineage: Lineage, keep_all: bool, limit: int
 ) -> tuple[list[Point], int | None]:
     """Return the newest points, and the step before which there are more (None: there are none)."""
     found: list[Point] = []
@@ -293,7 +276,7 @@ def _or(value: float | None, otherwise: str) -> float | str:
     return otherwise if value is None else value
 
 
-def _columns(points: Sequence[Point], lineage: _Lineage, by: By | None, kind: str) -> Row:
+def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str) -> Row:
     """Return the answer's columns, one entry a step, and its series."""
     keys = sorted({key for point in points for key in point.values}, key=_key_order)
     # Where all are of one stage and role, saying it in each name says nothing.

@@ -208,3 +208,26 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
     assert advice.startswith("explain first why the streams of actor rank 3 cannot be compared")
     assert "1 token before" in advice or "1 token after" in advice
     assert advice.endswith("once that is mended: compare weights")
+
+
+def test_a_resumed_run_is_judged_over_the_attempts_in_force(live: Service) -> None:
+    again: dict[str, Any] = {"key": "a2", "start": 2_000.0, "resumed_from_step": 4}
+    for steps, hello in (
+        (range(1, 7), {"key": "a1", "start": 1_000.0}),
+        (range(5, 8), again),
+    ):
+        rank = Rank(live, world_size=1, **hello)
+        for step in steps:
+            bad = step >= 4 and hello is not again
+            rank.stage(LOG_PROB, step, handed(step, 0, producers=TWO, broken=bad))
+        rank.begin("rollout_generate", steps[-1] + 1)
+    found = Exact(live.get("/exact"))
+    assert found.first is not None
+    assert (found.first["step"], found.first["attempt"], found["attempt"]) == (4, 1, None)
+    assert [(row["from_step"], row["to_step"], row["attempt"], row["verdict"])
+            for row in found["rows"]] == [
+        (1, 3, 1, "exact"), (4, 4, 1, "differs"), (5, 7, 2, "exact")
+    ]  # fmt: skip
+    assert "; 4 of attempt 1 first differs" in found.text
+    assert Exact(live.get("/exact", attempt=2)).is_exact
+    assert Exact(live.get("/exact", attempt=1))["rows"][-1]["to_step"] == 6

@@ -177,3 +177,9 @@ def test_frames_have_a_column_a_series(session: stagescope.Session) -> None:
     frame = session.series(K3, by="rank").to_polars()
     assert frame.columns[-2:] == ["actor 0", "actor 1"]
     assert "actor 1" in session.series(K3, by="rank")._repr_html_()
+
+
+def test_a_window_that_ends_before_it_begins_is_refused(real: Service) -> None:
+    answer = real.read.get("/series", params={"metric": "loss", "from": 5, "to": 3})
+    assert answer.status_code == 422
+    assert "from is 5 and to is 3" in answer.text

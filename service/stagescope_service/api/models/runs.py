@@ -9,7 +9,6 @@ from pydantic import Field
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
-    AttemptHeading,
     Complete,
     GapText,
     ListedMissing,
@@ -166,6 +165,7 @@ class FirstDifference(Model):
     """The first step that differs, and the first token in it; where it was not kept no token."""
 
     step: Step
+    attempt: Attempt
     text: str
     """Where it is, and both values with all digits."""
     sample_uid: str | None = ABSENT
@@ -188,6 +188,8 @@ class ExactRange(Model):
     to_step: Step
     steps: int
     """How many measured steps that is."""
+    attempt: Attempt
+    """Which attempt did them."""
     verdict: Literal["exact", "differs", "not measured"]
     tokens: int
     """On how many tokens it rests."""
@@ -195,7 +197,7 @@ class ExactRange(Model):
     """Tokens in which the streams differ."""
 
 
-class Exact(AttemptHeading, Page[ExactRange]):
+class Exact(ScopeHeading, Page[ExactRange]):
     """In which steps trainer and rollout agree in every bit."""
 
     text: str
