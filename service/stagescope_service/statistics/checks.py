@@ -114,7 +114,7 @@ def probabilities(cell: Cell, p: str, q: str) -> Check:
     if not cell.tokens:
         return Check("probabilities", "unknown", "no token counts", values)
     found = [
-        f"{stream} has {cell[Field[f'{side}_POSITIVE']]:.0f} values above 0 "
+        f"{stream} has {_values(cell[Field[f'{side}_POSITIVE']])} above 0 "
         f"(up to {cell[Field[f'{side}_MAX']]:.3g})"
         for side, stream in (("P", p), ("Q", q))
         if cell[Field[f"{side}_MAX"]] > POSITIVE_BOUND
@@ -126,6 +126,10 @@ def probabilities(cell: Cell, p: str, q: str) -> Check:
         )
         return Check("probabilities", "suspect", text, values)
     return Check("probabilities", "ok", "no log-prob lies above 0", values)
+
+
+def _values(count: float) -> str:
+    return f"{count:.0f} value{'' if count == 1 else 's'}"
 
 
 def coverage(cell: Cell, p: str, q: str) -> Check:

@@ -135,7 +135,8 @@ def notes(registry: Registry, entry: Entry) -> list[str]:
     attempt = registry.newest(order["run"])
     if attempt is None:
         known = sorted({each.run for each in registry.attempts.values()})
-        unknown = f"no run {order['run']!r} is known (yet); known: {', '.join(known[:20])}"
+        unknown = f"no run {order['run']!r} is known (yet)"
+        unknown += f"; known: {', '.join(known[:20])}" if known else ""
         return [unknown, *_stage_notes(order["stages"], set())]
     said = []
     if attempt.over:
