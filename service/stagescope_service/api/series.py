@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Query
@@ -27,6 +27,7 @@ from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
+from stagescope_service.triggers.evidence import ranks_text
 
 router = APIRouter(tags=["steps"])
 
@@ -117,7 +118,8 @@ def series(
         if any(point.values for point in cut.points):
             break
     else:
-        _check_name(desk, asked, target, ids, newest)
+        if _check_name(desk, asked, target, ids, newest) == "scalar":
+            found = _Found("scalar", [_unlogged(point) for point in found.points], found.earlier_to)
     return Answer(
         {
             **target.heading(),
@@ -333,13 +335,31 @@ def _is_published(metric: str, newest: Mapping[str, Any]) -> bool:
     return not newest or metric in newest or any(name.startswith(f"{family}/") for name in newest)
 
 
+def _unlogged(point: Point) -> Point:
+    reason = NOT_LOGGED if point.row["closed_wall"] else OPEN
+    return dataclasses.replace(point, reason=reason)
+
+
+def _check_rank(asked: _Asked, there: Collection[tuple[str | None, int | None]]) -> None:
+    if any(asked.chooses(role, rank) for role, rank in there):
+        return
+    known = sorted({(str(role), int(rank or 0)) for role, rank in there})
+    wanted = asked.role or "any role"
+    wanted += "" if asked.rank is None else f", rank {asked.rank}"
+    raise NotFound(
+        f"there is no {asked.metric} of {wanted}",
+        expected=ranks_text(known) if known else "",
+    )
+
+
 def _check_name(
     desk: Desk, asked: _Asked, target: Target, ids: Sequence[int], metrics: Mapping[str, Any]
-) -> None:
-    """Say what was meant where there is no such number; return where it may have been.
+) -> Literal["metric", "scalar"]:
+    """Say what was meant where there is no such number; return what it is where it may have been.
 
     Raises:
-        NotFound: no metric and no scalar of the run's newest steps has that name.
+        NotFound: no metric and no scalar of the run's newest steps has that name, or none is of
+            the stage, role or rank that was asked for.
         InvalidInput: a scalar by round or staleness.
     """
     steps = desk.catalogue.steps(run=target.run, limit=_NAMED_STEPS)
@@ -352,18 +372,31 @@ def _check_name(
                 f"{asked.metric} is a scalar, which has no {asked.by}",
                 expected="by=rank, or no by",
             )
-        return
-    if asked.metric in metrics and asked.by is not None:
+        own = [row for row in scalars if row["name"] == asked.metric]
+        stages = {str(row["stage"]) for row in own if row["stage"] is not None}
+        if asked.stage is not None and asked.stage not in stages:
+            close = meant(asked.stage, sorted(stages))
+            raise NotFound(
+                f"{asked.metric} is logged in no stage {asked.stage!r:.100}",
+                expected=f"one of {', '.join(sorted(stages))}" if stages else "no stage",
+                advice=f"did you mean {' or '.join(close)}?" if close else "",
+            )
+        _check_rank(asked, {(row["role"], row["rank"]) for row in own})
+        return "scalar"
+    if asked.metric in metrics and (asked.by or asked.role or asked.rank is not None):
         rows = desk.catalogue.step_metrics(ids, version=VERSION, numbers="slices")
         blob = next((row["slices"] for row in rows if row["slices"]), None)
-        there = SliceMetrics.from_bytes(blob).names if blob else ()
-        if there and asked.metric not in there:
+        slices = SliceMetrics.from_bytes(blob) if blob else None
+        if slices is not None and asked.metric not in slices.names:
             raise NotFound(
-                f"{asked.metric} is a number of the whole step: there is none by {asked.by}",
-                expected=f"one of {', '.join(there)}",
+                f"{asked.metric} is a number of the whole step: there is none by "
+                f"{asked.by or 'rank'}",
+                expected=f"one of {', '.join(slices.names)}",
             )
+        if slices is not None:
+            _check_rank(asked, slices.column("rank", asked.metric))
     if asked.metric in metrics or not (metrics or names):
-        return
+        return "metric"
     close = meant(asked.metric, [*metrics, *names])
     raise NotFound(
         f"run {target.run} has no metric and no scalar {asked.metric!r:.100}",

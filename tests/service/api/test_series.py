@@ -183,3 +183,18 @@ def test_a_window_that_ends_before_it_begins_is_refused(real: Service) -> None:
     answer = real.read.get("/series", params={"metric": "loss", "from": 5, "to": 3})
     assert answer.status_code == 422
     assert "from is 5 and to is 3" in answer.text
+
+
+def test_a_stage_or_rank_that_is_not_there_is_named_with_those_that_are(real: Service) -> None:
+    problem = real.problem(404, "/series", metric="loss", stage="actor_compute_logprob")
+    assert STAGE in problem["advice"]
+    for metric in (K3, "loss"):
+        problem = real.problem(404, "/series", metric=metric, by="rank", rank=7)
+        assert "rank 7" in problem["wrong"]
+        assert "actor ranks 0-1" in problem["expected"]
+    assert "any role" not in str(real.problem(404, "/series", metric=K3, role="critic"))
+
+
+def test_a_scalar_is_one_also_where_nobody_logged_it(real: Service) -> None:
+    answer = real.get("/series", metric="loss", **{"from": 10**6})
+    assert (answer["kind"], answer["steps"]) == ("scalar", [])
