@@ -47,8 +47,8 @@ class Tensors(Table):
 
 
 def _tensor(row: dict[str, Any]) -> str:
-    sides = dict.fromkeys(f"{row[f'dtype_{side}']}{row[f'shape_{side}']}" for side in "ab")
-    return " / ".join(side.replace(" ", "") for side in sides)
+    sides = (f"{row[f'dtype_{side}'] or ''}{row[f'shape_{side}'] or ''}" for side in "ab")
+    return " / ".join(dict.fromkeys(side.replace(" ", "") or render.MISSING for side in sides))
 
 
 def _number(value: float | None) -> str:

@@ -161,6 +161,7 @@ def read_table(path: Path) -> Iterator[dict[str, Any]]:
 
 def _text(cell: str | None) -> str | None:
     text = (cell or "").strip()
+    text = text.removeprefix("<class '").removesuffix("'>")  # a number of Python, not a tensor
     return None if text.lower() in _UNKNOWN else text[:1000].removeprefix("torch.")
 
 

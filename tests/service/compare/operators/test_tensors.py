@@ -11,6 +11,8 @@ from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
 from stagescope.errors import InvalidInput, NotFound
+from stagescope.frames import Table
+from stagescope.tensors import Tensors
 from stagescope_service.compare.operators import tensors
 from stagescope_service.compare.operators.tensors import COLUMNS, compare_tensors, read_table
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
@@ -102,3 +104,16 @@ def test_odd_cells_are_numbers_or_unknown(tmp_path: Path) -> None:
     path.write_text("something,else\n1,2\n")
     with pytest.raises(InvalidInput, match="no table"):
         list(read_table(path))
+
+
+def test_a_number_of_python_and_a_tensor_without_a_shape_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "compare_result.csv"
+    names = {ours: theirs for theirs, ours in COLUMNS.items()}
+    header = [names[name] for name in ("name", "name_b", "dtype_a", "dtype_b", "shape_a")]
+    cells = "x,x,<class 'float'>,N/A,[]\ny,y,N/A,N/A,N/A\n"
+    path.write_text(",".join(header) + "\n" + cells)
+    rows = list(read_table(path))
+    assert (rows[0]["dtype_a"], rows[0]["dtype_b"]) == ("float", None)
+    lines = Tensors.of(Table.from_rows(rows)).lines()
+    assert "  float[] / -" in lines[2]
+    assert not any("None" in line or "class" in line for line in lines)
