@@ -28,6 +28,8 @@ from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
 _CALL_SECONDS: Final = 15.0
+_QUESTIONS: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
+"""Calls that may be made again whatever became of the first one."""
 
 Reply = dict[str, Any]
 
@@ -156,9 +158,11 @@ class CoordinatorCommands:
                 advice="Ray is restarting it; the same call may be made again",
             ) from error
         except asyncio.TimeoutError as error:
+            again = "the same call may be made again"
+            if method not in _QUESTIONS:
+                again = f"it may still carry that out: look at what it did before {again}"
             raise NotReady(
-                f"the coordinator did not answer {method} within {seconds:.0f} s",
-                advice="the same call may be made again",
+                f"the coordinator did not answer {method} within {seconds:.0f} s", advice=again
             ) from error
 
 
