@@ -222,7 +222,7 @@ def test_a_cell_of_one_step_that_is_run_again_is_a_finding(
             with probe.stage(stage, step=step) as part:
                 part.log(loss=0.01 * go)
         assert probe.refused["step_begun_again"] == go
-    all_sent(probe)
+        all_sent(probe)
     found = findings(coordinator)
     assert len(found) == 2  # seen twice, and one and the same
     assert {row["finding_id"] for row in found} == {found[0]["finding_id"]}
@@ -244,7 +244,7 @@ def test_the_latter_half_of_a_step_that_is_run_again_is_a_finding(
         for stage in ("actor_compute_log_prob", "actor_update"):
             with probe.stage(stage, step=1):
                 pass
-    all_sent(probe)
+        all_sent(probe)
     assert [row["stage"] for row in findings(coordinator)] == ["actor_compute_log_prob"]
 
 
