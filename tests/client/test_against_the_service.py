@@ -292,6 +292,6 @@ def test_a_run_of_which_no_step_has_numbers_says_so(found: Service, session: Ses
         session.step("measured", run="bare")
     said = ask("rounds", "--run", "bare", "--attempt", "1")
     assert said.exit_code == 4
-    assert "no step of run bare, attempt 1, has numbers" in " ".join(said.output.split())
+    assert "no step of run bare, attempt 1, has numbers" in " ".join(said.stderr.split())
     with pytest.raises(NotFound, match="run 'none'"):
         session.step("measured", run="none")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.dumps import table, tabled
 from tests.support.families import (
     FAMILIES,
@@ -23,6 +24,7 @@ from tests.support.families import (
 )
 from tests.support.leftovers import NAN, leftovers
 from torch import nn
+from torch.distributed import fsdp
 
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import Divergence, first_divergent
@@ -75,8 +77,9 @@ def test_the_planted_fault_is_named_whatever_lay_in_memory(family: str, tmp_path
         same = captured(tmp_path / level / "same", make(), level=level, byte=NAN)
         found = first_divergent(reference, same)
         assert found.same, found.first
-        # The experts' permutation is written into an empty tensor.
-        assert (found.not_read > 0) == (family == "mixtral" and level != "L0")
+        # The experts' permutation is written into an empty tensor, where torch multiplies groups.
+        written = family == "mixtral" and level != "L0" and hasattr(torch, "_grouped_mm")
+        assert (found.not_read > 0) == written
         assert non_finite_of_rank(same).first is None
     for number, (plant, module) in enumerate(FAULTS[family]):
         tables = {}
@@ -94,6 +97,7 @@ def test_the_planted_fault_is_named_whatever_lay_in_memory(family: str, tmp_path
             assert bad.first is None or (bad.first["name"] in names and bad.certain)
 
 
+@pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="this torch has no fully_shard")
 def test_healthy_shards_give_no_finding_and_a_division_by_zero_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.fsdp_rank"]
     ranks = [
