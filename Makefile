@@ -37,11 +37,14 @@ test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our nu
 verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
 
 # Of the tests with Ray those that call much of its interface: the others differ in what is asked.
-RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py clusters.py writers.py faults.py keeping_over_ray.py compare_tasks_over_ray.py) tests/examples/countdown/test_train_on_ray.py
+RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py clusters.py writers.py keeping_over_ray.py compare_tasks_over_ray.py) tests/examples/countdown/test_train_on_ray.py
+
+# What calls nothing but our own state machine, at length: no version can break it.
+PURE := tests/test_structure.py $(addprefix tests/service/engine/test_,any_order.py journal.py spans.py weighing.py whatever_comes.py)
 
 test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the lowest that are supported
 	@$(LOWEST)/bin/python -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "" if sys.version_info < (3, 11) else "(3.10, the lowest supported, was not found)")'
-	$(LOWEST)/bin/python -m pytest $(PARALLEL)
+	$(LOWEST)/bin/python -m pytest $(PARALLEL) $(addprefix --ignore=,$(PURE))
 	$(LOWEST)/bin/python -m pytest -m ray $(RAY_LOWEST)
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
