@@ -372,7 +372,9 @@ def _check_name(
                 f"{asked.metric} is a scalar, which has no {asked.by}",
                 expected="by=rank, or no by",
             )
-        own = [row for row in scalars if row["name"] == asked.metric]
+        # All of it: `scalars` is cut where there are many ranks.
+        values = desk.catalogue.scalar_values
+        own = list(values(ids, asked.metric, by_rank=True, first=min(newest)))
         stages = {str(row["stage"]) for row in own if row["stage"] is not None}
         if asked.stage is not None and asked.stage not in stages:
             close = meant(asked.stage, sorted(stages))

@@ -37,7 +37,7 @@ ANNOUNCED, INGESTED, LOST, DROPPED, REFUSED = (
 )
 
 
-Place = tuple[str, int, tuple[float, str]]
+RankAge = tuple[str, int, tuple[float, str]]
 """(role, rank, age) of a process."""
 
 Participants = dict[tuple[str, str], set[int]]
@@ -259,11 +259,11 @@ class Attempt:
     first_closed_wall: float | None = None
     #: (role, rank, age) of the process whose fingerprint it has: the first of all, whoever speaks
     #: first, so that those of two attempts are of processes that do the same.
-    fingerprint_of: Place | None = None
+    fingerprint_of: RankAge | None = None
     fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: The fullest configuration that any of its processes said, and whose it is.
     config: Any = None
-    config_of: tuple[int, Place] | None = None
+    config_of: tuple[int, RankAge] | None = None
     #: How many values the settings have that the run is shown with.
     settings_size: int = 0
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)

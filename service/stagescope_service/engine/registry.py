@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.schema import LAYOUT_COLUMNS, Event, Sender
-from stagescope_service.engine.entities import Attempt, Introduction, Place, Process, leaves
+from stagescope_service.engine.entities import Attempt, Introduction, Process, RankAge, leaves
 from stagescope_service.engine.instructions import Instruction, Put
 from stagescope_service.engine.rows import (
     attempt_row,
@@ -34,7 +34,7 @@ MAX_WORLD_SIZE: Final = 1 << 18
 
 MAX_ROLES: Final = 100
 
-RESTORED: Final[Place] = ("", -1, (0.0, ""))
+RESTORED: Final[RankAge] = ("", -1, (0.0, ""))
 """Stands for who an attempt's fingerprint is of where that was not stored: it stays."""
 
 GONE_REMEMBERED: Final = 100_000
