@@ -30,7 +30,8 @@ Each message says what was wrong, what was expected and what to do::
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 __all__ = [
     "CaptureError",
@@ -203,3 +204,15 @@ class MissingExtra(StagescopeError, ImportError):
     """Raised when a call needs a library that only an extra of this package brings."""
 
     code = "missing_extra"
+
+
+def error_of_code(
+    code: str, default: type[StagescopeError] = StagescopeError
+) -> type[StagescopeError]:
+    """Return the class whose `code` came over a wire; `default` where this version has none."""
+    return _BY_CODE.get(code, default)
+
+
+_BY_CODE: Final[Mapping[str, type[StagescopeError]]] = {
+    kind.code: kind for kind in (globals()[name] for name in __all__)
+}

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import httpx
 
-from stagescope import errors
 from stagescope.discovery import Place, is_loopback
 from stagescope.errors import (
     Conflict,
@@ -29,6 +28,7 @@ from stagescope.errors import (
     StagescopeError,
     Unauthorized,
     Unreachable,
+    error_of_code,
 )
 
 _FIRST_PAUSE: Final = 0.1
@@ -52,10 +52,6 @@ _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
 
 _Retry = Callable[[StagescopeError, int | None], bool]
 """Whether to ask again after a problem; the status is None where nothing answered."""
-
-_BY_CODE: Final[Mapping[str, type[StagescopeError]]] = {
-    kind.code: kind for kind in (getattr(errors, name) for name in errors.__all__)
-}
 
 
 class Transport:
@@ -259,7 +255,8 @@ class Transport:
         if not isinstance(body, dict):
             body = {}
         status = response.status_code
-        kind = _BY_CODE.get(str(body.get("code"))) or _BY_STATUS.get(status, StagescopeError)
+        by_status = _BY_STATUS.get(status, StagescopeError)
+        kind = error_of_code(str(body.get("code")), by_status)
         wrong = body.get("wrong") or body.get("detail") or body.get("title")
         advice = str(body.get("advice") or "")
         if not isinstance(wrong, str):

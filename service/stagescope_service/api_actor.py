@@ -1,8 +1,9 @@
-"""The API's actor: uvicorn in a thread, and the coordinator's calls over Ray behind its routes."""
+"""The API's actor: uvicorn in a thread, and the calls of the coordinator behind its routes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -22,6 +23,7 @@ from stagescope_service.api.desk import Desk
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
+from stagescope_service.engine import control
 from stagescope_service.engine.coordinator import NAME, NAMESPACE
 from stagescope_service.engine.ingestor import Ingestors
 from stagescope_service.settings import Settings
@@ -30,12 +32,14 @@ from stagescope_service.store.catalogue import Catalogue
 _CALL_SECONDS: Final = 15.0
 _QUESTIONS: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
 """Calls that may be made again whatever became of the first one."""
+_BY_RAY: Final = frozenset({"record_events"})
+"""Calls that hand object refs on."""
 
 Reply = dict[str, Any]
 
 
 class CoordinatorCommands:
-    """`api.Commands` over Ray; found again by name after the actor was made anew."""
+    """`api.Commands` of the live coordinator, over its socket or by Ray (see `engine.control`)."""
 
     def __init__(self, settings: Settings) -> None:
         self._handle: Any = None
@@ -140,13 +144,21 @@ class CoordinatorCommands:
         return await self._call("drain", run=run, timeout=timeout)
 
     async def _call(self, method: str, **arguments: Any) -> Reply:
+        """Call a method of the coordinator, past the calls of the ranks where that is possible.
+
+        Raises:
+            NotReady: it cannot be reached, or did not answer in time.
+            StagescopeError: what the method raised.
+        """
         seconds = _CALL_SECONDS + float(arguments.get("wait") or 0.0)
+        again = "the same call may be made again"
+        if method not in _QUESTIONS:
+            again = f"it may still carry that out: look at what it did before {again}"
         try:
-            if self._handle is None:
-                self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)
-            ref = getattr(self._handle, method).remote(**arguments)
-            answer: Reply = await asyncio.wait_for(asyncio.wrap_future(ref.future()), seconds)
-            return answer
+            return await asyncio.wait_for(self._ask(method, arguments), seconds)
+        except control.Broken as error:
+            wrong = f"the coordinator ended before it answered {method}"
+            raise NotReady(wrong, advice=again) from error
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, StagescopeError):
                 raise error.cause from None
@@ -158,12 +170,18 @@ class CoordinatorCommands:
                 advice="Ray is restarting it; the same call may be made again",
             ) from error
         except asyncio.TimeoutError as error:
-            again = "the same call may be made again"
-            if method not in _QUESTIONS:
-                again = f"it may still carry that out: look at what it did before {again}"
-            raise NotReady(
-                f"the coordinator did not answer {method} within {seconds:.0f} s", advice=again
-            ) from error
+            wrong = f"the coordinator did not answer {method} within {seconds:.0f} s"
+            raise NotReady(wrong, advice=again) from error
+
+    async def _ask(self, method: str, arguments: Mapping[str, Any]) -> Reply:
+        if method not in _BY_RAY:
+            with contextlib.suppress(control.NoSocket):
+                return await control.call(self._settings.home, method, arguments)
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)
+        ref = getattr(self._handle, method).remote(**arguments)
+        answer: Reply = await asyncio.wrap_future(ref.future())
+        return answer
 
 
 class ApiServer:

@@ -3,7 +3,8 @@
 Each simulated rank speaks as a probe's background thread does: one batch of events and one long
 poll on the way at a time, what comes meanwhile in the next batch, and it heeds `pause`. It prints
 the coordinator's memory and CPU time a rank, the delay from an event to its acknowledgement, and
-how long a status call takes beside it.
+how long somebody waits who asks the API meanwhile: for the coordinator's state, for stored numbers,
+and for a capture to be ordered.
 
     python -m tests.benchmarks.bench_ranks [RANKS [SECONDS_A_STEP [STEPS]]]
 """
@@ -11,6 +12,7 @@ how long a status call takes beside it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 import tempfile
@@ -23,8 +25,8 @@ import psutil
 import ray
 from tests.support.cluster import Service, ray_cluster
 
+import stagescope
 from stagescope import schema
-from stagescope_service.engine.coordinator import NAME, NAMESPACE
 from stagescope_service.engine.load import TRIM_SECONDS
 
 STAGES = schema.STAGES[:6]
@@ -94,24 +96,45 @@ class SimulatedRank:
 
 
 class Asker:
-    """Asks for the status from a process of its own: that of the simulated ranks is busy."""
+    """Asks the API from a process of its own: that of the simulated ranks is busy."""
 
-    def ask(self) -> tuple[float, dict[str, Any]]:
-        coordinator = ray.get_actor(NAME, namespace=NAMESPACE)
+    def __init__(self, url: str, token: str) -> None:
+        self.session = stagescope.attach(url, token=token, timeout=300.0)
+
+    def ask(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the seconds that each question took, and the coordinator's state."""
+        took, said = {}, {}
+        questions = {
+            "ready": lambda: self.session.get("/readyz"),
+            "status": self.session.status,
+            "runs": self.session.runs,
+            "step": lambda: self.session.step(1, run="simulated").stages(rank=0),
+        }
+        for name, question in questions.items():
+            began = time.monotonic()
+            with contextlib.suppress(stagescope.NotFound):  # nobody has begun a step yet
+                said[name] = question()
+            took[name] = time.monotonic() - began
+        return took, dict(said["status"])
+
+    def order(self) -> float:
+        """Return the seconds until a capture is ordered and withdrawn."""
         began = time.monotonic()
-        status: Any = ray.get(coordinator.status.remote())
-        return time.monotonic() - began, status
+        ordered = self.session.capture(stages=["actor_update"], run="simulated", steps=10**6)
+        self.session.remove_capture(ordered["capture_id"])
+        return time.monotonic() - began
 
 
 async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> None:
     coordinator = service.coordinator
     process = psutil.Process((await coordinator.status.remote())["pid"])
     asker: Any = ray.remote(num_cpus=0)(Asker)
-    asker = asker.remote()
+    asker = asker.remote(service.info.url, service.token)
     await asker.ask.remote()
     before = process.memory_info().rss
     delays: list[float] = []
-    asked: list[float] = []
+    asked: list[dict[str, float]] = []
+    ordered: list[float] = []
     everyone = [SimulatedRank(coordinator, rank, ranks, delays) for rank in range(ranks)]
     running = [asyncio.create_task(one.send()) for one in everyone]
     running += [asyncio.create_task(one.poll()) for one in everyone]
@@ -120,15 +143,17 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
     report = time.monotonic()
     while not all(task.done() for task in training):
         await asyncio.sleep(1.0)
-        took, status = await asker.ask.remote()
-        asked.append(took)
+        answers, status = await asker.ask.remote()
+        asked.append(answers)
         if time.monotonic() > report:
             report += seconds
             held = sum(len(one.waiting) for one in everyone)
+            ordered.append(await asker.order.remote())
             print(  # noqa: T201
                 f"{time.monotonic() - began:6.0f} s  {len(delays):8d} acknowledged  "
                 f"{held:7d} at the ranks  memory {process.memory_info().rss / 2**20:6.0f} MiB  "
-                f"status {took:5.2f} s  load {status.get('load')}",
+                f"status {answers['status']:5.2f} s  order {ordered[-1]:5.2f} s  "
+                f"load {status['coordinator'].get('load')}",
                 flush=True,
             )
     while any(one.waiting for one in everyone):  # noqa: ASYNC110 - of a thousand senders
@@ -146,7 +171,8 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
         f"CPU     {used / len(delays) * 1e6:8.0f} us an event ({used / took:.2f} of a core)\n"
         f"delay   {np.median(delays):8.3f} s, p99 {np.quantile(delays, 0.99):.3f} s, "
         f"longest {max(delays):.3f} s\n"
-        f"status  {np.median(asked):8.3f} s, longest {max(asked):.3f} s\n"
+        f"{_waits(asked)}\n"
+        f"order   {np.median(ordered):8.3f} s, longest {max(ordered):.3f} s\n"
         f"pushed back {sum(one.pushed_back for one in everyone)} of {calls} calls"
     )
     for task in running:
@@ -158,6 +184,14 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
     ) > grown / 2 and time.monotonic() < left:
         await asyncio.sleep(1.0)
     print(f"kept    {kept / ranks / 1024:8.1f} KiB a rank once all are silent")  # noqa: T201
+
+
+def _waits(asked: list[dict[str, float]]) -> str:
+    waits = {name: [answers[name] for answers in asked] for name in asked[0]}
+    return "\n".join(
+        f"{name:8}{np.median(took):8.3f} s, longest {max(took):.3f} s"
+        for name, took in waits.items()
+    )
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import ray
 from stagescope.captures import validate_capture
 from stagescope.engines.registry import check_engine
 from stagescope.errors import NotReady, StagescopeError
-from stagescope_service.engine import digests
+from stagescope_service.engine import control, digests
 from stagescope_service.engine.arguments import (
     AttemptId,
     Fields,
@@ -58,6 +58,11 @@ NAMESPACE: Final = "stagescope"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _STANDING: Final = "standing_keep"
 """Key of `meta`: what the settings' file has runs keep, and since which revision."""
+_CONTROL: Final = (
+    "plan", "poll", "add_capture", "remove_capture", "set_triggers", "pin", "unpin",
+    "add_engine", "remove_engine", "ask_stacks", "status", "drain",
+)  # fmt: skip
+"""What the API calls past the ranks' calls."""
 _LONGEST_WAIT: Final = 60.0
 """Seconds that one call waits for an agreement."""
 
@@ -76,6 +81,7 @@ class DebugCoordinator:
         self._task: asyncio.Task[None] | None = None
         self._store: SqlStore | None = None
         self._floor: RayFloor | None = None
+        self._control: asyncio.Server | None = None
 
     # --- events -------------------------------------------------------------------------
     async def record_events(
@@ -284,6 +290,8 @@ class DebugCoordinator:
         self._reason = "the service is stopping"
         if self._task is not None:
             self._task.cancel()
+        if self._control is not None:
+            self._control.close()
         self._reception = None
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
@@ -311,6 +319,7 @@ class DebugCoordinator:
     async def _run(self) -> None:
         """Open the catalogue, whatever it takes, then look after leases."""
         settings = self._settings()
+        await self._serve_control(settings)
         reception = await self._open(settings)
         self._reception = reception
         pause = max(0.05, min(1.0, settings.lease_seconds / 10))
@@ -324,6 +333,15 @@ class DebugCoordinator:
                     self._floor.look()
             except Exception:
                 logger.exception("leases could not be looked after")
+
+    async def _serve_control(self, settings: Settings) -> None:
+        """Let orders and questions come past the calls of the ranks, where a socket can be."""
+        methods = {name: getattr(self, name) for name in _CONTROL}
+        try:
+            settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._control = await control.serve(settings.home, methods)
+        except OSError as error:
+            logger.warning("orders wait behind the calls of ranks: %s", describe(error))
 
     async def _open(self, settings: Settings) -> Reception:
         pause = _FIRST_PAUSE

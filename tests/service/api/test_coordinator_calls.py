@@ -1,19 +1,22 @@
-"""Calls of the API to a coordinator that does not answer in time."""
+"""Calls of the API to a coordinator: by its socket, by Ray, and to one that does not answer."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stagescope.errors import NotReady
+from stagescope.errors import InvalidPlan, NotReady, StagescopeError
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
 from stagescope_service import api_actor
+from stagescope_service.engine import control
 
 
 class Busy:
@@ -41,3 +44,89 @@ def test_an_order_that_was_not_answered_may_still_be_carried_out(
     with pytest.raises(NotReady) as caught:
         asyncio.run(commands.status())
     assert "still" not in caught.value.advice
+
+
+class Asked:
+    """What a coordinator is asked over its socket, each method once."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.commands = api_actor.CoordinatorCommands(Settings(home=home))
+        self.commands._handle = Busy()
+
+    async def serve(self, **methods: control.Method) -> asyncio.Server:
+        return await control.serve(self.home, methods)
+
+
+async def status() -> dict[str, Any]:
+    return {"live_processes": 3, "lag": math.nan, "said": "a line\nand another ✓" + "x" * 200_000}
+
+
+async def refuse(**arguments: Any) -> dict[str, Any]:
+    raise InvalidPlan(f"no {arguments['spec']}", expected="a capture", advice="look")
+
+
+async def fail(**arguments: Any) -> dict[str, Any]:
+    raise KeyError("secret")
+
+
+async def never(**arguments: Any) -> dict[str, Any]:
+    return await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("folder", ["home", "a" * 90 + "/" + "b" * 90])
+def test_the_socket_answers_while_ray_has_its_hands_full(tmp_path: Path, folder: str) -> None:
+    home = tmp_path / folder
+    home.mkdir(parents=True)
+
+    async def ask() -> None:
+        asked = Asked(home)
+        async with await asked.serve(status=status, add_capture=refuse, unpin=fail):
+            several = await asyncio.gather(*[asked.commands.status() for _ in range(20)])
+            assert [said["live_processes"] for said in several] == [3] * 20
+            assert math.isnan(several[0]["lag"])
+            assert several[0]["said"] == (await status())["said"]
+            with pytest.raises(InvalidPlan) as refused:
+                await asked.commands.add_capture(spec={"a": 1}, by="me")
+            assert (refused.value.wrong, refused.value.expected, refused.value.advice) == (
+                "no {'a': 1}", "a capture", "look"
+            )  # fmt: skip
+            with pytest.raises(StagescopeError, match="failed with KeyError") as failed:
+                await asked.commands.unpin(attempt_id=1, step=1, by="me")
+            assert "secret" not in str(failed.value)
+
+    asyncio.run(ask())
+
+
+def test_a_coordinator_that_ends_in_the_middle_of_an_order_is_said(tmp_path: Path) -> None:
+    async def ask() -> None:
+        asked = Asked(tmp_path)
+
+        async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.close()
+
+        address = os.fspath(tmp_path / control.FILE)
+        async with await asyncio.start_unix_server(leave, address):
+            with pytest.raises(NotReady, match="ended before it answered pin") as caught:
+                await asked.commands.pin(attempt_id=1, step=1, by="me")
+            assert "may still carry that out" in caught.value.advice
+
+    asyncio.run(ask())
+
+
+def test_without_a_listener_ray_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that a dead coordinator left is none; the next one takes its place."""
+    monkeypatch.setattr(api_actor, "_CALL_SECONDS", 0.2)
+
+    async def ask() -> None:
+        asked = Asked(tmp_path)
+        (await asked.serve(status=status)).close()
+        with pytest.raises(NotReady, match="did not answer status"):  # by Ray
+            await asked.commands.status()
+        async with await asked.serve(status=status, drain=never):
+            assert (await asked.commands.status())["live_processes"] == 3
+            with pytest.raises(NotReady, match="did not answer drain"):
+                await asked.commands.drain(run=None, timeout=1.0)
+
+    asyncio.run(ask())

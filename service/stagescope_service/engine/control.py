@@ -1,0 +1,132 @@
+"""The coordinator's own door beside Ray: orders and questions that do not wait behind the ranks.
+
+Ray hands an actor its calls in order of arrival, at about a millisecond each: what is asked behind
+20 000 calls of ranks waits for all of them to be started, in whichever concurrency group it is.
+The API therefore asks over a Unix socket in the service's home, which the coordinator's own loop
+serves: one connection a call, one line of JSON there and one back. The directory has mode 0700, so
+only the service's own user comes in. Where there is no such socket (an API on another node, a file
+system without sockets), the API calls by Ray as ranks do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import StagescopeError, error_of_code
+
+logger = logging.getLogger(__name__)
+
+FILE: Final = "coordinator.sock"
+MOST_BYTES: Final = 64 << 20
+"""Of one line; what the API takes in is bounded far below."""
+_LONGEST_ADDRESS: Final = 100
+"""Bytes of a path that fit into a socket's address on every system (Linux: 107)."""
+
+Reply = dict[str, Any]
+Method = Callable[..., Awaitable[Reply]]
+
+
+class NoSocket(Exception):
+    """Nobody listens there: nothing was asked, and Ray is the way."""
+
+
+class Broken(Exception):
+    """The connection ended before the answer came: it may have been carried out."""
+
+
+async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
+    """Answer calls of `methods` over a socket in `folder`, in the running loop.
+
+    Raises:
+        OSError: no socket can be made there.
+    """
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            line = await reader.readline()
+            if line:
+                writer.write(await _answer(line, methods))
+                await writer.drain()
+        except (OSError, ValueError):
+            logger.debug("a caller left before its answer", exc_info=True)
+        finally:
+            writer.close()
+
+    with _address(folder) as address:
+        # It takes the place of the socket that a dead coordinator left.
+        return await asyncio.start_unix_server(answer, address, limit=MOST_BYTES)
+
+
+async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply:
+    """Call a method of the coordinator that serves `folder` on this machine.
+
+    Raises:
+        NoSocket: nobody listens; nothing was asked.
+        Broken: the connection ended before an answer.
+        StagescopeError: what the method raised.
+    """
+    try:
+        with _address(folder) as address:
+            reader, writer = await asyncio.open_unix_connection(address, limit=MOST_BYTES)
+    except (OSError, AttributeError) as error:
+        raise NoSocket(str(error)) from error
+    try:
+        writer.write(json.dumps({"method": method, "arguments": arguments}).encode() + b"\n")
+        await writer.drain()
+        line = await reader.readline()
+    except OSError as error:
+        raise Broken(str(error)) from error
+    finally:
+        writer.close()
+    if not line.endswith(b"\n"):
+        raise Broken("no whole answer came")
+    said = json.loads(line)
+    if (error := said.get("error")) is not None:
+        raise error_of_code(error["code"])(
+            error["wrong"], expected=error["expected"], advice=error["advice"]
+        )
+    reply: Reply = said["answer"]
+    return reply
+
+
+async def _answer(line: bytes, methods: Mapping[str, Method]) -> bytes:
+    try:
+        asked = json.loads(line)
+        said = {"answer": await methods[asked["method"]](**asked["arguments"])}
+    except StagescopeError as error:
+        said = {"error": _told(error)}
+    except Exception as error:
+        logger.exception("a call over %s failed", FILE)
+        wrong = f"the coordinator failed with {type(error).__name__}"
+        said = {"error": _told(StagescopeError(wrong, advice="its log has the traceback"))}
+    return json.dumps(said).encode() + b"\n"
+
+
+def _told(error: StagescopeError) -> dict[str, str]:
+    return {
+        "code": error.code,
+        "wrong": error.wrong,
+        "expected": error.expected,
+        "advice": error.advice,
+    }
+
+
+@contextlib.contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """Yield the socket's path, by way of an open folder where it is too long for an address."""
+    path = folder / FILE
+    if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
+        yield str(path)
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{FILE}"
+    finally:
+        os.close(descriptor)
