@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from stagescope_service.store.base import Put
+from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.connect import catalogue_url
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
@@ -19,6 +20,16 @@ from stagescope_service.store.tables import TABLES
 def url_of(directory: Path) -> str:
     """The URL of a SQLite catalogue in `directory`."""
     return catalogue_url(directory)
+
+
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[tuple[SqlStore, Catalogue]]:
+    """A catalogue in `directory`, to write and to read."""
+    store, catalogue = SqlStore(url_of(directory)), Catalogue(url_of(directory))
+    store.open()
+    yield store, catalogue
+    catalogue.close()
+    store.close()
 
 
 def write(store: SqlStore, *puts: Put) -> None:

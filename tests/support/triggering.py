@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from tests.support.floor import LocalFloor
 from tests.support.measure import payload
 from tests.support.parallel import Said
+from tests.support.stores import opened
 
 from stagescope.errors import StagescopeError
 from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
@@ -71,6 +73,22 @@ class Orderer:
             Put("dumps", {**place, "attempt_id": 1, "step": 1, "role": "actor", "rank": 0, **dump}),
         ]
         self.store.submit(rows).result(30)
+
+
+@contextmanager
+def training(folder: Path, ring_bytes: int = 1 << 24) -> Iterator[Bench]:
+    """A run that is to begin, on a catalogue in `folder`."""
+    with opened(folder) as (store, catalogue):
+        yield Bench(store, catalogue, folder, ring_bytes)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's coroutine in a loop of its own."""
+
+    async def all_of_it() -> None:
+        await work()
+
+    asyncio.run(all_of_it())
 
 
 class Bench:

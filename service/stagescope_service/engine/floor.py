@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ray import exceptions
 
-from stagescope.errors import CatalogueUnavailable, NotReady, StagescopeError, StoreError
+from stagescope.errors import StagescopeError, StoreError
 from stagescope_service.engine.digests import refusal
 from stagescope_service.engine.disks import RayDisks
 from stagescope_service.engine.findings import NOT_AGGREGATED, finding
@@ -29,6 +29,7 @@ from stagescope_service.engine.instructions import (
 from stagescope_service.engine.reasons import describe
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.retention import Limits, Retention
+from stagescope_service.engine.retries import RetriedWork, tries
 from stagescope_service.engine.triggering.actions import Acting, Order, PinAnswer, gone_of
 from stagescope_service.engine.triggering.live import Triggers
 from stagescope_service.engine.triggering.turns import Turns
@@ -46,8 +47,6 @@ Reply = dict[str, Any]
 
 
 _MOST_FILES: Final = 100_000
-PAUSES: Final = (1.0, 5.0, 20.0)
-"""Seconds before each further try of a step's aggregation that failed."""
 
 
 class RayFloor:
@@ -67,8 +66,12 @@ class RayFloor:
         self._turns = Turns(REACH)
         self.triggers = Triggers(self._catalogue, self._write, acting)
         self._weigher = Weigher(self._catalogue, self._write, settings.weight_names)
-        self._forming: dict[Assemble, bool] = {}
-        self._digesting: dict[DumpKey, Digest | None] = {}
+        self._aggregating = RetriedWork[Assemble, Assemble](
+            "the aggregation of", self._aggregate, self._aggregation_failed
+        )
+        self._digesting = RetriedWork[DumpKey, Digest](
+            "the operator table of", self._digest, self._digest_failed
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, settings: Settings) -> None:
@@ -83,19 +86,13 @@ class RayFloor:
 
     def assemble(self, order: Assemble) -> None:
         """Form the whole of a step; asked again meanwhile, it is formed once more after."""
-        if order in self._forming:
-            self._forming[order] = True
-            return
-        self._forming[order] = False
-        self._start(self._form(order))
+        if self._aggregating.takes(order, order):
+            self._start(self._aggregating.carry_out(order, order))
 
     def digest(self, order: Digest) -> None:
         """Have the ingestor of the dump's node make its table; asked again, once more after."""
-        if order.key in self._digesting:
-            self._digesting[order.key] = order
-            return
-        self._digesting[order.key] = None
-        self._start(self._digest(order))
+        if self._digesting.takes(order.key, order):
+            self._start(self._digesting.carry_out(order.key, order))
 
     def weigh(self, order: Weigh) -> None:
         """Compare the recorded weights of a version; asked again meanwhile, once more after."""
@@ -170,33 +167,16 @@ class RayFloor:
             logger.exception("old kept files could not be deleted")
 
     async def _digest(self, order: Digest) -> None:
-        while True:
-            rows = await self._digested(order)
-            try:
-                await self.reception.write(rows)
-            except StagescopeError:
-                # It stays announced: the next coordinator has it digested.
-                logger.exception("the operators of %s could not be noted", order.key)
-            again = self._digesting[order.key]
-            if again is None:
-                del self._digesting[order.key]
-                return
-            order, self._digesting[order.key] = again, None
+        try:
+            rows = await self._ingestors.on(order.node_id).digest.remote(order.job)
+        except exceptions.RayActorError:
+            self._ingestors.forget(order.node_id)
+            raise
+        await self.reception.write([Put(table, row) for table, row in rows])
 
-    async def _digested(self, order: Digest) -> list[Put]:
-        reason = ""
-        for _ in range(2):
-            try:
-                ingestor = self._ingestors.on(order.node_id)
-                rows = await ingestor.digest.remote(order.job)
-                return [Put(table, row) for table, row in rows]
-            except exceptions.RayActorError as error:  # noqa: PERF203 - tried twice alone
-                reason = f"its ingestor died while reading it: {describe(error)}"
-                self._ingestors.forget(order.node_id)
-            except Exception as error:  # whatever it was, the dump ends here
-                reason = f"it could not be handed to an ingestor: {describe(error)}"
-                break
-        return refusal(order.job, StoreError(reason))
+    async def _digest_failed(self, order: Digest, error: Exception) -> None:
+        reason = f"the service failed to read it ({tries()} tries): {describe(error)}"
+        await self.reception.write(refusal(order.job, StoreError(reason)))
 
     async def _read_watchdogs(self, order: ReadWatchdogs) -> None:
         try:
@@ -212,38 +192,18 @@ class RayFloor:
     async def _write(self, rows: Sequence[Put | Delete]) -> None:
         await self.reception.write(rows)
 
-    async def _form(self, order: Assemble) -> None:
-        while True:
-            self._forming[order] = False
-            try:
-                await self._form_and_retry(order)
-            except Exception:
-                # What it would have said is not on disk: the next coordinator forms it.
-                logger.exception("the whole of step %s could not be formed", order)
-            if not self._forming[order]:
-                del self._forming[order]
-                return
+    async def _aggregate(self, order: Assemble) -> None:
+        await self._form_once(order)
+        self._hold_against_rules(order)
 
-    async def _form_and_retry(self, order: Assemble) -> None:
-        """Form a step, again where that fails; what fails for good is said and holds up nothing.
+    async def _aggregation_failed(self, order: Assemble, error: Exception) -> None:
+        """Say that a step could not be formed; it holds up nothing."""
+        try:
+            await self.reception.write([self._not_aggregated(order, error)])
+        finally:
+            self._hold_against_rules(order)
 
-        While the catalogue is unavailable nothing could be said: it is tried for as long as it is.
-        """
-        pauses = iter(PAUSES)
-        while True:
-            try:
-                await self._form_once(order)
-                break
-            except (CatalogueUnavailable, NotReady) as error:
-                pause = PAUSES[-1]
-                logger.warning("%s is formed again in %g s: %s", order, pause, describe(error))
-            except Exception as error:
-                logger.exception("the whole of step %s could not be formed", order)
-                pause = next(pauses, -1.0)
-                if pause < 0:
-                    await self.reception.write([self._not_aggregated(order, error)])
-                    break
-            await asyncio.sleep(pause)
+    def _hold_against_rules(self, order: Assemble) -> None:
         for step in self._turns.formed(order.attempt_id, order.step, self._owed(order)):
             self._start(self.triggers.formed(order.attempt_id, step))
 
@@ -252,14 +212,13 @@ class RayFloor:
         reason = "" if error is None else describe(error)
         return finding(
             NOT_AGGREGATED,
-            f"the summary of step {order.step} could not be formed ({len(PAUSES) + 1} tries): "
-            f"{reason}",
+            f"the summary of step {order.step} could not be formed ({tries()} tries): {reason}",
             run="" if attempt is None else attempt.run,
             attempt_id=order.attempt_id,
             step=order.step,
             wall=self.reception.wall(),
             severity="error",
-            evidence={"error": reason, "tries": len(PAUSES) + 1},
+            evidence={"error": reason, "tries": tries()},
             advice="its payloads, scalars and the statistics of its parts are kept (/ranks, "
             "/stages); it is tried again when more of it arrives and when the service starts "
             "anew; the coordinator's log has the traceback",
@@ -285,7 +244,7 @@ class RayFloor:
         attempt = self.reception.state.attempt(order.attempt_id)
         unread = [] if attempt is None else [step for step in attempt.pending if step is not None]
         closed = [step for step in unread if attempt is None or step not in attempt.open]
-        forming = {*self._forming, *self.reception.executor.due} - {order}
+        forming = {*self._aggregating, *self.reception.executor.due} - {order}
         return closed + [each.step for each in forming if each.attempt_id == order.attempt_id]
 
     async def _retired(self, order: Assemble) -> list[Delete]:

@@ -19,8 +19,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.errors import StagescopeError, StoreError
-from stagescope_service.engine.digests import refusal
+from stagescope.errors import StagescopeError
 from stagescope_service.engine.hangs.silence import read_watchdogs
 from stagescope_service.engine.ingestion import kept_files
 from stagescope_service.engine.ingestion.intake import Intake
@@ -153,7 +152,11 @@ class Ingestor:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        """Make a dump's operator table; return the rows that came of it."""
+        """Make a dump's operator table; return the rows that came of it.
+
+        Raises:
+            Exception: what may pass, as `StoreError` of a full disk, and what nobody foresaw.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._digest, job)
 
     async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -221,10 +224,7 @@ class Ingestor:
         # Here, since the coordinator reads this file too and has no use for Parquet.
         from stagescope_service.engine.ingestion.operators import digest_dump
 
-        try:
-            rows = digest_dump(job, self._roots, self._node_id)
-        except Exception as error:  # one dump must not end the ingestor
-            rows = refusal(job, StoreError(f"the service failed to read it: {describe(error)}"))
+        rows = digest_dump(job, self._roots, self._node_id)
         return [(put.table, dict(put.row)) for put in rows]
 
 

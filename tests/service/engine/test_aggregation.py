@@ -1,24 +1,26 @@
-"""A step whose summary cannot be formed: tried again, and said where it fails for good."""
+"""What is made in the background and fails: tried again, and said where it fails for good."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.triggering import Bench, rule, rules_of
+from tests.support.dumps import capture
+from tests.support.triggering import Bench, rule, rules_of, run, training
 
 from stagescope.errors import CatalogueUnavailable
 from stagescope_service.api.completeness import gaps
+from stagescope_service.engine import retries
+from stagescope_service.engine.digests import again
+from stagescope_service.engine.ingestion.operators import TABLE, digest_dump
 from stagescope_service.engine.instructions import Assemble, Put
 from stagescope_service.engine.wholes.forming import Former
 from stagescope_service.settings import Settings
-from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.sql import SqlStore
 
 pytest.importorskip("ray")
 from stagescope_service.engine import floor
@@ -27,12 +29,32 @@ from stagescope_service.engine.findings import NOT_AGGREGATED
 STEP = Assemble(1, 1)
 
 
+class OneNode:
+    """The ingestors of a cluster of one node, in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.before: list[Callable[[], object]] = []
+        """What happens before each of the next tries."""
+        self.digest = self
+
+    def on(self, node_id: str | None) -> OneNode:
+        del node_id
+        return self
+
+    async def remote(self, job: dict[str, Any]) -> list[Put]:
+        if self.before:
+            self.before.pop(0)()
+        return digest_dump(job, [self.folder], "here")
+
+
 class Broken:
     """A closed step with a scalar that is not finite, whose summary is not formed yet."""
 
-    def __init__(self, folder: Path, bench: Bench) -> None:
-        self.bench, self.catalogue = bench, bench.catalogue
-        self.floor = floor.RayFloor(Settings(home=folder), order=None)  # type: ignore[arg-type]
+    def __init__(self, folder: Path, bench: Bench, nodes: OneNode) -> None:
+        self.bench, self.catalogue, self.nodes = bench, bench.catalogue, nodes
+        settings = Settings(home=folder, data_dir=folder)
+        self.floor = floor.RayFloor(settings, order=None)  # type: ignore[arg-type]
         self.floor.reception = bench.floor.reception
         self.tried = 0
 
@@ -48,6 +70,9 @@ class Broken:
     async def form(self) -> None:
         """Have the step formed, and wait until all that follows is done."""
         self.floor.assemble(STEP)
+        await self.settled()
+
+    async def settled(self) -> None:
         while self.floor._tasks:
             await asyncio.wait_for(asyncio.gather(*self.floor._tasks), 30)
 
@@ -58,32 +83,25 @@ class Broken:
         return self.bench.findings(NOT_AGGREGATED)
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "PAUSES", (0.0, 0.0))
+
+
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broken]:
-    settings = Settings(home=tmp_path)
-    store = SqlStore(settings.catalogue_url)
-    store.open()
-    catalogue = Catalogue(settings.catalogue_url)
-    monkeypatch.setattr(floor, "PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(floor, "Ingestors", lambda settings: None)
-    found = Broken(tmp_path, Bench(store, catalogue, tmp_path))
-    form = Former.form
+    nodes = OneNode(tmp_path)
+    monkeypatch.setattr(floor, "Ingestors", lambda settings: nodes)
+    with training(tmp_path) as bench:
+        found = Broken(tmp_path, bench, nodes)
+        form = Former.form
 
-    async def counted(*args: Any, **more: Any) -> None:
-        found.tried += 1
-        await form(*args, **more)
+        async def counted(*args: Any, **more: Any) -> None:
+            found.tried += 1
+            await form(*args, **more)
 
-    monkeypatch.setattr(Former, "form", counted)
-    yield found
-    catalogue.close()
-    store.close()
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def all_of_it() -> None:
-        await work()
-
-    asyncio.run(all_of_it())
+        monkeypatch.setattr(Former, "form", counted)
+        yield found
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
@@ -162,3 +180,42 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         assert broken.catalogue.steps(1, before=2)[0]["has_whole"]
 
     run(work)
+
+
+# --- operator tables and weights ----------------------------------------------------------------
+def announced(files: Path) -> dict[str, Any]:
+    """The row of a dump that was announced."""
+    place = {"step": 1, "policy_version": None, "stage": "actor_update", "role": "actor", "rank": 1}
+    part = dict.fromkeys(("occurrence", "epoch", "minibatch", "microbatch"), 0)
+    return {
+        "incarnation": "i", "work_key": "1||actor_update|0.0.0.0", "capture_id": "c",
+        "attempt_id": 1, **place, **part, "node_id": "here", "dump_path": str(files),
+        "announced_wall": 5.0, "mark": 7, "truncated": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["for a moment", "for good"])
+def test_an_operator_table_that_the_disk_refused_is_tried_again(
+    broken: Broken, tmp_path: Path, passes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    row = announced(files := capture(tmp_path / "dump"))
+    table = files / TABLE
+    table.mkdir()  # a file cannot take its place
+    broken.nodes.before += [lambda: None, table.rmdir if passes else lambda: None]
+
+    async def work() -> None:
+        await broken.floor.reception.write([Put("operators", row)])
+        broken.floor.digest(again(row, "r"))
+        await broken.settled()
+
+    run(work)
+    (told,) = broken.catalogue.operators(1, 1)
+    said = broken.bench.findings("unreadable_dump")
+    assert told["digested_mark"] == told["mark"]
+    if passes:
+        assert (told["state"], said) == ("digested", [])
+        return
+    assert told["state"] == "refused"
+    assert "(3 tries)" in told["reason"]
+    assert "(3 tries)" in said[0]["message"]

@@ -6,13 +6,12 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.measure import payload
-from tests.support.stores import url_of
-from tests.support.triggering import Bench, hook, rule, rules_of
+from tests.support.triggering import Bench, hook, rule, rules_of, run, training
 
 from stagescope.errors import Conflict
 from stagescope_service.api.groups import outcomes
@@ -20,9 +19,7 @@ from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.engine.orders import agreement
 from stagescope_service.engine.triggering.actions import gone_of
 from stagescope_service.store.base import Put
-from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.ring import RingEntry
-from stagescope_service.store.sql import SqlStore
 from stagescope_service.triggers import spending
 from stagescope_service.triggers.replay import replay
 from stagescope_service.triggers.rules import Rules, defaults
@@ -32,19 +29,8 @@ PIN = {"finding": {}, "pin": 2}
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
-    catalogue = Catalogue(url_of(tmp_path))
-    yield Bench(store, catalogue, tmp_path)
-    catalogue.close()
-    store.close()
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def all_of_it() -> None:
-        await work()
-
-    asyncio.run(all_of_it())
+    with training(tmp_path) as opened:
+        yield opened
 
 
 def test_the_defaults_are_in_force_where_nothing_was_given(bench: Bench) -> None:
@@ -444,55 +430,47 @@ def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> Non
 
 # --- pins -------------------------------------------------------------------------------------
 def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
-    catalogue = Catalogue(url_of(tmp_path))
-    bench = Bench(store, catalogue, tmp_path, ring_bytes=40_000)
+    with training(tmp_path, ring_bytes=40_000) as bench:
 
-    async def work() -> None:
-        await bench.triggers.put(rules_of(rule(actions=PIN)), by="me")
-        for step in range(1, 4):
-            await bench.step(step, 0.01)
-        await bench.step(4, 1.0)
-        for step in range(5, 30):
-            if step == 15:
-                bench.floor._intakes.clear()  # the ingestor is a new process
-            await bench.step(step, 0.01)
-        for step in range(30, 40):
-            await bench.step(step, 1.0)
+        async def work() -> None:
+            await bench.triggers.put(rules_of(rule(actions=PIN)), by="me")
+            for step in range(1, 4):
+                await bench.step(step, 0.01)
+            await bench.step(4, 1.0)
+            for step in range(5, 30):
+                if step == 15:
+                    bench.floor._intakes.clear()  # the ingestor is a new process
+                await bench.step(step, 0.01)
+            for step in range(30, 40):
+                await bench.step(step, 1.0)
 
-    run(work)
-    ring = bench.floor._node(None).ring
-    held = {entry.key.step for entry in ring.entries() if entry.pinned}
-    assert {3, 4} <= held
-    assert sum(entry.bytes for entry in ring.entries() if entry.pinned) <= 20_000
-    assert ring.bytes <= 40_000
-    assert {row["step"] for row in catalogue.pinned_steps()} == held
-    said = bench.findings("pin_not_kept")
-    assert said
-    assert "pinned payloads take" in said[-1]["message"]
-    assert ring.not_kept == 0
-    catalogue.close()
-    store.close()
+        run(work)
+        ring = bench.floor._node(None).ring
+        held = {entry.key.step for entry in ring.entries() if entry.pinned}
+        assert {3, 4} <= held
+        assert sum(entry.bytes for entry in ring.entries() if entry.pinned) <= 20_000
+        assert ring.bytes <= 40_000
+        assert {row["step"] for row in bench.catalogue.pinned_steps()} == held
+        said = bench.findings("pin_not_kept")
+        assert said
+        assert "pinned payloads take" in said[-1]["message"]
+        assert ring.not_kept == 0
 
 
 def test_a_pin_that_comes_too_late_is_said(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
-    catalogue = Catalogue(url_of(tmp_path))
-    bench = Bench(store, catalogue, tmp_path, ring_bytes=12_000)
+    with training(tmp_path, ring_bytes=12_000) as bench:
 
-    async def work() -> None:
-        await bench.triggers.put(rules_of(rule(actions={"finding": {}, "pin": 9})), by="me")
-        for step in range(1, 6):
-            await bench.step(step, 0.01)
-        await bench.step(6, 1.0)
+        async def work() -> None:
+            await bench.triggers.put(rules_of(rule(actions={"finding": {}, "pin": 9})), by="me")
+            for step in range(1, 6):
+                await bench.step(step, 0.01)
+            await bench.step(6, 1.0)
 
-    run(work)
-    gone = [row for row in bench.findings("pin_not_kept") if "had left the ring" in row["message"]]
-    assert [row["step"] for row in gone][:2] == [1, 2]
-    catalogue.close()
-    store.close()
+        run(work)
+        gone = [
+            row for row in bench.findings("pin_not_kept") if "had left the ring" in row["message"]
+        ]
+        assert [row["step"] for row in gone][:2] == [1, 2]
 
 
 # --- captures ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support.trainings import Delivery, Rank
 
-from stagescope.errors import InvalidEvent
+from stagescope.errors import CatalogueUnavailable, InvalidEvent, StoreError
+from stagescope_service.engine import retries
 from stagescope_service.engine.instructions import Delete, Put, Weigh
 from stagescope_service.engine.state import State
-from stagescope_service.engine.weights.weigher import Weigher
+from stagescope_service.engine.weights.weigher import NOT_COMPARED, Weigher
 from stagescope_service.engine.weights.weighing import judge
 from stagescope_service.store.base import Row
 from stagescope_service.store.catalogue import Catalogue
@@ -312,3 +314,51 @@ def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales
 
     asyncio.run(several())
     assert written == 2
+
+
+@pytest.mark.parametrize("error", [StoreError("once"), CatalogueUnavailable("for a while")])
+def test_a_comparison_that_could_not_be_written_is_tried_again(
+    scales: Scales, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(retries, "PAUSES", (0.0, 0.0))
+    sender = trainer()
+    scales.give(*sender.said, weights(sender, GOOD), weigh=False)
+    errors = [error, error]
+
+    async def write(rows: Sequence[Put | Delete]) -> None:
+        if errors:
+            raise errors.pop()
+        scales.write(rows)
+
+    asyncio.run(Weigher(scales.catalogue, write).catch_up())
+    assert scales.catalogue.unweighed() == []
+    assert scales.findings() == {}
+
+
+def test_weights_that_cannot_be_compared_are_said_until_they_can(
+    scales: Scales, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retries, "PAUSES", (0.0, 0.0))
+    caplog.set_level(logging.CRITICAL)
+    sender = trainer()
+    scales.give(*sender.said, weights(sender, GOOD), weigh=False)
+    ((name, manifest),) = scales.catalogue.weight_manifests(
+        [row["manifest"] for row in scales.catalogue.weights(1, 4)]
+    ).items()
+
+    async def write(rows: Sequence[Put | Delete]) -> None:
+        scales.write(rows)
+
+    def compare_with(content: bytes) -> None:
+        scales.write([Put("weight_manifests", {"manifest": name, "tensors": content})])
+        asyncio.run(Weigher(scales.catalogue, write).catch_up())
+
+    compare_with(b"junk")
+    (found,) = scales.catalogue.findings()
+    assert (found["kind"], found["severity"], found["run"]) == (NOT_COMPARED, "error", "r")
+    assert "version 4 could not be compared (3 tries): " in found["message"]
+    assert found["evidence"]["error"] in found["message"]
+    assert scales.catalogue.weight_verdicts(1) == []
+    compare_with(manifest)
+    assert scales.catalogue.findings() == []
+    assert scales.verdict()["records"] == 1

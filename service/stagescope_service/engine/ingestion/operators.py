@@ -1,7 +1,8 @@
 """Making a dump's operator table: what an ingestor does with a dump that was announced.
 
 No Ray in here. The table lies beside the dump, in its own directory. Whatever is wrong with the
-dump ends as a row that says so and a finding, never as an error; doing it twice changes nothing.
+dump ends as a row that says so and a finding, not as an error: only what may pass (a full disk) is
+one. Doing it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import NotFound, StagescopeError
+from stagescope.errors import NotFound, StagescopeError, StoreError
 from stagescope_service.compare.operators.non_finite import RankNonFinite, non_finite_of_rank
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_service.engine.digests import (
@@ -38,6 +39,9 @@ def digest_dump(job: Job, roots: Iterable[Path], node_id: str) -> list[Put]:
         job: the row of `operators` that announced it, with its `run`.
         roots: directories in which a dump may lie.
         node_id: the node on which this runs.
+
+    Raises:
+        StoreError: the disk refused; it may be tried again.
     """
     try:
         directory = _directory(job, roots)
@@ -48,6 +52,8 @@ def digest_dump(job: Job, roots: Iterable[Path], node_id: str) -> list[Put]:
             reason = f"node {job['node_id']} is gone, and with it the dump"
             return [outcome(job, UNREACHABLE, reason)]
         return refusal(job, error)
+    except StoreError:
+        raise
     except StagescopeError as error:
         return refusal(job, error)
     rows = [_table_row(job, directory / TABLE, summary, found, node_id)]

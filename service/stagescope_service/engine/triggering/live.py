@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections import OrderedDict, deque
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from stagescope.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
 from stagescope_service.engine.instructions import Delete, Put
+from stagescope_service.engine.retries import retried
 from stagescope_service.engine.rows import digest
 from stagescope_service.engine.triggering.actions import Act, Acting, finding_of, finding_place
 from stagescope_service.store.catalogue import Catalogue
@@ -134,18 +136,28 @@ class Triggers:
     # --- steps ----------------------------------------------------------------------------
     async def formed(self, attempt_id: int, step: int) -> None:
         """Hold the rules against a step whose whole was formed (again); never raises."""
+        what = f"holding the rules against step {step} of attempt {attempt_id}"
         try:
-            async with self._lock:
-                rules = self._rules
-                acts, rows = await asyncio.to_thread(self._look, rules, attempt_id, step)
-                if rows:
-                    await self._write(rows)
+            acts, rules = await retried(functools.partial(self._hold, attempt_id, step), what)
             for act in acts:
                 await self._write(await self._acting.carry_out(act, rules))
         except Exception:
             # The firings of this step are found again by the next that loads its run.
             self._followed.clear()
-            logger.exception("rules could not be held against step %s", (attempt_id, step))
+            logger.exception("%s failed", what)
+
+    async def _hold(self, attempt_id: int, step: int) -> tuple[list[Act], Rules]:
+        """Write what a step changes; return what is to follow, and by which rules."""
+        async with self._lock:
+            rules = self._rules
+            try:
+                acts, rows = await asyncio.to_thread(self._look, rules, attempt_id, step)
+                if rows:
+                    await self._write(rows)
+            except Exception:
+                self._followed.clear()  # it may have taken in half of it
+                raise
+        return acts, rules
 
     def _look(
         self, rules: Rules, attempt_id: int, step: int
