@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ class Asker:
 
     def ask(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the seconds that each question took, and the coordinator's state."""
-        took, said = {}, {}
-        questions = {
+        took: dict[str, float] = {}
+        said: dict[str, Any] = {}
+        questions: dict[str, Callable[[], Any]] = {
             "ready": lambda: self.session.get("/readyz"),
             "status": self.session.status,
             "runs": self.session.runs,

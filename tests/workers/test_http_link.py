@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -219,6 +221,26 @@ def test_a_probe_without_ray_finds_the_service_as_attach_does(
     assert "right" not in repr(probe)
     assert lifecycle.finish(30.0)
     assert "by-file" in server.drained
+
+
+def test_a_process_that_ends_before_its_first_search_still_reports(
+    server: Service, tmp_path: Path
+) -> None:
+    program = (
+        "from stagescope_workers import init\n"
+        "probe = init('short', attempt_key='a', url={!r}, token='right')\n"
+        "with probe.stage('rollout', step=1):\n"
+        "    pass\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program.format(server.url)],
+        check=True, timeout=60, capture_output=True, text=True,
+        env={**os.environ, "STAGESCOPE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert "not acknowledged" not in ended.stderr
+    assert {"begin", "end", "finish"} <= {
+        event.kind for event in server.coordinator.events.values()
+    }
 
 
 def test_where_and_when_a_service_is_looked_for(

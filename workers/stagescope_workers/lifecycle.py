@@ -209,8 +209,7 @@ def _close_all(deadline: float) -> bool:
 @atexit.register
 def _close_at_exit() -> None:
     for probe in list(_probes):
-        # A process that never met the service has nobody to wait for.
-        probe.close(_EXIT_SECONDS if probe.status()["connected"] else 0.0)
+        probe.close(_EXIT_SECONDS)  # at once where there is no service
 
 
 def _silence() -> None:

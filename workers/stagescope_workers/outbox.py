@@ -341,6 +341,13 @@ class Outbox:
             return len(self._queued) + len(self._flight)
 
     @property
+    def payloads(self) -> int:
+        """Payloads that are not received: queued, in flight, or without a receipt."""
+        with self._lock:
+            bodies = {entry.seq for entry in self._flight if entry.has_body}
+            return len(bodies | self._bodies.keys() | self._unreceipted.keys())
+
+    @property
     def has_drops(self) -> bool:
         """Say whether drops wait to be reported."""
         return bool(self._unreported)

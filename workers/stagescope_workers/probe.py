@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -371,7 +372,7 @@ class Probe:
             _log.warning(
                 "closed with %d events and %d payloads of run %s that were not acknowledged",
                 sum(each.outbox.waiting for each in starts),
-                sum(len(each.outbox.unreceipted()) for each in starts),
+                sum(each.outbox.payloads for each in starts),
                 self.run,
             )
         return self._arrived
@@ -388,7 +389,10 @@ class Probe:
             return not any(each.outbox.has_drops for each in starts)
         # On a busy machine what comes before the first look (the fingerprint) takes seconds.
         nobody = unsent[0].has_looked and unsent[0].link is None
-        return nobody and time.monotonic() - self._introduction.made > _SEARCH_SECONDS
+        may_join = "ray" in sys.modules  # one that is about to join a cluster has time for that
+        return nobody and not (
+            may_join and time.monotonic() - self._introduction.made < _SEARCH_SECONDS
+        )
 
     def forget(self) -> None:
         """Do nothing from now on: what waits, and the locks around it, are another process's."""

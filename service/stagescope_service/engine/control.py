@@ -88,10 +88,9 @@ async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply
     if not line.endswith(b"\n"):
         raise Broken("no whole answer came")
     said = json.loads(line)
-    if (error := said.get("error")) is not None:
-        raise error_of_code(error["code"])(
-            error["wrong"], expected=error["expected"], advice=error["advice"]
-        )
+    if (told := said.get("error")) is not None:
+        kind = error_of_code(told["code"])
+        raise kind(told["wrong"], expected=told["expected"], advice=told["advice"])
     reply: Reply = said["answer"]
     return reply
 

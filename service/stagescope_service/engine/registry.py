@@ -355,7 +355,7 @@ class Registry:
         known = attempt.steps.get(step)
         if known is not None and process.started < (known.closed_wall or process.started):
             return None
-        return self._older(attempt, process)
+        return self._older(attempt, process) or self._silent_before(attempt, process)
 
     def open_restart(self, attempt: Attempt, wall: float) -> tuple[Attempt, list[Instruction]]:
         """Open the attempt of those who start again under the key of `attempt`."""
@@ -370,6 +370,19 @@ class Registry:
         others = attempt.by_rank.get((process.role, process.rank), ())
         older = [each for each in others if not each.raw and each.age < process.age]
         return max(older, key=lambda each: each.age, default=None)
+
+    def _silent_before(self, attempt: Attempt, process: Process) -> Process | None:
+        """Return the last heard of a process's role, if it was silent when this one started.
+
+        Its own rank may not have reported in the start before: it crashed too early.
+        """
+        others = [
+            each for each in attempt.processes.values()
+            if each.role == process.role and each.bound and not each.raw and each is not process
+        ]  # fmt: skip
+        last = max(others, key=lambda each: each.heard, default=None)
+        started = process.started + (process.clock[0] or 0.0)
+        return last if last is not None and last.heard < started else None
 
     def _came_with(self, attempt: Attempt, other: Process, older: Process) -> bool:
         """Whether `other` belongs to the start that follows the one of `older`."""

@@ -71,7 +71,8 @@ async def fail(**arguments: Any) -> dict[str, Any]:
 
 
 async def never(**arguments: Any) -> dict[str, Any]:
-    return await asyncio.get_running_loop().create_future()
+    await asyncio.Event().wait()
+    return {}
 
 
 @pytest.mark.parametrize("folder", ["home", "a" * 90 + "/" + "b" * 90])

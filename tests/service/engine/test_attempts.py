@@ -92,6 +92,31 @@ def test_a_recreated_rank_at_the_open_step_stays(bench: Bench) -> None:
     assert attempts(bench) == [(1, "job-1")]
 
 
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_rank_that_never_spoke_before_may_be_the_first_of_the_next_start(
+    bench: Bench, step: int
+) -> None:
+    alone = Rank(0)  # rank 1 crashed before it said a word
+    for number in (3, 4, 5):
+        bench.give(*alone.work(number))
+    second = [Rank(1, started=2000.0), Rank(0, started=2000.1)]
+    for rank in second:
+        bench.give(rank.hello(world_size=2), rank.begin(step))
+    assert attempts(bench) == [(1, "job-1"), (2, "job-1~2")]
+    stages = bench.rows.of("stages", attempt_id=2)
+    assert {(row["rank"], row["step"]) for row in stages} == {(0, step), (1, step)}
+    check_memory(bench.state)
+
+
+def test_a_rank_that_comes_to_a_start_that_goes_on_belongs_to_it(bench: Bench) -> None:
+    first, joined = Rank(0), Rank(1, started=2000.0)
+    for number in (1, 2, 3):
+        bench.give(*first.work(number))
+    first.wall = 2001.0
+    bench.give(first.log(3, loss=1.0), *joined.work(2))
+    assert attempts(bench) == [(1, "job-1")]
+
+
 def test_a_third_start_under_one_key_opens_a_third_attempt(bench: Bench) -> None:
     closed_through(bench, 1, 3)
     for started in (2000.0, 3000.0):
