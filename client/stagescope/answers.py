@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope import nonfinite, render
-from stagescope.frames import Table, context, gaps_of, no_column, tokens_of
+from stagescope.frames import Table, begun_again, context, gaps_of, no_column, tokens_of
 
 if TYPE_CHECKING:
     import pandas
@@ -112,6 +112,11 @@ class Metrics(Mapping[str, float]):
         return list(self._about.get("comparability") or [])
 
     @property
+    def begun_again(self) -> list[dict[str, Any]]:
+        """Who began the step again within its attempt: role, ranks, stages. Both goes count."""
+        return list(self._about.get("begun_again") or [])
+
+    @property
     def noise_floor(self) -> dict[str, float] | None:
         """The same statistics of the trainer against itself; None where it was not measured."""
         return self._about.get("noise_floor")
@@ -191,6 +196,7 @@ class Metrics(Mapping[str, float]):
             notes.append(tokens)
         if gaps:
             notes.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
+        notes += begun_again(self._about)
         if "comparable" in self._about:
             notes.append(f"comparable: {self.comparable}")
         for item in self.comparability:

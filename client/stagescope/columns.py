@@ -90,8 +90,9 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "fingerprint:nested superseded:nested"
     ),
     "steps": _read(
-        "step:int run attempt:int complete missing:nested gap superseded_by:int? "
-        "opened_wall:float closed_wall:float close_reason measured:bool losses:int pinned:bool"
+        "step:int run attempt:int complete missing:nested gap begun_again:nested "
+        "superseded_by:int? opened_wall:float closed_wall:float close_reason measured:bool "
+        "losses:int pinned:bool"
     ),
     "findings": _read(
         "finding_id run attempt:int? step:int? stage role rank:int? kind severity message "

@@ -247,6 +247,9 @@ class Table:
         elif about.get("gap"):
             foot.append(str(about["gap"]))
         foot += not_comparable(about)
+        foot += begun_again(about)
+        if "begun_again" in self._columns and "step" in self._columns:
+            foot += begun_again_steps(self)
         if about.get("superseded_by") is not None:
             foot.append(f"superseded by {render.format_value(about['superseded_by'])}")
         return foot
@@ -316,6 +319,35 @@ def not_comparable(about: Mapping[str, Any]) -> list[str]:
         if item.get("verdict") != "unknown"
     ]
     return [f"comparable: {verdict}", *(f"  {reason}" for reason in reasons)]
+
+
+def begun_again(about: Mapping[str, Any]) -> list[str]:
+    """Return who began the step of an answer again within its attempt, in a sentence."""
+    ranks = about.get("begun_again")
+    if not ranks:
+        return []
+    return [f"begun again by {render.format_value(ranks)}: {_BOTH_COUNT}"]
+
+
+def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
+    """Return which rows (of a step each) were begun again within their attempt, in a sentence.
+
+    By whom is said where it is of all of them the same. `mark` stands before it.
+    """
+    by_ranks: dict[str, list[int]] = {}
+    for step, ranks in zip(table["step"], table["begun_again"], strict=True):
+        if ranks:
+            by_ranks.setdefault(render.format_value(ranks), []).append(step)
+    if not by_ranks:
+        return []
+    steps = sorted({step for those in by_ranks.values() for step in those})
+    by = f" by {next(iter(by_ranks))}" if len(by_ranks) == 1 else ""
+    return [f"{mark}begun again in {render.stretches('step', steps)}{by}: {_BOTH_COUNT}"]
+
+
+_BOTH_COUNT: Final = (
+    "both goes count in the numbers, as passes of one step; see findings (step_begun_again)"
+)
 
 
 _GAPS: Final = {

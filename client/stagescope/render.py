@@ -22,6 +22,8 @@ GAP: Final = "  "
 _WHOLE: Final = 24
 """Words of up to so many columns are never cut: a time, an id, a stage's name."""
 _WIDEST: Final = 48
+_NAMED: Final = 6
+"""How many stretches of numbers are named."""
 WIDE_ENOUGH: Final = 1000
 """Columns from which on nothing is shortened: somebody asked for all of it."""
 _WALLS: Final = frozenset({
@@ -75,6 +77,8 @@ def _format_ranks(value: Sequence[Any]) -> str:
 
 
 def _format_mapping(value: Mapping[str, Any]) -> str:
+    if value.keys() == {"role", "ranks", "stages"}:  # ranks that began a step again
+        return printable(f"{value['role']} {stretches('rank', value['ranks'])}")
     if "role" in value and "rank" in value:  # a rank that has not arrived
         place = f"{value['role']}/{value['rank']}"
         words = (place, value.get("stage"), value.get("status"))
@@ -134,6 +138,20 @@ def clip(text: str, width: int) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Return 1 file, 2 files."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def stretches(noun: str, numbers: Sequence[int]) -> str:
+    """Return ascending numbers in short: `steps 10-12, 15`, and how many more there are."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in found[:_NAMED]]
+    left = sum(b - a + 1 for a, b in found[_NAMED:])
+    more = f" and {left} more" if left else ""
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(words)}{more}"
 
 
 def wrapped(indent: str, text: str, width: int) -> list[str]:

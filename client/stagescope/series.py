@@ -5,18 +5,21 @@ from __future__ import annotations
 import html
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope import nonfinite, render
-from stagescope.frames import Table
+from stagescope.frames import Table, begun_again_steps
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN: Final = "_.-=+*%#"
 _NAN: Final = "!"
-_STEP_COLUMNS: Final = ("step", "attempt", "superseded_by", "complete", "comparable", "reason")
+_AGAIN: Final = "^"
+_ALIGNED: Final = frozenset({
+    "steps", "attempts", "superseded_by", "complete", "comparable", "begun_again", "reasons",
+})  # fmt: skip
+"""What an answer holds an entry a step of, and is a column."""
 _SHOWN: Final = 64
-_NAMED: Final = 6
 
 Value = float | None
 
@@ -26,6 +29,7 @@ class Series(Table):
 
     A value is None where the step has none (`reason` says why) and NaN where it is NaN.
     `comparable` is the verdict on the step's two streams: read it before a number is trusted.
+    `begun_again` names the ranks that did the step again within its attempt: both goes count.
     `series` names the columns of values; `about["series"]` says what each is of, and of scalars
     `low` and `high` over ranks and parts.
 
@@ -46,6 +50,7 @@ class Series(Table):
             "superseded_by": answer["superseded_by"],
             "complete": answer["complete"],
             "comparable": answer["comparable"],
+            "begun_again": answer.get("begun_again") or [[]] * len(answer["steps"]),
             "reason": answer["reasons"],
         }
         names = []
@@ -53,8 +58,7 @@ class Series(Table):
             name = one["name"] or "value"
             names.append(name)
             columns[name] = [nonfinite.number(value) for value in one["values"]]
-        dropped = ("steps", "attempts", "superseded_by", "complete", "comparable", "reasons")
-        about = {name: value for name, value in answer.items() if name not in dropped}
+        about = {name: value for name, value in answer.items() if name not in _ALIGNED}
         about["series"] = [_place(one) for one in answer["series"]]
         about["names"] = names
         title = answer["metric"] + (f" by {answer['by']}" if answer["by"] else "")
@@ -67,7 +71,7 @@ class Series(Table):
 
     @property
     def _kinds(self) -> Mapping[str, str]:
-        return dict.fromkeys(self.series, "float")
+        return {"begun_again": "nested", **dict.fromkeys(self.series, "float")}
 
     @property
     def gaps(self) -> list[tuple[int, str]]:
@@ -83,17 +87,25 @@ class Series(Table):
         left = max((render.width_of(name) for name in shown), default=0)
         facts = {name: _facts(self["step"], self[name]) for name in shown}
         right = max((len(text) for text in facts.values()), default=0)
+        indent = left + len(render.GAP) if left else 0
         room = width - left - right - 2 * len(render.GAP)
+        is_tight = room < 8
+        room = width - indent if is_tight else room
         lines = []
         for name in shown:
             label = f"{render.printable(name):<{left}}{render.GAP}" if left else ""
-            if room < 8:
-                lines += [f"{label}{sparkline(self[name], width - len(label))}", f"  {facts[name]}"]
-            else:
-                lines.append(f"{label}{sparkline(self[name], room)}{render.GAP}{facts[name]}")
+            bars = f"{label}{sparkline(self[name], room)}"
+            lines += [bars, f"  {facts[name]}"] if is_tight else [bars + render.GAP + facts[name]]
+        if shown and any(self["begun_again"]):
+            lines.append(" " * indent + self._marks(room))
         if len(shown) < len(self.series):
             lines.append(f"... {len(self.series) - len(shown)} more series")
         return lines + [line for note in self.notes() for line in render.wrapped("", note, width)]
+
+    def _marks(self, width: int) -> str:
+        """Return a line of `^` for below a sparkline: where a step was begun again."""
+        again = [bool(ranks) for ranks in self["begun_again"]]
+        return "".join(_AGAIN if any(again[a:b]) else " " for a, b in _places(len(again), width))
 
     def notes(self) -> list[str]:
         """Return which steps they are, which have no value and why, and which to distrust."""
@@ -104,16 +116,22 @@ class Series(Table):
         by_reason: dict[str, list[int]] = {}
         for step, reason in self.gaps:
             by_reason.setdefault(reason, []).append(step)
-        notes += [f"no value at {_stretches(at)}: {reason}" for reason, at in by_reason.items()]
+        notes += [
+            f"no value at {render.stretches('step', at)}: {reason}"
+            for reason, at in by_reason.items()
+        ]
         if self.about["kind"] == "metric":
             verdicts: dict[str, list[int]] = {}
             for step, verdict in zip(steps, self["comparable"], strict=True):
                 if verdict not in (None, "comparable"):
                     verdicts.setdefault(str(verdict), []).append(step)
-            notes += [f"{verdict}: {_stretches(at)}" for verdict, at in verdicts.items()]
+            notes += [
+                f"{verdict}: {render.stretches('step', at)}" for verdict, at in verdicts.items()
+            ]
         again = [step for step, by in zip(steps, self["superseded_by"], strict=True) if by]
         if again:
-            notes.append(f"done again by a later attempt: {_stretches(again)}")
+            notes.append(f"done again by a later attempt: {render.stretches('step', again)}")
+        notes += begun_again_steps(self, mark=f"{_AGAIN} ")
         if self.about.get("earlier_to") is not None:
             notes.append(f"there are earlier steps: ask for those up to {self.about['earlier_to']}")
         return notes
@@ -130,6 +148,11 @@ class Series(Table):
                 f"<tr><td>{html.escape(render.printable(name))}</td>"
                 f'<td style="font-family:monospace;white-space:pre">{line}</td>'
                 f"<td>{facts}</td></tr>"
+            )
+        if rows and any(self["begun_again"]):
+            marks = html.escape(self._marks(60))
+            rows.append(
+                f'<tr><td></td><td style="font-family:monospace;white-space:pre">{marks}</td></tr>'
             )
         notes = "".join(
             f"<div>{html.escape(render.printable(note))}</div>"
@@ -153,12 +176,10 @@ def sparkline(values: Sequence[Value], width: int, *, bars: str = "") -> str:
     A space is a gap, `!` a value that is not finite.
     """
     bars = bars or (_BARS if _draws(_BARS) else _PLAIN)
-    width = max(min(width, len(values)), 1)
     finite = [value for value in values if value is not None and math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     line = ""
-    for place in range(width):
-        begin, end = place * len(values) // width, (place + 1) * len(values) // width
+    for begin, end in _places(len(values), width):
         here = [value for value in values[begin:end] if value is not None]
         if not here:
             line += " "
@@ -168,6 +189,13 @@ def sparkline(values: Sequence[Value], width: int, *, bars: str = "") -> str:
             share = (max(here) - low) / (high - low) if high > low else 0.0
             line += bars[min(int(share * len(bars)), len(bars) - 1)]
     return line
+
+
+def _places(count: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield which of `count` steps, from and to, each place of a line of `width` stands for."""
+    width = max(min(width, count), 1)
+    for place in range(width):
+        yield place * count // width, (place + 1) * count // width
 
 
 def _draws(text: str) -> bool:
@@ -190,18 +218,4 @@ def _facts(steps: Sequence[int], values: Sequence[Value]) -> str:
         (low, at_low), (high, at_high) = min(finite), max(finite)
         text += f"  min {low:.4g} ({at_low})  max {high:.4g} ({at_high})"
     bad = [step for value, step in known if not math.isfinite(value)]
-    return text + (f"  not finite at {_stretches(bad)}" if bad else "")
-
-
-def _stretches(steps: Sequence[int]) -> str:
-    """Return `10-12, 15` and how many more."""
-    found: list[list[int]] = []
-    for step in steps:
-        if found and step == found[-1][1] + 1:
-            found[-1][1] = step
-        else:
-            found.append([step, step])
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in found[:_NAMED]]
-    left = sum(b - a + 1 for a, b in found[_NAMED:])
-    more = f" and {left} more" if left else ""
-    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(words)}{more}"
+    return text + (f"  not finite at {render.stretches('step', bad)}" if bad else "")

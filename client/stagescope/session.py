@@ -51,6 +51,7 @@ _STEPS_ORDER: Final = (
     "complete",
     "measured",
     "gap",
+    "begun_again",
     "losses",
     "superseded_by",
     "missing",

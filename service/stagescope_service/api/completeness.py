@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope_service.engine.completeness import judge, statuses_of_rows
 from stagescope_service.engine.entities import Participants
-from stagescope_service.engine.findings import NOT_AGGREGATED
+from stagescope_service.engine.findings import BEGUN_AGAIN, NOT_AGGREGATED
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]
@@ -94,6 +94,48 @@ def failures(
         limit=ALL_ROWS,
     )
     return {(row["attempt_id"], row["step"]): str(row["evidence"]["error"]) for row in rows}
+
+
+def begun_again(
+    catalogue: Catalogue,
+    attempt_ids: Iterable[int],
+    steps: Iterable[int] | None = None,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+) -> dict[tuple[int, int], list[Row]]:
+    """Return (attempt_id, step) -> {"role", "ranks", "stages"} of who began the step again.
+
+    Of steps that a process did again within their attempt, as the findings say it: both goes
+    count in the step's numbers. Other steps have no entry.
+
+    Args:
+        catalogue: where findings are.
+        attempt_ids: of these attempts.
+        steps: of these steps; None: of all from `first` to `last`, both included.
+        first, last: None: no bound.
+    """
+    found = catalogue.places_of_finding(
+        BEGUN_AGAIN,
+        sorted(attempt_ids),
+        None if steps is None else sorted(steps),
+        first=first,
+        last=last,
+    )
+    by_role: dict[tuple[int, int], dict[str, tuple[set[int], set[str]]]] = {}
+    for row in found:
+        place = by_role.setdefault((row["attempt_id"], row["step"]), {})
+        ranks, stages = place.setdefault(row["role"], (set(), set()))
+        ranks.add(row["rank"])
+        if row["stage"] is not None:
+            stages.add(row["stage"])
+    return {
+        place: [
+            {"role": role, "ranks": sorted(ranks), "stages": sorted(stages)}
+            for role, (ranks, stages) in roles.items()
+        ]
+        for place, roles in by_role.items()
+    }
 
 
 def is_behind(step: Row) -> bool:

@@ -60,8 +60,22 @@ def superseded_steps(attempts: Sequence[Row]) -> dict[int, list[Row]]:
     return found
 
 
-def step_row(row: Row, superseded_by: int | None, arrival: Arrival | None, gap: str | None) -> Row:
-    """Return a step; `arrival` judges an open one, `gap` is what its numbers lack."""
+def step_row(
+    row: Row,
+    superseded_by: int | None,
+    arrival: Arrival | None,
+    gap: str | None,
+    begun_again: Sequence[Row],
+) -> Row:
+    """Return a step.
+
+    Args:
+        row: of `Catalogue.steps`.
+        superseded_by: the attempt that did it again.
+        arrival: judges an open step.
+        gap: what its numbers lack.
+        begun_again: who began it again within its attempt.
+    """
     closed = row["closed_wall"] is not None
     if closed or arrival is None:
         complete = (row["completeness"] or "unknown") if closed else "open"
@@ -80,6 +94,7 @@ def step_row(row: Row, superseded_by: int | None, arrival: Arrival | None, gap: 
         "close_reason": row["close_reason"],
         "measured": row["has_whole"],
         "gap": gap,
+        "begun_again": begun_again,
         "losses": row["losses"],
         "pinned": bool(row["pinned"]),
     }

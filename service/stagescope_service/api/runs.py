@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 
 from stagescope_service.api import rows as shape
-from stagescope_service.api.completeness import ALL_ROWS, arrival, gaps
+from stagescope_service.api.completeness import ALL_ROWS, arrival, begun_again, gaps
 from stagescope_service.api.desk import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
 from stagescope_service.api.groups import Only, only_of, scope_of
 from stagescope_service.api.models import runs as models
@@ -62,13 +62,17 @@ def steps(
     (payloads that were lost, refused, dropped or not read yet), or why there are none.
 
     Without `attempt` the steps of every attempt are listed; those that a later attempt did again
-    say so in `superseded_by`.
+    say so in `superseded_by`, those that a process did again within their attempt in
+    `begun_again`: both goes count in their numbers.
     """
     target = desk.finder.attempt(run, attempt)
     found, following = _steps_page(desk, target, page, attempt)
     everything = desk.catalogue.attempts(target.run)
     by_id = {row["attempt_id"]: row for row in everything}
     lacking = gaps(desk.catalogue, found)
+    twice = begun_again(
+        desk.catalogue, {row["attempt_id"] for row in found}, {row["step"] for row in found}
+    )
     rows = []
     for row in found:
         own = by_id[row["attempt_id"]]
@@ -77,8 +81,8 @@ def steps(
             at = desk.catalogue.stages(row["attempt_id"], row["step"], limit=ALL_ROWS)
             judged = arrival(desk.catalogue, own, row, at)
         again = superseded_by(row, own["number"], everything)
-        lacks = lacking.get((row["attempt_id"], row["step"]))
-        rows.append(shape.step_row(row, again, judged, lacks))
+        place = (row["attempt_id"], row["step"])
+        rows.append(shape.step_row(row, again, judged, lacking.get(place), twice.get(place, [])))
     return Answer({**target.heading(), "attempt": attempt, "rows": rows, "next": following})
 
 

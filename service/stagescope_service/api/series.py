@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.frames import meant
-from stagescope_service.api.completeness import failures, is_behind
+from stagescope_service.api.completeness import begun_again, failures, is_behind
 from stagescope_service.api.desk import (
     AtDesk,
     AttemptNumber,
@@ -89,10 +89,11 @@ def series(
 
     `steps`, `attempts`, `superseded_by`, `complete` (as in `/steps`), `comparable` and `suspects`
     (the verdict on the step's streams, and the checks behind it) and `reasons` (why the step has
-    no value; null: it has one) hold one entry a step, ascending. Each of `series` has a `name`,
-    its `stage`, `role`, `rank`, `round` or `staleness` where it is of one, and `values`: null where
-    there is none, "nan" where it is NaN. A scalar's value is the mean over its ranks and parts,
-    with `low` and `high`; scalars of several stages or roles are a series each.
+    no value; null: it has one) hold one entry a step, ascending; so does `begun_again` (who did it
+    again within its attempt: both goes count). Each of `series` has a `name`, its `stage`, `role`,
+    `rank`, `round` or `staleness` where it is of one, and `values`: null where there is none, "nan"
+    where it is NaN. A scalar's value is the mean over its ranks and parts, with `low` and `high`;
+    scalars of several stages or roles are a series each.
 
     Without `attempt`, the attempts in force: a step that a later one did again is left out, unless
     `superseded` asks for it. `earlier_to`, where not null, is the `to` of the steps before.
@@ -128,6 +129,7 @@ def series(
             "kind": found.kind,
             "by": by,
             **_columns(found.points[::-1], lineage, by, found.kind),
+            "begun_again": _begun_again(desk, found.points[::-1]),
             "earlier_to": found.earlier_to,
         }
     )
@@ -312,6 +314,20 @@ def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str
         "reasons": [point.reason for point in points],
         "series": found,
     }
+
+
+def _begun_again(desk: Desk, points: Sequence[Point]) -> list[list[Row]]:
+    """Return who began each of the steps again, an entry a step."""
+    places = [(int(point.row["attempt_id"]), int(point.row["step"])) for point in points]
+    if not places:
+        return []
+    found = begun_again(
+        desk.catalogue,
+        {attempt_id for attempt_id, _ in places},
+        first=places[0][1],
+        last=places[-1][1],
+    )
+    return [found.get(place, []) for place in places]
 
 
 def _key_order(key: Key) -> tuple[str, str, int]:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from stagescope_service.api import answers
 from stagescope_service.api import rows as shape
-from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival, gaps
+from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival, begun_again, gaps
 from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Round, Row, Stage, StepTarget
 from stagescope_service.api.measures import Measured, Slice
 from stagescope_service.api.models import numbers
@@ -52,6 +52,7 @@ def stages(
         "complete": came.complete,
         "missing": came.missing,
         "gap": _gap(desk, target),
+        "begun_again": _begun_again(desk, target),
         "expected": came.expected,
         "wall": now,
     }
@@ -81,7 +82,8 @@ def scalars(
         every = desk.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS)
         shape.chosen(every, f"step {_number(target)}", **filters)
     rows = [shape.scalar_row(row) for row in found[: page.limit]]
-    return Answer({**target.heading(), **page.answer(rows, more=len(found) > page.limit)})
+    said = {**target.heading(), "begun_again": _begun_again(desk, target)}
+    return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
 
 
 @router.get("/dumps", response_model=models.Dumps)
@@ -114,6 +116,7 @@ def metrics(
     not: its numbers are assembled from what has come so far, and `missing` names who has not.
     With `rank`, `role`, `stage` or `round` the numbers are of that slice. Read `comparable` and
     `comparability` before a number is trusted: `not measured` says that one stream is a copy.
+    `begun_again` names who did the step again within the attempt: both goes count.
     """
     return Answer(metrics_of(desk, target, Slice(stage, role, rank), round))
 
@@ -229,13 +232,23 @@ def _opening(desk: Desk, target: Target) -> Row:
     else:
         came = stages_of(desk, target)[1]
         complete, missing = came.complete, came.missing
-    gap = _gap(desk, target)
-    return {**target.heading(), "complete": complete, "missing": missing, "gap": gap}
+    return {
+        **target.heading(),
+        "complete": complete,
+        "missing": missing,
+        "gap": _gap(desk, target),
+        "begun_again": _begun_again(desk, target),
+    }
 
 
 def _gap(desk: Desk, target: Target) -> str | None:
     assert target.step is not None
     return gaps(desk.catalogue, [target.step]).get((target.attempt_id, _number(target)))
+
+
+def _begun_again(desk: Desk, target: Target) -> list[Row]:
+    found = begun_again(desk.catalogue, [target.attempt_id], [_number(target)])
+    return found.get((target.attempt_id, _number(target)), [])
 
 
 def _number(target: Target) -> int:

@@ -14,6 +14,9 @@ NOT_KEPT: Final = "not_kept"
 NOT_AGGREGATED: Final = "step_not_aggregated"
 """Of a step: its summary could not be formed; over with the next try that succeeds."""
 
+BEGUN_AGAIN: Final = "step_begun_again"
+"""Of a rank's stage: its process began the step again within the attempt; both goes count."""
+
 
 def finding(
     kind: str,

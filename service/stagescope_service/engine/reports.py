@@ -13,7 +13,7 @@ from stagescope.names import closest_stage
 from stagescope.schema import STAGES, Event, Work
 from stagescope_service.engine import digests, steps
 from stagescope_service.engine.entities import Attempt, Process
-from stagescope_service.engine.findings import finding
+from stagescope_service.engine.findings import BEGUN_AGAIN, finding
 from stagescope_service.engine.instructions import Delete, Instruction, Put
 from stagescope_service.engine.rows import (
     digest,
@@ -225,7 +225,7 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
     is_error = event.fields.get("severity") == "error"
     advice = text(event.fields.get("advice"), 2000)
     found = finding(
-        what if what == "step_begun_again" else f"refused_{what}",
+        what if what == BEGUN_AGAIN else f"refused_{what}",
         message,
         run=attempt.run,
         attempt_id=attempt.attempt_id,

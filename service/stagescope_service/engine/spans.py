@@ -33,7 +33,7 @@ from stagescope_service.engine.entities import (
     Span,
     Step,
 )
-from stagescope_service.engine.findings import finding
+from stagescope_service.engine.findings import BEGUN_AGAIN, finding
 from stagescope_service.engine.instructions import Instruction
 from stagescope_service.engine.rows import integer, number, span_row, text
 
@@ -160,7 +160,7 @@ def begun_again(
 
 def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: float) -> Instruction:
     return finding(
-        "step_begun_again",
+        BEGUN_AGAIN,
         f"{span.role} rank {span.rank} began {span.work.stage} of step {step} again after step "
         f"{after}: both goes count in step {step}, as passes of one step",
         run=attempt.run,

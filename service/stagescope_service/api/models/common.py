@@ -66,6 +66,25 @@ GapText = Annotated[
 ]
 
 
+class BegunAgain(Model):
+    """Ranks that began a step again within its attempt: both goes count, as passes of one step."""
+
+    role: Role
+    ranks: Annotated[list[int], Field(examples=[[0, 1]])]
+    """Ascending."""
+    stages: Annotated[list[str], Field(examples=[["actor_update"]])]
+    """Which were seen to begin again."""
+
+
+BegunAgainIn = Annotated[
+    list[BegunAgain],
+    Field(
+        description="Who began the step again within the attempt (training that went back inside "
+        "its process): both goes count in its numbers, as passes of one step. Mostly empty."
+    ),
+]
+
+
 class LiveRun(Model):
     """Another run that is live."""
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from stagescope_service.api.models.common import (
     ABSENT,
+    BegunAgainIn,
     Complete,
     GapText,
     Layout,
@@ -85,6 +86,7 @@ class Numbers(StepHeading):
     missing: list[Missing]
     """Who has not ended a stage of the step."""
     gap: GapText
+    begun_again: BegunAgainIn
     stage: Stage
     """The stage that the numbers are taken from."""
     role: Annotated[str | None, Field(examples=["actor"])]

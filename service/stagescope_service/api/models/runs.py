@@ -9,6 +9,7 @@ from pydantic import Field
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
+    BegunAgainIn,
     Complete,
     GapText,
     ListedMissing,
@@ -98,6 +99,7 @@ class StepRow(Model):
     complete: Complete
     missing: list[ListedMissing]
     gap: GapText
+    begun_again: BegunAgainIn
     superseded_by: int | None
     """The newest attempt that did (or will do) this step again."""
     opened_wall: float | None
@@ -148,6 +150,7 @@ class Series(ScopeHeading):
     attempts: list[Attempt]
     superseded_by: list[int | None]
     """The newest attempt that did (or will do) the step again."""
+    begun_again: list[BegunAgainIn]
     complete: list[Complete]
     comparable: list[str | None]
     """The verdict on the step's streams; null: it has none."""

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from stagescope_service.api.models.common import (
     AttemptHeading,
+    BegunAgainIn,
     Complete,
     DumpRow,
     GapText,
@@ -81,6 +82,7 @@ class Stages(StepHeading, Page[StageRow | AbsentStage]):
     complete: Complete
     missing: list[Missing]
     gap: GapText
+    begun_again: BegunAgainIn
     expected: dict[str, dict[str, list[int]]]
     """role -> stage -> ranks."""
     wall: Wall
@@ -102,6 +104,8 @@ class ScalarRow(Model):
 
 class Scalars(StepHeading, Page[ScalarRow]):
     """Numbers that ranks handed over."""
+
+    begun_again: BegunAgainIn
 
 
 class Dumps(StepHeading, Page[DumpRow]):

@@ -94,6 +94,31 @@ class NoticedReads(Reader):
             "findings", conditions("findings", locals()), "-last_wall finding_id", limit, offset
         )
 
+    def places_of_finding(
+        self,
+        kind: str,
+        attempts: Sequence[int],
+        steps: Sequence[int] | None = None,
+        *,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> list[Row]:
+        """Return `attempt_id`, `step`, `stage`, `role`, `rank` of findings of a kind, in order.
+
+        Args:
+            kind: of this kind.
+            attempts: of these attempts.
+            steps: of these steps; None: of all from `first` to `last`, both included.
+            first, last: None: no bound.
+        """
+        table = TABLES["findings"]
+        columns = [table.c[name] for name in ("attempt_id", "step", "role", "stage", "rank")]
+        where = [table.c.kind == kind, columns[0].in_(list(attempts)), columns[1].is_not(None)]
+        where += [columns[1].in_(list(steps))] if steps is not None else []
+        where += [columns[1] >= first] if first is not None else []
+        where += [columns[1] <= last] if last is not None else []
+        return self._rows(sa.select(*columns).where(*where).order_by(*columns))
+
     def losses(
         self,
         *,
