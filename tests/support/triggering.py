@@ -150,6 +150,14 @@ class Bench:
             for order in formed:
                 await self.triggers.formed(order.attempt_id, order.step)
 
+    async def hand_over(self, number: int, rank: int) -> None:
+        """Have a rank end its stage of a step with a payload, however late."""
+        work = {"step": number, "stage": STAGE}
+        about = {"tensors": {}, "bytes": 1, "meta": {}}
+        handed = payload(seed=7 * number + rank, first_sample=4 * rank)
+        fields = {**work, "status": "ok", "payload": about}
+        await self.floor.hear([self._say(self._sender("a1", rank), END, fields, handed)])
+
     async def log(self, number: int, rank: int, **scalars: float) -> None:
         """Have a rank log scalars of a step, whatever became of the step."""
         fields = {"step": number, "stage": "actor_update", "scalars": scalars}

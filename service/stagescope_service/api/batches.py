@@ -159,8 +159,9 @@ def _known_gaps(
         if stages is None or item.get("stage") in stages:
             who = f"{item.get('role')} {item.get('rank')}"
             yield Gap("rank", f"{who} in {item.get('stage')}: {item.get('status')}")
+    held = {(row["incarnation"], row["seq"]) for row in rows}
     for row in wanted:
-        if row["state"] != "ingested":
+        if row["state"] != "ingested" and (row["incarnation"], row["seq"]) not in held:
             who = f"{row['stage']} {row['role']} {row['rank']}"
             why = f"{row['state']}, {row['reason']}" if row["reason"] else row["state"]
             yield Gap("payload", f"what {who} recorded is not there: {why}")

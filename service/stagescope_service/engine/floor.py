@@ -35,6 +35,7 @@ from stagescope_service.engine.triggering.live import Triggers
 from stagescope_service.engine.triggering.turns import Turns
 from stagescope_service.engine.triggering.webhooks import Webhooks
 from stagescope_service.engine.weights.weigher import Weigher
+from stagescope_service.engine.wholes import assembly as wholes
 from stagescope_service.engine.wholes.forming import Former
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -230,7 +231,13 @@ class RayFloor:
         if closed is not None and order.step <= closed - self._keep_steps:
             oldest = await self._oldest_but(order.attempt_id, closed)
             if oldest is not None and order.step <= oldest:
-                return  # its parts are gone: what was formed of them stays
+                run = "" if attempt is None else attempt.run
+                late = await asyncio.to_thread(
+                    wholes.too_late, self._catalogue, order.attempt_id, order.step, run
+                )
+                if late is not None:  # its parts may be gone: what was formed of them stays
+                    await self.reception.write(late)
+                    return
         forgotten = attempt is None or order.step not in attempt.steps
         await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
         said = {"finding_id": self._not_aggregated(order).row["finding_id"]}

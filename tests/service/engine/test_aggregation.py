@@ -19,6 +19,7 @@ from stagescope_service.engine import retries
 from stagescope_service.engine.digests import again
 from stagescope_service.engine.ingestion.operators import TABLE, digest_dump
 from stagescope_service.engine.instructions import Assemble, Put
+from stagescope_service.engine.wholes.assembly import TOO_LATE
 from stagescope_service.engine.wholes.forming import Former
 from stagescope_service.settings import Settings
 
@@ -180,6 +181,43 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         assert broken.catalogue.steps(1, before=2)[0]["has_whole"]
 
     run(work)
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["with numbers", "without numbers"])
+def test_a_payload_that_comes_when_the_parts_of_its_step_are_gone(
+    broken: Broken, monkeypatch: pytest.MonkeyPatch, measured: bool
+) -> None:
+    bench, catalogue, aggregating = broken.bench, broken.catalogue, broken.floor
+    aggregating._keep_steps = 3
+    monkeypatch.setattr(bench.floor, "assemble", aggregating.assemble)
+
+    async def come(step: int, absent: tuple[int, ...] = ()) -> None:
+        await bench.step(step, hold=True, absent=absent)
+        await broken.settled()
+
+    async def work() -> None:
+        await come(1, absent=(1,) if measured else (0, 1))
+        for step in range(2, 7):
+            await come(step)
+        assert not catalogue.summaries(1, 1)
+        stages = {row["rank"]: row["status"] for row in catalogue.stages(1, 1)}
+        assert stages[1] != "ok"
+        await bench.hand_over(1, rank=1)
+        await broken.settled()
+        await come(7)
+
+    run(work)
+    row = catalogue.steps(1, before=2)[0]
+    gap = gaps(catalogue, [row]).get((1, 1), "")
+    refused = [row for row in catalogue.losses(run="r") if row["kind"] == "payload"]
+    assert row["has_whole"]
+    assert row["whole_mark"] == row["parts_mark"]
+    if not measured:  # nothing of it was ever counted: what came is all there is
+        assert (gap, refused) == ("", [])
+        return
+    assert gap == f"numbers without 1 payload refused ({TOO_LATE})"
+    ((_, reason),) = {(row["rank"], row["reason"]) for row in refused if row["step"] == 1}
+    assert reason == TOO_LATE
 
 
 # --- operator tables and weights ----------------------------------------------------------------

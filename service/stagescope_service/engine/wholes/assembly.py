@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from stagescope.errors import InvalidInput
 from stagescope_service.engine.completeness import corrected, statuses_of_rows
-from stagescope_service.engine.findings import finding
+from stagescope_service.engine.findings import NOT_AGGREGATED, finding
 from stagescope_service.engine.instructions import Delete
+from stagescope_service.engine.rows import digest
 from stagescope_service.engine.wholes import accounts
 from stagescope_service.statistics import Field, PartRecord, Restate, Whole, assemble, examine
 from stagescope_service.statistics.comparability import Check, causes_of_ranks
@@ -21,6 +22,9 @@ from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
 
+TOO_LATE: Final = (
+    "it came when the statistics of its step's parts were no longer kept (STAGESCOPE_KEEP_STEPS)"
+)
 _ALL = 1_000_000
 _NAMED_RANKS = 100
 
@@ -181,6 +185,37 @@ def _not_exact(
             "before (stagescope capture) names the operator",
         )
     ]
+
+
+def too_late(
+    catalogue: Catalogue, attempt_id: int, step: int, run: str
+) -> list[Put | Delete] | None:
+    """Return what is written of payloads that came when a step's parts may be gone.
+
+    The step's numbers stay without them, since nobody can tell any more which of their tokens
+    count already. They are refused, so that the step says what its numbers lack.
+
+    Returns:
+        None where the step never had parts, and is to be formed of what came now.
+    """
+    row = catalogue.step(attempt_id, step)
+    if row is None or row["whole"] is None:
+        # Of a step whose aggregation failed, what is left would pass for all of it.
+        failed = catalogue.findings(kind=NOT_AGGREGATED, attempt_id=attempt_id, step=step, limit=1)
+        return [] if failed else None
+    key = {"attempt_id": attempt_id, "step": step}
+    came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
+    late = [each for each in came if (each["settled_wall"] or 0.0) > row["whole_wall"]]
+    rows: list[Put | Delete] = [Put("steps", {**key, "whole_mark": row["parts_mark"]})]
+    for each in late:
+        payload = {"incarnation": each["incarnation"], "seq": each["seq"]}
+        rows.append(Put("payloads", {**payload, "state": "refused", "reason": TOO_LATE}))
+        rows.append(Delete("summaries", payload))
+        loss = {name: each[name] for name in ("role", "rank", "stage", "bytes")}
+        loss |= {"kind": "payload", "reason": TOO_LATE, "count": 1, "wall": each["settled_wall"]}
+        identity = (each["incarnation"], each["work_key"], "payload", each["seq"])
+        rows.append(Put("losses", {"loss_id": digest(*identity), "run": run, **key, **loss}))
+    return rows
 
 
 def verdict(catalogue: Catalogue, forming: Forming) -> list[Put]:
