@@ -147,18 +147,13 @@ class CoordinatorCommands:
         """Call a method of the coordinator, past the calls of the ranks where that is possible.
 
         Raises:
-            NotReady: it cannot be reached, or did not answer in time.
+            NotReady: it cannot be reached, or did not answer a question in time.
+            Unreachable: it did not answer an order in time, and may have carried it out.
             StagescopeError: what the method raised.
         """
         seconds = _CALL_SECONDS + float(arguments.get("wait") or 0.0)
-        again = "the same call may be made again"
-        if method not in _QUESTIONS:
-            again = f"it may still carry that out: look at what it did before {again}"
         try:
             return await asyncio.wait_for(self._ask(method, arguments), seconds)
-        except control.Broken as error:
-            wrong = f"the coordinator ended before it answered {method}"
-            raise NotReady(wrong, advice=again) from error
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, StagescopeError):
                 raise error.cause from None
@@ -171,11 +166,16 @@ class CoordinatorCommands:
             ) from error
         except asyncio.TimeoutError as error:
             wrong = f"the coordinator did not answer {method} within {seconds:.0f} s"
-            raise NotReady(wrong, advice=again) from error
+            again = "the same call may be made again"
+            if method in _QUESTIONS:
+                raise NotReady(wrong, advice=again) from error
+            again = f"it may still carry that out: look at what it did before {again}"
+            raise Unreachable(wrong, advice=again) from error
 
     async def _ask(self, method: str, arguments: Mapping[str, Any]) -> Reply:
         if method not in _BY_RAY:
-            with contextlib.suppress(control.NoSocket):
+            # Where it died on the way it is called again, as Ray calls what it restarts.
+            with contextlib.suppress(control.Broken):
                 return await control.call(self._settings.home, method, arguments)
         if self._handle is None:
             self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)

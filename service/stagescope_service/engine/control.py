@@ -33,12 +33,8 @@ Reply = dict[str, Any]
 Method = Callable[..., Awaitable[Reply]]
 
 
-class NoSocket(Exception):
-    """Nobody listens there: nothing was asked, and Ray is the way."""
-
-
 class Broken(Exception):
-    """The connection ended before the answer came: it may have been carried out."""
+    """Nobody listens, or the connection ended before the answer came: Ray is the way."""
 
 
 async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
@@ -68,15 +64,14 @@ async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply
     """Call a method of the coordinator that serves `folder` on this machine.
 
     Raises:
-        NoSocket: nobody listens; nothing was asked.
-        Broken: the connection ended before an answer.
+        Broken: nobody listens, or the connection ended before an answer.
         StagescopeError: what the method raised.
     """
     try:
         with _address(folder) as address:
             reader, writer = await asyncio.open_unix_connection(address, limit=MOST_BYTES)
     except (OSError, AttributeError) as error:
-        raise NoSocket(str(error)) from error
+        raise Broken(str(error)) from error
     try:
         writer.write(json.dumps({"method": method, "arguments": arguments}).encode() + b"\n")
         await writer.drain()
