@@ -374,23 +374,21 @@ def _check_name(
     """Say what was meant where there is no such number; return what it is where it may have been.
 
     Raises:
-        NotFound: no metric and no scalar of the run's newest steps has that name, or none is of
-            the stage, role or rank that was asked for.
+        NotFound: no metric of the newest steps and no scalar has that name, or none of the last
+            steps that have it is of the stage, role or rank that was asked for.
         InvalidInput: a scalar by round or staleness.
     """
-    steps = desk.catalogue.steps(run=target.run, limit=_NAMED_STEPS)
-    newest = [int(row["step"]) for row in steps]
-    scalars = desk.catalogue.scalars(ids, newest, limit=5000) if newest else []
-    names = dict.fromkeys(str(row["name"]) for row in scalars)
+    names = desk.catalogue.scalar_names(ids)
     if asked.metric in names:
         if asked.by not in (None, "rank"):
             raise InvalidInput(
                 f"{asked.metric} is a scalar, which has no {asked.by}",
                 expected="by=rank, or no by",
             )
-        # All of it: `scalars` is cut where there are many ranks.
-        values = desk.catalogue.scalar_values
-        own = list(values(ids, asked.metric, by_rank=True, first=min(newest)))
+        if (last := names[asked.metric]) is None:
+            return "scalar"  # of no step
+        window = {"first": last - _NAMED_STEPS, "last": last}
+        own = list(desk.catalogue.scalar_values(ids, asked.metric, by_rank=True, **window))
         stages = {str(row["stage"]) for row in own if row["stage"] is not None}
         if asked.stage is not None and asked.stage not in stages:
             close = meant(asked.stage, sorted(stages))

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from stagescope.errors import CatalogueUnavailable
 
-HEAD: Final = "0006"
+HEAD: Final = "0007"
 """The newest revision in migrations/versions; a test holds the two equal."""
 
 _FOLDER: Final = Path(__file__).parent / "migrations"

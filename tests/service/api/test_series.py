@@ -10,11 +10,13 @@ import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 from tests.support.measure import payload
+from tests.support.stores import training
 
 import stagescope
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.series import sparkline
 from stagescope_service.statistics import step_metrics as stored
+from stagescope_service.store.base import Put
 
 STAGE = "actor_compute_log_prob"
 K3 = "rollout_corr/k3_kl"
@@ -116,6 +118,37 @@ def test_a_name_that_is_not_there(real: Service, session: stagescope.Session) ->
         session.series("rollout_corr/training_ppl", by="rank")
     with pytest.raises(InvalidInput, match="scalar"):
         session.series("loss", by="round")
+
+
+def test_names_are_those_of_all_ranks_and_steps(real: Service) -> None:
+    place = {"attempt_id": 90, "role": "actor", "stage": "actor_update", "work_key": "w"}
+    steps = [{"attempt_id": 90, "step": step, "closed_wall": 1.0} for step in range(1, 31)]
+    scalars = [{"name": "a_first", "step": 30, "rank": rank} for rank in range(5_001)]
+    scalars += [
+        {"name": "entropy", "step": 30, "rank": 5_001},
+        {"name": "val/reward", "step": 2, "rank": 5_002},
+    ]
+    real.store.submit(
+        [
+            *training(90, run="wide"),
+            *(Put("steps", step) for step in steps),
+            *(
+                Put("scalars", {**place, "incarnation": f"i{row['rank']}", **row, "value": 1.0})
+                for row in scalars
+            ),
+        ]
+    ).result(60)
+    for wrong, meant in (("entropi", "entropy"), ("val/rewards", "val/reward")):
+        problem = real.problem(404, "/series", run="wide", metric=wrong)
+        assert f"did you mean {meant}" in problem["advice"]
+    late = real.get("/series", run="wide", metric="val/reward", **{"from": 28})
+    assert (late["kind"], late["steps"], late["series"]) == ("scalar", [28, 29, 30], [])
+    assert late["reasons"] == ["no rank logged it"] * 3
+    asked = {"run": "wide", "metric": "val/reward", "from": 28}
+    problem = real.problem(404, "/series", **asked, rank=7)
+    assert problem["detail"].startswith("there is no val/reward of any role, rank 7")
+    problem = real.problem(404, "/series", **asked, stage="actor_updat")
+    assert "did you mean actor_update" in problem["advice"]
 
 
 def test_numbers_of_an_earlier_version_are_read_anew(

@@ -15,6 +15,7 @@ from stagescope.errors import CatalogueUnavailable
 from stagescope_service.store import connect, overview
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.reads.measured import _scalar_names
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 
@@ -330,3 +331,22 @@ def test_a_replaced_catalogue_is_read_anew(tmp_path: Path) -> None:
 def test_urls_are_shown_without_their_passwords(tmp_path: Path) -> None:
     assert connect.shown(url_of(tmp_path)) == str(tmp_path / "catalogue.db")
     assert "secret" not in connect.shown("postgresql://me:secret@host/db")
+
+
+def test_names_of_scalars_are_looked_up_and_not_counted(
+    store: SqlStore, catalogue: Catalogue
+) -> None:
+    logged = [(1, "loss", 3), (1, "loss", 5), (1, "a", None), (2, "loss", 4), (3, "b", 1)]
+    for at, (attempt_id, name, step) in enumerate(logged):
+        key = {"incarnation": str(at), "work_key": "w", "name": name}
+        write(store, Put("scalars", {**key, "attempt_id": attempt_id, "step": step, "value": 1.0}))
+    assert catalogue.scalar_names([1, 2]) == {"a": None, "loss": 5}
+    assert catalogue.scalar_names([9]) == {}
+    with catalogue._connect() as connection:
+        query = _scalar_names(1).compile(connection, compile_kwargs={"literal_binds": True})
+        plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}")]
+    searches = [detail for detail in plan if "scalars" in detail]
+    assert len(searches) == 3
+    for detail in searches:
+        assert detail.startswith("SEARCH scalars USING COVERING INDEX")
+        assert "ix_scalars_attempt_id_name_step" in detail

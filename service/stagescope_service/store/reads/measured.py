@@ -50,11 +50,17 @@ class MeasuredReads(Reader):
                 row["value"] = float(row["nonfinite"])
         return found
 
-    def scalar_names(self, attempt_id: int) -> list[str]:
-        """Return the names of an attempt's scalars."""
-        table = TABLES["scalars"]
-        query = sa.select(table.c.name).where(table.c.attempt_id == attempt_id).distinct()
-        return [row["name"] for row in self._rows(query.order_by(table.c.name))]
+    def scalar_names(self, attempts: Sequence[int]) -> dict[str, int | None]:
+        """Return the names of the scalars of attempts, and the last step of each.
+
+        None where it was logged outside of steps alone.
+        """
+        found: dict[str, int | None] = {}
+        for attempt_id in attempts:
+            for row in self._rows(_scalar_names(attempt_id)):
+                name, last = str(row["name"]), found.get(row["name"])
+                found[name] = row["last"] if last is None else max(last, row["last"] or last)
+        return dict(sorted(found.items()))
 
     def oldest_but(self, attempt_id: int, step: int, keep: int) -> int | None:
         """Return the step that lies `keep` steps of the attempt below `step`; None: there is none.
@@ -306,3 +312,24 @@ def _between(column: sa.Column[Any], first: int | None, last: int | None) -> lis
     """Return the conditions of a range of steps, both ends included."""
     bounds = [column >= first] if first is not None else []
     return bounds + ([column <= last] if last is not None else [])
+
+
+def _scalar_names(attempt_id: int) -> Any:
+    """Select the distinct `name`s of an attempt's scalars, and the `last` step of each.
+
+    A loose index scan: each name is looked up behind the one before, however many rows bear it.
+    """
+    table = TABLES["scalars"].c
+    first = sa.select(sa.func.min(table.name).label("name")).where(table.attempt_id == attempt_id)
+    names = first.cte("names", recursive=True)
+    following = sa.select(sa.func.min(table.name)).where(
+        table.attempt_id == attempt_id, table.name > names.c.name
+    )
+    there = names.c.name.is_not(None)
+    names = names.union_all(sa.select(following.scalar_subquery()).where(there))
+    last = sa.select(sa.func.max(table.step)).where(
+        table.attempt_id == attempt_id, table.name == names.c.name
+    )
+    return sa.select(names.c.name, last.scalar_subquery().label("last")).where(
+        names.c.name.is_not(None)
+    )

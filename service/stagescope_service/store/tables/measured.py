@@ -18,6 +18,8 @@ scalars = table(
     Column("nonfinite", Text),
     Column("wall", Real),
     Index(None, "attempt_id", "step"),
+    # answers: which scalars an attempt logged, and a scalar's values over its steps
+    Index(None, "attempt_id", "name", "step"),
 )
 
 payloads = table(
