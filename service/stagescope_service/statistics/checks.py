@@ -137,9 +137,15 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
 
     An exact 0 is also what truncated sampling gives the only token that it kept: then the other
     stream is close to 0, too. Where tokens are lacking it is as far from 0 as anywhere. Streams
-    that are out of step have such zeros on both sides.
+    that are out of step have such zeros on both sides, or those of the padding on one: then most
+    of their difference lies in other tokens (`explains`, a share of the sum of |d|).
     """
-    values = {"p_lacks": cell[Field.P_LACKS], "q_lacks": cell[Field.Q_LACKS]}
+    in_zeros = cell[Field.P_LACKS_ABS] + cell[Field.Q_LACKS_ABS]
+    values = {
+        "p_lacks": cell[Field.P_LACKS],
+        "q_lacks": cell[Field.Q_LACKS],
+        "explains": in_zeros / cell[Field.D_ABS_SUM] if cell[Field.D_ABS_SUM] else math.nan,
+    }
     if not cell.masked:
         return Check("coverage", "unknown", "the mask covers no token", values)
     gone = {
@@ -158,6 +164,8 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
                 "stream has a value"
             )
     if found:
+        if sum(gone.values()) >= LACKING_SHARE * cell.masked:
+            values["explains"] = 1.0  # what is no number is in no sum of differences
         text = f"{' and '.join(found)}: the mask covers tokens that it lacks"
         return Check("coverage", "suspect", text, values)
     return Check("coverage", "ok", "both streams cover the mask", values)

@@ -42,6 +42,8 @@ _SAMPLE_TOKENS: Final = 16
 """Tokens below which the alignment of a sample is not judged."""
 _SAMPLE_GAP: Final = 0.25
 """Mean |d| of a sample, in nats, below which it is not called unrelated."""
+_MOST: Final = 0.5
+"""Share of the sum of |d| in tokens that a stream lacks, from which on lacking them explains it."""
 _LISTED: Final = 5
 _OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
 """What one cause may look like in the smaller counts of a rank."""
@@ -165,6 +167,10 @@ def _judged(cell: Cell, found: Iterable[Check]) -> Comparability:
     if scaling is not None and cut is not None and _is_temperature(scaling, cut):
         first.remove("temperature")
         first.insert(first.index("renormalised"), "temperature")
+    lacking = by_name.get("coverage")
+    if lacking is not None and lacking.values.get("explains", 1.0) < _MOST:
+        first.remove("coverage")
+        first.insert(first.index("unrelated") + 1, "coverage")
     order = {name: place for place, name in enumerate(first)}
     checks = sorted(
         by_name.values(), key=lambda check: (check.status != "suspect", order[check.name])

@@ -36,16 +36,16 @@ SHAPES: tuple[Shape, ...] = ((8, 64, 60), (2, 32, 100), (1, 16, 200), (1, 8, 300
 SMALL: tuple[Shape, ...] = ((1, 4, 60), (2, 8, 100), (8, 128, 20), (1, 16, 8))
 
 
-def assembled(batch: Batch, ranks: int, pieces: int = 1) -> Whole:
+def assembled(batch: Batch, ranks: int, pieces: int = 1, mask: Any = None) -> Whole:
     """Take a batch in as ranks hand it over, each in several microbatches, and merge it."""
     rows = len(batch.p) // ranks
+    mask = np.ones(batch.p.shape, np.int64) if mask is None else mask
     parts = []
     for rank in range(ranks):
         own = np.array_split(np.arange(rank * rows, (rank + 1) * rows), pieces)
         summaries = [
             summarise(
-                batch_of(batch.p[at], batch.q[at], np.ones(batch.p[at].shape, np.int64),
-                         samples=[f"s{i}" for i in at]),
+                batch_of(batch.p[at], batch.q[at], mask[at], samples=[f"s{i}" for i in at]),
             )
             for at in own
         ]  # fmt: skip
@@ -134,6 +134,49 @@ def sick_batch(name: str, shape: Shape, model: str, engine: str) -> tuple[str, B
         return cause, drawn(**how)
     cause, damage = DAMAGE[name]
     return cause, damage(drawn(), ranks)
+
+
+IN_PADDING: dict[str, tuple[str, str, Callable[[Batch, int], Batch]]] = {
+    name: (*DAMAGE[name][:1], who, DAMAGE[name][1])
+    for name, who in {
+        "shift by one": "", "shift by minus one": "", "shift by two": "",
+        "2 samples shifted": "2 of", "one rank shifted": "(actor 0)", "rows reversed": "",
+        "values that q lacks": "",
+    }.items()
+} | {
+    "one rank's rows reversed": ("unrelated", "(actor 1)", lambda b, ranks: exchanged(b, ranks)),
+    "two rows exchanged": (
+        "unrelated", "in 2 of 32 samples (s0, s31)", lambda b, _: with_rows(b, 0, 31)
+    ),
+}  # fmt: skip
+
+
+def with_rows(batch: Batch, one: int, other: int) -> Batch:
+    q = batch.q.copy()
+    q[[one, other]] = q[[other, one]]
+    return dataclasses.replace(batch, q=q)
+
+
+def exchanged(batch: Batch, ranks: int) -> Batch:
+    rows = len(batch.q) // ranks
+    q = batch.q.copy()
+    q[rows : 2 * rows] = q[rows : 2 * rows][::-1]
+    return dataclasses.replace(batch, q=q)
+
+
+@pytest.mark.parametrize("model", ["usual", "sure"])
+@pytest.mark.parametrize("name", [*IN_PADDING])
+def test_the_zeros_of_the_padding_hide_no_cause(name: str, model: str) -> None:
+    """Rows of unequal length are padded with zeros, which damage moves into the mask."""
+    cause, who, damage = IN_PADDING[name]
+    batch = draw(np.random.default_rng(5), 32, 120, model=model)
+    lengths = np.random.default_rng(6).integers(60, 121, 32)
+    mask = (np.arange(120) < lengths[:, None]).astype(np.int64)
+    p, q = (np.where(mask == 1, stream, 0.0) for stream in (batch.p, batch.q))
+    whole = assembled(damage(dataclasses.replace(batch, p=p, q=q), 4), 4, mask=mask)
+    judged = examine(whole.summary, whole.ranks)
+    assert judged.cause == cause, judged.suspects
+    assert who in judged.suspects[0].text
 
 
 def harmless(name: str, model: str) -> bool:
