@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from stagescope.schema import Part, Work
-from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.engine.instructions import PayloadKey, Put
 from stagescope_service.engine.stuck import Pace
 
 RECENT_STEPS: Final = 8
@@ -168,6 +168,9 @@ class Process:
     returned: bool = False
     #: A step was begun: the attempt of this process no longer changes.
     bound: bool = False
+    #: What it reported before, by table and key, and whether it is news in its attempt: it goes
+    #: with the process to another one.
+    unbound_rows: dict[tuple[str, ...], tuple[Put, bool]] = dataclasses.field(default_factory=dict)
     #: It has reported work of its own in its attempt.
     worked: bool = False
     #: DROPPED events that were counted, and what they add up to.

@@ -18,6 +18,27 @@ BEGUN_AGAIN: Final = "step_begun_again"
 """Of a rank's stage: its process began the step again within the attempt; both goes count."""
 
 
+def moved(put: Put, attempt_id: int) -> Put:
+    """Return a finding as one of another attempt of the same run."""
+    is_one_of_several = put.row["finding_id"] != _finding_id(put.row)
+    row = {**put.row, "attempt_id": attempt_id}
+    row["finding_id"] = _finding_id(row)
+    return by_message(Put("findings", row)) if is_one_of_several else Put("findings", row)
+
+
+def by_message(put: Put) -> Put:
+    """Return a finding as one of several of its kind about one thing: a finding a message."""
+    finding_id = digest(put.row["finding_id"], put.row["message"])
+    return Put("findings", {**put.row, "finding_id": finding_id})
+
+
+def _finding_id(row: Mapping[str, Any]) -> str:
+    return digest(*(row[name] for name in _IDENTITY))
+
+
+_IDENTITY: Final = ("kind", "run", "attempt_id", "step", "stage", "role", "rank")
+
+
 def finding(
     kind: str,
     message: str,
@@ -34,22 +55,19 @@ def finding(
     evidence: Mapping[str, Any] | None = None,
 ) -> Put:
     """Write a finding; the same kind about the same thing is one finding, however often seen."""
-    return Put(
-        "findings",
-        {
-            "finding_id": digest(kind, run, attempt_id, step, stage, role, rank),
-            "run": run,
-            "attempt_id": attempt_id,
-            "step": step,
-            "stage": stage,
-            "role": role,
-            "rank": rank,
-            "kind": kind,
-            "severity": severity,
-            "message": message,
-            "evidence": dict(evidence or {}),
-            "advice": advice,
-            "first_wall": wall,
-            "last_wall": wall,
-        },
-    )
+    row = {
+        "run": run,
+        "attempt_id": attempt_id,
+        "step": step,
+        "stage": stage,
+        "role": role,
+        "rank": rank,
+        "kind": kind,
+        "severity": severity,
+        "message": message,
+        "evidence": dict(evidence or {}),
+        "advice": advice,
+        "first_wall": wall,
+        "last_wall": wall,
+    }
+    return Put("findings", {"finding_id": _finding_id(row), **row})

@@ -6,14 +6,14 @@ Every function takes what it changes and returns what must be written; none look
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 from stagescope.names import closest_stage
 from stagescope.schema import STAGES, Event, Work
 from stagescope_service.engine import digests, steps
 from stagescope_service.engine.entities import Attempt, Process
-from stagescope_service.engine.findings import BEGUN_AGAIN, finding
+from stagescope_service.engine.findings import BEGUN_AGAIN, by_message, finding, moved
 from stagescope_service.engine.instructions import Delete, Instruction, Put
 from stagescope_service.engine.rows import (
     digest,
@@ -28,6 +28,15 @@ from stagescope_service.engine.rows import (
 )
 
 DUMPS_REMEMBERED: Final = 1024
+
+UNBOUND_REMEMBERED: Final = 1000
+"""Rows of a process before its first step that go with it to another attempt."""
+
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "findings": ("finding_id",),
+    "losses": ("loss_id",),
+    "scalars": ("incarnation", "work_key", "name"),
+}
 
 NAMES_JUDGED: Final = 1000
 """Stages of an attempt of which the names are judged; more are no names."""
@@ -131,6 +140,46 @@ def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
             "dropped_seqs": [*drops.seqs],
         }
         out.append(process_row(process, **totals))
+    return out
+
+
+def remember_unbound(
+    process: Process, rows: Iterable[Instruction], known: Collection[str] | None
+) -> None:
+    """Remember what a process reported that may turn out to be of a later start.
+
+    Args:
+        process: whose first step is to come.
+        rows: what it reported.
+        known: ids of the findings that were there before; None: any may have been.
+    """
+    for put in rows:
+        if isinstance(put, Put) and put.table in _KEYS:
+            key = (put.table, *(str(put.row[name]) for name in _KEYS[put.table]))
+            is_news = known is not None and key[1] not in known
+            if key in process.unbound_rows:
+                is_news = process.unbound_rows[key][1]
+            elif len(process.unbound_rows) >= UNBOUND_REMEMBERED:
+                continue
+            process.unbound_rows[key] = (put, is_news)
+
+
+def follow(attempt: Attempt, process: Process, step: int) -> list[Instruction]:
+    """Bring what a process reported before its first step into the attempt that begins with it.
+
+    What is of an earlier step than `step` stays: the new start goes on from that step, and does
+    not do it again.
+    """
+    out: list[Instruction] = []
+    for put, is_news in process.unbound_rows.values():
+        if put.row["step"] is not None and put.row["step"] < step:
+            continue
+        if put.table == "findings":
+            out.append(moved(put, attempt.attempt_id))
+            out += [Delete("findings", {"finding_id": put.row["finding_id"]})] if is_news else []
+        else:
+            out.append(Put(put.table, {**put.row, "attempt_id": attempt.attempt_id}))
+    process.unbound_rows.clear()
     return out
 
 
@@ -239,7 +288,7 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
         or "the call in the training process had bad input; training went on"
         + ("; the numbers that need this tensor are missing" if is_error else ""),
     )
-    return Put("findings", {**found.row, "finding_id": digest(found.row["finding_id"], message)})
+    return by_message(found)
 
 
 def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:

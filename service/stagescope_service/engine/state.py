@@ -123,16 +123,16 @@ class State:
                 out += self._end(process, sender, event, work, has_payload, at, arrived)
             case "log":
                 out += steps.open_step(attempt, work.step, event.wall)[1]
-                out += reports.scalars(attempt, process, event, work)
+                out += self._of_start(process, reports.scalars(attempt, process, event, work))
                 out += steps.close_due(attempt, event.wall)
             case "end_step" if work.step is not None:
                 out += steps.end_step(attempt, work.step, event.wall)
             case "finish":
                 out += leaving.leave(self.registry, process, event.wall, finished=True)
             case "dropped":
-                out += reports.dropped(attempt, process, event, work)
+                out += self._of_start(process, reports.dropped(attempt, process, event, work))
             case "refused":
-                out.append(reports.refused(attempt, process, event, work))
+                out += self._of_start(process, [reports.refused(attempt, process, event, work)])
             case "dump":
                 out += reports.dump(attempt, process, event, work)
             case "weights" if said is not None:
@@ -194,6 +194,14 @@ class State:
             del self._findings[next(iter(self._findings))]
         return first
 
+    def _of_start(self, process: Process, rows: list[Instruction]) -> list[Instruction]:
+        """Return what a process reported; where it may be of a later start, remember it, too."""
+        if self.registry.may_leave(process):
+            # Where not all of them are remembered, none is taken for news and withdrawn.
+            is_full = len(self._findings) >= FINDINGS_REMEMBERED
+            reports.remember_unbound(process, rows, None if is_full else self._findings)
+        return rows
+
     def _bind(self, process: Process, step: int | None, wall: float) -> list[Instruction]:
         if process.bound or step is None:
             return []
@@ -203,12 +211,14 @@ class State:
         if left is not None:
             for each in attempt.processes.values():
                 out += reports.introduced(attempt, each)
+                out += reports.follow(attempt, each, step)
             # How many ranks it has may have been the word of who left it.
             out += steps.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
         elif may_leave:
             out += reports.introduced(attempt, process)
+        process.unbound_rows.clear()
         return out
 
     def _begin(

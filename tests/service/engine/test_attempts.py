@@ -372,6 +372,50 @@ def test_a_new_start_takes_along_what_it_said_in_any_order(
     check_memory(bench.state)
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_is_reported_before_the_first_step_goes_with_its_process(
+    bench: Bench, moves: bool
+) -> None:
+    old = Rank(0)
+    bench.give(old.hello(world_size=1), old.refused("settings", step=None))
+    closed_through(bench, 1, 5)
+    new, driver = Rank(0, started=2000.0), Rank(role="a driver", started=1999.0)
+    said = [
+        driver.hello(),
+        driver.log(None, learning_rate=0.1),
+        new.hello(world_size=1),
+        new.log(None, loss=2.0),
+        new.log(3, reward=1.0),
+        new.log(4, reward=1.0),
+        new.log(5, reward=2.0),
+        new.log(None, bad=float("nan")),
+        new.dropped(count=3),
+        new.refused("settings", step=None),
+        new.refused("plan", step=None),
+    ]
+    bench.give(*said, *said)  # delivered twice: nothing changes
+    assert not bench.rows.of("scalars", attempt_id=2)
+    bench.give(new.begin(4 if moves else 6), said[3], said[8], said[10])
+    own = 2 if moves else 1
+    assert len(attempts(bench)) == own
+    scalars = {
+        (row["name"], row["step"]): row["attempt_id"]
+        for row in bench.rows.of("scalars")
+        if row["incarnation"] != old.sender.incarnation
+    }
+    # Step 3 is the one that the new start goes on from: it does not do it again.
+    assert scalars == {
+        ("learning_rate", None): own, ("loss", None): own, ("bad", None): own,
+        ("reward", 3): 1, ("reward", 4): own, ("reward", 5): own,
+    }  # fmt: skip
+    assert [row["attempt_id"] for row in bench.rows.of("losses")] == [own]
+    rows = [row for row in bench.rows.of("findings") if row["kind"] != "superseded_work"]
+    found = [(row["kind"], row["attempt_id"]) for row in rows]
+    # What the start before had said, too, stays its own.
+    both = [("refused_settings", 1)] + [("refused_settings", own)] * moves
+    assert sorted(found) == sorted([("non_finite_scalars", own), *both, ("refused_plan", own)])
+
+
 def test_a_rank_made_anew_at_the_open_step_tells_its_attempt_what_it_said(bench: Bench) -> None:
     closed_through(bench, 2, 5)
     new = Rank(0, started=2000.0)
