@@ -58,7 +58,8 @@ class Gap(NamedTuple):
     """Something that is not in a batch, or that does not agree in it."""
 
     kind: str
-    """'attempt' | 'rank' | 'payload' | 'file' | 'tensor' | 'rows' | 'joined' | 'disagrees'."""
+    """'attempt' | 'rank' | 'payload' | 'file' | 'tensor' | 'number' | 'rows' | 'joined' |
+    'disagrees'."""
     message: str
 
 

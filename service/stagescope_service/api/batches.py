@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from stagescope.batch import Batch, Gap
 from stagescope.batch_file import pieces
 from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.render import counted
 from stagescope.schema import PART_FIELDS, RECENT_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.desk import AtDesk, Desk, Row, StepTarget
@@ -29,6 +30,11 @@ router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 MEDIA_TYPE: Final = "application/octet-stream"
 _PIECE: Final = 4 << 20
+_NAMED: Final = 20
+"""Names that a gap lists."""
+_Part = tuple[Any, ...]
+"""(incarnation, stage, *part)."""
+Numbers = Mapping[_Part, Mapping[str, float]]
 _WORDS: Final = r"[^,\s]"
 _FILE: Final = {"type": "string", "format": "binary", "description": "A safetensors file."}
 
@@ -87,7 +93,8 @@ def batch_of(
     place = desk.settings.data_path / "copies"
     with Scratch(place) as scratch, tempfile.TemporaryDirectory(dir=place) as copies:
         rows = payload_artifacts(desk, target, step)
-        files, gaps = _files(desk, target, rows, Path(copies))
+        numbers = _scalars(desk, target)
+        files, gaps = _files(desk, target, rows, numbers, Path(copies))
         if not files:
             reasons = "; ".join(gap.message for gap in gaps)
             raise NotFound(
@@ -103,15 +110,18 @@ def batch_of(
             names=names,
             stages=stages,
             source=heading,
-            gaps=[*gaps, *_known_gaps(desk, target, rows, names, stages)],
+            gaps=[
+                *gaps,
+                *_known_gaps(desk, target, rows, names, stages),
+                *_numbers_alone(numbers, rows, stages),
+            ],
             allocate=scratch.allocate,
         )
 
 
 def _files(
-    desk: Desk, target: Target, rows: Sequence[Row], copies: Path
+    desk: Desk, target: Target, rows: Sequence[Row], numbers: Numbers, copies: Path
 ) -> tuple[list[PayloadFile], list[Gap]]:
-    numbers = _scalars(desk, target)
     found: list[PayloadFile] = []
     gaps: list[Gap] = []
     for row in rows:
@@ -120,23 +130,40 @@ def _files(
         except StagescopeError as error:
             gaps.append(Gap("file", str(error)))
             continue
-        place = (row["incarnation"], row["stage"], *(row.get(name) or 0 for name in PART_FIELDS))
+        logged = numbers.get(_part(row), {})
         consumed = _number(target) if row["step"] is None else None
-        found.append(
-            PayloadFile(
-                path, row["path"], row["checksum"], row["wall"], numbers.get(place, {}), consumed
-            )
-        )
+        found.append(PayloadFile(path, row["path"], row["checksum"], row["wall"], logged, consumed))
     return found, gaps
 
 
-def _scalars(desk: Desk, target: Target) -> dict[tuple[Any, ...], dict[str, float]]:
+def _part(row: Row) -> _Part:
+    return (row["incarnation"], row["stage"], *(row.get(name) or 0 for name in PART_FIELDS))
+
+
+def _scalars(desk: Desk, target: Target) -> Numbers:
     """Return the numbers of each part of a stage of a process."""
-    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    found: dict[_Part, dict[str, float]] = {}
     for row in desk.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS):
-        place = (row["incarnation"], row["stage"], *(row[name] or 0 for name in PART_FIELDS))
-        found.setdefault(place, {})[row["name"]] = row["value"]
+        found.setdefault(_part(row), {})[row["name"]] = row["value"]
     return found
+
+
+def _numbers_alone(
+    numbers: Numbers, rows: Sequence[Row], stages: Sequence[str] | None
+) -> Iterator[Gap]:
+    """Yield which numbers were logged by parts of which no tensor is kept: no row is theirs."""
+    held = {_part(row) for row in rows}
+    alone: dict[str | None, tuple[set[str], set[_Part]]] = {}
+    for part, logged in numbers.items():
+        if part not in held and (stages is None or part[1] in stages):
+            names, parts = alone.setdefault(part[1], (set(), set()))
+            names.update(logged)
+            parts.add(part)
+    for stage, (names, parts) in alone.items():
+        shown = ", ".join(sorted(names)[:_NAMED])
+        shown += f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        by = "outside a stage" if stage is None else f"by {counted(len(parts), 'part')} of {stage}"
+        yield Gap("number", f"{shown}, logged {by} with no tensor kept: step.scalars() has them")
 
 
 def _known_gaps(

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from stagescope.errors import Forbidden, InvalidInput, NotFound, StagescopeError
 from stagescope.keeping import sections_of
+from stagescope.render import counted
 from stagescope.schema import PART_FIELDS, Part
 from stagescope.targets import Target as Asked
 from stagescope.targets import read_target
@@ -46,6 +47,8 @@ class Side:
         files: rows of the catalogue's artifacts of these steps, each with its step.
         logged: what stages logged in these steps, each with its place: numbers have no file of
             their own, and a stage that recorded no tensor has none at all.
+        left_out: which steps of the attempt are not compared, in words; "" where all are, or the
+            asker named one.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Side:
     path: Path | None = None
     files: tuple[tuple[int, Row], ...] = ()
     logged: tuple[tuple[Place, tuple[tuple[str, float], ...]], ...] = ()
+    left_out: str = ""
 
     @property
     def is_imported(self) -> bool:
@@ -69,7 +73,7 @@ class Side:
         else:
             told = [f"{row['artifact_id']} {row['bytes']} {row['wall']}" for _, row in self.files]
             told += [repr(each) for each in self.logged]
-        text = "\n".join([self.name, *sorted(told)])
+        text = "\n".join([self.name, self.left_out, *sorted(told)])
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
@@ -103,11 +107,13 @@ def find_sides(desk: Desk, said: Sequence[Any]) -> list[Side]:
             advice=f"name a step of each: RUN@ATTEMPT:STEP; {KEEP_ADVICE}",
         )
     newest = tuple(sorted(common, reverse=True)[:MOST_STEPS])
-    free_ones = (side.target is not None and not side.is_chosen for side in sides)
-    return [
-        _with_files(desk, _of_steps(side, newest) if is_free else side)
-        for side, is_free in zip(sides, free_ones, strict=True)
-    ]
+    found: list[Side] = []
+    for side in sides:
+        if side.target is not None and not side.is_chosen:
+            left_out = "" if chosen else _left_out(desk, side.target, len(newest), len(common))
+            side = dataclasses.replace(_of_steps(side, newest), left_out=left_out)
+        found.append(_with_files(desk, side))
+    return found
 
 
 def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
@@ -124,6 +130,8 @@ def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
             problems.append(Problem(Path(row["path"]), "missing", str(error)))
             continue
         files[row["kind"]].append((path, _place(row, step)))
+    if side.left_out:
+        problems.append(Problem(Path(side.name), "gap", side.left_out))
     dump = _with_logged(_both(side.name, files), side)
     whose = {"attempts": [f"{side.target.run}@{side.target.attempt['key']}"]}
     about = {**whose, **dump.about, **_noise_floor(desk, side), **_broke_off(side)}
@@ -165,6 +173,18 @@ def _find(desk: Desk, said: Any) -> Side:
             f"nothing of attempt {target.number} of {target.run} is kept", advice=KEEP_ADVICE
         )
     return dataclasses.replace(side, steps=tuple(steps))
+
+
+def _left_out(desk: Desk, target: Target, compared: int, common: int) -> str:
+    """Return which steps of an attempt are not compared, and where their numbers are."""
+    held = len(desk.catalogue.steps(target.attempt_id, limit=ALL_ROWS))
+    if compared >= held:
+        return ""
+    newest = f", the newest {compared} of these {common}" if compared < common else ""
+    return (
+        f"{compared} of {counted(held, 'step')} are compared: those that every side still keeps"
+        f"{newest}; what was logged in the others is not (stagescope series shows it)"
+    )
 
 
 def _of_steps(side: Side, steps: tuple[int, ...]) -> Side:

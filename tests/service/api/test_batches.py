@@ -108,9 +108,15 @@ def test_what_a_rank_made_anew_did_again_stands_alone(
 def test_what_was_not_kept_is_said(asked: Service, step: stagescope.Step) -> None:
     assert step.batch().gaps == (("tensor", "actor_update recorded spare: not kept"),)
     assert step.batch(names=["old_log_probs"]).gaps == ()
-    Rank(asked, rank=2, world_size=3).begin(STAGE, 5)
+    rank = Rank(asked, rank=2, world_size=3)
+    rank.begin(STAGE, 5)
+    rank.begin("critic_update", 5)
+    rank.end("critic_update", 5, scalars={"vf_loss": 1.0, "grad_norm": 2.0})
     gaps = step.batch().gaps
     assert ("rank", "actor 2 in actor_compute_log_prob: open") in gaps
+    alone = "grad_norm, vf_loss, logged by 1 part of critic_update with no tensor kept"
+    assert ("number", f"{alone}: step.scalars() has them") in gaps
+    assert "number" not in {gap.kind for gap in step.batch(stages=[STAGE]).gaps}
 
 
 def test_names_and_stages_are_chosen(asked: Service, step: stagescope.Step) -> None:

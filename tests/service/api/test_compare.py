@@ -158,6 +158,33 @@ def test_without_a_step_all_that_both_hold_is_compared(session: stagescope.Sessi
     assert session.compare("one:5", "other").verdict == "same"
 
 
+def test_steps_that_only_logged_numbers_are_said_to_be_left_out(
+    session: stagescope.Session, running: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("much", "more"):
+        rank = Rank(running, run=run)
+        for step in range(1, 8):
+            logged = {"loss": float(step)}
+            rank.stage(STAGE, step, payload([0, 1]) if step % 2 else None, scalars=logged)
+
+    def said() -> tuple[str, list[tuple[str, str, int | None]]]:
+        found = session.compare("much", "more")
+        text = " ".join("\n".join(found.lines()).split())
+        findings = found["pairs"][0]["findings"]
+        assert all(each["message"] in text for each in findings)
+        return found.verdict, [(each["kind"], each["message"], each["side"]) for each in findings]
+
+    left_out = "4 of 7 steps are compared: those that every side still keeps"
+    rest = "; what was logged in the others is not (stagescope series shows it)"
+    assert said() == ("same", [("gap", left_out + rest, side) for side in (0, 1)])
+    monkeypatch.setattr("stagescope_service.api.sides.MOST_STEPS", 3)
+    left_out = (
+        "3 of 7 steps are compared: those that every side still keeps, the newest 3 of these 4"
+    )
+    assert said() == ("same", [("gap", left_out + rest, side) for side in (0, 1)])
+    assert not session.compare("one", "other")["pairs"][0]["findings"]
+
+
 def test_three_sides(session: stagescope.Session) -> None:
     found = session.compare("one:6", "split:6", "other:6")
     assert [pair["verdict"] for pair in found["pairs"]] == ["same", "different", "different"]

@@ -49,6 +49,10 @@ _MICRO: Final[Mapping[str, str]] = {
     "forward_data": "forward_data", "is_loss": "is_loss_debug", "batch_inputs": "batch_inputs",
 }  # fmt: skip
 _OF_ROLLOUTS: Final = ("rollout_log_probs", "round_ids", "turn_ids", "versions")
+_NOT_IN_FILES: Final = (
+    "numbers that were logged where no tensor is kept, if any: they are in the service's "
+    "catalogue alone, not in these files (stagescope series)"
+)
 _SHARDS: Final = {"gradients": "gradient", "parameters": "param"}
 
 
@@ -91,6 +95,8 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
     for step, entries in steps.items():
         writer.write_step(step, entries)
     write_places(directory, writer.places)
+    if dump.kind == "own":
+        writer.exported.left_out.append(_NOT_IN_FILES)
     writer.exported.left_out += [problem.message for problem in dump.problems]
     return writer.exported
 

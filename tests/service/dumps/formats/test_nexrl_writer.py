@@ -118,6 +118,8 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
     assert written.left_out == [
         "step 5: NexRL's trajectories do not hold rollout_log_probs",
         "step 5: NexRL has no file for advantages (4 entries)",
+        "numbers that were logged where no tensor is kept, if any: they are in the service's "
+        "catalogue alone, not in these files (stagescope series)",
     ]
     batch = make_batch(16, 16, step=5)
     found = torch.load(tmp_path / "out/trajectory/step_000005.pt", weights_only=True)
