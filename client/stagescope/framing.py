@@ -15,6 +15,7 @@ Written with numpy alone: a training image need not have safetensors.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,28 @@ from stagescope.tensorfile import CODES
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What the service answered to a batch of events: all that neither names was taken.
+
+    Attributes:
+        refused: seq -> why nothing of that event was taken.
+        refused_in_part: seq -> what of an event was not taken; the rest of it was.
+    """
+
+    refused: Mapping[int, str]
+    refused_in_part: Mapping[int, str]
+
+    @classmethod
+    def from_answer(cls, answer: Mapping[str, Any]) -> Taken:
+        """Return what `POST /events` answered."""
+        refused, in_part = (
+            {int(seq): str(text) for seq, text in (answer.get(name) or {}).items()}
+            for name in ("refused", "refused_in_part")
+        )
+        return cls(refused, in_part)
 
 
 def pack_batch(

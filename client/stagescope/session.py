@@ -27,7 +27,7 @@ from stagescope.errors import NotFound
 from stagescope.exact import Exact
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, Noticed
 from stagescope.frames import Table
-from stagescope.framing import MEDIA_TYPE, pack_batch
+from stagescope.framing import MEDIA_TYPE, Taken, pack_batch
 from stagescope.hangs import Stacks
 from stagescope.orders import Orders
 from stagescope.series import Series
@@ -339,9 +339,10 @@ class Session(Orders, Comparing, EngineRegistry):
         sender: Sequence[Any],
         events: Sequence[Sequence[Any]],
         payloads: Mapping[int, Mapping[str, Any]] | None = None,
-    ) -> dict[int, str]:
+    ) -> Taken:
         """Send events of a process that is not this one; return which were refused, and why.
 
+        An event may be refused in part, too: a scalar that is no number, say.
         `stagescope.schema` says what travels. What was sent before counts once.
 
         Raises:
@@ -349,7 +350,7 @@ class Session(Orders, Comparing, EngineRegistry):
         """
         body = pack_batch(sender, events, payloads or {})
         answer = self._transport.deliver("/events", body, MEDIA_TYPE)
-        return {int(seq): str(text) for seq, text in (answer.get("refused") or {}).items()}
+        return Taken.from_answer(answer)
 
     def settled(self, sender: Sequence[Any], seqs: Sequence[int]) -> dict[int, str]:
         """Return seq -> state of a process's payloads that were taken in, after a short wait.

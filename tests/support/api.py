@@ -31,6 +31,7 @@ from stagescope_service.engine.instructions import (
 )
 from stagescope_service.engine.orders.desk import Orders
 from stagescope_service.engine.orders.plans import Plan
+from stagescope_service.engine.reports import refused_in_part
 from stagescope_service.engine.stack_requests import choose
 from stagescope_service.engine.state import State
 from stagescope_service.engine.weights.weighing import judge
@@ -66,8 +67,9 @@ class LocalEngine:
         sender: schema.Sender,
         events: Sequence[Any],
         payloads: Mapping[int, Any] | None = None,
+        in_part: dict[int, str] | None = None,
     ) -> dict[int, str]:
-        """Carry out events; return those that are refused."""
+        """Carry out events; return those that are refused; `in_part` takes in what is in part."""
         refused = {}
         with self._lock:
             for wire in events:
@@ -82,6 +84,8 @@ class LocalEngine:
                         error
                     )
                     continue
+                if in_part is not None and (said := refused_in_part(out)) is not None:
+                    in_part[event.seq] = said
                 self._carry_out(out, payload)
         return refused
 
@@ -126,13 +130,15 @@ class LocalEngine:
         if self.not_ready:
             return {"coordinator": "c1", "not_ready": self.not_ready}
         who = schema.Sender.parse(sender)
-        refused = await asyncio.to_thread(self.take, who, events, payloads)
+        in_part: dict[int, str] = {}
+        refused = await asyncio.to_thread(self.take, who, events, payloads, in_part)
         mine = {key.seq: state for key, state in self.receipts.items() if key[0] == who.incarnation}
         return {
             "coordinator": "c1",
             "wall": time.time(),
             "received": len(events) - len(refused),
             "refused": refused,
+            **({"refused_in_part": in_part} if in_part else {}),
             "receipts": mine,
             "revision": self.in_force.revision,
         }

@@ -138,9 +138,10 @@ def import_dump(
     for call in calls(dump, run, key, keep=KEEP, operators=operators):
         senders.add(call.sender)
         problems += [_problem(each) for each in call.problems]
-        answers = session.send(call.sender, call.events, call.payloads)
-        refused += [{"seq": seq, "reason": reason} for seq, reason in answers.items()]
-        taken = {seq for seq in call.payloads if seq not in answers}
+        answer = session.send(call.sender, call.events, call.payloads)
+        reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
+        refused += [{"seq": seq, "reason": reason} for seq, reason in reasons]
+        taken = {seq for seq in call.payloads if seq not in answer.refused}
         refused += list(_waited(session, call.sender, taken))
         events += len(call.events)
         payloads += len(taken)

@@ -15,6 +15,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
 from tests.support.stores import eventually
 
+import stagescope
 from stagescope import schema
 from stagescope_service.api import health
 from stagescope_service.api.framing import MEDIA_TYPE
@@ -75,6 +76,24 @@ class TestEvents:
             assert post(live, body).status_code == 200
         assert live.get("/steps/5/metrics")["coverage"]["tokens"] == 44
         assert len(live.get("/steps/5/stages")["rows"]) == 1
+
+    def test_what_is_refused_of_them_is_said_to_who_sends_by_the_client(
+        self, live: Service
+    ) -> None:
+        events = [
+            event("log", 1, step=3, scalars={"loss": "x", "reward": 0.5}),
+            event("log", 2, step=3, scalars={"kl": 0.5}),
+            event("begin", 3, step=3),
+        ]
+        assert live.tokens is not None
+        with stagescope.attach(live.server.url, token=live.tokens.operate) as session:
+            taken = session.send(SENDER, events)
+        assert [*taken.refused] == [3]
+        assert "has no stage" in taken.refused[3]
+        assert [*taken.refused_in_part] == [1]
+        assert "loss (str)" in taken.refused_in_part[1]
+        rows = live.get("/steps/3/scalars")["rows"]
+        assert {row["name"] for row in rows} == {"reward", "kl"}
 
     def test_as_json_alone(self, live: Service) -> None:
         log = event("log", 1, step=3, scalars={"loss": "nan", "reward": 0.5})
