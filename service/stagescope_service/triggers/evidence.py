@@ -77,7 +77,7 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
         stage = scalars[0]["stage"] if scalars else series.stage
         affected = _distinct((row["role"], row["rank"]) for row in scalars)
     elif rule.of_stages:
-        stage, affected = _slow_or_missing(worst, facts)
+        stage, affected = _slow_or_missing(firing, facts)
     else:
         token = None if whole is None else _token(rule, firing, whole, processes)
         affected = _affected(firing, whole, token)
@@ -152,7 +152,9 @@ class _Message:
     def _of_metric(self, worst: Hit) -> str:
         against = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in worst.numbers.items()]
         text = f"{worst.series.metric} is {worst.value:.6g}"
-        if self.rank is None and worst.series.rank is not None:  # of the worst of several ranks
+        if worst.series.metric == names.MISSING_RANKS and worst.series.rank is not None:
+            text = f"{worst.series.metric} is {len(self.affected)}"
+        elif self.rank is None and worst.series.rank is not None:  # of the worst of several ranks
             text = f"{worst.series.metric} is up to {worst.value:.6g} a rank"
         text += f" ({', '.join(against)})" if against else ""
         text += self._where()
@@ -257,9 +259,12 @@ def _scalar(row: Row) -> Row:
     return {**{name: row[name] for name in ("name", "value", "stage", "role", "rank")}, **part}
 
 
-def _slow_or_missing(worst: Hit, facts: Facts) -> tuple[str | None, tuple[RoleRank, ...]]:
+def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[RoleRank, ...]]:
     """Return the stage and ranks that a metric of stage events is about."""
-    series = worst.series
+    series = firing.hits[0].series
+    if series.metric == names.MISSING_RANKS and series.rank is not None:
+        of_hits = (hit.series for hit in firing.hits if hit.series.stage == series.stage)
+        return series.stage, _distinct((one.role, one.rank) for one in of_hits)
     if series.metric == names.MISSING_RANKS:
         rows = [row for row in facts.missing if series.stage in (None, row["stage"])]
         if not rows:

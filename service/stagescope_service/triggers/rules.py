@@ -116,8 +116,9 @@ class Rule:
 
     @property
     def lists_only_bad(self) -> bool:
-        """Whether it counts what is not finite, of the ranks that have it: thousands have none."""
-        return self.of_scalars or (self.by == "rank" and names.is_nonfinite(self.metric))
+        """Whether it lists the ranks that are missing or have what is not finite: few of them."""
+        by_rank = self.metric == names.MISSING_RANKS or names.is_nonfinite(self.metric)
+        return self.of_scalars or (self.by == "rank" and by_rank)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,11 +166,20 @@ class Publisher:
         return found or {Series(rule.metric, rule.stage): 0.0}
 
     def _missing(self, rule: Rule) -> dict[Series, float]:
-        """Return how many ranks are missing: 0 where nobody is, so that a streak ends there."""
+        """Return how many ranks are missing, by rank 1 for each stage that it did not end.
+
+        0 where nobody is, so that a streak ends there.
+        """
         stages: dict[str, set[tuple[str, int]]] = {}
         for row in self.facts.missing:
             if rule.stage in (None, row["stage"]):
                 stages.setdefault(row["stage"], set()).add((row["role"], row["rank"]))
+        if rule.by == "rank" and stages:
+            return {
+                Series(rule.metric, stage, *place): 1.0
+                for stage, of in stages.items()
+                for place in of
+            }
         if rule.by == "stage" and stages:
             return {Series(rule.metric, stage): float(len(of)) for stage, of in stages.items()}
         everybody = set[tuple[str, int]]().union(*stages.values())

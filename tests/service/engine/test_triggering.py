@@ -255,6 +255,30 @@ def test_missing_ranks_and_slow_stages(bench: Bench) -> None:
     assert (missing["stage"], missing["rank"]) == ("actor_compute_log_prob", 1)
 
 
+def test_a_rank_that_is_missing_too_is_said_while_another_cools_down(bench: Bench) -> None:
+    rules = rules_of(
+        rule("missing", metric="missing_ranks", by="rank", when={">": 0}, cooldown=10),
+        rule("twice", metric="missing_ranks", by="rank", when={">": 0}, **{"for": 2}),
+    )
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        for step, absent in enumerate(([], [1], [0, 1], [1], [0], []), 1):
+            await bench.step(step, absent=absent)
+            await bench.restarted().open()
+        await bench.step(7, absent=[0, 1])
+
+    run(work)
+    assert bench.fired() == [
+        (1, 2, "missing"), (1, 3, "missing"), (1, 3, "twice"), (1, 4, "twice"),
+    ]  # fmt: skip
+    first, second = bench.firing(2, "missing"), bench.firing(3, "missing")
+    assert (first["role"], first["rank"], first["stage"]) == ("actor", 1, "actor_compute_log_prob")
+    assert (second["role"], second["rank"], second["evidence"]["value"]) == ("actor", 0, 1.0)
+    assert "since before: missing_ranks on actor rank 1" in second["message"]
+    assert [bench.firing(step, "twice")["rank"] for step in (3, 4)] == [1, 1]
+
+
 def test_a_noise_floor(bench: Bench) -> None:
     rules = rules_of(rule(when={"noise_ratio": 3}))
 
