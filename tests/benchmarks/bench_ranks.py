@@ -111,6 +111,7 @@ class Asker:
             "status": self.session.status,
             "runs": self.session.runs,
             "step": lambda: self.session.step(1, run="simulated").stages(rank=0),
+            "series": lambda: self.session.series("loss", run="simulated"),
         }
         for name, question in questions.items():
             began = time.monotonic()
