@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.ring import DEFAULT_RESERVE, Ring
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -73,7 +76,9 @@ class Ingestor:
         self._intake: Intake | None = None
         self._room = _Room(most_bytes)
         # One thread: two payloads at once would only take turns, and hold twice the memory.
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, initializer=_start_worker)
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            1, initializer=_start_worker, initargs=(node_id,)
+        )
         # The thread begins with its first task: the kernel is loaded now, not in the first step.
         self._pool.submit(_nothing)
 
@@ -228,10 +233,23 @@ class Ingestor:
         return [(put.table, dict(put.row)) for put in rows]
 
 
-def _start_worker() -> None:
+def _start_worker(node_id: str) -> None:
     # Only this thread computes; the loop of the actor stays as quick as any.
     os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-    warm()
+    began = time.monotonic()
+    compiled: list[str] = []
+
+    def compiling() -> None:
+        compiled.append(node_id)
+        logger.warning(
+            "node %s compiles the statistics, once for an installation: its payloads wait, half a "
+            "minute or so",
+            node_id,
+        )
+
+    warm(compiling)
+    if compiled:
+        logger.warning("node %s has compiled, in %.0f s", node_id, time.monotonic() - began)
 
 
 def _nothing() -> None:

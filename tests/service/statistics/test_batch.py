@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams, wire
@@ -215,7 +217,7 @@ from tests.support.batches import batch_of, bfloat16, random_streams
 from stagescope_service.engine.ingestor import _start_worker
 from stagescope_service.statistics import summarise
 
-_start_worker()
+_start_worker("node-7")
 numba.njit = None  # what compiles a loop, or loads it from disk, at its first call
 p, q, mask = random_streams(np.random.default_rng(0), 4, 64)
 turns = np.cumsum(mask, axis=1)
@@ -237,3 +239,24 @@ def test_an_ingestor_that_has_begun_compiles_nothing_for_a_payload() -> None:
         capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_ingestor_says_on_which_node_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_first: bool
+) -> None:
+    def summarised(*args: object, **more: object) -> None:
+        del args, more
+        if is_first:
+            numba.njit(lambda value: value + 1)(1)
+
+    pytest.importorskip("ray")
+    ingestor = importlib.import_module("stagescope_service.engine.ingestor")
+    # By its name as a module: the package has a function of that name.
+    module = importlib.import_module("stagescope_service.statistics.summarise")
+    monkeypatch.setattr(module, "summarise", summarised)
+    monkeypatch.setattr("os.setpriority", lambda *args: None)
+    ingestor._start_worker("node-7")
+    said = ["node-7 compiles the statistics", "node-7 has compiled"] if is_first else []
+    assert len(caplog.messages) == len(said)
+    assert all(text in message for text, message in zip(said, caplog.messages, strict=True))
