@@ -92,13 +92,14 @@ class Service(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.coordinator = FakeCoordinator()
         self.status = 200
         self.authorizations: list[str | None] = []
         self.drained: list[str | None] = []
         self.holds: threading.Event | None = None
-        super().__init__(("127.0.0.1", 0), Handler)
+        self.is_dead = False
+        super().__init__(("127.0.0.1", port), Handler)
 
     @property
     def url(self) -> str:
@@ -112,6 +113,9 @@ class Handler(BaseHTTPRequestHandler):
         service = self.server
         assert isinstance(service, Service)
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if service.is_dead:
+            self.close_connection = True
+            return
         service.authorizations.append(self.headers["Authorization"])
         assert service.holds is None or service.holds.wait(30)
         status = 401 if self.headers["Authorization"] != "Bearer right" else service.status
@@ -221,6 +225,35 @@ def test_a_probe_without_ray_finds_the_service_as_attach_does(
     assert "right" not in repr(probe)
     assert lifecycle.finish(30.0)
     assert "by-file" in server.drained
+
+
+def test_finish_waits_for_an_api_that_is_being_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with Service() as first:
+        threading.Thread(target=first.serve_forever, args=(0.02,), daemon=True).start()
+        probe = lifecycle.init("again", attempt_key="a", url=first.url, token="right")
+        wait_for(lambda: first.coordinator.events)
+        wait_for(lambda: ": connected to" in repr(probe))
+        port = first.server_address[1]
+        first.shutdown()
+        first.is_dead = True
+    with probe.stage("s", step=1):
+        pass
+    wait_for(lambda: ": not connected" in repr(probe))
+    done: list[bool] = []
+    finishing = threading.Thread(target=lambda: done.append(lifecycle.finish(30.0)))
+    finishing.start()
+    finishing.join(1.5)  # so long it is away
+    assert not done
+    with Service(port) as second:
+        serving = threading.Thread(target=second.serve_forever, args=(0.02,))
+        serving.start()
+        finishing.join(30.0)
+        second.shutdown()
+        serving.join()
+        assert done == [True]
+        assert {"begin", "end", "finish"} <= {e.kind for e in second.coordinator.events.values()}
+        assert second.drained == ["again"]
 
 
 def test_a_process_that_ends_before_its_first_search_still_reports(

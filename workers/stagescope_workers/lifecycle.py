@@ -25,6 +25,8 @@ _log = logging.getLogger("stagescope.workers")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _EXIT_SECONDS: Final = 2.0
+_BETWEEN_SECONDS: Final = 0.5
+"""Between two attempts of `finish` to reach a service that was reached before."""
 
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()
 _newest: Probe | None = None
@@ -173,19 +175,34 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     named = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
     url, token = (named[0].url, named[0].token) if named else (None, None)
     complete = _close_all(deadline)
-    try:
-        link = find_link(url, token, namespace)
-        if link is None:
-            warn_unconnected("finish", url, namespace)
-            return complete and any(probe.has_arrived for probe in probes)
-        with contextlib.closing(link):
-            runs: list[str | None] = [run] if run is not None else [*sorted(_runs)] or [None]
-            for name in runs:
-                complete = _drain(link, name, max(0.1, deadline - time.monotonic())) and complete
-    except Exception as error:
-        _log.warning("finish could not wait for the service: %r", error)
-        return False
-    return complete
+    reached = any(probe.status()["coordinator"] for probe in probes)
+    while True:
+        try:
+            drained = _drain_all(url, token, namespace, run, deadline)
+            break
+        except Exception as error:
+            # What was reached before may be about to be restarted.
+            if not reached or time.monotonic() > deadline - _BETWEEN_SECONDS:
+                _log.warning("finish could not wait for the service: %r", error)
+                return False
+            time.sleep(_BETWEEN_SECONDS)
+    if drained is None:
+        warn_unconnected("finish", url, namespace)
+        return complete and any(probe.has_arrived for probe in probes)
+    return complete and drained
+
+
+def _drain_all(
+    url: str | None, token: str | None, namespace: str, run: str | None, deadline: float
+) -> bool | None:
+    """Wait for the receipts of a run, or of this process's runs; None where no service is."""
+    link = find_link(url, token, namespace)
+    if link is None:
+        return None
+    runs: list[str | None] = [run] if run is not None else [*sorted(_runs)] or [None]
+    with contextlib.closing(link):
+        drained = [_drain(link, name, max(0.1, deadline - time.monotonic())) for name in runs]
+    return all(drained)
 
 
 def _drain(link: Link, run: str | None, timeout: float) -> bool:

@@ -388,7 +388,8 @@ class Probe:
         if not unsent:
             return not any(each.outbox.has_drops for each in starts)
         # On a busy machine what comes before the first look (the fingerprint) takes seconds.
-        nobody = unsent[0].has_looked and unsent[0].link is None
+        reached = any(each.courier.answers for each in starts)  # one that died may come back
+        nobody = unsent[0].has_looked and unsent[0].link is None and not reached
         may_join = "ray" in sys.modules  # one that is about to join a cluster has time for that
         return nobody and not (
             may_join and time.monotonic() - self._introduction.made < _SEARCH_SECONDS

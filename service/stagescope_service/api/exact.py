@@ -13,8 +13,9 @@ from stagescope_service.api.measures import Measured
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
-from stagescope_service.statistics.exact import first_difference
-from stagescope_service.statistics.step_metrics import VERSION, unequal_tokens
+from stagescope_service.statistics.exact import first_difference, unequal_tokens
+from stagescope_service.statistics.step_metrics import VERSION
+from stagescope_service.store.parts import incarnation_of
 
 router = APIRouter(tags=["runs"])
 
@@ -29,6 +30,7 @@ class _Judged(NamedTuple):
     verdict: str
     tokens: int
     unequal: int
+    non_finite: int
 
 
 @router.get("/exact", response_model=models.Exact)
@@ -65,7 +67,8 @@ def exact(desk: AtDesk, run: Run = None, attempt: AttemptNumber = None) -> Answe
         row = steps[differing]
         measured = desk.measures.of(int(row["attempt_id"]), row)
         number = lineage.numbers[row["attempt_id"]]
-        first = {**_first(differing, measured), "attempt": number}
+        processes = desk.catalogue.processes(int(row["attempt_id"]))
+        first = {**_first(differing, measured, processes), "attempt": number}
     said = {"attempt": attempt, "text": _text(rows, first), "first": first}
     return Answer({**target.heading(), **said, "rows": rows, "next": None})
 
@@ -79,10 +82,9 @@ def _judge(desk: Desk, lineage: Lineage, row: Row) -> _Judged:
         cell = measured.whole.total
         tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
         verdict = measured.comparability.verdict
-    proved = verdict == EXACT and masked == tokens
-    judged = DIFFERS if unequal else EXACT if proved else NOT_MEASURED
+    judged = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
     number = lineage.numbers[row["attempt_id"]]
-    return _Judged(int(row["step"]), number, judged, tokens, unequal)
+    return _Judged(int(row["step"]), number, judged, tokens, unequal, masked - tokens)
 
 
 def _ranges(judged: Sequence[_Judged]) -> Iterator[Row]:
@@ -98,14 +100,20 @@ def _ranges(judged: Sequence[_Judged]) -> Iterator[Row]:
             "verdict": verdict,
             "tokens": sum(each.tokens for each in steps),
             "unequal": sum(each.unequal for each in steps),
+            "non_finite": sum(each.non_finite for each in steps),
         }
 
 
-def _first(step: int, measured: Measured) -> Row:
+def _first(step: int, measured: Measured, processes: Sequence[Row]) -> Row:
     found = first_difference(measured.whole.summary)
     if found is None:  # the record of an older version
         return {"step": step, "text": "in a token that was not kept"}
-    return {"step": step, **found.to_json(), "text": found.text}
+    sender = incarnation_of(found.source)
+    where: Row = next(
+        ({"role": row["role"], "rank": row["rank"]}
+         for row in processes if row["incarnation"] == sender), {}
+    )  # fmt: skip
+    return {"step": step, **found.to_json(), **where, "text": found.text(**where)}
 
 
 def _text(rows: Sequence[Row], first: dict[str, Any] | None) -> str:
@@ -121,7 +129,7 @@ def _text(rows: Sequence[Row], first: dict[str, Any] | None) -> str:
             assert first is not None
             said.append(f"{row['from_step']}{of} first differs: {first['text']}")
             break
-        why = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else _WHY
+        why = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else _why_not(row)
         said.append(f"step{'' if one else 's'} {steps}{of} {row['verdict']} ({why})")
     if first is not None:
         later = sum(row["steps"] for row in rows if row["verdict"] == DIFFERS) - 1
@@ -133,4 +141,7 @@ def _text(rows: Sequence[Row], first: dict[str, Any] | None) -> str:
     return "; ".join(said)
 
 
-_WHY: Final = "equal, and one stream is a copy, or nobody said who computed them"
+def _why_not(row: Row) -> str:
+    if row["non_finite"]:
+        return f"{row['non_finite']} tokens are finite in neither stream; the others are equal"
+    return "equal, and one stream is a copy, or nobody said who computed them"

@@ -180,7 +180,7 @@ def _judged(cell: Cell, found: Iterable[Check]) -> Comparability:
         verdict = "not measured"
     elif suspects - ({"versions"} if _all_equal(cell) else set()):
         verdict = "suspect"
-    elif _all_equal(cell):
+    elif _all_equal(cell) and cell.masked == cell.tokens:
         verdict = "exact"
     else:
         verdict = "comparable" if cell.tokens >= ENOUGH else "unknown"
@@ -337,6 +337,8 @@ def _equal(cell: Cell, p: str, q: str, producers: tuple[str, str] | None = None)
             f"{same}, and two producers computed them ({p}: {producers[0]}; {q}: {producers[1]}): "
             f"exact, proved on {cell.tokens} tokens"
         )
+        if cell.masked > cell.tokens:
+            text += f", but for {cell.masked - cell.tokens} more that are not finite"
         return Check("bitwise_equal", "ok", text, values)
     return Check("bitwise_equal", "suspect", text, values)
 

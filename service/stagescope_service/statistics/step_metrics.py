@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
-from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.exact import unequal_tokens
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.whole import Whole
 
@@ -90,11 +91,6 @@ class SliceMetrics:
         arrays, document = codec.load(data, _KIND, VERSION)
         keys = {by: tuple((role, number) for role, number in document["keys"][by]) for by in arrays}
         return cls(tuple(document["names"]), keys, arrays)  # type: ignore[arg-type]
-
-
-def unequal_tokens(cell: Cell) -> int:
-    """Return how many tokens of a cell differ in any bit."""
-    return cell.tokens - int(cell[Field.EQUAL])
 
 
 def step_metrics(

@@ -80,7 +80,8 @@ def test_exact_says_since_when_not_and_where(live: Service) -> None:
     place = {name: found.first[name] for name in ("step", "sample_uid", "round", "position")}
     assert place == {"step": 4, "sample_uid": "sample-6", "round": 1, "position": 7}
     assert found.text.startswith(
-        "steps 1-3 exact (proved on 264 tokens); 4 first differs: sample sample-6, round 1, token 7"
+        "steps 1-3 exact (proved on 264 tokens); 4 first differs: sample sample-6 of actor rank 1, "
+        "round 1, token 7"
     )
     assert found.text.endswith("of the 1 steps since then 0 differ")
     assert [(row["verdict"], row["steps"], row["unequal"]) for row in found["rows"]] == [
@@ -110,6 +111,35 @@ def test_exact_reads_the_summary_of_the_first_step_that_differs_alone(
         [Put("step_metrics", {"attempt_id": 1, "step": step, **unknown}) for step in range(1, 6)]
     ).result(30)
     assert live.get("/exact") == said
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one", "both"])
+def test_a_token_that_is_no_number_is_not_exact(live: Service, both: bool) -> None:
+    ranks = [Rank(live, rank=rank, settings={"expect": "bitwise"}) for rank in (0, 1)]
+    for step in (1, 2):
+        for index, rank in enumerate(ranks):
+            taken = handed(step, index, producers=TWO)
+            if step == 2 and index == 1:
+                taken["tensors"]["rollout_log_probs"][2][2, 7] = np.nan
+                taken["tensors"]["old_log_probs"][2][2, 7] = np.nan if both else -1.0
+            rank.stage(LOG_PROB, step, taken)
+    for rank in ranks:
+        rank.begin("rollout_generate", 3)
+    found = Exact(live.get("/exact"))
+    verdicts = [(row["verdict"], row["unequal"], row["non_finite"]) for row in found["rows"]]
+    assert live.get("/steps/2/metrics")["comparable"] != "exact"
+    said = findings(live, 2)
+    if both:
+        assert verdicts == [("exact", 0, 0), ("not measured", 0, 1)]
+        assert found.text.endswith("(1 tokens are finite in neither stream; the others are equal)")
+        assert "not_exact" not in said
+        return
+    assert verdicts == [("exact", 0, 0), ("differs", 1, 1)]
+    assert found.first is not None
+    assert (found.first["role"], found.first["rank"], found.first["position"]) == ("actor", 1, 7)
+    assert "sample-6 of actor rank 1, round 1, token 7: -1.0 against nan" in found.text
+    assert "sample-6 of actor rank 1, round 1, token 7" in said["not_exact"]["message"]
+    assert "1 of 88 tokens" in said["not_exact"]["message"]
 
 
 def test_exact_of_copies_is_not_measured(live: Service) -> None:

@@ -172,6 +172,9 @@ class FirstDifference(Model):
     text: str
     """Where it is, and both values with all digits."""
     sample_uid: str | None = ABSENT
+    role: Role = ABSENT
+    rank: Rank = ABSENT
+    """Who handed the token over."""
     row: int = ABSENT
     """Of the payload."""
     round: int = ABSENT
@@ -197,7 +200,9 @@ class ExactRange(Model):
     tokens: int
     """On how many tokens it rests."""
     unequal: int
-    """Tokens in which the streams differ."""
+    """Tokens in which the streams differ, be it that one alone is not finite."""
+    non_finite: int
+    """Tokens beside those it rests on: a stream is not finite in them."""
 
 
 class Exact(ScopeHeading, Page[ExactRange]):

@@ -13,9 +13,9 @@ from stagescope_service.engine.findings import NOT_AGGREGATED, finding
 from stagescope_service.engine.instructions import Delete
 from stagescope_service.engine.rows import digest
 from stagescope_service.engine.wholes import accounts
-from stagescope_service.statistics import Field, PartRecord, Restate, Whole, assemble, examine
+from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
 from stagescope_service.statistics.comparability import Check, causes_of_ranks
-from stagescope_service.statistics.exact import first_difference
+from stagescope_service.statistics.exact import first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.base import Put
@@ -172,12 +172,12 @@ def _not_exact(
     p, q = whole.summary.pair
     row = rows.get(found.source, {})
     where = {"role": row.get("role"), "rank": row.get("rank")}
-    unequal = whole.total.tokens - int(whole.total[Field.EQUAL])
+    unequal = unequal_tokens(whole.total)
     return [
         finding(
             "not_exact",
-            f"{p} and {q} differ in {unequal} of {whole.total.tokens} tokens, and the run expects "
-            f"none to: first in {found.text}",
+            f"{p} and {q} differ in {unequal} of {whole.total.masked} tokens, and the run expects "
+            f"none to: first in {found.text(**where)}",
             **place,
             severity="error",
             evidence={**found.to_json(), **where, "unequal": unequal},
