@@ -142,6 +142,8 @@ class Divergence(Record):
             sections = _listed(self["first_sections"])
             lines += wrapped("", f"the first that differs, in {sections}:", width)
             lines += _difference(self["first"], width)
+            if self.get("first_note"):
+                lines += wrapped("  ", self["first_note"], width)
         for name, what in (("parameter", "parameters"), ("gradient", "gradients")):
             lines += self._first_of(f"first_{name}", what, width)
         for name in ("a", "b"):

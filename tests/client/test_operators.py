@@ -19,7 +19,7 @@ import stagescope
 from stagescope import Session
 from stagescope.errors import InvalidInput, NotFound
 from stagescope.frames import Table
-from stagescope.operators import NonFiniteOperators, Operators, read_side
+from stagescope.operators import Divergence, NonFiniteOperators, Operators, read_side
 
 BROKEN = "Module.blocks.1.down.Linear.forward.0"
 CHANGED = "Module.blocks.0.up.Linear.forward.0"
@@ -125,6 +125,8 @@ def test_the_first_divergent_operator_is_named(asking: Session) -> None:
     assert isinstance(found["first"]["relative"], float)
     text = "\n".join(found.lines())
     assert f"in {CHANGED}" in text
+    noted = Divergence({**found, "first_note": "input_args.0 differs already"})
+    assert "  input_args.0 differs already" in noted.lines()
     assert asking.divergence({"step": 6, "rank": 0}, {"step": 5}, exact=True).same
     loose = asking.divergence({"step": 6, "rank": 0}, {"rank": 1}, by_dtype={"float32": 9.0})
     assert loose["first"] is None

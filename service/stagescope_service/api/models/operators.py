@@ -267,6 +267,8 @@ class Divergence(Model):
     first: DivergentRow | None
     first_sections: list[str]
     """The sections of that call with rows that differ."""
+    first_note: str | None
+    """Where its input differs already: that no recorded call returned it; null: one may have."""
     first_parameter: DivergentRow | None
     first_gradient: DivergentRow | None
     """The first of parameters' gradients."""

@@ -2,7 +2,8 @@
 
 The first is the first in execution order of the first side. Where an operator's input is the first
 row that differs, what made it different was not recorded (an operator that msprobe does not hook,
-the data itself): `first_sections` says which sections of that call differ.
+the data itself): `first_sections` says which sections of that call differ, and `first_note` that
+no call before it returned such values.
 
 Parameters and gradients of parameters (levels L0 and mix) have answers of their own: between
 data-parallel replicas on different data every activation differs, and no parameter may.
@@ -40,6 +41,8 @@ class Divergence:
     Attributes:
         first: the first row that differs, None where none does.
         first_sections: the sections of that call with rows that differ.
+        first_note: that no recorded call made the input that differs first, in a sentence; None
+            where one may have.
         first_parameter, first_gradient: the first of `parameters` and of `parameters_grad`.
         rows: the first rows that differ, in execution order.
         counts: rows by verdict.
@@ -56,6 +59,7 @@ class Divergence:
 
     first: dict[str, Any] | None
     first_sections: list[str]
+    first_note: str | None
     first_parameter: dict[str, Any] | None
     first_gradient: dict[str, Any] | None
     rows: list[dict[str, Any]]
@@ -113,6 +117,7 @@ def first_divergent(
     return Divergence(
         first=rows[0] if rows else None,
         first_sections=_sections_of_first(one, other, found, differing),
+        first_note=_note(one, other, found, int(differing[0])) if len(differing) else None,
         first_parameter=_first_of("parameters", one, other, found, differing, sections),
         first_gradient=_first_of("grad", one, other, found, differing, sections),
         rows=rows,
@@ -175,6 +180,48 @@ def _sections_of_first(
             break
         sections[_section(one, other, found, row)] = None
     return list(sections)
+
+
+def _note(one: Operators, other: Operators, found: Differences, row: int) -> str | None:
+    """Say of an input, the first row that differs, that no recorded call before returned it.
+
+    A result is told by its extremes: a view has those of its tensor. Where one of either side has
+    them, be it by chance, nothing is said.
+    """
+    sides = ((one, int(found.row_a[row])), (other, int(found.row_b[row])))
+    verdict = VERDICTS[int(found.verdict[row])]
+    if min(at for _, at in sides) < 0 or verdict not in ("non_finite", "checksum", "statistics"):
+        return None
+    first, at = sides[0]
+    section, direction = (first.texts(name).text(at) for name in ("section", "direction"))
+    if section not in ("input_args", "input_kwargs") or direction != "forward":
+        return None
+    if any(_may_be_returned(side, place) for side, place in sides):
+        return None
+    name = first.call_text("name", int(first.call_of_row[at]))
+    return (
+        f"{section}.{first.texts('index').text(at)} of {name} differs already, and no call that is "
+        "recorded before it returned such values: they are data, a weight, or the result of a "
+        "function that msprobe does not record (grouped matrix products, say)"
+    )
+
+
+def _may_be_returned(side: Operators, row: int) -> bool:
+    """Return whether a call before a row's own returned a tensor of the same extremes."""
+    before = int(side.starts[side.call_of_row[row]])
+    sections = side.texts("section")
+    if "output" not in sections.values:
+        return False
+    same = sections.codes[:before] == sections.values.index("output")
+    for name in ("min", "max"):
+        values, known = side.numbers(name), side.known(name)
+        if not known[row]:
+            return True  # a checksum alone does not tell a view of the tensor
+        equal = (values[:before] == values[row]) | (
+            np.isnan(values[:before]) & np.isnan(values[row])
+        )
+        same &= known[:before] & equal
+    return bool(same.any())
 
 
 def _compared(one: Operators, found: Differences, section: str) -> int:

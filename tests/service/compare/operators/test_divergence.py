@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.support.dumps import ExtraCall, Masked, table, tabled
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
+from torch import nn
+from torch.nn import functional
 
 from stagescope_service.compare.operators.differences import EPS, Thresholds
 from stagescope_service.compare.operators.divergence import Divergence, first_divergent
@@ -165,6 +167,38 @@ def test_masks_are_equal_on_both_sides(tmp_path: Path) -> None:
     assert first_divergent(table(tmp_path / "a", model), table(tmp_path / "b", model)).same
 
 
+class Grouped(SmallDecoder):
+    """Routes its tokens to two experts between its blocks, by a function that is not recorded."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.load_state_dict(small_decoder().state_dict())
+        self.experts = nn.Parameter(torch.stack([torch.eye(16) * scale, -torch.eye(16)]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks[0](self.embedding(tokens))
+        offsets = torch.tensor([5, 12], dtype=torch.int32)
+        routed = functional.grouped_mm(hidden.view(12, 16), self.experts, offs=offsets)
+        changed = functional.silu(routed).view(2, 6, 16)
+        logits: torch.Tensor = self.lm_head(self.blocks[1](changed))
+        return logits
+
+
+@pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="torch has none")
+def test_what_lies_in_a_function_that_is_not_recorded_is_said(tmp_path: Path) -> None:
+    healthy, faulty = (
+        table(tmp_path / name, Grouped(scale), level="L1")
+        for name, scale in (("healthy", 1.0), ("faulty", 1.25))
+    )
+    found = first_divergent(healthy, faulty)
+    assert first_name(found) == "Functional.silu.1.forward"  # block 0 called it first
+    assert found.first is not None
+    assert found.first["section"] == "input_args"
+    assert found.first_note is not None
+    assert "input_args.0 of Functional.silu.1.forward differs already" in found.first_note
+    assert first_divergent(healthy, healthy).first_note is None
+
+
 def test_an_answer_is_ready_for_json(reference: Path, level: str, tmp_path: Path) -> None:
     found = first_divergent(reference, table(tmp_path, scaled(1.5), level=level), limit=3)
     said = json.loads(json.dumps(found.fields(), allow_nan=False))
@@ -193,6 +227,36 @@ def held(path: Path, a: Any, b: Any, **options: Any) -> Divergence:
     one = made(path / "a", [("Torch.x.0.forward", [a])])
     other = made(path / "b", [("Torch.x.0.forward", [b])])
     return first_divergent(one, other, Thresholds(**options))
+
+
+def read(path: Path, high: float, *before: tuple[float, float], **more: Any) -> Path:
+    """One call that reads a tensor of [-1, high], after calls that return other ones."""
+    data: dict[str, Any] = {
+        f"Torch.x.{at}.forward": {"input_args": [], "output": [tensor(*extremes)]}
+        for at, extremes in enumerate(before)
+    }
+    data["Torch.y.0.forward"] = {"input_args": [tensor(-1, high, **more)], "output": []}
+    return tabled(path, json.dumps({"task": "statistics", "level": "L1", "data": data}))[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "is_said"),
+    [
+        ([], {}, True),
+        ([(-1, 3), (0, 1)], {}, True),
+        ([(-1, 1)], {}, False),  # what a returned, b changed behind what is recorded
+        ([(-1, 2)], {}, False),
+        ([(-1, 1)], {"shape": [1, 2]}, False),  # a view of it
+    ],
+)
+def test_of_an_input_that_a_recorded_call_may_have_returned_nothing_is_said(
+    tmp_path: Path, before: list[tuple[float, float]], more: dict[str, Any], is_said: bool
+) -> None:
+    a, b = (read(tmp_path / str(high), high, *before, **more) for high in (1, 2))
+    found = first_divergent(a, b)
+    assert found.first is not None
+    assert found.first["section"] == "input_args"
+    assert (found.first_note is not None) == is_said
 
 
 BF16_MIN, FP32_MIN = -3.3895313892515355e38, -3.4028234663852886e38
