@@ -13,7 +13,7 @@ import pytest
 from tests.support.dumps import capture
 from tests.support.triggering import Bench, rule, rules_of, run, training
 
-from stagescope.errors import CatalogueUnavailable
+from stagescope.errors import CatalogueUnavailable, StoreError
 from stagescope_service.api.completeness import gaps
 from stagescope_service.engine import retries
 from stagescope_service.engine.digests import again
@@ -218,6 +218,27 @@ def test_a_payload_that_comes_when_the_parts_of_its_step_are_gone(
     assert gap == f"numbers without 1 payload refused ({TOO_LATE})"
     ((_, reason),) = {(row["rank"], row["reason"]) for row in refused if row["step"] == 1}
     assert reason == TOO_LATE
+
+
+def test_a_step_that_could_not_be_read_for_a_moment_is_held_against_the_rules(
+    broken: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = broken.bench
+    errors: list[Exception] = [CatalogueUnavailable("locked"), StoreError("once")]
+    look = bench.triggers._look
+
+    def failing(*args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return look(*args)
+
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule()), by="me")
+        monkeypatch.setattr(bench.triggers, "_look", failing)
+        await bench.step(1, 1.0)
+
+    run(work)
+    assert bench.fired() == [(1, 1, "mean")]
 
 
 # --- operator tables and weights ----------------------------------------------------------------

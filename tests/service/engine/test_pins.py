@@ -1,4 +1,4 @@
-"""A pin reaches every node that holds payloads of the step, wherever the catalogue lists them."""
+"""Pins reach every node that holds payloads of the step, and outlive what the ring lets go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.stores import write
+from tests.support.triggering import rule, rules_of, run, training
 
+from stagescope_service.engine.triggering.actions import gone_of
 from stagescope_service.settings import Settings
 from stagescope_service.store.base import Put
 from stagescope_service.store.reads.reader import LIMIT
@@ -65,3 +67,54 @@ def test_a_pin_reaches_payloads_beyond_the_first_page(
     assert (answer.payloads, answer.gone, answer.reasons) == (5, LIMIT + 47, ())
     # The next payload that needs the room finds none of them evictable.
     assert rings["z"].pin_step(1, STEP).payloads == 2
+
+
+def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
+    with training(tmp_path, ring_bytes=40_000) as bench:
+
+        async def work() -> None:
+            await bench.triggers.put(rules_of(rule(actions={"finding": {}, "pin": 2})), by="me")
+            for step in range(1, 4):
+                await bench.step(step, 0.01)
+            await bench.step(4, 1.0)
+            for step in range(5, 30):
+                if step == 15:
+                    bench.floor._intakes.clear()  # the ingestor is a new process
+                await bench.step(step, 0.01)
+            for step in range(30, 40):
+                await bench.step(step, 1.0)
+
+        run(work)
+        ring = bench.floor._node(None).ring
+        held = {entry.key.step for entry in ring.entries() if entry.pinned}
+        assert {3, 4} <= held
+        assert sum(entry.bytes for entry in ring.entries() if entry.pinned) <= 20_000
+        assert ring.bytes <= 40_000
+        assert {row["step"] for row in bench.catalogue.pinned_steps()} == held
+        said = bench.findings("pin_not_kept")
+        assert said
+        assert "pinned payloads take" in said[-1]["message"]
+        assert ring.not_kept == 0
+
+
+def test_a_pin_that_comes_too_late_is_said(tmp_path: Path) -> None:
+    with training(tmp_path, ring_bytes=12_000) as bench:
+
+        async def work() -> None:
+            await bench.triggers.put(rules_of(rule(actions={"finding": {}, "pin": 9})), by="me")
+            for step in range(1, 6):
+                await bench.step(step, 0.01)
+            await bench.step(6, 1.0)
+
+        run(work)
+        gone = [
+            row for row in bench.findings("pin_not_kept") if "had left the ring" in row["message"]
+        ]
+        assert [row["step"] for row in gone][:2] == [1, 2]
+
+
+def test_payloads_that_the_catalogue_does_not_know_yet_are_not_gone() -> None:
+    there, deleted = {"deleted_wall": None}, {"deleted_wall": 1.0}
+    assert gone_of([there, there], 4) == 0
+    assert gone_of([there, deleted], 4) == 1
+    assert gone_of([there, there, deleted], 1) == 2

@@ -17,7 +17,6 @@ from stagescope.errors import Conflict
 from stagescope_service.api.groups import outcomes
 from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.engine.orders import agreement
-from stagescope_service.engine.triggering.actions import gone_of
 from stagescope_service.store.base import Put
 from stagescope_service.store.ring import RingEntry
 from stagescope_service.triggers import spending
@@ -452,51 +451,6 @@ def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> Non
     assert bench.fired() == [(1, 6, "mean")]
 
 
-# --- pins -------------------------------------------------------------------------------------
-def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
-    with training(tmp_path, ring_bytes=40_000) as bench:
-
-        async def work() -> None:
-            await bench.triggers.put(rules_of(rule(actions=PIN)), by="me")
-            for step in range(1, 4):
-                await bench.step(step, 0.01)
-            await bench.step(4, 1.0)
-            for step in range(5, 30):
-                if step == 15:
-                    bench.floor._intakes.clear()  # the ingestor is a new process
-                await bench.step(step, 0.01)
-            for step in range(30, 40):
-                await bench.step(step, 1.0)
-
-        run(work)
-        ring = bench.floor._node(None).ring
-        held = {entry.key.step for entry in ring.entries() if entry.pinned}
-        assert {3, 4} <= held
-        assert sum(entry.bytes for entry in ring.entries() if entry.pinned) <= 20_000
-        assert ring.bytes <= 40_000
-        assert {row["step"] for row in bench.catalogue.pinned_steps()} == held
-        said = bench.findings("pin_not_kept")
-        assert said
-        assert "pinned payloads take" in said[-1]["message"]
-        assert ring.not_kept == 0
-
-
-def test_a_pin_that_comes_too_late_is_said(tmp_path: Path) -> None:
-    with training(tmp_path, ring_bytes=12_000) as bench:
-
-        async def work() -> None:
-            await bench.triggers.put(rules_of(rule(actions={"finding": {}, "pin": 9})), by="me")
-            for step in range(1, 6):
-                await bench.step(step, 0.01)
-            await bench.step(6, 1.0)
-
-        run(work)
-        gone = [
-            row for row in bench.findings("pin_not_kept") if "had left the ring" in row["message"]
-        ]
-        assert [row["step"] for row in gone][:2] == [1, 2]
-
-
 # --- captures ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("by", ["document", "run", "nobody"])
 def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: Bench, by: str) -> None:
@@ -693,10 +647,3 @@ def test_a_file_stands_until_others_are_given_and_again_when_it_changes(
     done = [(row["action"], row["by"]) for row in bench.catalogue.audit()]
     assert done[0] == ("triggers_refused", f"file {file}")
     assert ("set_triggers", "me") in done
-
-
-def test_payloads_that_the_catalogue_does_not_know_yet_are_not_gone() -> None:
-    there, deleted = {"deleted_wall": None}, {"deleted_wall": 1.0}
-    assert gone_of([there, there], 4) == 0
-    assert gone_of([there, deleted], 4) == 1
-    assert gone_of([there, there, deleted], 1) == 2
