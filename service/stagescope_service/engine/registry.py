@@ -349,13 +349,18 @@ class Registry:
 
     def _restarted(self, attempt: Attempt, process: Process, step: int) -> Process | None:
         """Return whom a process follows that begins `step` as one of a new start, else None."""
+        if process.raw or process.role == "rollout":
+            return None
+        older = self._older(attempt, process)
+        if process.unkeyed and older is not None and self._silent_before(attempt, process):
+            return older  # no key tells its starts apart, and nobody of the one before is left
         closed = attempt.last_closed_step
-        if process.raw or process.role == "rollout" or closed is None or step > closed:
+        if closed is None or step > closed:
             return None
         known = attempt.steps.get(step)
         if known is not None and process.started < (known.closed_wall or process.started):
             return None
-        return self._older(attempt, process) or self._silent_before(attempt, process)
+        return older or self._silent_before(attempt, process, process.role)
 
     def open_restart(self, attempt: Attempt, wall: float) -> tuple[Attempt, list[Instruction]]:
         """Open the attempt of those who start again under the key of `attempt`."""
@@ -371,14 +376,16 @@ class Registry:
         older = [each for each in others if not each.raw and each.age < process.age]
         return max(older, key=lambda each: each.age, default=None)
 
-    def _silent_before(self, attempt: Attempt, process: Process) -> Process | None:
-        """Return the last heard of a process's role, if it was silent when this one started.
+    def _silent_before(
+        self, attempt: Attempt, process: Process, role: str | None = None
+    ) -> Process | None:
+        """Return the last heard of an attempt, or of a role, if all were silent when this started.
 
         Its own rank may not have reported in the start before: it crashed too early.
         """
         others = [
             each for each in attempt.processes.values()
-            if each.role == process.role and each.bound and not each.raw and each is not process
+            if role in (None, each.role) and each.bound and not each.raw and each is not process
         ]  # fmt: skip
         last = max(others, key=lambda each: each.heard, default=None)
         started = process.started + (process.clock[0] or 0.0)

@@ -108,6 +108,39 @@ def test_a_rank_that_never_spoke_before_may_be_the_first_of_the_next_start(
     check_memory(bench.state)
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["killed", "finished"])
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_start_without_a_key_is_told_by_who_is_left_of_the_one_before(
+    bench: Bench, step: int, leaves: bool
+) -> None:
+    """Plain processes that were killed in step 3, or after it, and go on from a checkpoint."""
+    first, second = (
+        [Rank(rank, key=None, started=started) for rank in (0, 1)] for started in (1000.0, 2000.0)
+    )
+    for number, ranks, numbers in ((1, first, (1, 2, 3)), (2, second, (step, step + 1))):
+        for rank in ranks:
+            bench.give(rank.hello(world_size=2, fingerprint={"config": {"lr": number}}))
+        for each in numbers:
+            for rank in ranks:
+                bench.give(*rank.work(each))
+        if leaves:
+            bench.give(*(rank.finish() for rank in ranks))
+    assert [number for number, _ in attempts(bench)] == [1, 2]
+    assert [bench.attempt(n)["fingerprint"]["config"]["lr"] for n in (1, 2)] == [1, 2]
+    assert bench.attempt(2)["resumed_from_step"] == step - 1
+    check_memory(bench.state)
+
+
+def test_a_rank_made_anew_beside_others_that_go_on_stays_with_them(bench: Bench) -> None:
+    ranks = [Rank(rank, key=None) for rank in (0, 1)]
+    for number in (1, 2):
+        for rank in ranks:
+            bench.give(*rank.work(number))
+    ranks[1].wall = 2001.0
+    bench.give(ranks[1].begin(3), *Rank(0, key=None, started=2000.0).work(3))
+    assert [number for number, _ in attempts(bench)] == [1]
+
+
 def test_a_rank_that_comes_to_a_start_that_goes_on_belongs_to_it(bench: Bench) -> None:
     first, joined = Rank(0), Rank(1, started=2000.0)
     for number in (1, 2, 3):
