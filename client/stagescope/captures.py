@@ -36,7 +36,7 @@ CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "limits": "{'bytes': most bytes a dump may take, 'seconds': most time, 'reserve_bytes': kept "
     "free on the disk, 'tokens': of the stage, for the estimate}, or null",
     "force": "whether to start although the estimate does not fit on the disk, or a stage that "
-    "nobody did lately is named much like one of the run",
+    "nobody did lately is named much like one of the run, or the run much like another",
     "strict": "whether a failure is raised in the training process",
     "timeout": "seconds in which every asked rank is to acknowledge, 60 by default",
     "late": "what to do about ranks that do not: 'wait', 'go_on' without them, or 'give_up'",
@@ -363,3 +363,8 @@ def orders_msprobe(capture: Mapping[str, Any]) -> bool:
 def matches_rank(ranks: Any, rank: int) -> bool:
     """Return whether a capture's `ranks` name a rank; 'worst(k)' names none before it is known."""
     return ranks == "all" or (not isinstance(ranks, Mapping) and rank in ranks)
+
+
+def unmatched_ranks(ranks: Any, there: Iterable[int]) -> list[int]:
+    """Return the ranks that a capture names by number and that are not among `there`."""
+    return [] if ranks == "all" or isinstance(ranks, Mapping) else sorted({*ranks} - {*there})

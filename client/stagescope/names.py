@@ -20,6 +20,12 @@ KNOWN: Final = frozenset(
 _CLOSE: Final = 0.9
 """Similarity (`difflib.SequenceMatcher.ratio`) from which on a name is taken for a misspelling:
 NeMo-RL's `prev_log_probs` is a name of its own (0.89 to `ref_log_probs`)."""
+_CLOSE_WORD: Final = 0.8
+"""The same of a word of a run's name: `jmp` is 0.86 to `jump`, `gspo` 0.75 to `grpo`."""
+_SHORT_WORD: Final = 3
+"""Characters; shorter words that differ are others (`run-a`, `run-b`)."""
+_SEPARATORS: Final = re.compile(r"[-_.]+")
+_DIGITS: Final = re.compile(r"\d+")
 _LOG_PROBS: Final = re.compile(r"log_?p(?:rob)?s?(?![a-z])")
 _MEANT: Final = {f"{stream}_log_probs": name for stream, name in STREAM_TENSORS.items()}
 """What a stream's name with `_log_probs` means: `current_log_probs` is called `log_probs`."""
@@ -56,6 +62,44 @@ def closest_stage(name: str, stages: Collection[str]) -> str | None:
     words = sorted(written.split("_"))
     same = [stage for stage in sorted(stages) if sorted(stage.lower().split("_")) == words]
     return next(iter(same or difflib.get_close_matches(written, sorted(stages), 1, _CLOSE)), None)
+
+
+def closest_run(name: str, runs: Iterable[str]) -> str | None:
+    """Return the run of `runs` that `name` seems to mean; None where it is one, or its own.
+
+    Compared word by word (`-`, `_` and `.` part them): letters that are left out, added, changed
+    or swapped within a word are a misspelling. Another number (`lr1e5`, `seed-2`), another word or
+    one more (`grpo-long`) make the name of another run.
+
+    Args:
+        name: as it was written.
+        runs: names that are known; of several that are alike the first answers.
+    """
+    known = list(runs)
+    if name in known:
+        return None
+    written = _run_words(name)
+    for run in known:
+        meant = _run_words(run)
+        if "".join(written) == "".join(meant):
+            return run
+        if len(written) == len(meant) and all(map(_is_slip, written, meant)):
+            return run
+    return None
+
+
+def _run_words(run: str) -> list[str]:
+    return _SEPARATORS.split(run.lower())
+
+
+def _is_slip(word: str, meant: str) -> bool:
+    """Whether a word of a run's name is another one, or that with a slip of the pen."""
+    if word == meant:
+        return True
+    if _DIGITS.sub("", word) == _DIGITS.sub("", meant) or min(len(word), len(meant)) < _SHORT_WORD:
+        return False
+    alike = difflib.SequenceMatcher(None, word, meant).ratio() >= _CLOSE_WORD
+    return alike or sorted(word) == sorted(meant)
 
 
 def misspelt(names: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -76,6 +76,8 @@ class Progress(Record):
         """Return the state in words, each on a line of its own."""
         agreement = self["agreement"]
         lines = [_asked(self["ranks"], "it" if self["state"] == "asked" else "the agreed step")]
+        if unmatched := self.get("unmatched_ranks"):
+            lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
         if self.is_abandoned:
             lines.append("no rank that it asks is there: it waits for them")
         if self["reason"]:
@@ -112,6 +114,11 @@ def _asked(ranks: Sequence[Mapping[str, Any]], what: str) -> str:
 
 def _names(ranks: Sequence[Mapping[str, Any]]) -> str:
     named = ", ".join(f"{each['role']} {each['rank']}" for each in ranks[:_NAMED])
+    return named + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED]))
     return named + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
 
 

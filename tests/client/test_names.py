@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagescope.names import KNOWN, closest, closest_stage, misspelt
+from stagescope.names import KNOWN, closest, closest_run, closest_stage, misspelt
 from stagescope.schema import STAGES
 
 
@@ -57,3 +57,25 @@ def test_a_name_beside_the_known_one_is_its_own() -> None:
 )
 def test_a_misspelt_stage_has_a_closest_one(name: str, meant: str | None) -> None:
     assert closest_stage(name, STAGES) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("jmp", "jump"),
+        ("jupm", "jump"),
+        ("JUMP", "jump"),
+        ("qwen3-8b-cuontdown", "qwen3-8b-countdown"),
+        ("qwen3_8b_countdown", "qwen3-8b-countdown"),
+        ("qwen38b-countdwn", None),  # two things at once: said by the note's list of runs
+        ("jump", None),
+        ("jump2", None),
+        ("jump-long", None),
+        ("qwen3-14b-countdown", None),
+        ("qwen3-8b-math", None),
+        ("sweep-b", None),
+        ("eval", None),
+    ],
+)
+def test_a_misspelt_run_has_a_closest_one(name: str, meant: str | None) -> None:
+    assert closest_run(name, ["sweep-a", "jump", "qwen3-8b-countdown"]) == meant

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from stagescope.captures import matches_rank
+from stagescope.captures import matches_rank, needs_ranks, unmatched_ranks
 from stagescope_service.api import rows as shape
 from stagescope_service.api.captured_steps import captured_steps
 from stagescope_service.api.completeness import ALL_ROWS
@@ -43,6 +43,7 @@ def progress(catalogue: Catalogue, row: Row) -> Row:
         "removed_wall": row["removed_wall"],
         "removed_by": row["removed_by"],
         "ranks": ranks,
+        "unmatched_ranks": _unmatched(catalogue, spec, attempt, ranks),
         "steps": steps,
         "dumps": listed,
     }
@@ -83,6 +84,18 @@ def _ranks(catalogue: Catalogue, spec: Row, agreed: Agreement, attempt: Row | No
             }
         )
     return found
+
+
+def _unmatched(
+    catalogue: Catalogue, spec: Row, attempt: Row | None, ranks: Iterable[Row]
+) -> list[int]:
+    """Return the ranks that the order names and that nobody has in the run's newest attempt."""
+    if attempt is None:
+        return []
+    there = {each["rank"] for each in ranks}
+    if not needs_ranks(spec):  # what the service does alone it does of raw callers, too
+        there |= {each["rank"] for each in catalogue.processes(attempt["attempt_id"])}
+    return unmatched_ranks(spec["ranks"], there)
 
 
 def _state(row: Row, agreed: Agreement, steps: Iterable[Row]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.support.api import Rank, Service
 
+from stagescope.progress import Progress
 from stagescope_service.engine.orders.agreement import AGREED
 
 STAGE = "actor_update"
@@ -142,3 +143,13 @@ def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: S
     assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 0, 0)])
     rank.begin(STAGE, 2)
     assert come_to(live, capture_id) == ("complete", [("complete", 0, 0, 0)])
+
+
+def test_a_rank_that_nobody_has_is_named(live: Service) -> None:
+    capture_id = ordered(live, stages=[STAGE], steps=[1], ranks=[0, 9])
+    assert live.get(f"/captures/{capture_id}")["unmatched_ranks"] == []  # nobody has come yet
+    rank = Rank(live, world_size=1)
+    dump(rank, capture_id, STAGE, 1)
+    said = live.get(f"/captures/{capture_id}")
+    assert said["unmatched_ranks"] == [9]
+    assert "no rank 9 is there: nothing is collected of it" in Progress(said).lines()

@@ -341,6 +341,41 @@ def test_orders_that_cannot_be_meant() -> None:
         empty.orders.add(order(), by="me", mono=0.0, wall=0.0)
 
 
+def test_a_misspelt_run_is_refused_and_one_that_may_come_is_noted() -> None:
+    ranks = Ranks(0)
+    for number, run in enumerate(("old", "jump", "new")):
+        rank = Rank(run=run, key=run)
+        ranks.bench.give(rank.hello(world_size=1), *rank.work(1 + number, "update"))
+    with pytest.raises(Conflict, match="no run 'jmp' is known") as refused:
+        ranks.orders.add(order(run="jmp"), by="me", mono=0.0, wall=0.0)
+    assert "did you mean jump? With force" in refused.value.advice
+    assert not ranks.plan.entries
+    forced = ranks.orders.add(order(run="jmp", force=True), by="me", mono=0.0, wall=0.0)
+    assert "(did you mean jump?): it waits for one of that name" in ranks.orders.notes(forced)[0]
+    entry = ranks.orders.add(order(run="later"), by="me", mono=0.0, wall=0.0)
+    [note] = ranks.orders.notes(entry)
+    assert "it waits for one of that name; known, the newest first: new, jump, old" in note
+
+
+def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
+    ranks = Ranks(1)
+    ranks.begin(0)
+    entry = ranks.orders.add(order(run="r", ranks="0,9"), by="me", mono=0.0, wall=0.0)
+    assert any(
+        "no rank 9 is there: nothing is collected of it until one reports (actor has 1 ranks)"
+        in note
+        for note in ranks.orders.notes(entry)
+    )
+    named = {"roles": ["actor", "actr"], "ranks": [0]}
+    entry = ranks.orders.add(order(run="r", **named), by="me", mono=0.0, wall=0.0)
+    said = ranks.orders.notes(entry)
+    assert "nobody has the role actr; there are actor" in said
+    assert not any("no rank" in note for note in said)
+    kept = {"task": None, "keep": ["old_log_probs"], "ranks": [0, 3]}
+    entry = ranks.orders.add(order(run="r", **kept), by="me", mono=0.0, wall=0.0)
+    assert "no rank 3 is there" in ranks.orders.notes(entry)[0]
+
+
 def test_the_same_order_is_another_once_its_steps_have_begun() -> None:
     ranks = Ranks(2)
     for rank in (0, 1):

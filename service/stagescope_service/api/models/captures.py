@@ -247,5 +247,7 @@ class Capture(Model):
     """Unix seconds."""
     removed_by: str | None
     ranks: list[AskedRank]
+    unmatched_ranks: list[int]
+    """Named in the order, and no role that it asks has them: nothing is collected of them."""
     steps: list[CapturedStep]
     dumps: list[CaptureDump]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
-from stagescope.captures import needs_ranks
+from stagescope.captures import needs_ranks, unmatched_ranks
 from stagescope.errors import Conflict
-from stagescope.names import closest_stage
+from stagescope.names import closest_run, closest_stage
 from stagescope.schema import STAGES
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.orders import agreement as agreeing
 from stagescope_service.engine.orders.agreement import Crew
 from stagescope_service.engine.orders.plans import Entry
 from stagescope_service.engine.registry import Registry
+
+_RUNS_NAMED: Final = 20
+_RANKS_NAMED: Final = 20
 
 
 def crew_of(registry: Registry, order: Mapping[str, Any]) -> Crew:
@@ -79,6 +82,74 @@ def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
     return None
 
 
+def check_run(registry: Registry, order: Mapping[str, Any]) -> None:
+    """Check that the run of an order is no misspelling of one that has reported.
+
+    A run may have any name and may begin later, so that one which is like no other is only noted.
+
+    Raises:
+        Conflict: with the run that it seems to mean.
+    """
+    run = order["run"]
+    if run is None or order["force"] or registry.is_known(run):
+        return
+    known = _runs(registry)
+    meant = closest_run(run, known)
+    if meant is not None:
+        raise Conflict(
+            f"no run {run!r} is known",
+            expected=f"a run that has reported: {', '.join([meant, *_besides(known, meant)])}",
+            advice=f"did you mean {meant}? With force (--force) it is ordered all the same, for a "
+            "run of that name that begins later",
+        )
+
+
+def _runs(registry: Registry) -> list[str]:
+    """Return the runs that have reported, the one whose attempt is newest first."""
+    attempts = sorted(
+        registry.attempts.values(),
+        key=lambda each: (each.opened_wall, each.attempt_id),
+        reverse=True,
+    )
+    return [*dict.fromkeys(each.run for each in attempts)]
+
+
+def _besides(runs: Iterable[str], named: str | None) -> list[str]:
+    return [run for run in runs if run != named][:_RUNS_NAMED]
+
+
+def _run_note(registry: Registry, run: str) -> str:
+    """Return a note of an ordered run that has not reported."""
+    known = _runs(registry)
+    meant = closest_run(run, known)
+    asked = "" if meant is None else f" (did you mean {meant}?)"
+    there = _besides(known, meant)
+    newest = f"; known, the newest first: {', '.join(there)}" if there else ""
+    return f"no run {run!r} is known (yet){asked}: it waits for one of that name{newest}"
+
+
+def _rank_notes(attempt: Attempt, order: Mapping[str, Any], crew: Crew) -> list[str]:
+    """Return notes of ranks and roles that an order names, and that are not there."""
+    said = []
+    there = {role for role, _ in attempt.by_rank}
+    if strange := sorted({*(order["roles"] or ())} - there):
+        known = ", ".join(sorted(there)) or "(none yet)"
+        said.append(f"nobody has the role {', '.join(strange)}; there are {known}")
+    members = {(each.role, each.rank) for each in crew.members}
+    if not needs_ranks(order):  # what the service does alone it does of raw callers, too
+        members |= {each for each in attempt.by_rank if each[0] in (order["roles"] or there)}
+    unknown = unmatched_ranks(order["ranks"], (rank for _, rank in members))
+    if unknown and members:
+        sizes = {role: attempt.world_size(role) for role in sorted({role for role, _ in members})}
+        told = [f"{role} has {size} ranks" for role, size in sizes.items() if size is not None]
+        named = ", ".join(map(str, unknown[:_RANKS_NAMED]))
+        said.append(
+            f"no rank {named} is there: nothing is collected of it until one reports"
+            + (f" ({', '.join(told)})" if told else "")
+        )
+    return said
+
+
 def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
     """Check that no stage of an order is a misspelling of one that the run does.
 
@@ -134,10 +205,7 @@ def notes(registry: Registry, entry: Entry) -> list[str]:
         return [unasked, *_stage_notes(order["stages"], set())]
     attempt = registry.newest(order["run"])
     if attempt is None:
-        known = sorted({each.run for each in registry.attempts.values()})
-        unknown = f"no run {order['run']!r} is known (yet)"
-        unknown += f"; known: {', '.join(known[:20])}" if known else ""
-        return [unknown, *_stage_notes(order["stages"], set())]
+        return [_run_note(registry, order["run"]), *_stage_notes(order["stages"], set())]
     said = []
     if attempt.over:
         said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
@@ -147,6 +215,8 @@ def notes(registry: Registry, entry: Entry) -> list[str]:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
         named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
         said.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
+    else:
+        said += _rank_notes(attempt, order, crew)
     late = crew.late(entry.agreement.revision)
     if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
         said.append(f"waiting for {names([each.name for each in late])}")
