@@ -139,9 +139,11 @@ class CoordinatorCommands:
         """Return how the coordinator is."""
         return await self._call("status")
 
-    async def drain(self, *, run: str | None, timeout: float) -> Reply:
+    async def drain(
+        self, *, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> Reply:
         """Wait for the receipts of a run."""
-        return await self._call("drain", run=run, timeout=timeout)
+        return await self._call("drain", run=run, timeout=timeout, attempt_key=attempt_key)
 
     async def _call(self, method: str, **arguments: Any) -> Reply:
         """Call a method of the coordinator, past the calls of the ranks where that is possible.

@@ -59,7 +59,9 @@ def make_coordinator() -> Any:
                 "receipts": receipts, "poll_seconds": 0.2,
             }  # fmt: skip
 
-        async def drain(self, *, run: Any, timeout: float) -> dict[str, Any]:
+        async def drain(
+            self, *, run: Any, timeout: float, attempt_key: str | None = None
+        ) -> dict[str, Any]:
             return {"run": run, "drained": True, "pending": 0}
 
         async def seen(self) -> tuple[int, list[Any], dict[int, Any]]:

@@ -162,10 +162,13 @@ class LocalEngine:
             "poll_seconds": 20.0,
         }
 
-    async def drain(self, *, run: str | None, timeout: float) -> dict[str, Any]:
+    async def drain(
+        self, *, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> dict[str, Any]:
         pending = self.state.pending(run)
         known = self.state.registry.is_known(run)
-        return {"run": run, "drained": not pending, "pending": len(pending), "known": known}
+        counts = {"pending": len(pending), "drained": not pending}
+        return {"run": run, **counts, "known": known, "missing": []}
 
     async def plan(self) -> dict[str, Any]:
         return self.in_force.stored()

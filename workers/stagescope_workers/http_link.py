@@ -175,8 +175,10 @@ class HttpLink:
         """Never: an address stays."""
         return False
 
-    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
-        """Wait, `timeout` seconds at most, for the receipts of a whole run.
+    def drain(
+        self, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> Mapping[str, Any]:
+        """Wait, `timeout` seconds at most, for the receipts of a whole run; see `Link`.
 
         Raises:
             StagescopeError: the service does not answer, or refuses.
@@ -184,7 +186,7 @@ class HttpLink:
         deadline = time.monotonic() + timeout
         while True:
             wait = max(0.0, min(deadline - time.monotonic(), _DRAIN_SECONDS))
-            said = {"run": run, "timeout": wait}
+            said = {"run": run, "timeout": wait, "attempt_key": attempt_key}
             response = self._send("POST", "/drain", json=said, timeout=wait + min(timeout, 5.0))
             answer = self._taken(response)
             if answer["drained"] or time.monotonic() >= deadline:

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from stagescope.errors import StagescopeError
 from stagescope_workers import decorator
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
-from stagescope_workers.link import NAMESPACE, Link, find_link, warn_unconnected
+from stagescope_workers.link import NAMESPACE, Link, find_link, ray_place, warn_unconnected
 from stagescope_workers.options import ProbeOptions, checked_options
 from stagescope_workers.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 from stagescope_workers.probe import Probe
@@ -158,8 +158,10 @@ def as_stage(
 def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NAMESPACE) -> bool:
     """Wait, `timeout` seconds at most, until all that the run reported was received.
 
-    Called on the driver where training ends: Ray runs no atexit in its workers. Closes the probes
-    of this process, and asks the coordinator to wait for the receipts of every other process's.
+    Called where training ends. Closes the probes of this process, and waits for the receipts of
+    every other process of the run. On the driver of a Ray job, whose actors end with it (Ray runs
+    no atexit in them), it has each of them send what it has and take leave; one that goes on
+    afterwards takes that back.
 
     Args:
         timeout: seconds.
@@ -167,18 +169,19 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
         namespace: of the coordinator, in Ray.
 
     Returns:
-        Whether everything was received: False where no service was reached, or nothing of the run
-        ever came to it. Never raises.
+        Whether everything was received: False where no service was reached, nothing of the run
+        ever came to it, or a rank never came or did not answer. Never raises.
     """
     deadline = time.monotonic() + timeout
     probes = list(_probes)
     named = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
     url, token = (named[0].url, named[0].token) if named else (None, None)
+    key = _key_of_job()
     complete = _close_all(deadline)
     reached = any(probe.status()["coordinator"] for probe in probes)
     while True:
         try:
-            drained = _drain_all(url, token, namespace, run, deadline)
+            drained = _drain_all(url, token, namespace, run, key, deadline)
             break
         except Exception as error:
             # What was reached before may be about to be restarted.
@@ -193,7 +196,12 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
 
 
 def _drain_all(
-    url: str | None, token: str | None, namespace: str, run: str | None, deadline: float
+    url: str | None,
+    token: str | None,
+    namespace: str,
+    run: str | None,
+    key: str | None,
+    deadline: float,
 ) -> bool | None:
     """Wait for the receipts of a run, or of this process's runs; None where no service is."""
     link = find_link(url, token, namespace)
@@ -201,16 +209,40 @@ def _drain_all(
         return None
     runs: list[str | None] = [run] if run is not None else [*sorted(_runs)] or [None]
     with contextlib.closing(link):
-        drained = [_drain(link, name, max(0.1, deadline - time.monotonic())) for name in runs]
+        drained = [_drain(link, name, max(0.1, deadline - time.monotonic()), key) for name in runs]
     return all(drained)
 
 
-def _drain(link: Link, run: str | None, timeout: float) -> bool:
-    answer = link.drain(run, timeout)
+def _key_of_job() -> str | None:
+    """Return the attempt key of the job that this process is the driver of; None elsewhere."""
+    place = None
+    with contextlib.suppress(Exception):
+        place = ray_place()
+    if place is None or not place.is_driver:
+        return None
+    given = [probe.options.attempt_key for probe in _probes]
+    return next(filter(None, [*given, os.environ.get("STAGESCOPE_ATTEMPT")]), place.attempt_key)
+
+
+def _drain(link: Link, run: str | None, timeout: float, key: str | None) -> bool:
+    answer = link.drain(run, timeout, key)
+    name = "any run" if run is None else f"run {run}"
     if not answer.get("known", True):
-        name = "any run" if run is None else f"run {run}"
-        _log.warning("finish: nothing of %s has come to the service at %s", name, link.address)
+        of = "" if key is None else (
+            f", with the attempt key {key} of this Ray job; where ranks have another one, "
+            "name the run: finish(run=...)"
+        )  # fmt: skip
+        _log.warning(
+            "finish: nothing of %s has come to the service at %s%s", name, link.address, of
+        )
         return False
+    if missing := answer.get("missing"):
+        _log.warning(
+            "finish: %s never came to the service, or did not answer within %.0f s: what they "
+            "had not sent is lost",
+            ", ".join(missing),
+            timeout,
+        )
     return bool(answer.get("drained", True))
 
 

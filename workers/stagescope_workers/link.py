@@ -71,8 +71,13 @@ class Link(Protocol):
         """Say whether this link leads nowhere now and another one must be made."""
         ...
 
-    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
-        """Wait, `timeout` seconds at most, for the receipts of a whole run."""
+    def drain(
+        self, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> Mapping[str, Any]:
+        """Wait, `timeout` seconds at most, for the receipts of a whole run.
+
+        With an attempt key that start of the training is over: its processes take leave first.
+        """
         ...
 
     def close(self) -> None:
@@ -85,6 +90,8 @@ class RayPlace(NamedTuple):
 
     attempt_key: str
     node_id: str
+    is_driver: bool
+    """With this process its job ends, and every actor of it that is not detached."""
 
 
 def _ray() -> Any:
@@ -119,7 +126,8 @@ def ray_place() -> RayPlace | None:
         session = context.get_session_name()
     except AttributeError:  # Ray before 2.5x
         session = ray._private.worker.global_worker.node.session_name
-    return RayPlace(f"{session}-{context.get_job_id()}", str(context.get_node_id()))
+    is_driver = context.worker.mode == ray.SCRIPT_MODE
+    return RayPlace(f"{session}-{context.get_job_id()}", str(context.get_node_id()), is_driver)
 
 
 def ray_entrypoint() -> str | None:
@@ -206,9 +214,11 @@ class RayLink:
             return True
         return bool(handle._actor_id != self._handle._actor_id)
 
-    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
-        """Wait, `timeout` seconds at most, for the receipts of a whole run."""
-        ref = self._handle.drain.remote(run=run, timeout=timeout)
+    def drain(
+        self, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> Mapping[str, Any]:
+        """Wait, `timeout` seconds at most, for the receipts of a whole run; see `Link`."""
+        ref = self._handle.drain.remote(run=run, timeout=timeout, attempt_key=attempt_key)
         answer: Mapping[str, Any] = self._ray.get(ref, timeout=timeout + 1.0)
         return answer
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.schema import STACKS, Work
+from stagescope.schema import FINISH, STACKS, Work
 from stagescope_workers.outbox import Outbox
 from stagescope_workers.stacks import take_stacks
 from stagescope_workers.watchdog import Watchdog, open_watchdog
@@ -64,13 +64,16 @@ class Standing:
         """Carry out what the service asks for in a poll's answer, each request once."""
         for request in requests:
             name = request.get("request_id")
-            if request.get("what") != STACKS or not isinstance(name, str):
+            if request.get("what") not in {STACKS, FINISH} or not isinstance(name, str):
                 continue
             if name in self._answered:
                 continue
             self._answered[name] = None
             if len(self._answered) > _MOST_ANSWERED:
                 del self._answered[next(iter(self._answered))]
+            if request["what"] == FINISH:  # after all that waits; what comes later takes it back
+                self._outbox.put(FINISH, {})
+                continue
             training, work = self.where()
             self._outbox.put(STACKS, take_stacks(name, training=training, work=work))
 

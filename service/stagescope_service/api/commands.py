@@ -32,10 +32,13 @@ class Commands(Protocol):
         """Renew the sender's lease; returns news of the plan and receipts, after `wait` at most."""
         ...
 
-    async def drain(self, *, run: str | None, timeout: float) -> Reply:
+    async def drain(
+        self, *, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> Reply:
         """Wait until nothing of a run (None: of any) is still to be read.
 
-        Returns `{"run", "drained", "pending", "known"}`.
+        With an attempt key its processes are asked to take leave, and waited for. Returns
+        `{"run", "drained", "pending", "known", "missing"}`.
         """
         ...
 

@@ -67,6 +67,7 @@ _DRAIN_BODY: Final[dict[str, Any]] = {
                 "properties": {
                     "run": {"type": ["string", "null"]},
                     "timeout": {"type": "number", "minimum": 0, "maximum": MAX_DRAIN},
+                    "attempt_key": {"type": ["string", "null"], "minLength": 1, "maxLength": 500},
                 },
             }
         }
@@ -152,17 +153,22 @@ async def poll(request: Request, desk: AtDesk) -> Answer:
 async def drain(request: Request, desk: AtDesk) -> Answer:
     """Wait until nothing of `run` (null: of any) is still to be read; needs operate.
 
-    Ends after `timeout` seconds (5 at most): `{"run", "drained", "pending", "known"}`. `known` is
-    whether anything of the run ever came.
+    Ends after `timeout` seconds (5 at most). With `attempt_key` that start of a training is over:
+    its processes are asked to take leave, and waited for; `missing` names ranks that never came or
+    did not answer. `known` is whether anything of the run, or of that start, ever came.
     """
     said = await read_json(request, desk.settings)
-    unknown = sorted(set(said) - {"run", "timeout"})
+    unknown = sorted(set(said) - {"run", "timeout", "attempt_key"})
     if unknown or "run" not in said:
-        raise InvalidInput(f"a drain has the fields {sorted(said)!r:.200}", expected="run, timeout")
-    run = said["run"]
+        wrong = f"a drain has the fields {sorted(said)!r:.200}"
+        raise InvalidInput(wrong, expected="run, timeout, attempt_key")
+    run, key = said["run"], said.get("attempt_key")
+    if key is not None and not (isinstance(key, str) and 0 < len(key) <= 500 and key.isprintable()):
+        raise InvalidInput(f"attempt_key is {key!r:.100}", expected="a name")
     reply = await desk.commands.drain(
         run=None if run is None else check_run_name(run),
         timeout=min(_seconds(said.get("timeout", MAX_DRAIN), "timeout"), MAX_DRAIN),
+        attempt_key=key,
     )
     return Answer(check_ready(reply))
 

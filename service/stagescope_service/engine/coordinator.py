@@ -281,9 +281,11 @@ class DebugCoordinator:
         }
 
     @checked
-    async def drain(self, *, run: Name | None, timeout: Seconds = 30.0) -> Reply:
-        """Wait until nothing of a run (None: of any) is still to be read."""
-        return await self._ready().drain(run, timeout)
+    async def drain(
+        self, *, run: Name | None, timeout: Seconds = 30.0, attempt_key: Name | None = None
+    ) -> Reply:
+        """Wait until nothing of a run (None: of any) is still to be read; see `Reception`."""
+        return await self._ready().drain(run, timeout, attempt_key)
 
     async def stop(self) -> None:
         """Write what is queued and close the catalogue; what follows is not ready."""

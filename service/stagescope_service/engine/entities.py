@@ -158,6 +158,9 @@ class Process:
     #: It began a step again after others: so it may do with steps up to the one it had reached.
     went_back: bool = False
     finished: bool = False
+    #: Seq of the FINISH that says so, and of the newest BEGIN.
+    finish_seq: int | None = None
+    begun_seq: int = 0
     lapsed: bool = False
     left_wall: float | None = None
     #: A newer incarnation of the same (role, rank) took over in the same attempt.
@@ -337,6 +340,15 @@ class Attempt:
         """Return how many ranks a role has, by its newest process that said it."""
         known = self.sizes.get(role)
         return None if known is None else known[1]
+
+    def unheard(self) -> list[tuple[str, int]]:
+        """Return (role, rank) of those that a role is known to have and that never spoke."""
+        return [
+            (role, rank)
+            for role, (_, size) in self.sizes.items()
+            for rank in range(size)
+            if not self.by_rank.get((role, rank))
+        ]
 
     def is_fullest(self, settings: Mapping[str, Any]) -> bool:
         """Return whether no process said more of the run's settings so far."""

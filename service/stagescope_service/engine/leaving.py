@@ -31,11 +31,18 @@ def leave(
     return out + steps.end_if_left(attempt) + steps.close_due(attempt, wall)
 
 
+def goes_on(process: Process, seq: int) -> bool:
+    """Whether a process that took leave as it was asked to begins something after that."""
+    return process.finished and process.finish_seq is not None and seq > process.finish_seq
+
+
 def wake(registry: Registry, process: Process, wall: float) -> list[Instruction]:
-    """Take back the lapse of a process that spoke again."""
+    """Take back the lapse, or the leave, of a process that spoke again."""
     attempt = registry.attempt_of(process)
-    process.lapsed, process.left_wall = False, None
-    out: list[Instruction] = [process_row(process, lapsed_wall=None)]
+    column = "finished_wall" if process.finished else "lapsed_wall"
+    process.lapsed = process.finished = False
+    process.left_wall = None
+    out: list[Instruction] = [process_row(process, **{column: None})]
     for span, row in spans.revive(attempt, process):
         out.append(row)
         out += found_again(process, span.work)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.errors import InvalidEvent, NotFound
-from stagescope.schema import Event, Sender
-from stagescope_service.engine import reports
+from stagescope.schema import FINISH, Event, Sender
+from stagescope_service.engine import leaving, reports
 from stagescope_service.engine.base import Floor
+from stagescope_service.engine.entities import Process
 from stagescope_service.engine.executor import Executor
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.hangs.watch import HangWatch
@@ -40,6 +41,9 @@ from stagescope_service.store.base import Store
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_SECONDS: Final = 10.0
+"""After which a process that was asked to take leave and was not heard of since counts as gone."""
+_MOST_NAMED: Final = 20
 _LOOK_SECONDS: Final = 0.02
 
 
@@ -73,6 +77,7 @@ class Reception:
         self.wall = wall
         self.mono = mono
         self._taken = 0
+        self._leaving: dict[str, tuple[str, float]] = {}
         self._listened = mono()
         self._looking: asyncio.Task[None] | None = None
 
@@ -185,10 +190,12 @@ class Reception:
         # While calls are too many, each is to wait longer; what is asked for ends it at once.
         poll_seconds = self.poll_seconds + self.load.pause
         deadline = self.mono() + max(0.0, min(wait, poll_seconds))
+        told = self._is_to_leave(sender.incarnation)  # by the answer to the poll before
         while True:
             receipts = self.executor.receipts(sender.incarnation, seqs)
             left = deadline - self.mono()
             asked = self.state.stack_requests.is_news(sender.incarnation)
+            asked = asked or (self._is_to_leave(sender.incarnation) and not told)
             if receipts or asked or revision != self.plan.revision or left <= 0:
                 break
             await self.executor.wait(sender.incarnation, left)
@@ -199,7 +206,10 @@ class Reception:
             "revision": self.plan.revision,
             "plan": self.plan.wire(sender.run) if changed else None,
             "receipts": receipts,
-            "requests": self.state.stack_requests.hand_out(sender.incarnation),
+            "requests": [
+                *self.state.stack_requests.hand_out(sender.incarnation),
+                *self._to_leave(sender.incarnation),
+            ],
             "poll_seconds": poll_seconds,
         }
 
@@ -337,20 +347,88 @@ class Reception:
             await self.executor.wait(f"capture/{capture_id}", left)
         return entry
 
-    async def drain(self, run: str | None, timeout: float) -> dict[str, Any]:
+    async def drain(
+        self, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> dict[str, Any]:
         """Wait until nothing of a run (None: of any) is still to be read.
 
-        Returns `{"run", "drained": bool, "pending": n, "known": bool}`; `known` says whether
-        anything of the run ever came.
+        With an attempt key, the training of that start is over: each of its processes is asked
+        to take leave, which it does once all that it has was sent.
+
+        Returns `{"run", "drained": bool, "pending": n, "known": bool, "missing": [...]}`; `known`
+        says whether anything of the run, or of the start, ever came, and `missing` names the ranks
+        of the start that never came, or did not answer.
         """
         deadline = self.mono() + timeout
+        missing: list[str] = []
+        known = self.state.registry.is_known(run)
+        if attempt_key is not None:
+            missing = await self._part(run, attempt_key, deadline)
+            known = bool(self.state.registry.of_key(run, attempt_key))
         while pending := self.state.pending(run):
             left = deadline - self.mono()
             if left <= 0:
                 break
             await self.executor.wait(pending[0].incarnation, min(left, 0.5))
-        known = self.state.registry.is_known(run)
-        return {"run": run, "drained": not pending, "pending": len(pending), "known": known}
+        drained = not pending and not missing and (known or attempt_key is None)
+        return {
+            "run": run,
+            "drained": drained,
+            "pending": len(pending),
+            "known": known,
+            "missing": missing,
+        }
+
+    async def _part(self, run: str | None, attempt_key: str, deadline: float) -> list[str]:
+        """Have the processes of a start take leave; return who did not, or never came."""
+        while True:
+            attempts = self.state.registry.of_key(run, attempt_key)
+            present = [
+                process
+                for attempt in attempts
+                for process in attempt.processes.values()
+                if process.live and not process.raw
+            ]
+            for process in present:
+                if process.incarnation not in self._leaving:
+                    self._leaving[process.incarnation] = (uuid.uuid4().hex, self.mono())
+                    self.executor.notify([process.incarnation])
+            unheard = [
+                f"{role} rank {rank}" for attempt in attempts for role, rank in attempt.unheard()
+            ]
+            waited = [each for each in present if not self._is_silent(each)]
+            left = deadline - self.mono()
+            if left <= 0 or (attempts and not waited and not unheard):
+                break
+            name = waited[0].incarnation if waited else attempt_key
+            await self.executor.wait(name, min(left, 0.2))
+        out: list[Instruction] = []
+        for process in present:
+            if self._is_silent(process):  # the driver that says so ends it, if it did not yet
+                out += leaving.leave(self.state.registry, process, self.wall(), finished=True)
+        await self.executor.carry_out(out)
+        left_over = (f"{process.role} rank {process.rank}" for process in present)
+        return [*unheard, *left_over][:_MOST_NAMED]
+
+    def _is_to_leave(self, incarnation: str) -> bool:
+        process = self.state.registry.processes.get(incarnation)
+        if process is None or process.finished:
+            self._leaving.pop(incarnation, None)
+        return incarnation in self._leaving
+
+    def _to_leave(self, incarnation: str) -> list[dict[str, str]]:
+        if not self._is_to_leave(incarnation):
+            return []
+        return [{"what": FINISH, "request_id": self._leaving[incarnation][0]}]
+
+    def _is_silent(self, process: Process) -> bool:
+        """Whether a process did not answer: Ray ends an actor with its last handle, unheard."""
+        asked = self._leaving.get(process.incarnation)
+        if asked is None or process.live is False:
+            return False
+        patience = _LEAVE_SECONDS + self.load.pause
+        quiet = self.wall() - process.heard > patience
+        return quiet and self.mono() - asked[1] > patience
 
 
 def _seq_of(wire: object) -> int:

@@ -106,6 +106,14 @@ class Registry:
         """Return the newest attempt of a run, with an attempt key the newest of that key."""
         return self.newest(run) if key is None else self._latest_of_key(run, given_key(key))
 
+    def of_key(self, run: str | None, key: str) -> list[Attempt]:
+        """Return the newest attempt of a key in each run (or in one); else a named run's newest."""
+        runs = [name for name in self._newest if run in (None, name)]
+        found = [self.find(name, key) for name in runs]
+        if run is not None and found == [None]:
+            found = [self.newest(run)]
+        return [attempt for attempt in found if attempt is not None]
+
     def adopt(self, attempt: Attempt) -> None:
         """Take in an attempt that was opened or restored."""
         self.attempts[attempt.attempt_id] = attempt

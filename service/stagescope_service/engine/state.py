@@ -118,6 +118,9 @@ class State:
                     out += reports.introduced(attempt, process)
                 out += steps.rejudge_all(attempt) if resized else []
             case "begin":
+                if leaving.goes_on(process, event.seq):
+                    out += leaving.wake(self.registry, process, event.wall)
+                process.begun_seq = max(process.begun_seq, event.seq)
                 out += self._begin(process, sender, event, work, at, arrived)
             case "end":
                 out += self._end(process, sender, event, work, has_payload, at, arrived)
@@ -127,8 +130,9 @@ class State:
                 out += steps.close_due(attempt, event.wall)
             case "end_step" if work.step is not None:
                 out += steps.end_step(attempt, work.step, event.wall)
-            case "finish":
+            case "finish" if raw or event.seq > process.begun_seq:
                 out += leaving.leave(self.registry, process, event.wall, finished=True)
+                process.finish_seq = None if raw else event.seq
             case "dropped":
                 out += self._of_start(process, reports.dropped(attempt, process, event, work))
             case "refused":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.stores import eventually, rows_of, url_of
 from stagescope.captures import validate_capture
 from stagescope.errors import InvalidEvent, NotFound, NotReady
 from stagescope.schema import Sender
+from stagescope_service.engine import reception
 from stagescope_service.engine.instructions import (
     Assemble,
     Digest,
@@ -376,3 +378,108 @@ def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
         assert (finding["kind"], finding["step"]) == ("capture_partial", missed["step"])
 
     desk.run(miss())
+
+
+class Trainer:
+    """A rank of a start with the key `a`, that answers what its polls hand out, or does not."""
+
+    def __init__(self, desk: Desk, rank: int, run: str = "r") -> None:
+        self.desk = desk
+        self.seq = 0
+        self.sender = Sender(f"{run}{rank}", run, "a", "actor", rank, started=1.0).wire()
+        self.polling: asyncio.Task[dict[str, Any]] | None = None
+
+    async def say(self, kind: str, **fields: Any) -> None:
+        self.seq += 1
+        event = (1, kind, self.seq, float(self.seq), 1.0, fields)
+        await self.desk.reception.record(self.sender, [event])
+
+    async def poll(self) -> list[dict[str, str]]:
+        answer = await self.desk.reception.poll(self.sender, 0, [], 20.0)
+        requests: list[dict[str, str]] = answer["requests"]
+        return requests
+
+    async def obey(self, last: int) -> None:
+        """Take leave as it is asked to, after what it has still to send."""
+        asked: list[dict[str, str]] = []
+        while not any(request["what"] == "finish" for request in asked):
+            asked = await self.poll()
+        await self.say("begin", step=last, stage="actor_update")
+        await self.say("end", step=last, stage="actor_update", status="ok")
+        await self.say("finish")
+
+
+def live(desk: Desk) -> None:
+    """Let the clock be the real one: what is waited for happens meanwhile."""
+    desk.reception.mono = time.monotonic
+    desk.reception.poll_seconds = 0.05
+
+
+def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(desk: Desk) -> None:
+    async def train() -> dict[str, Any]:
+        live(desk)
+        ranks = [Trainer(desk, rank) for rank in (0, 1)]
+        for rank in ranks:
+            await rank.say("hello", world_size=2)
+            await rank.say("begin", step=1, stage="actor_update")
+            await rank.say("end", step=1, stage="actor_update", status="ok")
+        drain = asyncio.create_task(desk.reception.drain(None, 30.0, "a"))
+        await asyncio.gather(*(rank.obey(2) for rank in ranks))
+        return await drain
+
+    said = desk.run(train())
+    assert (said["drained"], said["known"], said["missing"]) == (True, True, [])
+    [attempt] = rows_of(desk.store, "attempts")
+    assert attempt["end_reason"] == "finished"
+    steps = rows_of(desk.store, "steps")
+    assert {row["step"]: row["closed_wall"] is not None for row in steps} == {1: True, 2: True}
+
+
+def test_the_driver_hears_of_ranks_that_never_came(desk: Desk) -> None:
+    async def train() -> tuple[dict[str, Any], ...]:
+        live(desk)
+        nothing = await desk.reception.drain(None, 0.05, "a")
+        rank = Trainer(desk, 1)
+        await rank.say("hello", world_size=3)
+        answer, _ = await asyncio.gather(desk.reception.drain("r", 0.5, "a"), rank.obey(1))
+        other = await desk.reception.drain("r", 0.05, "of another job")
+        return nothing, answer, other
+
+    nothing, answer, other = desk.run(train())
+    assert (nothing["drained"], nothing["known"]) == (False, False)
+    assert (answer["drained"], answer["missing"]) == (False, ["actor rank 0", "actor rank 2"])
+    assert other["known"]  # a run that was named counts whatever its key
+
+
+def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train() -> dict[str, Any]:
+        live(desk)
+        monkeypatch.setattr(reception, "_LEAVE_SECONDS", 0.05)
+        await Trainer(desk, 0).say("hello", world_size=1)
+        return await desk.reception.drain(None, 30.0, "a")
+
+    said = desk.run(train())
+    assert (said["drained"], said["missing"]) == (False, ["actor rank 0"])
+    [attempt] = rows_of(desk.store, "attempts")
+    assert attempt["end_reason"] == "finished"
+    assert not rows_of(desk.store, "findings")
+
+
+def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(desk: Desk) -> None:
+    async def train() -> None:
+        live(desk)
+        rank = Trainer(desk, 0)
+        await rank.say("hello", world_size=1)
+        await asyncio.gather(desk.reception.drain(None, 30.0, "a"), rank.obey(1))
+        await rank.say("begin", step=2, stage="actor_update")
+        await rank.say("end", step=2, stage="actor_update", status="ok")
+
+    desk.run(train())
+    [attempt] = rows_of(desk.store, "attempts")
+    assert (attempt["end_reason"], attempt["ended_wall"]) == (None, None)
+    assert {row["status"] for row in rows_of(desk.store, "stages")} == {"ok"}
+    [process] = rows_of(desk.store, "processes")
+    assert process["finished_wall"] is None
+    assert not rows_of(desk.store, "losses")

@@ -167,7 +167,9 @@ class Drained(Model):
     pending: int
     """Payloads that are still to be read."""
     known: bool
-    """Whether anything of the run ever came."""
+    """Whether anything of the run, or of the start that was named, ever came."""
+    missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
+    """Ranks of the start that never came, or did not take leave."""
 
 
 # --- engines ------------------------------------------------------------------------------
