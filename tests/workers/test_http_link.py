@@ -253,7 +253,7 @@ def test_finish_waits_for_an_api_that_is_being_restarted(monkeypatch: pytest.Mon
         serving.join()
         assert done == [True]
         assert {"begin", "end", "finish"} <= {e.kind for e in second.coordinator.events.values()}
-        assert second.drained == ["again"]
+        assert "again" in second.drained
 
 
 def test_a_process_that_ends_before_its_first_search_still_reports(
