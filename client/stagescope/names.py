@@ -22,6 +22,8 @@ _CLOSE: Final = 0.9
 NeMo-RL's `prev_log_probs` is a name of its own (0.89 to `ref_log_probs`)."""
 _CLOSE_WORD: Final = 0.8
 """The same of a word of a run's name: `jmp` is 0.86 to `jump`, `gspo` 0.75 to `grpo`."""
+_CLOSE_FIELD: Final = 0.75
+"""The same of a field: `stp` is 0.86 to `step`, `rnak` 0.75 to `rank`, `tp_rank` 0.73."""
 _SHORT_WORD: Final = 3
 """Characters; shorter words that differ are others (`run-a`, `run-b`)."""
 _SEPARATORS: Final = re.compile(r"[-_.]+")
@@ -100,6 +102,19 @@ def _is_slip(word: str, meant: str) -> bool:
         return False
     alike = difflib.SequenceMatcher(None, word, meant).ratio() >= _CLOSE_WORD
     return alike or sorted(word) == sorted(meant)
+
+
+def closest_word(name: str, words: Iterable[str]) -> str | None:
+    """Return the word of `words` (fields of a call, keys of settings) that `name` seems to mean.
+
+    None where it is one, or its own: letters that are left out, added, changed or swapped are a
+    misspelling, another word before or behind it (`tp_rank`, `max_capture_budget`) is not.
+    """
+    known = [*words]
+    if name in known:
+        return None
+    written = name.lower().replace("-", "_")
+    return next(iter(difflib.get_close_matches(written, known, 1, _CLOSE_FIELD)), None)
 
 
 def misspelt(names: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -7,11 +7,23 @@ up here, so that a call that is made again is the same event.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 from stagescope.errors import InvalidEvent, NotFound
-from stagescope.schema import BEGIN, END, FINISH, Event, Sender, Work, check_run_name
+from stagescope.names import closest_word
+from stagescope.schema import (
+    BEGIN,
+    END,
+    END_STEP,
+    FINISH,
+    LOG,
+    WORK_FIELDS,
+    Event,
+    Sender,
+    Work,
+    check_run_name,
+)
 from stagescope_service.engine import reports, spans, steps
 from stagescope_service.engine.executor import Executor
 from stagescope_service.engine.findings import finding
@@ -20,6 +32,21 @@ from stagescope_service.engine.registry import UNKEYED, Registry
 from stagescope_service.engine.rows import text
 from stagescope_service.engine.spans import RAW_SEQ
 from stagescope_service.engine.state import State
+
+_CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
+"""Kind of event -> the call's name, where that is another."""
+_FIELDS: Final = ("run", "role", "rank", "attempt_key", "world_size", *WORK_FIELDS)
+"""That every call may name; `end_step` and `finish` have no other."""
+_OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    BEGIN: ("device_time",),
+    END: (
+        "payload", "scalars", "status", "begin_seq", "begin_wall", "begin_mono", "error_type",
+        "error_message", "device_seconds", "payload_dropped",
+    ),
+    LOG: ("scalars",),
+    END_STEP: (),
+    FINISH: (),
+}  # fmt: skip
 
 
 class RawCalls:
@@ -62,7 +89,8 @@ class RawCalls:
             of the payload, and `payload_reason` why it was not taken.
 
         Raises:
-            InvalidInput: a run, role, rank, step, stage or payload that cannot be right.
+            InvalidInput: a run, role, rank, step, stage or payload that cannot be right, or a
+                field that seems to be misspelt.
             NotReady: the catalogue cannot be written now; nothing was taken.
         """
         self._executor.check_ready()
@@ -71,6 +99,7 @@ class RawCalls:
         wall, mono = self._wall(), self._mono()
         body = {name: value for name, value in fields.items() if value is not None}
         try:  # before anything is changed
+            unknown = _unknown_fields(kind, fields)
             sender = self._sender(run, fields)
             self._state.check(Event(kind, seq, wall, mono, body))
             if payload is not None and not isinstance(payload, Mapping):
@@ -82,7 +111,7 @@ class RawCalls:
             await self._executor.carry_out([self._refusal(run, kind, fields, error)])
             raise
         if kind == FINISH:
-            return await self._finish(run, Event(kind, seq, wall, mono, {}), body)
+            return await self._finish(run, Event(kind, seq, wall, mono, {}), body, unknown)
         late = kind != BEGIN and self._has_finished(sender)
         out: list[Instruction] = []
         if kind == BEGIN and self._starts_again(run, sender, Work.parse(body)):
@@ -107,10 +136,12 @@ class RawCalls:
         )
         self._executor.hold(taken, payload)
         out += taken
-        self.taken += 1
-        await self._executor.carry_out(out)
         process = self._state.registry.processes[sender.incarnation]
         attempt = self._state.registry.attempt_of(process)
+        if unknown:
+            out.append(reports.unknown_fields(attempt, process.role, _name(kind), unknown, wall))
+        self.taken += 1
+        await self._executor.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
@@ -127,7 +158,9 @@ class RawCalls:
                 answer["payload_reason"] = reason
         return answer
 
-    async def _finish(self, run: str, event: Event, fields: Mapping[str, Any]) -> dict[str, Any]:
+    async def _finish(
+        self, run: str, event: Event, fields: Mapping[str, Any], unknown: Collection[str]
+    ) -> dict[str, Any]:
         """Let every raw caller of an attempt take leave, or only those of a role or rank.
 
         Processes with a probe take leave themselves.
@@ -149,14 +182,20 @@ class RawCalls:
         for process in left:
             sender = Sender(process.incarnation, run, None, process.role, process.rank)
             out += self._state.handle(sender, event, event.mono, raw=True)
+        if unknown:
+            role = str(fields.get("role") or "every role")
+            out.append(reports.unknown_fields(attempt, role, FINISH, unknown, event.wall))
         self.taken += 1
         await self._executor.carry_out(out)
-        return {
+        answer = {
             "run": run,
             "attempt": attempt.number,
             "finished": [{"role": process.role, "rank": process.rank} for process in left],
             "over": attempt.over,
         }
+        if (said := reports.refused_in_part(out)) is not None:
+            answer["refused_in_part"] = said
+        return answer
 
     def _starts_again(self, run: str, sender: Sender, work: Work) -> bool:
         """Return whether a beginning without an attempt key is of the run's next start.
@@ -213,6 +252,30 @@ class RawCalls:
         while not (receipts := self._executor.receipts(key.incarnation, [key.seq])):
             await self._executor.wait(key.incarnation, self._poll_seconds)
         return receipts[key.seq]
+
+
+def _name(kind: str) -> str:
+    return _CALLS.get(kind, kind)
+
+
+def _unknown_fields(kind: str, fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a call that it does not have, and that seem to be nobody's misspelling.
+
+    Raises:
+        InvalidEvent: a field that seems to mean one that the call has and that was not given: taken
+            without it, `stp=5` would be work of no step.
+    """
+    known = (*_FIELDS, *_OWN_FIELDS.get(kind, ()))
+    unknown = sorted(set(fields) - {*known})
+    wanted = [name for name in known if name not in fields]
+    for name in unknown:
+        meant = closest_word(name, wanted)
+        if meant is not None:
+            raise InvalidEvent(
+                f"{_name(kind)} has no field {name!r:.100}",
+                expected=f"{meant}, which is the closest; it has {', '.join(known)}",
+            )
+    return unknown
 
 
 def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq: int) -> int:

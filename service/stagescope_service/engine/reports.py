@@ -85,7 +85,7 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     return out
 
 
-_REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size"})
+_REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size", "unknown_fields"})
 
 
 def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
@@ -262,6 +262,23 @@ def stage_name(
             f"name it {meant} where the training begins it; a stage of your own may keep its name",
         )
     ]
+
+
+def unknown_fields(
+    attempt: Attempt, role: str, call: str, names: Iterable[str], wall: float
+) -> Instruction:
+    """Say that a raw call named fields that it does not have; a finding of each such set."""
+    return by_message(
+        finding(
+            "unknown_fields",
+            f"{call} of {role} has no field {', '.join(names):.1000}: not taken",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            role=role,
+            advice="the rest of the call was taken; its docstring and the README list its fields",
+        )
+    )
 
 
 def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Instruction:

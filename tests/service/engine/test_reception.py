@@ -140,6 +140,46 @@ def test_a_raw_call_that_is_refused_is_a_finding(desk: Desk) -> None:
     assert "actor rank 2 says world_size 2" in rows["refused_world_size"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "meant"),
+    [
+        ("begin", {"run": "r", "stp": 5, "stage": "actor_update", "rank": 0}, "step"),
+        ("begin", {"run": "r", "step": 5, "stage": "actor_update", "rnak": 3}, "rank"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "paylod": {}}, "payload"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "mini_batch": 1}, "minibatch"),
+        ("log", {"run": "r", "stpe": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("end_step", {"run": "r", "step": 5, "attempt-key": "a"}, "attempt_key"),
+        ("finish", {"run": "r", "ranks": 1}, "rank"),
+    ],
+)
+def test_a_misspelt_field_of_a_raw_call_is_refused(
+    desk: Desk, kind: str, fields: dict[str, Any], meant: str
+) -> None:
+    with pytest.raises(InvalidEvent, match=f"has no field .*{meant}, which is the closest"):
+        desk.run(desk.reception.raw_calls.take(kind, "d", fields))
+    [row] = rows_of(desk.store, "findings")
+    assert (row["kind"], row["advice"]) == ("refused_call", "nothing of this call was taken")
+    assert rows_of(desk.store, "stages") == []
+
+
+def test_a_field_that_a_raw_call_does_not_have_is_said_and_the_rest_is_taken(desk: Desk) -> None:
+    every = {"role": "actor", "rank": 0, "world_size": 1, "attempt_key": "a", "policy_version": 3}
+    every |= {"occurrence": 0, "epoch": 0, "minibatch": 0, "microbatch": 0}
+    # state is no misspelling of the stage beside it
+    for step in (1, 2):
+        told = desk.raw("begin", f"{step}", **every, step=step, state="x", tp_rank=2)
+        assert (
+            "begin_stage of actor has no field state, tp_rank: not taken"
+            in (told["refused_in_part"])
+        )
+    assert "refused_in_part" not in desk.raw("end", "end", **every, status="ok", scalars={})
+    assert "has no field scalars" in desk.raw("end_step", "s", scalars={})["refused_in_part"]
+    assert "has no field timeout" in desk.raw("finish", "f", timeout=30)["refused_in_part"]
+    kinds = [row["kind"] for row in rows_of(desk.store, "findings")]
+    assert kinds == ["unknown_fields"] * 3
+    assert len(rows_of(desk.store, "stages")) == 2
+
+
 def test_a_raw_call_says_what_of_it_was_not_taken(desk: Desk) -> None:
     desk.raw("begin", "begin", rank=0)
     told = desk.raw("log", "log", rank=0, scalars={"loss": "x", "reward": 0.5, "kl": None})
