@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope_service.compare.operators.evidence import fsdp_stacks, use_of
+from stagescope_service.compare.operators.evidence import infrastructure_stacks, use_of
 from stagescope_service.compare.operators.sequences import (
     MOST_STEPS,
     Codes,
@@ -58,7 +58,7 @@ class Operators:
         # A call has at least one row, and its rows stand together.
         self.starts: Codes = np.flatnonzero(np.diff(order, prepend=-1)).astype(np.int64)
         self.call_of_row: Codes = np.cumsum(np.diff(order, prepend=-1) != 0) - 1
-        self._fsdp_stacks = fsdp_stacks(read_stacks(path))
+        self._infrastructure_stacks = infrastructure_stacks(read_stacks(path))
 
     @property
     def calls(self) -> int:
@@ -89,10 +89,10 @@ class Operators:
         end = self.starts[call + 1] if call + 1 < self.calls else self.rows
         return range(int(self.starts[call]), int(end))
 
-    def made_by_fsdp(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return which rows are of calls that FSDP itself made (see `evidence`)."""
+    def made_by_infrastructure(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which rows are of calls that FSDP or the probe made (see `evidence`)."""
         stacks = self.texts("stack_id")
-        made = [stack_id in self._fsdp_stacks for stack_id in stacks.values]
+        made = [stack_id in self._infrastructure_stacks for stack_id in stacks.values]
         found: np.ndarray[Any, np.dtype[np.bool_]] = np.asarray([*made, False])[stacks.codes[rows]]
         return found
 

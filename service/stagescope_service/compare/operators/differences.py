@@ -264,9 +264,11 @@ def _not_read(
     use = a.uses(row_a[rows])
     memory = use == Use.MEMORY
     carried = (use == Use.CARRIED) & np.isin(pair[rows], pair[rows[memory]])
-    of_fsdp = a.made_by_fsdp(row_a[rows]) | b.made_by_fsdp(row_b[rows])
+    of_infrastructure = a.made_by_infrastructure(row_a[rows]) | b.made_by_infrastructure(
+        row_b[rows]
+    )
     found = np.zeros(len(verdict), bool)
-    found[rows[memory | carried | of_fsdp]] = True
+    found[rows[memory | carried | of_infrastructure]] = True
     return found
 
 

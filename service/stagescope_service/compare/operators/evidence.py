@@ -13,7 +13,7 @@ somebody's earlier tensor left there differs between two healthy runs, and may b
 
 Calls that FSDP makes to gather and free its shards (their innermost frame lies in
 torch/distributed/fsdp) are no evidence at all: parameters and gradients are recorded where the
-model reads and makes them.
+model reads and makes them. Nor are calls of the probe, which copies what is handed to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["Use", "fsdp_stacks", "use_of"]
+__all__ = ["Use", "infrastructure_stacks", "use_of"]
 
 
 class Use(enum.IntEnum):
@@ -93,7 +93,9 @@ _FILE: Final = re.compile(r"File (?P<file>.+?), line \d+")
 _DISPATCH: Final = re.compile(
     r"/torch/(?:_ops|_tensor|functional|_library/\w+|_dynamo/\w+|utils/_\w+|autograd/\w+)\.py\Z"
 )
-_FSDP: Final = re.compile(r"/torch/distributed/(?:_composable/)?fsdp/")
+_INFRASTRUCTURE: Final = re.compile(
+    r"/torch/distributed/(?:_composable/)?fsdp/|/stagescope_workers/(?!examples/)"
+)
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -148,18 +150,18 @@ def _use_of_result(kind: str | None, operator: str, *, by_tensor: bool) -> Use:
     return Use.CARRIED if operator == "__getitem__" and not by_tensor else Use.EVIDENCE
 
 
-def fsdp_stacks(stacks: Mapping[str, Iterable[str]]) -> frozenset[str]:
-    """Return the ids of the stacks whose call FSDP itself made.
+def infrastructure_stacks(stacks: Mapping[str, Iterable[str]]) -> frozenset[str]:
+    """Return the ids of the stacks whose call FSDP made, or the probe (it copies what is recorded).
 
     Args:
         stacks: id -> frames, the innermost first, as msprobe wrote them.
     """
-    return frozenset(stack_id for stack_id, frames in stacks.items() if _is_fsdp(frames))
+    return frozenset(stack_id for stack_id, frames in stacks.items() if _is_infrastructure(frames))
 
 
-def _is_fsdp(frames: Iterable[str]) -> bool:
+def _is_infrastructure(frames: Iterable[str]) -> bool:
     for frame in frames:
         found = _FILE.match(frame)
         if found is not None and not _DISPATCH.search(found["file"]):
-            return _FSDP.search(found["file"]) is not None
+            return _INFRASTRUCTURE.search(found["file"]) is not None
     return False

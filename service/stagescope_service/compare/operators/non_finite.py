@@ -36,7 +36,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope_service.compare.operators.evidence import Use, fsdp_stacks, use_of
+from stagescope_service.compare.operators.evidence import Use, infrastructure_stacks, use_of
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
     iterate_rows,
@@ -128,9 +128,9 @@ def non_finite_of_rank(path: Path) -> RankNonFinite:
     perhaps: list[dict[str, Any]] | None = None
     culprits, masks, not_read = 0, list[str](), 0
     holding_masks: set[str] = set()
-    of_fsdp = fsdp_stacks(read_stacks(path))
+    of_infrastructure = infrastructure_stacks(read_stacks(path))
     for call in _calls(path):
-        status = _status(call, holding_masks, of_fsdp)
+        status = _status(call, holding_masks, of_infrastructure)
         if status == "culprit":
             culprits += 1
             culprit = culprit or call
@@ -161,13 +161,13 @@ def _calls(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _status(
-    call: list[dict[str, Any]], holding_masks: set[str], of_fsdp: frozenset[str]
+    call: list[dict[str, Any]], holding_masks: set[str], of_infrastructure: frozenset[str]
 ) -> str | None:
     """Judge a call; None where its results are finite."""
     results = _results(call)
     if not results:
         return None
-    if results[0]["stack_id"] in of_fsdp:
+    if results[0]["stack_id"] in of_infrastructure:
         return "not_read"
     kinds = {row["non_finite"] for row in results}
     operator = str(results[0]["operator"]).strip("_")

@@ -28,7 +28,7 @@ from torch.distributed import fsdp
 
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import Divergence, first_divergent
-from stagescope_service.compare.operators.evidence import Use, fsdp_stacks, use_of
+from stagescope_service.compare.operators.evidence import Use, infrastructure_stacks, use_of
 from stagescope_service.compare.operators.non_finite import non_finite_of_rank
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 
@@ -255,7 +255,7 @@ def test_a_backward_call_and_a_module_have_evidence_alone() -> None:
     assert use_of(None, None, None, None, None) == Use.EVIDENCE
 
 
-def test_a_call_is_of_fsdp_only_where_its_innermost_frame_is() -> None:
+def test_a_call_is_of_infrastructure_only_where_its_innermost_frame_is() -> None:
     site = "/env/lib/python3.11/site-packages/torch"
     gather = f"File {site}/distributed/fsdp/_fully_shard/_fsdp_collectives.py, line 270, in gather"
     wrapper = f"File {site}/distributed/fsdp/fully_sharded_data_parallel.py, line 850, in forward"
@@ -263,13 +263,17 @@ def test_a_call_is_of_fsdp_only_where_its_innermost_frame_is() -> None:
     module = f"File {site}/nn/modules/module.py, line 1789, in _call_impl"
     linear = f"File {site}/nn/modules/linear.py, line 134, in forward"
     own = "File /home/me/torch_fsdp/model.py, line 3, in forward"
+    copied = f"File {site}/../stagescope_workers/payload.py, line 206, in _from_dense"
+    example = f"File {site}/../stagescope_workers/examples/countdown/model.py, line 9, in forward"
     stacks = {
         "gather": [gather, module, own],
         "dispatched": [dispatch, gather, own],
         "model inside": [own, module, wrapper],
         "layer inside": [linear, module, wrapper, own],
         "module inside": [module, wrapper, own],
+        "recorded": [copied, own],
+        "example": [example, copied],
         "none": [],
         "odd": ["no frame"],
     }
-    assert fsdp_stacks(stacks) == {"gather", "dispatched"}
+    assert infrastructure_stacks(stacks) == {"gather", "dispatched", "recorded"}
