@@ -112,7 +112,8 @@ def series(
     newest = _newest_metrics(desk, ids)
     readers = {"metric": _metrics, "scalar": _scalars}
     # What is looked at first is most likely not read for nothing.
-    for kind in sorted(readers, reverse=not _is_published(metric, newest)):
+    scalars_first = stage is not None or not _is_published(metric, newest)
+    for kind in sorted(readers, reverse=scalars_first):
         points = readers[kind](desk, asked, ids, window)
         cut = _Found(kind, *_cut(points, lineage, keep_all, limit))
         found = cut if cut.points else found
@@ -121,6 +122,13 @@ def series(
     else:
         if _check_name(desk, asked, target, ids, newest) == "scalar":
             found = _Found("scalar", [_unlogged(point) for point in found.points], found.earlier_to)
+    has_values = any(point.values for point in found.points)
+    if stage is not None and found.kind == "metric" and (has_values or metric in newest):
+        raise InvalidInput(
+            f"{metric} is a metric, which a step has of one stage alone: stage {stage!r:.100} "
+            "cannot be chosen",
+            expected="no stage; of scalars alone there is one of each stage that logged it",
+        )
     return Answer(
         {
             **target.heading(),
