@@ -199,7 +199,9 @@ class FakeLink:
     def moved(self) -> bool:
         return self._place.coordinator is not self._coordinator
 
-    def drain(self, run: str | None, timeout: float) -> Mapping[str, Any]:
+    def drain(
+        self, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> Mapping[str, Any]:
         return {"run": run, "drained": True, "pending": 0}
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ _DISPATCH: Final = re.compile(
     r"/torch/(?:_ops|_tensor|functional|_library/\w+|_dynamo/\w+|utils/_\w+|autograd/\w+)\.py\Z"
 )
 _INFRASTRUCTURE: Final = re.compile(
-    r"/torch/distributed/(?:_composable/)?fsdp/|/stagescope_workers/(?!examples/)"
+    r"/torch/distributed/(?:_composable/)?fsdp/|/stagescope_workers/"
 )
 
 

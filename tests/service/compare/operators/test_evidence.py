@@ -264,7 +264,6 @@ def test_a_call_is_of_infrastructure_only_where_its_innermost_frame_is() -> None
     linear = f"File {site}/nn/modules/linear.py, line 134, in forward"
     own = "File /home/me/torch_fsdp/model.py, line 3, in forward"
     copied = f"File {site}/../stagescope_workers/payload.py, line 206, in _from_dense"
-    example = f"File {site}/../stagescope_workers/examples/countdown/model.py, line 9, in forward"
     stacks = {
         "gather": [gather, module, own],
         "dispatched": [dispatch, gather, own],
@@ -272,7 +271,6 @@ def test_a_call_is_of_infrastructure_only_where_its_innermost_frame_is() -> None
         "layer inside": [linear, module, wrapper, own],
         "module inside": [module, wrapper, own],
         "recorded": [copied, own],
-        "example": [example, copied],
         "none": [],
         "odd": ["no frame"],
     }
