@@ -381,6 +381,11 @@ class TestCounts:
 
 def test_a_drain_says_whether_all_came_and_whether_anything_did(live: Service) -> None:
     unknown = live.operate.post("/drain", json={"run": "never-heard-of", "timeout": 0}).json()
-    assert unknown == {"run": "never-heard-of", "drained": True, "pending": 0, "known": False}
-    for body in ({"run": "no/name"}, {"run": None, "timeout": -1}, {"run": None, "wait": 1}):
+    counts = {"drained": True, "pending": 0, "known": False, "missing": []}
+    assert unknown == {"run": "never-heard-of", **counts}
+    bad: tuple[dict[str, Any], ...] = (
+        {"run": "no/name"}, {"run": None, "timeout": -1}, {"run": None, "wait": 1},
+        {"run": None, "attempt_key": ""}, {"run": None, "attempt_key": 5},
+    )  # fmt: skip
+    for body in bad:
         assert live.operate.post("/drain", json=body).status_code == 422
