@@ -10,11 +10,12 @@ parameters and gradients are `parameter/NAME` and `gradient/NAME`, datums `datum
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.captures import matches, read_ranks, read_steps, validate_capture
 from stagescope.errors import InvalidPlan, StagescopeError
+from stagescope.names import closest, closest_by_words
 
 KEEP_FIELDS: Final[Mapping[str, str]] = {
     "every_n_steps": "keep steps 0, n, 2n, ...; or:",
@@ -158,6 +159,20 @@ def read_words(what: object) -> list[str]:
     if "all" in words:
         words += [section for section in SECTIONS if section not in _SHARDS]
     return [word for word in dict.fromkeys(words) if word != "all"]
+
+
+def misspelt_words(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (word, what it seems to mean) of words that name no section and no known tensor.
+
+    Any other name may be that of a tensor or number of the training's own.
+    """
+    said = [*words]
+    for word in said:
+        if word in SECTIONS or word in ALIASES or is_loss(word):
+            continue
+        found = closest_by_words(word, (*SECTIONS, *ALIASES)) or closest(word)
+        if found is not None and found not in said:
+            yield word, found
 
 
 def _is_word(word: object) -> bool:

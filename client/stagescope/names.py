@@ -21,7 +21,7 @@ _CLOSE: Final = 0.9
 """Similarity (`difflib.SequenceMatcher.ratio`) from which on a name is taken for a misspelling:
 NeMo-RL's `prev_log_probs` is a name of its own (0.89 to `ref_log_probs`)."""
 _CLOSE_WORD: Final = 0.8
-"""The same of a word of a run's name: `jmp` is 0.86 to `jump`, `gspo` 0.75 to `grpo`."""
+"""The same of a word of a name: `jmp` is 0.86 to `jump`, `gspo` 0.75 to `grpo`."""
 _CLOSE_FIELD: Final = 0.75
 """The same of a field: `stp` is 0.86 to `step`, `rnak` 0.75 to `rank`, `tp_rank` 0.73."""
 _SHORT_WORD: Final = 3
@@ -66,36 +66,46 @@ def closest_stage(name: str, stages: Collection[str]) -> str | None:
     return next(iter(same or difflib.get_close_matches(written, sorted(stages), 1, _CLOSE)), None)
 
 
-def closest_run(name: str, runs: Iterable[str]) -> str | None:
-    """Return the run of `runs` that `name` seems to mean; None where it is one, or its own.
+def closest_by_words(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` (runs, keys of settings) that `name` seems to mean.
 
-    Compared word by word (`-`, `_` and `.` part them): letters that are left out, added, changed
-    or swapped within a word are a misspelling. Another number (`lr1e5`, `seed-2`), another word or
-    one more (`grpo-long`) make the name of another run.
+    None where it is one, or its own. Compared word by word (`-`, `_` and `.` part them): letters
+    that are left out, added, changed or swapped within a word are a misspelling. Another number
+    (`lr1e5`, `seed-2`), another word or one more (`grpo-long`) make another name.
 
     Args:
         name: as it was written.
-        runs: names that are known; of several that are alike the first answers.
+        names: that are known; of several that are alike the first answers.
     """
-    known = list(runs)
+    known = list(names)
     if name in known:
         return None
-    written = _run_words(name)
-    for run in known:
-        meant = _run_words(run)
+    written = _words(name)
+    for one in known:
+        meant = _words(one)
         if "".join(written) == "".join(meant):
-            return run
+            return one
         if len(written) == len(meant) and all(map(_is_slip, written, meant)):
-            return run
+            return one
     return None
 
 
-def _run_words(run: str) -> list[str]:
-    return _SEPARATORS.split(run.lower())
+def misspelt_streams(names: Iterable[object]) -> Iterator[tuple[str, str]]:
+    """Yield (name, what it seems to mean) of names of streams, or of their tensors."""
+    said = [*map(str, names)]
+    known = {*STREAM_TENSORS, *STREAM_TENSORS.values()}
+    for name in said:
+        found = closest_by_words(name, sorted(STREAM_TENSORS)) or closest(name)
+        if name not in known and found in known and found not in said:
+            yield name, found
+
+
+def _words(name: str) -> list[str]:
+    return _SEPARATORS.split(name.lower())
 
 
 def _is_slip(word: str, meant: str) -> bool:
-    """Whether a word of a run's name is another one, or that with a slip of the pen."""
+    """Whether a word is another one, or that with a slip of the pen."""
     if word == meant:
         return True
     if _DIGITS.sub("", word) == _DIGITS.sub("", meant) or min(len(word), len(meant)) < _SHORT_WORD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagescope.names import KNOWN, closest, closest_run, closest_stage, misspelt
+from stagescope.names import KNOWN, closest, closest_by_words, closest_stage, misspelt
 from stagescope.schema import STAGES
 
 
@@ -78,4 +78,4 @@ def test_a_misspelt_stage_has_a_closest_one(name: str, meant: str | None) -> Non
     ],
 )
 def test_a_misspelt_run_has_a_closest_one(name: str, meant: str | None) -> None:
-    assert closest_run(name, ["sweep-a", "jump", "qwen3-8b-countdown"]) == meant
+    assert closest_by_words(name, ["sweep-a", "jump", "qwen3-8b-countdown"]) == meant

@@ -26,6 +26,7 @@ from stagescope_service.engine.rows import (
     text,
     work_columns,
 )
+from stagescope_service.engine.settings_findings import of_settings
 
 DUMPS_REMEMBERED: Final = 1024
 
@@ -185,7 +186,11 @@ def follow(attempt: Attempt, process: Process, step: int) -> list[Instruction]:
 
 def introduced(attempt: Attempt, process: Process) -> list[Instruction]:
     """Say what is wrong with what a process said of itself."""
-    return [*_versions(attempt, process), *_world_size(attempt, process)]
+    return [
+        *_versions(attempt, process),
+        *_world_size(attempt, process),
+        *of_settings(attempt, process),
+    ]
 
 
 def _versions(attempt: Attempt, process: Process) -> list[Instruction]:

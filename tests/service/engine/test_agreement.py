@@ -371,9 +371,11 @@ def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
     said = ranks.orders.notes(entry)
     assert "nobody has the role actr; there are actor" in said
     assert not any("no rank" in note for note in said)
-    kept = {"task": None, "keep": ["old_log_probs"], "ranks": [0, 3]}
+    kept = {"task": None, "keep": ["old_logprobs"], "ranks": [0, 3]}
     entry = ranks.orders.add(order(run="r", **kept), by="me", mono=0.0, wall=0.0)
-    assert "no rank 3 is there" in ranks.orders.notes(entry)[0]
+    said = ranks.orders.notes(entry)
+    assert "old_logprobs is no section and no known tensor (did you mean old_log_probs?)" in said[0]
+    assert any("no rank 3 is there" in note for note in said)
 
 
 def test_the_same_order_is_another_once_its_steps_have_begun() -> None:

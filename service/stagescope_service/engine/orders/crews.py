@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from stagescope.captures import needs_ranks, unmatched_ranks
 from stagescope.errors import Conflict
-from stagescope.names import closest_run, closest_stage
+from stagescope.keeping import misspelt_words
+from stagescope.names import closest_by_words, closest_stage
 from stagescope.schema import STAGES
 from stagescope_service.engine.entities import Attempt, Process
 from stagescope_service.engine.orders import agreement as agreeing
@@ -94,7 +95,7 @@ def check_run(registry: Registry, order: Mapping[str, Any]) -> None:
     if run is None or order["force"] or registry.is_known(run):
         return
     known = _runs(registry)
-    meant = closest_run(run, known)
+    meant = closest_by_words(run, known)
     if meant is not None:
         raise Conflict(
             f"no run {run!r} is known",
@@ -121,7 +122,7 @@ def _besides(runs: Iterable[str], named: str | None) -> list[str]:
 def _run_note(registry: Registry, run: str) -> str:
     """Return a note of an ordered run that has not reported."""
     known = _runs(registry)
-    meant = closest_run(run, known)
+    meant = closest_by_words(run, known)
     asked = "" if meant is None else f" (did you mean {meant}?)"
     there = _besides(known, meant)
     newest = f"; known, the newest first: {', '.join(there)}" if there else ""
@@ -197,16 +198,26 @@ def _stage_notes(stages: Any, done: set[str]) -> list[str]:
     return [f"no rank has done {named} lately: until one does, nothing of it is captured{there}"]
 
 
+def _keep_notes(order: Mapping[str, Any]) -> list[str]:
+    """Return notes of what is to be kept by a name that seems to be misspelt."""
+    return [
+        f"{word} is no section and no known tensor (did you mean {meant}?): it is kept where "
+        "something of that name is recorded"
+        for word, meant in misspelt_words(order["keep"])
+    ]
+
+
 def notes(registry: Registry, entry: Entry) -> list[str]:
     """Return what an asker should know: an order may wait for what never comes."""
     order = entry.order
     if order["run"] is None:
         unasked = "it is for every run: none is live whose ranks could be asked"
-        return [unasked, *_stage_notes(order["stages"], set())]
+        return [unasked, *_stage_notes(order["stages"], set()), *_keep_notes(order)]
     attempt = registry.newest(order["run"])
     if attempt is None:
-        return [_run_note(registry, order["run"]), *_stage_notes(order["stages"], set())]
-    said = []
+        waits = [_run_note(registry, order["run"]), *_stage_notes(order["stages"], set())]
+        return [*waits, *_keep_notes(order)]
+    said = _keep_notes(order)
     if attempt.over:
         said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
     said += _stage_notes(order["stages"], _done(attempt))

@@ -1,0 +1,77 @@
+"""What is said of settings that nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.trainings import Bench, Rank
+
+AUTO = {"capture": "auto", "capture_budget": {"captures": 2}}
+
+
+def said(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    bench = Bench()
+    for rank in (0, 1):  # the same of both is said once
+        bench.give(*[Rank(rank).hello(settings=settings, world_size=2)])
+        bench.give(*Rank(rank).work(1))
+    found = bench.rows.of("findings")
+    assert all((row["role"], row["rank"], row["attempt_id"]) == (None, None, 1) for row in found)
+    return [(row["kind"], row["message"]) for row in found]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "text"),
+    [
+        ({"expct": "bitwise"}, "misspelt", "'expct', which nobody reads: did you mean expect?"),
+        ({"capture-budget": {}}, "misspelt", "did you mean capture_budget?"),
+        ({"producer": {}}, "misspelt", "did you mean producers?"),
+        ({"rollout_is_treshold": 2.0}, "misspelt", "did you mean rollout_is_threshold?"),
+        ({"expect": "bitwsie"}, "refused", "settings.expect is 'bitwsie': expected 'bitwise'"),
+        ({"capture": "atuo"}, "refused", "settings.capture is 'atuo': expected 'auto'"),
+        ({"capture": "auto"}, "refused", "settings.capture_budget"),
+        ({"capture_budget": {"captures": 2}}, "refused", "not read without settings.capture"),
+        (
+            {"capture": "auto", "capture_budget": {"captres": 2}},
+            "misspelt",
+            "'captres': did you mean captures? Rules order no capture",
+        ),
+        ({**AUTO, "capture_budget": {"captures": 0}}, "refused", "capture_budget.captures"),
+        (
+            {"producers": {"rollout_logprobs": "engine"}},
+            "misspelt",
+            "'rollout_logprobs', which is no stream: did you mean rollout_log_probs?",
+        ),
+        ({"producers": {"rolout": "engine"}}, "misspelt", "did you mean rollout?"),
+        ({"producers": "engine"}, "refused", "settings.producers is 'engine'"),
+        ({"keep": {"what": ["trajectores"]}}, "misspelt", "did you mean trajectories?"),
+        ({"keep": {"what": ["old_logprobs"]}}, "misspelt", "did you mean old_log_probs?"),
+        ({"keep": {"wat": ["loss"]}}, "refused", "keep has no field 'wat'"),
+    ],
+)
+def test_what_is_meant_to_be_read_and_is_not_is_a_finding(
+    settings: dict[str, Any], kind: str, text: str
+) -> None:
+    [(found, message)] = said(settings)
+    assert found == f"{kind}_setting"
+    assert text in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        AUTO,
+        {"expect": "bitwise", "capture": None},
+        {"expect": None, "capture": "none"},
+        {"producers": {"rollout": "engine", "old_log_probs": "trainer", "teacher": "x"}},
+        {"keep": {"what": ["trajectories", "is_loss", "my_tensor", "policy_loss", "param"],
+                  "parameters": ["*"]}},
+        {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+        # the user's own, and verl's
+        {"rollout_n": 8, "rollout_rs_threshold": 1, "lr": 1e-6, "verl": {"trainer.n": 4}},
+        {"seed": 3, "capture_every": 5, "max_expect": 1, "rollouts_per_prompt": 4, "n": 1},
+    ],
+)  # fmt: skip
+def test_what_is_the_users_own_or_right_is_not(settings: dict[str, Any]) -> None:
+    assert said(settings) == []
