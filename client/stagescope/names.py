@@ -95,8 +95,10 @@ def misspelt_streams(names: Iterable[object]) -> Iterator[tuple[str, str]]:
     said = [*map(str, names)]
     known = {*STREAM_TENSORS, *STREAM_TENSORS.values()}
     for name in said:
+        if name in known:
+            continue
         found = closest_by_words(name, sorted(STREAM_TENSORS)) or closest(name)
-        if name not in known and found in known and found not in said:
+        if found in known and found not in said:
             yield name, found
 
 

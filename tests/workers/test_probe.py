@@ -176,6 +176,7 @@ BAD_CALLS: dict[str, Callable[[Probe], object]] = {
     "twice": lambda probe: _record_twice(probe),
     "mask": lambda probe: _end_without_mask(probe),
     "misspelt": lambda probe: _record_misspelt(probe),
+    "misspelt stream": lambda probe: _record_misspelt_stream(probe),
     "negative step": lambda probe: probe.begin("s", step=-1),
     "negative step of a log": lambda probe: probe.log(step=-1, loss=1.0),
     "negative end": lambda probe: probe.end_step(-1),
@@ -198,6 +199,11 @@ def _end_without_mask(probe: Probe) -> None:
 def _record_misspelt(probe: Probe) -> None:
     with probe.stage("s", step=1) as stage:
         stage.record(rollout_logprobs=torch.zeros(2, 3), my_own_name=torch.zeros(2, 3))
+
+
+def _record_misspelt_stream(probe: Probe) -> None:
+    with probe.stage("s", step=1) as stage:
+        stage.record(producers={"rollout_logprobs": "engine", "old": "fsdp", "judge": "api"})
 
 
 @pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)

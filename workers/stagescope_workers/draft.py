@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.names import misspelt
+from stagescope.names import misspelt, misspelt_streams
 from stagescope.schema import (
     DTYPE_BYTES,
     PAYLOAD_STRINGS,
@@ -169,6 +169,17 @@ class Draft:
                     advice="rename it in stage.record",
                 ),
             )
+        for field in ("producers", "streams"):
+            said = self._meta.get(field)
+            for name, meant in misspelt_streams(said if isinstance(said, Mapping) else ()):
+                yield (
+                    f"{field}.{name}",
+                    InvalidTensor(
+                        f"{field} names {name:.100}, which is no stream",
+                        expected=f"{meant}, which is the closest",
+                        advice=f"rename it there: until then {field} says nothing of that stream",
+                    ),
+                )
 
     def _misspelt(self) -> Iterator[tuple[str, str]]:
         return misspelt([*self._tensors, *self._strings])
