@@ -85,6 +85,7 @@ class Reception:
         """Begin every lease now, once calls are answered: nobody could be heard before."""
         self._listened = self.mono()
         self.state.renew_all(self._listened)
+        self.state.registry.listening_since = self.wall()
 
     @property
     def events_taken(self) -> int:
@@ -302,10 +303,12 @@ class Reception:
         self._listened = now
         if not self.executor.store.health().healthy:
             self.state.renew_all(now)
+            self.state.registry.listening_since = wall
             return
         await self.executor.carry_out(self.load.look(now, wall))
         if held_up or self.load.is_late(now):
             self.state.renew_all(now)
+            self.state.registry.listening_since = wall
         else:
             await self.executor.carry_out(self.state.expire(now, wall))
             await self.executor.carry_out(self.hangs.look(now, wall))

@@ -26,6 +26,8 @@ UNKEYED: Final = "unkeyed"
 RESTART_MARK: Final = "~"
 """Joins a key and a count where one key covers several starts."""
 
+SILENT_SECONDS: Final = 30.0
+"""A process that lives polls more often, as long as the service keeps up."""
 REFRESH: Final = 5.0
 """Seconds after which a process's row says again when it was last heard."""
 
@@ -87,6 +89,8 @@ class Registry:
         self._gone: dict[str, int] = {}
         self._said: dict[str, Any] = {}
         self._next_id = 1
+        self.listening_since = 0.0
+        """When anybody could be heard again, by the service's wall clock."""
 
     # --- looking up ---------------------------------------------------------------------
     def attempt_of(self, process: Process) -> Attempt:
@@ -360,15 +364,19 @@ class Registry:
         if process.raw or process.role == "rollout":
             return None
         older = self._older(attempt, process)
-        if process.unkeyed and older is not None and self._silent_before(attempt, process):
-            return older  # no key tells its starts apart, and nobody of the one before is left
+        if process.unkeyed and (follows := self._follows(attempt, process, older)) is not None:
+            return follows
         closed = attempt.last_closed_step
         if closed is None or step > closed:
             return None
         known = attempt.steps.get(step)
         if known is not None and process.started < (known.closed_wall or process.started):
             return None
-        return older or self._silent_before(attempt, process, process.role)
+        return older
+
+    def stays_without_key(self, process: Process) -> bool:
+        """Whether a rank started again and nothing tells if all of its training did."""
+        return process.unkeyed and self._older(self.attempt_of(process), process) is not None
 
     def open_restart(self, attempt: Attempt, wall: float) -> tuple[Attempt, list[Instruction]]:
         """Open the attempt of those who start again under the key of `attempt`."""
@@ -384,20 +392,28 @@ class Registry:
         older = [each for each in others if not each.raw and each.age < process.age]
         return max(older, key=lambda each: each.age, default=None)
 
-    def _silent_before(
-        self, attempt: Attempt, process: Process, role: str | None = None
-    ) -> Process | None:
-        """Return the last heard of an attempt, or of a role, if all were silent when this started.
+    def _follows(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
+        """Return whom a process without an attempt key follows if nobody is left of its attempt.
 
-        Its own rank may not have reported in the start before: it crashed too early.
+        No key tells such starts apart. A process is not left where it took leave, fell silent, was
+        not heard for long, or where this one is of its rank. The rank of this one may not have
+        reported in the start before: it crashed too early.
         """
         others = [
             each for each in attempt.processes.values()
-            if role in (None, each.role) and each.bound and not each.raw and each is not process
+            if each.bound and not each.raw and each is not process and each.age < process.age
         ]  # fmt: skip
-        last = max(others, key=lambda each: each.heard, default=None)
-        started = process.started + (process.clock[0] or 0.0)
-        return last if last is not None and last.heard < started else None
+        here, now = (process.role, process.rank), process.heard
+        left = [
+            each for each in others
+            if (each.role, each.rank) != here
+            and each.live
+            and now - max(each.heard, self.listening_since) < SILENT_SECONDS
+        ]  # fmt: skip
+        if left:
+            return None
+        of_role = [each for each in others if each.role == process.role]
+        return older or max(of_role, key=lambda each: each.heard, default=None)
 
     def _came_with(self, attempt: Attempt, other: Process, older: Process) -> bool:
         """Whether `other` belongs to the start that follows the one of `older`."""

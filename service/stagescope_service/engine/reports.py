@@ -355,3 +355,20 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         lost = digest(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
     return out + digests.follow(attempt, process, event, work, row, said.get("state"))
+
+
+def started_again(attempt: Attempt, process: Process, wall: float) -> Put:
+    """Return the finding of a rank that started again, of which no key tells the start."""
+    return by_message(
+        finding(
+            "started_again",
+            f"a rank of {process.role} started again within the attempt, and others went on or "
+            "were heard lately: without an attempt key nobody can tell whether all of it did",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            role=process.role,
+            advice="where all of the training started again, the numbers of two starts stand in "
+            "one attempt: give each start an attempt_key= or STAGESCOPE_ATTEMPT",
+        )
+    )

@@ -222,6 +222,8 @@ class State:
             out += steps.close_due(left, wall)
         elif may_leave:
             out += reports.introduced(attempt, process)
+        if left is None and not process.raw and self.registry.stays_without_key(process):
+            out.append(reports.started_again(attempt, process, wall))
         process.unbound_rows.clear()
         return out
 

@@ -92,20 +92,25 @@ def test_a_recreated_rank_at_the_open_step_stays(bench: Bench) -> None:
     assert attempts(bench) == [(1, "job-1")]
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize("step", [1, 3, 6])
 def test_a_rank_that_never_spoke_before_may_be_the_first_of_the_next_start(
     bench: Bench, step: int
 ) -> None:
-    alone = Rank(0)  # rank 1 crashed before it said a word
+    alone = Rank(0, key=None)  # rank 1 crashed before it said a word
     for number in (3, 4, 5):
         bench.give(*alone.work(number))
-    second = [Rank(1, started=2000.0), Rank(0, started=2000.1)]
+    second = [Rank(1, key=None, started=2000.0), Rank(0, key=None, started=2000.1)]
     for rank in second:
         bench.give(rank.hello(world_size=2), rank.begin(step))
-    assert attempts(bench) == [(1, "job-1"), (2, "job-1~2")]
+    assert [number for number, _ in attempts(bench)] == [1, 2]
     stages = bench.rows.of("stages", attempt_id=2)
     assert {(row["rank"], row["step"]) for row in stages} == {(0, step), (1, step)}
     check_memory(bench.state)
+
+
+def test_a_process_of_another_role_belongs_to_the_training_that_was(bench: Bench) -> None:
+    bench.give(*Rank(0, key=None).work(1), *Rank(0, "judge", key=None, started=2000.0).work(1))
+    assert [number for number, _ in attempts(bench)] == [1]
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["killed", "finished"])
@@ -132,13 +137,33 @@ def test_a_start_without_a_key_is_told_by_who_is_left_of_the_one_before(
 
 
 def test_a_rank_made_anew_beside_others_that_go_on_stays_with_them(bench: Bench) -> None:
+    """Rank 0 is in a long stage: it polled lately, and says nothing meanwhile."""
     ranks = [Rank(rank, key=None) for rank in (0, 1)]
     for number in (1, 2):
         for rank in ranks:
             bench.give(*rank.work(number))
-    ranks[1].wall = 2001.0
-    bench.give(ranks[1].begin(3), *Rank(0, key=None, started=2000.0).work(3))
+    again = Rank(1, key=None, started=ranks[0].wall + 20.0)
+    bench.give(*again.work(3), *Rank(1, key=None, started=again.wall + 1.0).work(4))
     assert [number for number, _ in attempts(bench)] == [1]
+    [found] = bench.rows.of("findings", kind="started_again")
+    assert "without an attempt key" in found["message"]
+
+
+def test_after_a_restart_of_the_service_nobody_is_taken_for_gone(bench: Bench) -> None:
+    ranks = [Rank(rank, key=None) for rank in (0, 1)]
+    for rank in ranks:
+        bench.give(*rank.work(1))
+    bench.restart()
+    bench.state.registry.listening_since = 1990.0
+    bench.give(*Rank(1, key=None, started=2000.0).work(2))
+    assert [number for number, _ in attempts(bench)] == [1]
+
+
+def test_a_single_process_that_starts_again_at_once_is_a_new_start(bench: Bench) -> None:
+    first = Rank(0, key=None)
+    bench.give(*first.work(1), *Rank(0, key=None, started=first.wall + 1.0).work(2))
+    assert [number for number, _ in attempts(bench)] == [1, 2]
+    assert not bench.rows.of("findings")
 
 
 def test_a_rank_that_comes_to_a_start_that_goes_on_belongs_to_it(bench: Bench) -> None:
