@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import threading
@@ -32,8 +31,12 @@ from stagescope_service.store.catalogue import Catalogue
 _CALL_SECONDS: Final = 15.0
 _QUESTIONS: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
 """Calls that may be made again whatever became of the first one."""
-_BY_RAY: Final = frozenset({"record_events"})
-"""Calls that hand object refs on."""
+_BY_RAY: Final = frozenset({"record_events", "poll"})
+"""Calls that hand object refs on, or that each rank has one of on the way all the time."""
+_MAY_STAND: Final = (
+    "it may still carry that out, or have done so: look at what is in force before the same call "
+    "is made again"
+)
 
 Reply = dict[str, Any]
 
@@ -168,17 +171,19 @@ class CoordinatorCommands:
             ) from error
         except asyncio.TimeoutError as error:
             wrong = f"the coordinator did not answer {method} within {seconds:.0f} s"
-            again = "the same call may be made again"
             if method in _QUESTIONS:
-                raise NotReady(wrong, advice=again) from error
-            again = f"it may still carry that out: look at what it did before {again}"
-            raise Unreachable(wrong, advice=again) from error
+                raise NotReady(wrong, advice="the same call may be made again") from error
+            raise Unreachable(wrong, advice=_MAY_STAND) from error
 
     async def _ask(self, method: str, arguments: Mapping[str, Any]) -> Reply:
         if method not in _BY_RAY:
-            # Where it died on the way it is called again, as Ray calls what it restarts.
-            with contextlib.suppress(control.Broken):
+            try:
                 return await control.call(self._settings.home, method, arguments)
+            except control.Broken as error:
+                if error.asked and method not in _QUESTIONS:
+                    raise Unreachable(
+                        f"the coordinator ended before it answered {method}", advice=_MAY_STAND
+                    ) from error
         if self._handle is None:
             self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)
         ref = getattr(self._handle, method).remote(**arguments)

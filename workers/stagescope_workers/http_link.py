@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _DRAIN_SECONDS: Final = 5.0
 """How long one request waits for receipts; the whole wait is made of several."""
+_UNKNOWN_SECONDS: Final = 10.0
+"""For which `drain` waits for the first word of a training: it may be on its way."""
 
 
 _HTTP_LOGGERS: Final = (
@@ -184,12 +186,14 @@ class HttpLink:
             StagescopeError: the service does not answer, or refuses.
         """
         deadline = time.monotonic() + timeout
+        unknown_until = time.monotonic() + _UNKNOWN_SECONDS
         while True:
             wait = max(0.0, min(deadline - time.monotonic(), _DRAIN_SECONDS))
             said = {"run": run, "timeout": wait, "attempt_key": attempt_key}
             response = self._send("POST", "/drain", json=said, timeout=wait + min(timeout, 5.0))
             answer = self._taken(response)
-            if answer["drained"] or time.monotonic() >= deadline:
+            until = deadline if answer.get("known", True) else min(deadline, unknown_until)
+            if answer["drained"] or time.monotonic() >= until:
                 return answer
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from stagescope.errors import StagescopeError
+from stagescope.errors import NotReady, StagescopeError
 from stagescope_workers import decorator
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.link import NAMESPACE, Link, find_link, ray_place, warn_unconnected
@@ -184,8 +184,9 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
             drained = _drain_all(url, token, namespace, run, key, deadline)
             break
         except Exception as error:
-            # What was reached before may be about to be restarted.
-            if not reached or time.monotonic() > deadline - _BETWEEN_SECONDS:
+            # What was reached before, or says so itself, may be about to be back.
+            may_return = reached or isinstance(error, NotReady)
+            if not may_return or time.monotonic() > deadline - _BETWEEN_SECONDS:
                 _log.warning("finish could not wait for the service: %r", error)
                 return False
             time.sleep(_BETWEEN_SECONDS)

@@ -3,9 +3,9 @@
 Ray hands an actor its calls in order of arrival, at about a millisecond each: what is asked behind
 20 000 calls of ranks waits for all of them to be started, in whichever concurrency group it is.
 The API therefore asks over a Unix socket in the service's home, which the coordinator's own loop
-serves: one connection a call, one line of JSON there and one back. The directory has mode 0700, so
-only the service's own user comes in. Where there is no such socket (an API on another node, a file
-system without sockets), the API calls by Ray as ranks do.
+serves: one connection a call, one line of JSON there and one back. The socket has mode 0600, so
+only the service's own user comes in. Where there is none (an API on another node, a file system
+without sockets), the API calls by Ray as ranks do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ Method = Callable[..., Awaitable[Reply]]
 
 
 class Broken(Exception):
-    """Nobody listens, or the connection ended before the answer came: Ray is the way."""
+    """Nobody listens, or the connection ended before an answer came (`asked`)."""
+
+    def __init__(self, why: str, *, asked: bool) -> None:
+        self.asked = asked
+        super().__init__(why)
 
 
 async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
@@ -57,7 +61,9 @@ async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
 
     with _address(folder) as address:
         # It takes the place of the socket that a dead coordinator left.
-        return await asyncio.start_unix_server(answer, address, limit=MOST_BYTES)
+        server = await asyncio.start_unix_server(answer, address, limit=MOST_BYTES)
+        os.chmod(address, 0o600)
+        return server
 
 
 async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply:
@@ -71,17 +77,17 @@ async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply
         with _address(folder) as address:
             reader, writer = await asyncio.open_unix_connection(address, limit=MOST_BYTES)
     except (OSError, AttributeError) as error:
-        raise Broken(str(error)) from error
+        raise Broken(str(error), asked=False) from error
     try:
         writer.write(json.dumps({"method": method, "arguments": arguments}).encode() + b"\n")
         await writer.drain()
         line = await reader.readline()
     except OSError as error:
-        raise Broken(str(error)) from error
+        raise Broken(str(error), asked=True) from error
     finally:
         writer.close()
     if not line.endswith(b"\n"):
-        raise Broken("no whole answer came")
+        raise Broken("no whole answer came", asked=True)
     said = json.loads(line)
     if (told := said.get("error")) is not None:
         kind = error_of_code(told["code"])
@@ -93,14 +99,15 @@ async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply
 async def _answer(line: bytes, methods: Mapping[str, Method]) -> bytes:
     try:
         asked = json.loads(line)
-        said = {"answer": await methods[asked["method"]](**asked["arguments"])}
+        answer = await methods[asked["method"]](**asked["arguments"])
+        return json.dumps({"answer": answer}).encode() + b"\n"
     except StagescopeError as error:
-        said = {"error": _told(error)}
+        told = _told(error)
     except Exception as error:
         logger.exception("a call over %s failed", FILE)
         wrong = f"the coordinator failed with {type(error).__name__}"
-        said = {"error": _told(StagescopeError(wrong, advice="its log has the traceback"))}
-    return json.dumps(said).encode() + b"\n"
+        told = _told(StagescopeError(wrong, advice="its log has the traceback"))
+    return json.dumps({"error": told}).encode() + b"\n"
 
 
 def _told(error: StagescopeError) -> dict[str, str]:

@@ -59,7 +59,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _STANDING: Final = "standing_keep"
 """Key of `meta`: what the settings' file has runs keep, and since which revision."""
 _CONTROL: Final = (
-    "plan", "poll", "add_capture", "remove_capture", "set_triggers", "pin", "unpin",
+    "plan", "add_capture", "remove_capture", "set_triggers", "pin", "unpin",
     "add_engine", "remove_engine", "ask_stacks", "status", "drain",
 )  # fmt: skip
 """What the API calls past the ranks' calls."""

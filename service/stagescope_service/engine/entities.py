@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from stagescope.schema import Part, Work
@@ -341,14 +341,17 @@ class Attempt:
         known = self.sizes.get(role)
         return None if known is None else known[1]
 
-    def unheard(self) -> list[tuple[str, int]]:
-        """Return (role, rank) of those that a role is known to have and that never spoke."""
-        return [
-            (role, rank)
-            for role, (_, size) in self.sizes.items()
-            for rank in range(size)
-            if not self.by_rank.get((role, rank))
-        ]
+    def missing(self) -> Iterator[tuple[str, int, bool]]:
+        """Yield (role, rank, whether it ever spoke) of ranks that never came or fell silent."""
+        if not self.processes:  # of an attempt that left memory nobody knows it
+            return
+        for role, (_, size) in self.sizes.items():
+            for rank in range(size):
+                if not self.by_rank.get((role, rank)):
+                    yield role, rank, False
+        for (role, rank), processes in self.by_rank.items():
+            if processes and max(processes, key=lambda each: each.age).lapsed:
+                yield role, rank, True
 
     def is_fullest(self, settings: Mapping[str, Any]) -> bool:
         """Return whether no process said more of the run's settings so far."""

@@ -8,6 +8,8 @@ the `Executor`'s work; what comes without a probe goes to `RawCalls`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import logging
 import time
 import uuid
@@ -47,6 +49,15 @@ _MOST_NAMED: Final = 20
 _LOOK_SECONDS: Final = 0.02
 
 
+@dataclasses.dataclass(slots=True)
+class _Leave:
+    """What a process is asked: to send what it has, and to take leave."""
+
+    request_id: str
+    since: float
+    is_handed_out: bool = False
+
+
 class Reception:
     """Takes calls in and answers them; used from one event loop only."""
 
@@ -77,7 +88,7 @@ class Reception:
         self.wall = wall
         self.mono = mono
         self._taken = 0
-        self._leaving: dict[str, tuple[str, float]] = {}
+        self._leaving: dict[str, _Leave] = {}
         self._listened = mono()
         self._looking: asyncio.Task[None] | None = None
 
@@ -133,6 +144,8 @@ class Reception:
                 if (said := reports.refused_in_part(taken)) is not None:
                     in_part[event.seq] = said
                 out += taken
+                if event.kind == FINISH:
+                    self._leaving.pop(sender.incarnation, None)
             except InvalidEvent as error:  # noqa: PERF203 - refused alone, so caught alone
                 refused[_seq_of(wire)] = str(error)
                 out += self._refusal(sender, error)
@@ -191,12 +204,11 @@ class Reception:
         # While calls are too many, each is to wait longer; what is asked for ends it at once.
         poll_seconds = self.poll_seconds + self.load.pause
         deadline = self.mono() + max(0.0, min(wait, poll_seconds))
-        told = self._is_to_leave(sender.incarnation)  # by the answer to the poll before
         while True:
             receipts = self.executor.receipts(sender.incarnation, seqs)
             left = deadline - self.mono()
             asked = self.state.stack_requests.is_news(sender.incarnation)
-            asked = asked or (self._is_to_leave(sender.incarnation) and not told)
+            asked = asked or self._is_to_leave(sender.incarnation)
             if receipts or asked or revision != self.plan.revision or left <= 0:
                 break
             await self.executor.wait(sender.incarnation, left)
@@ -359,31 +371,37 @@ class Reception:
         to take leave, which it does once all that it has was sent.
 
         Returns `{"run", "drained": bool, "pending": n, "known": bool, "missing": [...]}`; `known`
-        says whether anything of the run, or of the start, ever came, and `missing` names the ranks
-        of the start that never came, or did not answer.
+        says whether anything of the run, or else of the start, ever came, and `missing` names the
+        ranks of the start that never came, fell silent, or did not answer.
         """
         deadline = self.mono() + timeout
         missing: list[str] = []
-        known = self.state.registry.is_known(run)
         if attempt_key is not None:
             missing = await self._part(run, attempt_key, deadline)
-            known = bool(self.state.registry.of_key(run, attempt_key))
         while pending := self.state.pending(run):
             left = deadline - self.mono()
             if left <= 0:
                 break
             await self.executor.wait(pending[0].incarnation, min(left, 0.5))
-        drained = not pending and not missing and (known or attempt_key is None)
+        registry = self.state.registry
+        known = registry.is_known(run)
+        if run is None and attempt_key is not None:
+            known = bool(registry.of_key(None, attempt_key))
         return {
             "run": run,
-            "drained": drained,
+            "drained": not pending and not missing and (known or attempt_key is None),
             "pending": len(pending),
             "known": known,
             "missing": missing,
         }
 
     async def _part(self, run: str | None, attempt_key: str, deadline: float) -> list[str]:
-        """Have the processes of a start take leave; return who did not, or never came."""
+        """Have the processes of a start take leave; return who did not, or is missing."""
+        unknown_until = min(deadline, self.mono() + _LEAVE_SECONDS)
+        for incarnation in [*self._leaving]:
+            process = self.state.registry.processes.get(incarnation)
+            if process is None or not process.live:
+                del self._leaving[incarnation]
         while True:
             attempts = self.state.registry.of_key(run, attempt_key)
             present = [
@@ -394,14 +412,16 @@ class Reception:
             ]
             for process in present:
                 if process.incarnation not in self._leaving:
-                    self._leaving[process.incarnation] = (uuid.uuid4().hex, self.mono())
+                    self._leaving[process.incarnation] = _Leave(uuid.uuid4().hex, self.mono())
                     self.executor.notify([process.incarnation])
-            unheard = [
-                f"{role} rank {rank}" for attempt in attempts for role, rank in attempt.unheard()
-            ]
+            named = itertools.chain.from_iterable(each.missing() for each in attempts)
+            missing = [*itertools.islice(named, _MOST_NAMED)]
             waited = [each for each in present if not self._is_silent(each)]
-            left = deadline - self.mono()
-            if left <= 0 or (attempts and not waited and not unheard):
+            left = (deadline if attempts else unknown_until) - self.mono()
+            may_come = any(not spoke for _, _, spoke in missing)
+            # A run that is named may be another job's: then nobody is asked.
+            nobody = not attempts and run is not None and self.state.registry.is_known(run)
+            if left <= 0 or nobody or (attempts and not waited and not may_come):
                 break
             name = waited[0].incarnation if waited else attempt_key
             await self.executor.wait(name, min(left, 0.2))
@@ -409,29 +429,31 @@ class Reception:
         for process in present:
             if self._is_silent(process):  # the driver that says so ends it, if it did not yet
                 out += leaving.leave(self.state.registry, process, self.wall(), finished=True)
+                process.finish_seq = process.begun_seq
+                del self._leaving[process.incarnation]
         await self.executor.carry_out(out)
-        left_over = (f"{process.role} rank {process.rank}" for process in present)
-        return [*unheard, *left_over][:_MOST_NAMED]
-
-    def _is_to_leave(self, incarnation: str) -> bool:
-        process = self.state.registry.processes.get(incarnation)
-        if process is None or process.finished:
-            self._leaving.pop(incarnation, None)
-        return incarnation in self._leaving
+        ranks = dict.fromkeys((role, rank) for role, rank, _ in missing)
+        ranks |= dict.fromkeys((process.role, process.rank) for process in present)
+        return [f"{role} rank {rank}" for role, rank in ranks][:_MOST_NAMED]
 
     def _to_leave(self, incarnation: str) -> list[dict[str, str]]:
-        if not self._is_to_leave(incarnation):
+        asked = self._leaving.get(incarnation)
+        if asked is None:
             return []
-        return [{"what": FINISH, "request_id": self._leaving[incarnation][0]}]
+        asked.is_handed_out = True
+        return [{"what": FINISH, "request_id": asked.request_id}]
+
+    def _is_to_leave(self, incarnation: str) -> bool:
+        """Whether a process is to take leave, and no poll has told it yet."""
+        asked = self._leaving.get(incarnation)
+        return asked is not None and not asked.is_handed_out
 
     def _is_silent(self, process: Process) -> bool:
         """Whether a process did not answer: Ray ends an actor with its last handle, unheard."""
         asked = self._leaving.get(process.incarnation)
-        if asked is None or process.live is False:
-            return False
         patience = _LEAVE_SECONDS + self.load.pause
         quiet = self.wall() - process.heard > patience
-        return quiet and self.mono() - asked[1] > patience
+        return quiet and asked is not None and self.mono() - asked.since > patience
 
 
 def _seq_of(wire: object) -> int:

@@ -111,11 +111,9 @@ class Registry:
         return self.newest(run) if key is None else self._latest_of_key(run, given_key(key))
 
     def of_key(self, run: str | None, key: str) -> list[Attempt]:
-        """Return the newest attempt of a key in each run (or in one); else a named run's newest."""
+        """Return the newest attempt of a key in each run, or in one."""
         runs = [name for name in self._newest if run in (None, name)]
         found = [self.find(name, key) for name in runs]
-        if run is not None and found == [None]:
-            found = [self.newest(run)]
         return [attempt for attempt in found if attempt is not None]
 
     def adopt(self, attempt: Attempt) -> None:

@@ -115,6 +115,8 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         clock=(row["clock_offset"], row["clock_error"]),
         max_step=row["max_step"],
         finished=finished is not None,
+        # What it begins from now on takes its leave back; what came before was taken in.
+        finish_seq=0 if finished is not None and not row["raw"] else None,
         lapsed=lapsed is not None,
         left_wall=finished if lapsed is None else lapsed,
         plan_revision=row["plan_revision"],

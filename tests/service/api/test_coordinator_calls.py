@@ -103,7 +103,7 @@ def test_the_socket_answers_while_ray_has_its_hands_full(tmp_path: Path, folder:
     asyncio.run(ask())
 
 
-def test_a_coordinator_that_ends_in_the_middle_of_an_order_is_called_by_ray(
+def test_an_order_is_not_given_again_where_the_coordinator_ended_in_the_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_actor, "_CALL_SECONDS", 0.2)
@@ -117,9 +117,13 @@ def test_a_coordinator_that_ends_in_the_middle_of_an_order_is_called_by_ray(
 
         address = os.fspath(tmp_path / control.FILE)
         async with await asyncio.start_unix_server(leave, address):
-            with pytest.raises(Unreachable, match="did not answer pin"):
+            with pytest.raises(Unreachable, match="ended before it answered pin") as caught:
                 await asked.commands.pin(attempt_id=1, step=1, by="me")
-        assert asked.handle.called == ["pin"]
+            assert "may still carry that out" in caught.value.advice
+            assert asked.handle.called == []
+            with pytest.raises(NotReady, match="did not answer plan"):  # a question, by Ray
+                await asked.commands.plan()
+            assert asked.handle.called == ["plan"]
 
     asyncio.run(ask())
 

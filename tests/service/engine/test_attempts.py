@@ -175,6 +175,17 @@ def test_a_rank_that_comes_to_a_start_that_goes_on_belongs_to_it(bench: Bench) -
     assert attempts(bench) == [(1, "job-1")]
 
 
+def test_a_process_that_goes_on_after_its_leave_is_there_again_over_a_restart(bench: Bench) -> None:
+    rank = Rank(0)
+    bench.give(*rank.work(1), rank.finish())
+    bench.restart()
+    bench.give(*rank.work(2))
+    assert bench.rows.one("processes")["finished_wall"] is None
+    assert bench.attempt()["ended_wall"] is None
+    assert {row["status"] for row in bench.rows.of("stages")} == {"ok"}
+    assert not bench.rows.of("losses")
+
+
 def test_a_third_start_under_one_key_opens_a_third_attempt(bench: Bench) -> None:
     closed_through(bench, 1, 3)
     for started in (2000.0, 3000.0):

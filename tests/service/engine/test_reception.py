@@ -523,3 +523,60 @@ def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(desk: Desk) 
     [process] = rows_of(desk.store, "processes")
     assert process["finished_wall"] is None
     assert not rows_of(desk.store, "losses")
+
+
+def test_a_rank_between_two_polls_is_asked_by_the_next_and_only_once(desk: Desk) -> None:
+    async def train() -> tuple[float, float]:
+        live(desk)
+        desk.reception.poll_seconds = 20.0
+        rank = Trainer(desk, 0)
+        await rank.say("hello", world_size=1)
+        drain = asyncio.create_task(desk.reception.drain(None, 30.0, "a"))
+        await asyncio.sleep(0)  # it asks, and waits
+        assert desk.reception._leaving
+        began = time.monotonic()
+        asked = await rank.poll()  # it was not there when it was asked
+        first = time.monotonic() - began
+        assert [request["what"] for request in asked] == ["finish"]
+        again = asyncio.create_task(rank.poll())  # it has still something to send
+        await asyncio.wait({again}, timeout=0.2)
+        assert not again.done()  # no poll after the other
+        await rank.say("finish")
+        assert (await drain)["drained"]
+        again.cancel()
+        return first, time.monotonic() - began
+
+    first, _ = desk.run(train())
+    assert first < 5.0
+
+
+def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train() -> None:
+        live(desk)
+        monkeypatch.setattr(reception, "_LEAVE_SECONDS", 0.05)
+        rank = Trainer(desk, 0)
+        await rank.say("hello", world_size=1)
+        await rank.say("begin", step=1, stage="actor_update")
+        assert not (await desk.reception.drain(None, 30.0, "a"))["drained"]
+        await rank.say("begin", step=2, stage="actor_update")
+        await rank.say("end", step=2, stage="actor_update", status="ok")
+
+    desk.run(train())
+    [process] = rows_of(desk.store, "processes")
+    assert process["finished_wall"] is None
+    stages = {row["step"]: row["status"] for row in rows_of(desk.store, "stages")}
+    assert stages[2] == "ok"
+
+
+def test_another_jobs_driver_asks_nobody_to_leave(desk: Desk) -> None:
+    async def train() -> dict[str, Any]:
+        live(desk)
+        await Trainer(desk, 0).say("hello", world_size=1)
+        return await desk.reception.drain("r", 30.0, "of another job")
+
+    assert desk.run(train())["drained"]
+    assert not desk.reception._leaving
+    [process] = rows_of(desk.store, "processes")
+    assert process["finished_wall"] is None
