@@ -202,7 +202,8 @@ class Courier:
             # Nobody has had the time to answer, or this process to join its Ray cluster.
             doing = "looking for a service" if link is None else f"calling {link.address}"
             return f"not connected yet, {doing}"
-        wrong = "no service was found" if link is None else f"no answer from {link.address}"
+        lost = "the service answers no more" if self.answers else "no service was found"
+        wrong = lost if link is None else f"no answer from {link.address}"
         return f"not connected, {wrong}" + (f" ({self.problem})" if self.problem else "")
 
     @property
