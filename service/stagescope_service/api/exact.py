@@ -13,7 +13,7 @@ from stagescope_service.api.measures import Measured
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
-from stagescope_service.statistics.exact import first_difference, unequal_tokens
+from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.parts import incarnation_of
 
@@ -23,6 +23,11 @@ EXACT: Final = "exact"
 DIFFERS: Final = "differs"
 NOT_MEASURED: Final = "not measured"
 
+_COPY: Final = "equal, and one stream is a copy, or nobody said who computed them"
+_EMPTY: Final = "no token counts"
+_ODD: Final = "the others are equal"
+_SUSPECT: Final = "equal, and suspect: what the metrics of a step say of comparability tells why"
+
 
 class _Judged(NamedTuple):
     step: int
@@ -31,6 +36,8 @@ class _Judged(NamedTuple):
     tokens: int
     unequal: int
     non_finite: int
+    why: str | None
+    """Why it is not measured, one of the above."""
 
 
 @router.get("/exact", response_model=models.Exact)
@@ -39,8 +46,9 @@ def exact(desk: AtDesk, run: Run = None, attempt: AttemptNumber = None) -> Answe
 
     `exact` needs streams of two producers that are equal in all tokens; of equal streams of one
     producer, or of nobody knows whom, a step is `not measured`. `rows` holds a row for each range
-    of steps of one verdict, with how many tokens it rests on; `first` is the first step that
-    differs, with the first token in it by sample and position; `text` says all of it.
+    of steps of one verdict (and one `reason`), with how many tokens it rests on; `first` is the
+    first step that differs, with the first token in it by sample and position, as far as those
+    that are not finite were kept (`is_first`); `text` says all of it.
 
     Without `attempt`, the attempts in force: of a step that a later one did again, that one's.
     """
@@ -83,15 +91,26 @@ def _judge(desk: Desk, lineage: Lineage, row: Row) -> _Judged:
         tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
         verdict = measured.comparability.verdict
     judged = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
-    number = lineage.numbers[row["attempt_id"]]
-    return _Judged(int(row["step"]), number, judged, tokens, unequal, masked - tokens)
+    odd, number = masked - tokens, lineage.numbers[row["attempt_id"]]
+    why = _why_not(verdict, tokens, odd) if judged == NOT_MEASURED else None
+    return _Judged(int(row["step"]), number, judged, tokens, unequal, odd, why)
+
+
+def _why_not(verdict: str, tokens: int, non_finite: int) -> str:
+    """Say why a step of no unequal token proves nothing, given its stored verdict."""
+    if not tokens:
+        return _EMPTY
+    if verdict == NOT_MEASURED:
+        return _COPY
+    return _ODD if non_finite else _SUSPECT
 
 
 def _ranges(judged: Sequence[_Judged]) -> Iterator[Row]:
-    for (attempt, verdict), group in itertools.groupby(
-        judged, key=lambda e: (e.attempt, e.verdict)
+    for (attempt, verdict, why), group in itertools.groupby(
+        judged, key=lambda e: (e.attempt, e.verdict, e.why)
     ):
         steps = list(group)
+        odd = sum(each.non_finite for each in steps)
         yield {
             "from_step": steps[0].step,
             "to_step": steps[-1].step,
@@ -100,14 +119,23 @@ def _ranges(judged: Sequence[_Judged]) -> Iterator[Row]:
             "verdict": verdict,
             "tokens": sum(each.tokens for each in steps),
             "unequal": sum(each.unequal for each in steps),
-            "non_finite": sum(each.non_finite for each in steps),
+            "non_finite": odd,
+            "reason": None if why is None else _reason(why, odd),
         }
+
+
+def _reason(why: str, non_finite: int) -> str:
+    if not non_finite:
+        return why
+    many = "1 token is" if non_finite == 1 else f"{non_finite} tokens are"
+    neither = f"{many} finite in neither stream"
+    return f"{neither}; {why}" if why == _ODD else f"{why}; {neither}"
 
 
 def _first(step: int, measured: Measured, processes: Sequence[Row]) -> Row:
     found = first_difference(measured.whole.summary)
-    if found is None:  # the record of an older version
-        return {"step": step, "text": "in a token that was not kept"}
+    if found is None:
+        return {"step": step, "text": NOT_KEPT}
     sender = incarnation_of(found.source)
     where: Row = next(
         ({"role": row["role"], "rank": row["rank"]}
@@ -129,7 +157,7 @@ def _text(rows: Sequence[Row], first: dict[str, Any] | None) -> str:
             assert first is not None
             said.append(f"{row['from_step']}{of} first differs: {first['text']}")
             break
-        why = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else _why_not(row)
+        why = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else row["reason"]
         said.append(f"step{'' if one else 's'} {steps}{of} {row['verdict']} ({why})")
     if first is not None:
         later = sum(row["steps"] for row in rows if row["verdict"] == DIFFERS) - 1
@@ -139,9 +167,3 @@ def _text(rows: Sequence[Row], first: dict[str, Any] | None) -> str:
         if total:
             said.append(f"of the {total} steps since then {later} differ")
     return "; ".join(said)
-
-
-def _why_not(row: Row) -> str:
-    if row["non_finite"]:
-        return f"{row['non_finite']} tokens are finite in neither stream; the others are equal"
-    return "equal, and one stream is a copy, or nobody said who computed them"

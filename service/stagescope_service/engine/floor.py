@@ -29,7 +29,7 @@ from stagescope_service.engine.instructions import (
 from stagescope_service.engine.reasons import describe
 from stagescope_service.engine.reception import Reception
 from stagescope_service.engine.retention import Limits, Retention
-from stagescope_service.engine.retries import RetriedWork, tries
+from stagescope_service.engine.retries import RetriedWork
 from stagescope_service.engine.triggering.actions import Acting, Order, PinAnswer, gone_of
 from stagescope_service.engine.triggering.live import Triggers
 from stagescope_service.engine.triggering.turns import Turns
@@ -71,7 +71,12 @@ class RayFloor:
             "the aggregation of", self._aggregate, self._aggregation_failed
         )
         self._digesting = RetriedWork[DumpKey, Digest](
-            "the operator table of", self._digest, self._digest_failed
+            "the operator table of",
+            self._digest,
+            self._digest_failed,
+            # A dump that takes more memory than there is ends the ingestor that reads it, and
+            # with it the reading of payloads.
+            costly=(exceptions.RayActorError,),
         )
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -175,8 +180,8 @@ class RayFloor:
             raise
         await self.reception.write([Put(table, row) for table, row in rows])
 
-    async def _digest_failed(self, order: Digest, error: Exception) -> None:
-        reason = f"the service failed to read it ({tries()} tries): {describe(error)}"
+    async def _digest_failed(self, order: Digest, error: Exception, tried: int) -> None:
+        reason = f"the service failed to read it ({tried} tries): {describe(error)}"
         await self.reception.write(refusal(order.job, StoreError(reason)))
 
     async def _read_watchdogs(self, order: ReadWatchdogs) -> None:
@@ -197,10 +202,10 @@ class RayFloor:
         await self._form_once(order)
         self._hold_against_rules(order)
 
-    async def _aggregation_failed(self, order: Assemble, error: Exception) -> None:
+    async def _aggregation_failed(self, order: Assemble, error: Exception, tried: int) -> None:
         """Say that a step could not be formed; it holds up nothing."""
         try:
-            await self.reception.write([self._not_aggregated(order, error)])
+            await self.reception.write([self._not_aggregated(order, error, tried)])
         finally:
             self._hold_against_rules(order)
 
@@ -208,18 +213,20 @@ class RayFloor:
         for step in self._turns.formed(order.attempt_id, order.step, self._owed(order)):
             self._start(self.triggers.formed(order.attempt_id, step))
 
-    def _not_aggregated(self, order: Assemble, error: Exception | None = None) -> Put:
+    def _not_aggregated(
+        self, order: Assemble, error: Exception | None = None, tried: int = 0
+    ) -> Put:
         attempt = self.reception.state.attempt(order.attempt_id)
         reason = "" if error is None else describe(error)
         return finding(
             NOT_AGGREGATED,
-            f"the summary of step {order.step} could not be formed ({tries()} tries): {reason}",
+            f"the summary of step {order.step} could not be formed ({tried} tries): {reason}",
             run="" if attempt is None else attempt.run,
             attempt_id=order.attempt_id,
             step=order.step,
             wall=self.reception.wall(),
             severity="error",
-            evidence={"error": reason, "tries": tries()},
+            evidence={"error": reason, "tries": tried},
             advice="its payloads, scalars and the statistics of its parts are kept (/ranks, "
             "/stages); it is tried again when more of it arrives and when the service starts "
             "anew; the coordinator's log has the traceback",

@@ -7,7 +7,6 @@ from what is stored. A full disk, a locked catalogue or a dead ingestor is often
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from typing import Final, Generic, TypeVar
@@ -23,23 +22,23 @@ T = TypeVar("T")
 
 PAUSES: Final = (1.0, 5.0, 20.0)
 """Seconds before each further try of work that failed."""
+COSTLY_TRIES: Final = 2
+"""How often work is tried whose failures cost others, too."""
 
 
-def tries() -> int:
-    """Return how often work is tried before it counts as failed."""
-    return len(PAUSES) + 1
-
-
-async def retried(work: Callable[[], Awaitable[T]], what: str) -> T:
+async def retried(
+    work: Callable[[], Awaitable[T]], what: str, *, costly: tuple[type[Exception], ...] = ()
+) -> T:
     """Return what `work` does, tried again where it raises; `what` names it in the log.
 
-    While the catalogue is unavailable nothing could be said of a failure: it is tried for as long
-    as that lasts.
+    Of errors that are `costly`, as the end of a process that does other work beside it, the second
+    is final (`COSTLY_TRIES`). While the catalogue is unavailable nothing could be said of a
+    failure: it is tried for as long as that lasts.
 
     Raises:
         Exception: what the last try raised.
     """
-    pauses = iter(PAUSES)
+    pauses, cost = iter(PAUSES), 0
     while True:
         try:
             return await work()
@@ -47,8 +46,8 @@ async def retried(work: Callable[[], Awaitable[T]], what: str) -> T:
             pause = PAUSES[-1]
             logger.warning("%s is tried again in %g s: %s", what, pause, describe(error))
         except Exception as error:
-            following = next(pauses, None)
-            if following is None:
+            following, cost = next(pauses, None), cost + isinstance(error, costly)
+            if following is None or cost == COSTLY_TRIES:
                 raise
             pause = following
             logger.warning("%s failed, next try in %g s: %s", what, pause, describe(error))
@@ -63,18 +62,22 @@ class RetriedWork(Generic[Key, Job]):
     Args:
         name: of the kind, for the log.
         work: does a job; doing it twice must change nothing.
-        failed: says that a job failed for good, given its last error.
+        failed: says that a job failed for good, given its last error and how often it was tried.
+        costly: errors of which the second is final, see `retried`.
     """
 
     def __init__(
         self,
         name: str,
         work: Callable[[Job], Awaitable[None]],
-        failed: Callable[[Job, Exception], Awaitable[None]],
+        failed: Callable[[Job, Exception, int], Awaitable[None]],
+        *,
+        costly: tuple[type[Exception], ...] = (),
     ) -> None:
         self._name = name
         self._work = work
         self._failed = failed
+        self._costly = costly
         self._due: dict[Key, Job | None] = {}
 
     def __iter__(self) -> Iterator[Key]:
@@ -98,13 +101,19 @@ class RetriedWork(Generic[Key, Job]):
             job, self._due[key] = again, None
 
     async def _carry_out(self, key: Key, job: Job) -> None:
-        what = f"{self._name} {key}"
+        what, tried = f"{self._name} {key}", 0
+
+        async def work() -> None:
+            nonlocal tried
+            tried += 1
+            await self._work(job)
+
         try:
-            await retried(functools.partial(self._work, job), what)
+            await retried(work, what, costly=self._costly)
         except Exception as error:
-            logger.exception("%s failed for good (%d tries)", what, tries())
+            logger.exception("%s failed for good (%d tries)", what, tried)
             try:
-                await self._failed(job, error)
+                await self._failed(job, error, tried)
             except Exception:
                 # Its mark in the catalogue stays behind: the next coordinator does it again.
                 logger.exception("that %s failed could not be noted", what)

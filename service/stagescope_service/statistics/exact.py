@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Final
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 
+NOT_KEPT: Final = "in a token that was not kept"
+"""Where streams differ of which no unequal token is known."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first token, by sample and position, in which two streams differ.
+    """The first known token, by sample and position, in which two streams differ.
 
     Attributes:
         sample: sample_uid, or None where the payload has none.
@@ -21,6 +24,7 @@ class Difference:
             `positions` said.
         token_id: None where no responses were handed over.
         p, q: the two log-probs.
+        is_first: whether no token before it differs; False: one that was not kept may.
     """
 
     sample: str | None
@@ -31,13 +35,15 @@ class Difference:
     token_id: int | None
     p: float
     q: float
+    is_first: bool
 
     def text(self, role: str | None = None, rank: int | None = None) -> str:
         """Where it is, with the rank that handed it over, and both values with all digits."""
         where = f"sample {self.sample}" if self.sample else f"row {self.row}"
         of = "" if role is None else f" of {role} rank {rank}"
         token = f"token {self.position}"
-        return f"{where}{of}, round {self.round}, {token}: {self.p!r} against {self.q!r}"
+        said = f"{where}{of}, round {self.round}, {token}: {self.p!r} against {self.q!r}"
+        return said if self.is_first else f"{said} (one before it may differ that was not kept)"
 
     def to_json(self) -> dict[str, Any]:
         """Return built-in types, without the payload."""
@@ -52,42 +58,54 @@ def unequal_tokens(cell: Cell) -> int:
 
     Where neither is finite, nobody can tell.
     """
-    gone = sum(
-        int(cell[Field[f"{side}_{kind}"]])
-        for side in ("P", "Q")
-        for kind in ("NAN", "POSINF", "NEGINF")
-    )
-    one_sided = max(2 * (cell.masked - cell.tokens) - gone, 0)
-    return cell.tokens - int(cell[Field.EQUAL]) + one_sided
+    return cell.tokens - int(cell[Field.EQUAL]) + _one_sided_tokens(cell)
 
 
 def first_difference(summary: Summary) -> Difference | None:
-    """Return where the two streams first differ.
+    """Return where the two streams first differ, as far as a summary keeps it.
 
-    None where they are equal, and where an older record does not say it: see `Field.EQUAL`.
+    None where they are equal, and where no token that differs was kept: of those that are not
+    finite only the first ones are, be they finite in neither stream, and an older record has none
+    of the others. `unequal_tokens` tells the two apart.
     """
-    odd = summary.non_finite
-    places = [
-        (int(tokens.sequence[at]), int(tokens.position[at]), tokens, at)
-        for tokens, at in [
-            *((summary.unequal, at) for at in range(min(len(summary.unequal), 1))),
-            *((odd, at) for at in range(len(odd)) if _is_one_sided(odd, at)),
-        ]
-    ]
-    if not places:
+    odd, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
+
+    def place(tokens: Tokens, at: int) -> tuple[tuple[str, int, int], int]:
+        return keys[int(tokens.sequence[at])], int(tokens.position[at])
+
+    known = [(summary.unequal, at) for at in range(min(len(summary.unequal), 1))]
+    one_sided = [(odd, at) for at in range(len(odd)) if _is_one_sided(odd, at)]
+    if not known and not one_sided:
         return None
-    sequence, position, tokens, at = min(places, key=lambda place: place[:2])
-    sequences, token_id = summary.sequences, int(tokens.token_id[at])
+    tokens, at = min([*known, *one_sided], key=lambda each: place(*each))
+    cell = summary.total
+    # The non-finite tokens that were not kept lie behind all that were.
+    last_kept = max((place(odd, each) for each in range(len(odd))), default=None)
+    is_all_odd = len(one_sided) == _one_sided_tokens(cell)
+    is_all_finite = bool(known) or cell.tokens == int(cell[Field.EQUAL])
+    before_others = last_kept is not None and place(tokens, at) <= last_kept
+    sequence, token_id = int(tokens.sequence[at]), int(tokens.token_id[at])
     return Difference(
         sample=sequences.samples[sequence] or None,
         source=summary.sources[int(sequences.source[sequence])],
         row=int(sequences.row[sequence]),
         round=int(tokens.round[at]),
-        position=position,
+        position=int(tokens.position[at]),
         token_id=None if token_id == UNKNOWN else token_id,
         p=float(tokens.p[at]),
         q=float(tokens.q[at]),
+        is_first=is_all_finite and (is_all_odd or before_others),
     )
+
+
+def _one_sided_tokens(cell: Cell) -> int:
+    """Return how many tokens are finite in one stream alone."""
+    gone = sum(
+        int(cell[Field[f"{side}_{kind}"]])
+        for side in ("P", "Q")
+        for kind in ("NAN", "POSINF", "NEGINF")
+    )
+    return max(2 * (cell.masked - cell.tokens) - gone, 0)
 
 
 def _is_one_sided(tokens: Tokens, at: int) -> bool:

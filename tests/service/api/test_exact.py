@@ -131,7 +131,7 @@ def test_a_token_that_is_no_number_is_not_exact(live: Service, both: bool) -> No
     said = findings(live, 2)
     if both:
         assert verdicts == [("exact", 0, 0), ("not measured", 0, 1)]
-        assert found.text.endswith("(1 tokens are finite in neither stream; the others are equal)")
+        assert found.text.endswith("(1 token is finite in neither stream; the others are equal)")
         assert "not_exact" not in said
         return
     assert verdicts == [("exact", 0, 0), ("differs", 1, 1)]
@@ -140,6 +140,94 @@ def test_a_token_that_is_no_number_is_not_exact(live: Service, both: bool) -> No
     assert "sample-6 of actor rank 1, round 1, token 7: -1.0 against nan" in found.text
     assert "sample-6 of actor rank 1, round 1, token 7" in said["not_exact"]["message"]
     assert "1 of 88 tokens" in said["not_exact"]["message"]
+
+
+def bitwise(live: Service, *ranks: dict[str, Any]) -> dict[str, Any]:
+    """Hand over a step of a run that expects no difference; return its findings."""
+    for index, taken in enumerate(ranks):
+        rank = Rank(live, rank=index, settings={"expect": "bitwise"})
+        rank.stage(LOG_PROB, 1, taken)
+        rank.begin(LOG_PROB, 2)
+    return findings(live, 1)
+
+
+def put(taken: dict[str, Any], at: Any, p: float, q: float) -> None:
+    taken["tensors"]["old_log_probs"][2][at] = p
+    taken["tensors"]["rollout_log_probs"][2][at] = q
+
+
+def long(step: int) -> dict[str, Any]:
+    """Equal streams of two producers, of more tokens than are kept."""
+    return {**payload(4, 100, seed=step, noise=0.0), "meta": {"producers": TWO}}
+
+
+def test_a_difference_behind_all_kept_tokens_is_a_finding(live: Service) -> None:
+    taken = long(1)
+    put(taken, 0, np.nan, np.nan)  # 99 tokens, of which 64 are kept
+    put(taken, (2, 7), -1.0, np.nan)
+    said = bitwise(live, taken)["not_exact"]
+    found = Exact(live.get("/exact"))
+    assert "differ in 1 of 396 tokens" in said["message"]
+    assert said["message"].endswith("none to: in a token that was not kept")
+    assert said["evidence"] == {"unequal": 1}
+    assert found.text == "1 first differs: in a token that was not kept"
+
+
+@pytest.mark.parametrize(
+    ("row", "is_first"), [(0, True), (3, False)], ids=["before the kept", "behind them"]
+)
+def test_a_token_is_the_first_only_where_none_before_it_may_differ(
+    live: Service, row: int, is_first: bool
+) -> None:
+    taken = long(1)
+    put(taken, 1, np.nan, np.nan)
+    put(taken, (2, 7), -1.0, np.nan)
+    put(taken, (row, 9), -1.0, -2.0)
+    said = bitwise(live, taken)["not_exact"]
+    found = Exact(live.get("/exact"))
+    assert found.first is not None
+    place = found.first["sample_uid"], found.first["position"], found.first["is_first"]
+    assert place == (f"sample-{row}", 9, is_first)
+    assert (said["evidence"]["is_first"], said["evidence"]["unequal"]) == (is_first, 2)
+    assert ("first in sample" in said["message"]) == is_first
+    assert ("such as in sample" in said["message"]) != is_first
+    for text in (said["message"], found.text):
+        assert ("one before it may differ that was not kept" in text) != is_first
+
+
+def test_the_first_token_is_the_first_by_sample_not_by_rank(live: Service) -> None:
+    ranks = [handed(1, 1 - index, producers=TWO) for index in (0, 1)]  # rank 1 has sample-0
+    put(ranks[0], (2, 7), -1.0, -2.0)
+    put(ranks[1], (3, 9), -1.0, np.nan)
+    said = bitwise(live, *ranks)["not_exact"]
+    place = {name: said["evidence"][name] for name in ("sample_uid", "rank", "is_first")}
+    assert place == {"sample_uid": "sample-3", "rank": 1, "is_first": True}
+
+
+def test_every_reason_why_a_step_is_not_measured_is_said(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    plain, copy, odd, flat = (handed(step, 0) for step in range(1, 5))
+    for taken in (odd, flat):
+        taken["meta"] = {"producers": TWO}
+    for taken in (copy, odd):
+        put(taken, (2, 7), np.nan, np.nan)
+    put(flat, ..., -0.5, -0.5)
+    nothing = handed(5, 0, producers=TWO)
+    put(nothing, ..., np.nan, np.nan)
+    for step, taken in enumerate((plain, copy, odd, flat, nothing), start=1):
+        rank.stage(LOG_PROB, step, taken)
+    rank.begin(LOG_PROB, 6)
+    rows = live.get("/exact")["rows"]
+    one = "equal, and one stream is a copy, or nobody said who computed them; 1 token is"
+    assert [(row["from_step"], row["to_step"], row["reason"]) for row in rows] == [
+        (1, 2, f"{one} finite in neither stream"),
+        (3, 3, "1 token is finite in neither stream; the others are equal"),
+        (4, 4, "equal, and suspect: what the metrics of a step say of comparability tells why"),
+        (5, 5, "no token counts; 44 tokens are finite in neither stream"),
+    ]
+    assert {row["verdict"] for row in rows} == {"not measured"}
+    text = live.get("/exact")["text"]
+    assert all(row["reason"] in text for row in rows)
 
 
 def test_exact_of_copies_is_not_measured(live: Service) -> None:

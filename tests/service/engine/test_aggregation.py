@@ -19,11 +19,14 @@ from stagescope_service.engine import retries
 from stagescope_service.engine.digests import again
 from stagescope_service.engine.ingestion.operators import TABLE, digest_dump
 from stagescope_service.engine.instructions import Assemble, Put
+from stagescope_service.engine.wholes import assembly
 from stagescope_service.engine.wholes.assembly import TOO_LATE
 from stagescope_service.engine.wholes.forming import Former
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
+from ray import exceptions
+
 from stagescope_service.engine import floor
 from stagescope_service.engine.findings import NOT_AGGREGATED
 
@@ -38,10 +41,15 @@ class OneNode:
         self.before: list[Callable[[], object]] = []
         """What happens before each of the next tries."""
         self.digest = self
+        self.forgotten = 0
 
     def on(self, node_id: str | None) -> OneNode:
         del node_id
         return self
+
+    def forget(self, node_id: str | None) -> None:
+        del node_id
+        self.forgotten += 1
 
     async def remote(self, job: dict[str, Any]) -> list[Put]:
         if self.before:
@@ -220,6 +228,30 @@ def test_a_payload_that_comes_when_the_parts_of_its_step_are_gone(
     assert reason == TOO_LATE
 
 
+def test_a_payload_that_settles_while_a_step_is_formed_counts_or_is_refused(
+    broken: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, catalogue = broken.bench, broken.catalogue
+    monkeypatch.setattr(bench.floor, "assemble", lambda order: None)
+
+    async def refused(forming: assembly.Forming) -> list[int]:
+        """The payloads that are refused once the parts are gone."""
+        await broken.floor.reception.write(assembly.rows_of(forming, "r"))
+        late = assembly.too_late(catalogue, 1, 1, "r") or []
+        return [put.row["rank"] for put in late if isinstance(put, Put) and put.table == "losses"]
+
+    async def work() -> None:
+        await bench.step(1, hold=True, absent=(1,))
+        before = assembly.begin(catalogue, 1, 1)
+        await bench.hand_over(1, rank=1)
+        assert await refused(before) == [1]
+        after = assembly.begin(catalogue, 1, 1)
+        after.wall = 0.0  # all of it settled after the wall was taken, and was read
+        assert await refused(after) == []
+
+    run(work)
+
+
 def test_a_step_that_could_not_be_read_for_a_moment_is_held_against_the_rules(
     broken: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,3 +310,26 @@ def test_an_operator_table_that_the_disk_refused_is_tried_again(
     assert told["state"] == "refused"
     assert "(3 tries)" in told["reason"]
     assert "(3 tries)" in said[0]["message"]
+
+
+def dies() -> None:
+    raise exceptions.RayActorError
+
+
+def test_a_dump_that_kills_its_ingestor_does_it_twice_at_most(
+    broken: Broken, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    row = announced(capture(tmp_path / "dump"))
+    broken.nodes.before += [dies, dies, lambda: None]
+
+    async def work() -> None:
+        await broken.floor.reception.write([Put("operators", row)])
+        broken.floor.digest(again(row, "r"))
+        await broken.settled()
+
+    run(work)
+    (told,) = broken.catalogue.operators(1, 1)
+    assert (told["state"], broken.nodes.forgotten) == ("refused", 2)
+    assert "(2 tries)" in told["reason"]
+    assert len(broken.nodes.before) == 1  # nobody asked for a third death

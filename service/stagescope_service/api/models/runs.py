@@ -185,6 +185,8 @@ class FirstDifference(Model):
     """The trainer's log-prob, in nats."""
     q: Number = ABSENT
     """The rollout's."""
+    is_first: bool = ABSENT
+    """Whether no token of the step before it differs; false: one that was not kept may."""
 
 
 class ExactRange(Model):
@@ -203,6 +205,8 @@ class ExactRange(Model):
     """Tokens in which the streams differ, be it that one alone is not finite."""
     non_finite: int
     """Tokens beside those it rests on: a stream is not finite in them."""
+    reason: str | None
+    """Why it is not measured; null: it is."""
 
 
 class Exact(ScopeHeading, Page[ExactRange]):

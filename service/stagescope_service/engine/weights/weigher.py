@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from stagescope_service.engine.findings import finding
 from stagescope_service.engine.instructions import Delete, Put, Weigh
 from stagescope_service.engine.reasons import describe
-from stagescope_service.engine.retries import RetriedWork, retried, tries
+from stagescope_service.engine.retries import RetriedWork, retried
 from stagescope_service.engine.rows import digest
 from stagescope_service.engine.weights.weighing import judge
 from stagescope_service.store.catalogue import Catalogue
@@ -64,19 +64,19 @@ class Weigher:
         rows = await asyncio.to_thread(judge, self._catalogue, order, self._rules)
         await self._write([*rows, Delete("findings", {"finding_id": _finding_id(order)})])
 
-    async def _not_compared(self, order: Weigh, error: Exception) -> None:
+    async def _not_compared(self, order: Weigh, error: Exception, tried: int) -> None:
         attempt = await asyncio.to_thread(self._catalogue.attempt, order.attempt_id)
         reason = describe(error)
         made = finding(
             NOT_COMPARED,
-            f"the weights of version {order.version} could not be compared ({tries()} tries): "
+            f"the weights of version {order.version} could not be compared ({tried} tries): "
             f"{reason}",
             run="" if attempt is None else attempt["run"],
             attempt_id=order.attempt_id,
             stage="weight_sync",
             wall=time.time(),
             severity="error",
-            evidence={"version": order.version, "error": reason, "tries": tries()},
+            evidence={"version": order.version, "error": reason, "tries": tried},
             advice="what was recorded is kept; it is tried again when more of this version is "
             "recorded and when the service starts anew; the coordinator's log has the traceback",
         )

@@ -15,7 +15,7 @@ from stagescope_service.engine.rows import digest
 from stagescope_service.engine.wholes import accounts
 from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
 from stagescope_service.statistics.comparability import Check, causes_of_ranks
-from stagescope_service.statistics.exact import first_difference, unequal_tokens
+from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.base import Put
@@ -40,6 +40,8 @@ class Forming:
     """Part key -> the row of its summary, without the blob."""
     mark: int | None
     """What the step's row said of its parts before they were read."""
+    wall: float
+    """When that was, Unix seconds."""
     whole: Whole | None = None
     unavailable: set[str] = dataclasses.field(default_factory=set)
     """Keys of parts that could not be taken again: the ring no longer holds them."""
@@ -87,7 +89,8 @@ class Forming:
 
 def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
     """Read a step's parts and put them together."""
-    mark = catalogue.parts_mark(attempt_id, step)  # before the parts, which then hold no less
+    # Before the parts, which then hold no less.
+    wall, mark = time.time(), catalogue.parts_mark(attempt_id, step)
     rows = catalogue.summaries(attempt_id, step)
     replaced = catalogue.replaced(attempt_id, step)
     processes = catalogue.processes(attempt_id)
@@ -97,7 +100,7 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
         for row in rows
     }
     bitwise = any((row["settings"] or {}).get("expect") == "bitwise" for row in processes)
-    forming = Forming(attempt_id, step, parts, keyed, mark, expects_bitwise=bitwise)
+    forming = Forming(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
     forming.assemble()
     return forming
 
@@ -111,16 +114,15 @@ def nodes_of(catalogue: Catalogue, forming: Forming) -> dict[str, str | None]:
 
 def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
     """Return what a formed whole writes: the whole itself and its findings."""
-    wall = time.time()
     key = {"attempt_id": forming.attempt_id, "step": forming.step}
     whole = None if forming.whole is None else forming.whole.besides(forming.alone)
-    formed = {**key, "whole_wall": wall, "whole_mark": forming.mark}
+    formed = {**key, "whole_wall": forming.wall, "whole_mark": forming.mark}
     if whole is None:
         return [Put("steps", {**formed, "whole": None})]
-    place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": wall}
+    place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": time.time()}
     found = examine(whole.summary, whole.ranks)
     suspects = [check.name for check in found.suspects]
-    columns = step_metrics(whole, verdict=found.verdict, suspects=suspects, whole_wall=wall)
+    columns = step_metrics(whole, verdict=found.verdict, suspects=suspects, whole_wall=forming.wall)
     puts: list[Put | Delete] = [
         Put("steps", {**formed, "whole": whole.to_bytes()}),
         Put("step_metrics", {**key, **columns}),
@@ -165,22 +167,26 @@ def _suspects(suspects: Sequence[Check], whole: Whole, place: dict[str, Any]) ->
 def _not_exact(
     whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
 ) -> list[Put]:
-    """Say where the streams of a run that expects none first differ."""
-    found = first_difference(whole.summary)
-    if found is None:
+    """Say where the streams of a run that expects no difference first differ."""
+    unequal = unequal_tokens(whole.total)
+    if not unequal:
         return []
     p, q = whole.summary.pair
-    row = rows.get(found.source, {})
-    where = {"role": row.get("role"), "rank": row.get("rank")}
-    unequal = unequal_tokens(whole.total)
+    found = first_difference(whole.summary)
+    text, evidence = NOT_KEPT, dict[str, Any]()
+    if found is not None:
+        row = rows.get(found.source, {})
+        where = {"role": row.get("role"), "rank": row.get("rank")}
+        text = f"{'first' if found.is_first else 'such as'} in {found.text(**where)}"
+        evidence = {**found.to_json(), **where}
     return [
         finding(
             "not_exact",
             f"{p} and {q} differ in {unequal} of {whole.total.masked} tokens, and the run expects "
-            f"none to: first in {found.text(**where)}",
+            f"none to: {text}",
             **place,
             severity="error",
-            evidence={**found.to_json(), **where, "unequal": unequal},
+            evidence={**evidence, "unequal": unequal},
             advice="stagescope exact RUN says since which step; a capture of this step and of one "
             "before (stagescope capture) names the operator",
         )
@@ -205,7 +211,15 @@ def too_late(
         return [] if failed else None
     key = {"attempt_id": attempt_id, "step": step}
     came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
-    late = [each for each in came if (each["settled_wall"] or 0.0) > row["whole_wall"]]
+    whole = Whole.from_bytes(row["whole"])
+    known = {*whole.counted, *whole.left_out}
+    # One that settled after the wall was taken may be among the parts that were read then.
+    late = [
+        each
+        for each in came
+        if (each["settled_wall"] or 0.0) > row["whole_wall"]
+        and f"{each['incarnation']}:{each['seq']}" not in known
+    ]
     rows: list[Put | Delete] = [Put("steps", {**key, "whole_mark": row["parts_mark"]})]
     for each in late:
         payload = {"incarnation": each["incarnation"], "seq": each["seq"]}
