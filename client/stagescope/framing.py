@@ -38,10 +38,15 @@ class Taken:
     Attributes:
         refused: seq -> why nothing of that event was taken.
         refused_in_part: seq -> what of an event was not taken; the rest of it was.
+
+    True where anything was not taken.
     """
 
     refused: Mapping[int, str]
     refused_in_part: Mapping[int, str]
+
+    def __bool__(self) -> bool:
+        return bool(self.refused or self.refused_in_part)
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> Taken:

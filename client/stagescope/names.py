@@ -20,8 +20,8 @@ KNOWN: Final = frozenset(
 _CLOSE: Final = 0.9
 """Similarity (`difflib.SequenceMatcher.ratio`) from which on a name is taken for a misspelling:
 NeMo-RL's `prev_log_probs` is a name of its own (0.89 to `ref_log_probs`)."""
-_CLOSE_WORD: Final = 0.8
-"""The same of a word of a name: `jmp` is 0.86 to `jump`, `gspo` 0.75 to `grpo`."""
+_CLOSE_WORD: Final = 0.85
+"""The same of a word of a name: `jmp` is 0.86 to `jump`, `expert` 0.83 to `expect`."""
 _CLOSE_FIELD: Final = 0.75
 """The same of a field: `stp` is 0.86 to `step`, `rnak` 0.75 to `rank`, `tp_rank` 0.73."""
 _SHORT_WORD: Final = 3
@@ -71,18 +71,25 @@ def closest_by_words(name: str, names: Iterable[str]) -> str | None:
 
     None where it is one, or its own. Compared word by word (`-`, `_` and `.` part them): letters
     that are left out, added, changed or swapped within a word are a misspelling. Another number
-    (`lr1e5`, `seed-2`), another word or one more (`grpo-long`) make another name.
+    (`lr1e5`, `seed-2`), another word or one more (`grpo-long`), and what stands before or behind
+    a word (`nomask`, `captured`) make another name.
 
     Args:
         name: as it was written.
         names: that are known; of several that are alike the first answers.
     """
-    known = list(names)
+    return _closest_by_words(name, tuple(names))
+
+
+@functools.lru_cache(maxsize=4096)
+def _closest_by_words(name: str, known: tuple[str, ...]) -> str | None:
     if name in known:
         return None
-    written = _words(name)
+    written, numbers = _words(name), _DIGITS.findall(name)
     for one in known:
         meant = _words(one)
+        if _DIGITS.findall(one) != numbers:
+            continue
         if "".join(written) == "".join(meant):
             return one
         if len(written) == len(meant) and all(map(_is_slip, written, meant)):
@@ -108,12 +115,16 @@ def _words(name: str) -> list[str]:
 
 def _is_slip(word: str, meant: str) -> bool:
     """Whether a word is another one, or that with a slip of the pen."""
-    if word == meant:
+    if meant in (word, f"{word}s"):
         return True
-    if _DIGITS.sub("", word) == _DIGITS.sub("", meant) or min(len(word), len(meant)) < _SHORT_WORD:
+    short, long = sorted((word, meant), key=len)
+    if len(short) < _SHORT_WORD or long.startswith(short) or long.endswith(short):
         return False
-    alike = difflib.SequenceMatcher(None, word, meant).ratio() >= _CLOSE_WORD
-    return alike or sorted(word) == sorted(meant)
+    if difflib.SequenceMatcher(None, word, meant).ratio() >= _CLOSE_WORD:
+        return True
+    other = [at for at in range(len(short)) if word[at] != meant[at]]
+    swapped = len(word) == len(meant) and len(other) == 2 and other[1] == other[0] + 1
+    return swapped and sorted(word) == sorted(meant)
 
 
 def closest_word(name: str, words: Iterable[str]) -> str | None:

@@ -95,8 +95,7 @@ class Orders(Asking):
             keep: names of payload tensors to keep.
             parameters, gradients: patterns of names of which to keep each rank's shards.
             limits: {"bytes", "seconds", "reserve_bytes", "tokens"} of a dump.
-            force: also where it is estimated to cost too much, or the run or a stage seems to be
-                misspelt.
+            force: also where it is estimated to cost too much, or a stage seems to be misspelt.
             strict: a failure is raised in the training process.
             timeout: seconds in which every rank is to acknowledge (60).
             late: what to do about ranks that do not.
@@ -104,8 +103,8 @@ class Orders(Asking):
 
         Raises:
             InvalidPlan: a field that cannot be carried out.
-            Conflict: the same order is in force, its steps have begun, or the run or a stage
-                seems to be a misspelling of one that is known.
+            Conflict: the same order is in force, its steps have begun, or a stage seems to be a
+                misspelling of one that is known.
             Forbidden: the token may only read, or a path lies outside the allowed roots.
         """
         one = isinstance(steps, int) and not isinstance(steps, bool)

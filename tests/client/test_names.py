@@ -75,7 +75,23 @@ def test_a_misspelt_stage_has_a_closest_one(name: str, meant: str | None) -> Non
         ("qwen3-8b-math", None),
         ("sweep-b", None),
         ("eval", None),
+        ("qwen3-8b-recountdown", None),
+        ("jump1-1", None),
+        ("mujp", None),
     ],
 )
 def test_a_misspelt_run_has_a_closest_one(name: str, meant: str | None) -> None:
     assert closest_by_words(name, ["sweep-a", "jump", "qwen3-8b-countdown"]) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("qwen-sync", "qwen-async"), ("qwen-drgrpo", "qwen-grpo"), ("a-nomask", "a-mask"),
+        ("r-nothinking", "r-thinking"), ("exp-1-1", "exp-11"), ("exp-1.1", "exp-11"),
+        ("exp_v1.0", "exp_v10"), ("expert", "expect"), ("except", "expect"), ("peek", "keep"),
+    ],
+)  # fmt: skip
+def test_names_that_are_varied_on_purpose_are_their_own(name: str, other: str) -> None:
+    assert closest_by_words(name, [other]) is None
+    assert closest_by_words(other, [name]) is None

@@ -78,7 +78,7 @@ _WAIT: Final = click.option(
     ),
     click.option("--again", type=click.IntRange(min=0), help="Repeat a step that a rank missed."),
     click.option("--force", is_flag=True, help="Also where it is estimated to cost too much, "
-                 "or the run or a stage seems to be misspelt."),
+                 "or a stage seems to be misspelt."),
     _WAIT,
 )  # fmt: skip
 def capture(session: Session, wait: bool, **options: Any) -> Record:

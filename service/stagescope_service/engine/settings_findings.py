@@ -49,8 +49,7 @@ def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
                 run=attempt.run,
                 attempt_id=attempt.attempt_id,
                 wall=introduction.wall,
-                advice="change it where init is given settings, keep or producers; until then it "
-                "has no effect",
+                advice="change it where init is given settings, keep or producers",
             )
         )
         for kind, message in _problems(introduction.settings)
@@ -120,4 +119,4 @@ def _kept(keep: Any) -> Iterator[tuple[str, str]]:
         return
     for word, meant in misspelt_words(words):
         text = f"keep names {word!r:.100}, no section and no known tensor: did you mean {meant}?"
-        yield "misspelt_setting", text
+        yield "misspelt_setting", f"{text} A tensor of that name is kept where one is recorded"

@@ -341,17 +341,13 @@ def test_orders_that_cannot_be_meant() -> None:
         empty.orders.add(order(), by="me", mono=0.0, wall=0.0)
 
 
-def test_a_misspelt_run_is_refused_and_one_that_may_come_is_noted() -> None:
+def test_a_run_that_nobody_knows_is_noted_with_the_one_that_it_may_mean() -> None:
     ranks = Ranks(0)
     for number, run in enumerate(("old", "jump", "new")):
         rank = Rank(run=run, key=run)
         ranks.bench.give(rank.hello(world_size=1), *rank.work(1 + number, "update"))
-    with pytest.raises(Conflict, match="no run 'jmp' is known") as refused:
-        ranks.orders.add(order(run="jmp"), by="me", mono=0.0, wall=0.0)
-    assert "did you mean jump? With force" in refused.value.advice
-    assert not ranks.plan.entries
-    forced = ranks.orders.add(order(run="jmp", force=True), by="me", mono=0.0, wall=0.0)
-    assert "(did you mean jump?): it waits for one of that name" in ranks.orders.notes(forced)[0]
+    meant = ranks.orders.add(order(run="jmp"), by="me", mono=0.0, wall=0.0)
+    assert "(did you mean jump?): it waits for one of that name" in ranks.orders.notes(meant)[0]
     entry = ranks.orders.add(order(run="later"), by="me", mono=0.0, wall=0.0)
     [note] = ranks.orders.notes(entry)
     assert "it waits for one of that name; known, the newest first: new, jump, old" in note

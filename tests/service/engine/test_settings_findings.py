@@ -70,6 +70,8 @@ def test_what_is_meant_to_be_read_and_is_not_is_a_finding(
         {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
         # the user's own, and verl's
         {"rollout_n": 8, "rollout_rs_threshold": 1, "lr": 1e-6, "verl": {"trainer.n": 4}},
+        {"expert": 1, "except": 2, "expected": 3, "captures": 4, "captured": 5, "peek": 6},
+        {"keep": {"what": ["losses", "others"]}},
         {"seed": 3, "capture_every": 5, "max_expect": 1, "rollouts_per_prompt": 4, "n": 1},
     ],
 )  # fmt: skip

@@ -83,28 +83,6 @@ def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_run(registry: Registry, order: Mapping[str, Any]) -> None:
-    """Check that the run of an order is no misspelling of one that has reported.
-
-    A run may have any name and may begin later, so that one which is like no other is only noted.
-
-    Raises:
-        Conflict: with the run that it seems to mean.
-    """
-    run = order["run"]
-    if run is None or order["force"] or registry.is_known(run):
-        return
-    known = _runs(registry)
-    meant = closest_by_words(run, known)
-    if meant is not None:
-        raise Conflict(
-            f"no run {run!r} is known",
-            expected=f"a run that has reported: {', '.join([meant, *_besides(known, meant)])}",
-            advice=f"did you mean {meant}? With force (--force) it is ordered all the same, for a "
-            "run of that name that begins later",
-        )
-
-
 def _runs(registry: Registry) -> list[str]:
     """Return the runs that have reported, the one whose attempt is newest first."""
     attempts = sorted(

@@ -18,7 +18,6 @@ from stagescope_service.engine.orders import agreement as agreeing
 from stagescope_service.engine.orders.agreement import Agreement, Crew
 from stagescope_service.engine.orders.crews import (
     attempt_of,
-    check_run,
     check_stages,
     crew_of,
     is_early,
@@ -62,11 +61,9 @@ class Orders:
 
         Raises:
             Conflict: the same order is in force, its steps have all begun, it counts from where
-                the training stands and there are several, or its run or a stage seems to be
-                misspelt.
+                the training stands and there are several, or a stage seems to be misspelt.
         """
         capture = {**capture, "run": run_of(self.state.registry, capture)}
-        check_run(self.state.registry, capture)
         attempt = None if capture["run"] is None else self.state.registry.newest(capture["run"])
         check_stages(attempt, capture)
         top = None if attempt is None or attempt.over else attempt.top_step
