@@ -23,12 +23,18 @@ help:  ## list the targets
 demo: $(VENV)/installed-demo  ## a service, a training that is killed and resumed, and its answers
 	cd workers && ../$(BIN)/python -m examples.countdown.demo
 
-# What starts no cluster runs on all cores; a file's tests stay together, for what they share.
-PARALLEL := -m "not ray" -n logical --dist loadfile
+# A file's tests stay together, for what they share; one process more than cores, since tests wait, too.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+PARALLEL := -m "not ray" -n $(shell expr $(CORES) + 1) --dist loadfile
+# On a cluster of its file's own a test waits most of its time: for processes, leases, polls.
+WITH_RAY := -m ray -n $(shell expr $(CORES) + 2) --dist loadfile
+# These look at which clusters run on the machine, and start programs that do: nothing runs beside them.
+RAY_ALONE := tests/integration/test_clusters.py
 
 test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
 	$(BIN)/python -m pytest $(PARALLEL)
-	$(BIN)/python -m pytest -m ray
+	$(BIN)/python -m pytest $(WITH_RAY) --ignore=$(RAY_ALONE) tests/integration tests/examples
+	$(BIN)/python -m pytest -m ray $(RAY_ALONE)
 
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
 	$(VERL)/bin/python -m pytest tests/verl
@@ -37,15 +43,19 @@ test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our nu
 verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
 
 # Of the tests with Ray those that call much of its interface: the others differ in what is asked.
-RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py clusters.py writers.py keeping_over_ray.py compare_tasks_over_ray.py) tests/examples/countdown/test_train_on_ray.py
+RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py keeping_over_ray.py compare_tasks_over_ray.py) tests/examples/countdown/test_train_on_ray.py
 
-# What calls nothing but our own state machine, at length: no version can break it.
-PURE := tests/test_structure.py $(addprefix tests/service/engine/test_,any_order.py journal.py spans.py weighing.py whatever_comes.py)
+# What no version can break, at length: our own state machine, rules on numbers and tables, and what
+# a browser makes of a page that the other tests hold to be the same.
+PURE := tests/test_structure.py tests/integration/test_hangs.py \
+	$(addprefix tests/service/engine/test_,any_order.py journal.py spans.py steps.py triggering.py weighing.py whatever_comes.py) \
+	$(addprefix tests/service/compare/,test_html_in_browser.py operators/test_divergence.py operators/test_evidence.py)
 
 test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the lowest that are supported
 	@$(LOWEST)/bin/python -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "" if sys.version_info < (3, 11) else "(3.10, the lowest supported, was not found)")'
 	$(LOWEST)/bin/python -m pytest $(PARALLEL) $(addprefix --ignore=,$(PURE))
-	$(LOWEST)/bin/python -m pytest -m ray $(RAY_LOWEST)
+	$(LOWEST)/bin/python -m pytest $(WITH_RAY) $(RAY_LOWEST)
+	$(LOWEST)/bin/python -m pytest -m ray $(RAY_ALONE)
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff format --check .

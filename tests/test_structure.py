@@ -167,3 +167,12 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
             seen.add(module)
             waiting += graph.get(module, ())
     return seen
+
+
+def test_every_test_with_ray_lies_where_the_makefile_looks_for_it() -> None:
+    marked = {
+        path.relative_to(ROOT).parts[1]
+        for path in ROOT.glob("tests/**/test_*.py")
+        if path != Path(__file__) and "pytest.mark.ray" in path.read_text(encoding="utf-8")
+    }
+    assert marked == {"integration", "examples", "verl"}

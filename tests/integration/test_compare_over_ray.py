@@ -55,10 +55,11 @@ def train(service: Service, checkpoints: Path, *words: str) -> str:
 def trained(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Service:
     """A run of the float32 engine, its last step scored again by int8, and a run with int8."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    train(service, checkpoints, "--run", "exact", "--engine", "float32", "--steps", str(STEPS))
+    short = ("--steps", str(STEPS), "--warmup-steps", "40")
+    train(service, checkpoints, "--run", "exact", "--engine", "float32", *short)
     again = train(service, checkpoints, "--replay", f"exact:{STEPS}", "--rescore", "int8")
     assert "is the stored one, bit by bit" in again
-    train(service, checkpoints, "--run", "sampled", "--engine", "int8", "--steps", str(STEPS))
+    train(service, checkpoints, "--run", "sampled", "--engine", "int8", *short)
     return service
 
 

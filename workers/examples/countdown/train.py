@@ -248,6 +248,12 @@ def _write_pids(path: Path, job: Job) -> None:
 @click.option("--engine", type=click.Choice(ENGINES), default="int8", show_default=True)
 @click.option("--ranks", default=2, show_default=True, help="Training processes.")
 @click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--warmup-steps",
+    default=Settings().warmup_steps,
+    show_default=True,
+    help="Supervised steps before the first RL step.",
+)
 @click.option("--checkpoint-dir", default="checkpoints", show_default=True, type=Path)
 @click.option("--save-every", default=1, show_default=True, help="Steps between checkpoints.")
 @click.option("--resume", is_flag=True, help="Go on after the last complete checkpoint.")
@@ -307,6 +313,7 @@ def main(
     engine: str,
     ranks: int,
     seed: int,
+    warmup_steps: int,
     checkpoint_dir: Path,
     save_every: int,
     resume: bool,
@@ -340,7 +347,13 @@ def main(
         except (stagescope.StagescopeError, checkpoint.NotThere) as error:
             raise click.ClickException(str(error)) from error
         sys.exit(0 if same else 1)
-    settings = Settings(algorithm=algorithm, engine=engine, world_size=ranks, seed=seed)
+    settings = Settings(
+        algorithm=algorithm,
+        engine=engine,
+        world_size=ranks,
+        seed=seed,
+        warmup_steps=warmup_steps,
+    )
     pause = Pause(pause_at_step, pause_stage, pause_seconds) if pause_at_step else None
     train(
         settings,
