@@ -21,10 +21,10 @@ TOP: Final = (
 )  # fmt: skip
 
 ONLY_IN: Final = {
-    "ray": ("service/stagescope_service/engine/coordinator.py",
-            "service/stagescope_service/engine/floor.py",
-            "service/stagescope_service/engine/disks.py",
-        "service/stagescope_service/engine/ingestor.py",
+    "ray": ("service/stagescope_service/coordinator/actor.py",
+            "service/stagescope_service/coordinator/effects.py",
+            "service/stagescope_service/coordinator/effects.py",
+        "service/stagescope_service/ingest/actor.py",
             "service/stagescope_service/serve.py",
             "service/stagescope_service/clusters.py",
             "service/stagescope_service/api_actor.py",

@@ -22,9 +22,9 @@ from stagescope_service.api.desk import Desk
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
-from stagescope_service.engine import control
-from stagescope_service.engine.coordinator import NAME, NAMESPACE
-from stagescope_service.engine.ingestor import Ingestors
+from stagescope_service.coordinator import control_socket
+from stagescope_service.coordinator.actor import NAME, NAMESPACE
+from stagescope_service.ingest.actor import Ingestors
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
@@ -178,8 +178,8 @@ class CoordinatorCommands:
     async def _ask(self, method: str, arguments: Mapping[str, Any]) -> Reply:
         if method not in _BY_RAY:
             try:
-                return await control.call(self._settings.home, method, arguments)
-            except control.Broken as error:
+                return await control_socket.call(self._settings.home, method, arguments)
+            except control_socket.Broken as error:
                 if error.asked and method not in _QUESTIONS:
                     raise Unreachable(
                         f"the coordinator ended before it answered {method}", advice=_MAY_STAND

@@ -15,7 +15,7 @@ from ray._private import services, utils
 
 from stagescope.errors import Unreachable
 from stagescope_service import embedded, service_file
-from stagescope_service.engine.coordinator import NAMESPACE
+from stagescope_service.coordinator.actor import NAMESPACE
 from stagescope_service.settings import Settings
 
 LOCAL: Final = "local"

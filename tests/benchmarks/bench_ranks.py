@@ -28,7 +28,7 @@ from tests.support.cluster import Service, ray_cluster
 
 import stagescope
 from stagescope import schema
-from stagescope_service.engine.load import TRIM_SECONDS
+from stagescope_service.coordinator.load import TRIM_SECONDS
 
 STAGES = schema.STAGES[:6]
 POLL_SECONDS = 20.0

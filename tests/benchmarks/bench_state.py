@@ -14,7 +14,7 @@ import sys
 import time
 
 from stagescope.schema import BEGIN, END, HELLO, SCHEMA, Event, Sender
-from stagescope_service.engine.state import State
+from stagescope_service.core.state import State
 
 STAGES = ("rollout_generate", "actor_compute_log_prob", "actor_update")
 Wire = tuple[Sender, tuple[object, ...]]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from stagescope_service.engine.weights.comparison import Record, Tensor, compare, odd_replicas
+from stagescope_service.core.weights import Record, Tensor, compare, odd_replicas
 from stagescope_workers.checksum import checksum
 
 

@@ -13,7 +13,7 @@ from tests.support.command_line import invoke
 
 import stagescope
 from stagescope.errors import NotFound
-from stagescope_service.engine.findings import finding
+from stagescope_service.core.findings import finding
 from stagescope_service.store.base import Put
 
 STAGE = "actor_update"

@@ -15,7 +15,7 @@ from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
 from stagescope.schema import STAGES
 from stagescope_service.api.requests import step_number
-from stagescope_service.engine.orders.plans import Plan
+from stagescope_service.core.captures.plan import Plan
 
 
 def test_names_and_values_of_the_status_stand_apart() -> None:

@@ -11,7 +11,7 @@ from tests.support.api import Service, service
 from tests.support.floor import LocalFloor
 from tests.support.parallel import Training
 
-from stagescope_service.engine.instructions import Assemble
+from stagescope_service.core.instructions import Assemble
 from stagescope_service.statistics import Whole, publish, summarise
 
 STEPS = 12

@@ -14,8 +14,8 @@ pytest.importorskip("msprobe")
 from tests.support.cluster import SECONDS, Service, answer, eventually, kill  # noqa: E402
 
 from stagescope.errors import NotFound  # noqa: E402
-from stagescope_service.engine.coordinator import NAMESPACE  # noqa: E402
-from stagescope_service.engine.ingestor import ingestor_name  # noqa: E402
+from stagescope_service.coordinator.actor import NAMESPACE  # noqa: E402
+from stagescope_service.ingest.actor import ingestor_name  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -20,8 +20,8 @@ from ray import exceptions
 
 import stagescope
 from stagescope.session import Session
-from stagescope_service.engine.coordinator import NAME, NAMESPACE
-from stagescope_service.engine.ingestor import ingestor_name
+from stagescope_service.coordinator.actor import NAME, NAMESPACE
+from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.serve import API_NAME, ServiceInfo, start_service, stop_service
 from stagescope_service.settings import Settings
 

@@ -12,10 +12,10 @@ from typing import Any
 from tests.support.parallel import Said
 
 from stagescope.errors import StagescopeError
-from stagescope_service.engine.ingestion.intake import Intake
-from stagescope_service.engine.ingestion.joining import RolloutRows
-from stagescope_service.engine.ingestion.retake import Retake, Source
-from stagescope_service.engine.instructions import (
+from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.rollout_join import RolloutRows
+from stagescope_service.ingest.recompute import Retake, Source
+from stagescope_service.core.instructions import (
     Assemble,
     Delete,
     Digest,
@@ -25,10 +25,10 @@ from stagescope_service.engine.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.engine.orders.plans import Plan
-from stagescope_service.engine.reception import Reception
-from stagescope_service.engine.state import State
-from stagescope_service.engine.wholes.forming import Former
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.core.state import State
+from stagescope_service.coordinator.aggregation.aggregator import Former
 from stagescope_service.store.artifacts import ring_directory
 from stagescope_service.store.base import Store
 from stagescope_service.store.catalogue import Catalogue

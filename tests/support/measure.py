@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.statistics.batch import TokenBatch, available_pairs
 from stagescope_service.statistics.comparability import examine
 from stagescope_service.statistics.step_metrics import step_metrics

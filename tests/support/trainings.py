@@ -21,8 +21,8 @@ from stagescope.schema import (
     Event,
     Sender,
 )
-from stagescope_service.engine.entities import Attempt, Span, Step
-from stagescope_service.engine.instructions import (
+from stagescope_service.core.entities import Attempt, Span, Step
+from stagescope_service.core.instructions import (
     Assemble,
     Delete,
     Ingest,
@@ -31,8 +31,8 @@ from stagescope_service.engine.instructions import (
     Put,
     Settled,
 )
-from stagescope_service.engine.restore import restore
-from stagescope_service.engine.state import State
+from stagescope_service.coordinator.restore import restore
+from stagescope_service.core.state import State
 from stagescope_service.store.base import Snapshot
 from stagescope_service.store.tables import TABLES
 

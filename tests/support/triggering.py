@@ -19,9 +19,9 @@ from tests.support.stores import opened
 
 from stagescope.errors import StagescopeError
 from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
-from stagescope_service.engine.triggering.actions import Acting, PinAnswer, gone_of
-from stagescope_service.engine.triggering.live import Triggers
-from stagescope_service.engine.triggering.webhooks import Webhooks
+from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
+from stagescope_service.coordinator.trigger_watch import Triggers
+from stagescope_service.coordinator.trigger_actions import Webhooks
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore

@@ -12,8 +12,8 @@ import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.schema import BEGIN, END, FINISH, HELLO
-from stagescope_service.engine.instructions import Put
-from stagescope_service.engine.state import State
+from stagescope_service.core.instructions import Put
+from stagescope_service.core.state import State
 from stagescope_workers import introduction, lifecycle
 from stagescope_workers.probe import Probe
 

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 from stagescope.captures import needs_ranks
 from stagescope.schema import PART_FIELDS
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.engine.orders import agreement as agreeing
-from stagescope_service.engine.orders.agreement import Agreement
+from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures.agreement import Agreement
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]

@@ -15,8 +15,8 @@ from stagescope_service.api.models import captures as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.progress import progress
 from stagescope_service.api.requests import Answer, PageOf, read_json
-from stagescope_service.engine.orders.agreement import AGREED, DONE
-from stagescope_service.engine.orders.plans import validate_capture
+from stagescope_service.core.captures.agreement import AGREED, DONE
+from stagescope_service.core.captures.plan import validate_capture
 
 router = APIRouter(tags=["captures"])
 

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from stagescope_service.engine.completeness import judge, statuses_of_rows
-from stagescope_service.engine.entities import Participants
-from stagescope_service.engine.findings import BEGUN_AGAIN, NOT_AGGREGATED
+from stagescope_service.core.completeness import judge, statuses_of_rows
+from stagescope_service.core.entities import Participants
+from stagescope_service.core.findings import BEGUN_AGAIN, NOT_AGGREGATED
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]

@@ -22,7 +22,7 @@ from stagescope_service.api.desk import (
     step_target,
 )
 from stagescope_service.api.target import Target
-from stagescope_service.engine.digests import TABLE_WRITTEN
+from stagescope_service.core.operator_tables import TABLE_WRITTEN
 
 Row = dict[str, Any]
 

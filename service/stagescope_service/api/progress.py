@@ -9,8 +9,8 @@ from stagescope.captures import matches_rank, needs_ranks, unmatched_ranks
 from stagescope_service.api import rows as shape
 from stagescope_service.api.captured_steps import captured_steps
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.engine.orders import agreement as agreeing
-from stagescope_service.engine.orders.agreement import Agreement
+from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures.agreement import Agreement
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]

@@ -25,8 +25,8 @@ from stagescope_service.dumps.formats.listing import FileDump, entry_order, file
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
-from stagescope_service.engine.completeness import PARTIAL
-from stagescope_service.engine.steps import ENDED
+from stagescope_service.core.completeness import PARTIAL
+from stagescope_service.core.steps import ENDED
 from stagescope_service.store.artifacts import confine
 
 MOST_STEPS: Final = 50

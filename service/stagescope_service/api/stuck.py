@@ -7,7 +7,7 @@ from typing import Any
 
 from stagescope.schema import PART_FIELDS, Part
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
-from stagescope_service.engine.stuck import (
+from stagescope_service.core.hang_detection import (
     GONE,
     LIVE,
     SILENT,

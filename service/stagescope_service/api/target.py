@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stagescope.errors import NotFound
 from stagescope.schema import check_run_name
-from stagescope_service.engine.registry import base_key, given_key
+from stagescope_service.core.registry import base_key, given_key
 from stagescope_service.store.catalogue import Catalogue
 
 Row = dict[str, Any]

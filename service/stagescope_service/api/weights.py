@@ -13,14 +13,14 @@ from stagescope_service.api.desk import AtDesk, AttemptTarget, Desk, Row, Run, S
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target
-from stagescope_service.engine.weights.comparison import (
+from stagescope_service.core.weights import (
     DIFFERS,
     MISSING,
     VERDICTS,
     Comparison,
     Tensor,
 )
-from stagescope_service.engine.weights.weighing import Weighed, renaming, weigh
+from stagescope_service.coordinator.weight_comparer import Weighed, renaming, weigh
 
 router = APIRouter(tags=["weights"])
 

@@ -16,8 +16,8 @@ from examples.countdown.environment import Puzzle
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
 from stagescope.keeping import read_keep, wanted_by
-from stagescope_service.engine.ingestion.intake import Intake
-from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.ingest.reader import Intake
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.store.kept import Kept, read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_workers import Probe, introduction

@@ -18,7 +18,7 @@ from tests.support.step_dumps import WholeStep
 import stagescope
 from stagescope.batch import Batch
 from stagescope.errors import NotFound
-from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.ingest.reader import Intake
 from stagescope_service.store.base import Put
 from stagescope_service.store.ring import Ring
 

@@ -17,7 +17,7 @@ from tests.support.step_dumps import WholeStep
 import stagescope
 from stagescope.errors import Forbidden, InvalidInput, NotFound
 from stagescope.keeping import SECTIONS
-from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.ingest.reader import Intake
 from stagescope_service.store.ring import Ring
 
 WHOLE = WholeStep([9, 2, 4, 3])

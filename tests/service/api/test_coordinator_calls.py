@@ -16,7 +16,7 @@ from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
 from stagescope_service import api_actor
-from stagescope_service.engine import control
+from stagescope_service.coordinator import control_socket
 
 
 class Busy:
@@ -58,8 +58,8 @@ class Asked:
         self.commands = api_actor.CoordinatorCommands(Settings(home=home))
         self.handle = self.commands._handle = Busy()
 
-    async def serve(self, **methods: control.Method) -> asyncio.Server:
-        return await control.serve(self.home, methods)
+    async def serve(self, **methods: control_socket.Method) -> asyncio.Server:
+        return await control_socket.serve(self.home, methods)
 
 
 async def status() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_an_order_is_not_given_again_where_the_coordinator_ended_in_the_middle(
             await reader.readline()
             writer.close()
 
-        address = os.fspath(tmp_path / control.FILE)
+        address = os.fspath(tmp_path / control_socket.FILE)
         async with await asyncio.start_unix_server(leave, address):
             with pytest.raises(Unreachable, match="ended before it answered pin") as caught:
                 await asked.commands.pin(attempt_id=1, step=1, by="me")

@@ -18,7 +18,7 @@ import stagescope
 from stagescope.keeping import SECTIONS
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.importing import import_key
-from stagescope_service.engine.ingestion.intake import Intake
+from stagescope_service.ingest.reader import Intake
 from stagescope_service.store.ring import Ring
 
 WHOLE = WholeStep([9, 2, 4, 3])

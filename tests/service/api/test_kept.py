@@ -15,8 +15,8 @@ import stagescope
 from stagescope.cli import main
 from stagescope.errors import Forbidden
 from stagescope.session import Session
-from stagescope_service.engine.ingestion.intake import Intake
-from stagescope_service.engine.instructions import PayloadKey, Put
+from stagescope_service.ingest.reader import Intake
+from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.store.ring import Ring
 
 STEP = 5

@@ -8,7 +8,7 @@ import pytest
 from tests.support.api import Rank, Service
 
 from stagescope.progress import Progress
-from stagescope_service.engine.orders.agreement import AGREED
+from stagescope_service.core.captures.agreement import AGREED
 
 STAGE = "actor_update"
 

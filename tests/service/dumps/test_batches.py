@@ -24,8 +24,8 @@ from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.records import Record
-from stagescope_service.engine.ingestion.intake import Intake
-from stagescope_service.engine.instructions import PayloadKey
+from stagescope_service.ingest.reader import Intake
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
 

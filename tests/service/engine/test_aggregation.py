@@ -15,20 +15,20 @@ from tests.support.triggering import Bench, rule, rules_of, run, training
 
 from stagescope.errors import CatalogueUnavailable, StoreError
 from stagescope_service.api.completeness import gaps
-from stagescope_service.engine import retries
-from stagescope_service.engine.digests import again
-from stagescope_service.engine.ingestion.operators import TABLE, digest_dump
-from stagescope_service.engine.instructions import Assemble, Put
-from stagescope_service.engine.wholes import assembly
-from stagescope_service.engine.wholes.assembly import TOO_LATE
-from stagescope_service.engine.wholes.forming import Former
+from stagescope_service.coordinator import retries
+from stagescope_service.core.operator_tables import again
+from stagescope_service.ingest.operator_tables import TABLE, digest_dump
+from stagescope_service.core.instructions import Assemble, Put
+from stagescope_service.coordinator.aggregation import assembly
+from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
+from stagescope_service.coordinator.aggregation.aggregator import Former
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
 from ray import exceptions
 
-from stagescope_service.engine import floor
-from stagescope_service.engine.findings import NOT_AGGREGATED
+from stagescope_service.coordinator import effects
+from stagescope_service.core.findings import NOT_AGGREGATED
 
 STEP = Assemble(1, 1)
 
@@ -63,7 +63,7 @@ class Broken:
     def __init__(self, folder: Path, bench: Bench, nodes: OneNode) -> None:
         self.bench, self.catalogue, self.nodes = bench, bench.catalogue, nodes
         settings = Settings(home=folder, data_dir=folder)
-        self.floor = floor.RayFloor(settings, order=None)  # type: ignore[arg-type]
+        self.floor = effects.RayFloor(settings, order=None)  # type: ignore[arg-type]
         self.floor.reception = bench.floor.reception
         self.tried = 0
 

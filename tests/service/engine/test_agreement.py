@@ -12,10 +12,10 @@ from tests.support.trainings import Bench, Rank
 
 from stagescope.captures import matches, validate_capture
 from stagescope.errors import Conflict
-from stagescope_service.engine.orders import agreement as agreeing
-from stagescope_service.engine.orders.agreement import Agreement, Crew, Member, resolve, start_step
-from stagescope_service.engine.orders.desk import Orders
-from stagescope_service.engine.orders.plans import Plan
+from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures.agreement import Agreement, Crew, Member, resolve, start_step
+from stagescope_service.core.captures.requests import Orders
+from stagescope_service.core.captures.plan import Plan
 
 
 def order(**changes: Any) -> dict[str, Any]:

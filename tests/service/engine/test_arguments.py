@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.errors import InvalidInput, NotReady
-from stagescope_service.engine.coordinator import DebugCoordinator
+from stagescope_service.coordinator.actor import DebugCoordinator
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-(1 << 70), 1 << 70)

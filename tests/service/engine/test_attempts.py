@@ -9,7 +9,7 @@ from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope.errors import InvalidEvent
 from stagescope.schema import Event
-from stagescope_service.engine.instructions import Assemble, Ingest
+from stagescope_service.core.instructions import Assemble, Ingest
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.support.stores import url_of, write
 
 from stagescope.captures import validate_capture
 from stagescope.errors import Conflict, Forbidden, InvalidPlan
-from stagescope_service.engine.orders.bench import with_bench
+from stagescope_service.coordinator.capture_references import with_bench
 from stagescope_service.store.base import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.support.measure import payload
 
 from stagescope.schema import Event, Part, Work
-from stagescope_service.engine import payloads
-from stagescope_service.engine.entities import Attempt, Process
-from stagescope_service.engine.ingestion.intake import Intake, Outcome
-from stagescope_service.engine.ingestion.retake import Retake
-from stagescope_service.engine.instructions import PayloadKey, Put
-from stagescope_service.engine.registry import reading_settings
-from stagescope_service.engine.wholes import accounts
+from stagescope_service.core import payloads
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.ingest.reader import Intake, Outcome
+from stagescope_service.ingest.recompute import Retake
+from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.core.registry import reading_settings
+from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.statistics import PartRecord, Summary, assemble
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
@@ -47,7 +47,7 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     whole = assemble([part])
     assert (whole.sent, whole.total.masked, len(whole.contradictions)) == (44, 44, 2)
     place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
-    found = [put.row for put in accounts.findings(whole, place) if isinstance(put, Put)]
+    found = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
     assert [row["kind"] for row in found] == ["sample_ids_contradict"]
     assert "group_ids" in found[0]["advice"]
 

@@ -14,15 +14,15 @@ from tests.support.batches import bfloat16, from_bfloat16
 from tests.support.parallel import Sample, Span, make_samples, payload_of, zigzag
 
 from stagescope.errors import InvalidTensor
-from stagescope_service.engine.ingestion import joining
-from stagescope_service.engine.ingestion.joining import (
+from stagescope_service.ingest import rollout_join
+from stagescope_service.ingest.rollout_join import (
     Joined,
     RolloutRows,
     join,
     rollout_rows,
     stream_of,
 )
-from stagescope_service.engine.ingestion.retake import producers_of
+from stagescope_service.ingest.recompute import producers_of
 from stagescope_service.statistics import TokenBatch, WireTensor
 
 TRAINED = ("old_log_probs", "response_mask", "responses", "positions")
@@ -124,9 +124,9 @@ def test_a_row_that_cannot_be_aligned_is_left_out_with_the_reason() -> None:
     spans = whole(samples)
     joined = join(trainer(spans), found)
     assert joined.why == {
-        1: joining.UNALIGNED,
-        2: joining.OTHER_TOKENS,
-        3: joining.MISSING,
+        1: rollout_join.UNALIGNED,
+        2: rollout_join.OTHER_TOKENS,
+        3: rollout_join.MISSING,
     }
     assert_joined(joined, spans, left_out=[1, 2, 3])
 
@@ -138,13 +138,13 @@ def test_as_many_tokens_of_another_piece_are_not_the_same_tokens() -> None:
     found = rows(engine([Span(sample, np.arange(half))], "responses"))
     spans = [Span(sample, np.arange(half, 2 * half))]
     joined = join(trainer(spans, "responses"), found, split=True)
-    assert joined.why == {0: joining.UNALIGNED}
+    assert joined.why == {0: rollout_join.UNALIGNED}
 
 
 def test_rows_without_positions_align_by_their_place_only_with_equal_ids() -> None:
     sample = make_samples(4, 1, 9, "g")[0]
     ends = Span(sample, np.arange(int(np.flatnonzero(sample.mask)[-1])))  # the trainer cut it off
-    for without, why in (((), {}), (("responses",), {0: joining.UNALIGNED})):
+    for without, why in (((), {}), (("responses",), {0: rollout_join.UNALIGNED})):
         found = rows(engine(whole([sample]), "positions", *without))
         joined = join(trainer([ends], "positions", *without), found)
         assert joined.why == why
@@ -174,8 +174,8 @@ def test_rollouts_that_share_an_id_and_are_of_two_samples_are_left_out(
     ]
     for each in (one, held):
         joined = join(trainer(whole([each]), *without), found)
-        assert joined.why == {0: joining.CONTRADICTING}
-        assert joined.tokens_left_out == {joining.CONTRADICTING: each.mask.sum()}
+        assert joined.why == {0: rollout_join.CONTRADICTING}
+        assert joined.tokens_left_out == {rollout_join.CONTRADICTING: each.mask.sum()}
     again = [dataclasses.replace(found[0], age=(4, number)) for number in range(3)]
     assert_joined(join(trainer(whole([one]), *without), again), whole([one]))
 
@@ -221,7 +221,7 @@ def test_only_wanted_samples_are_read_and_other_nodes_may_have_none() -> None:
     assert len(found.q) == samples[2].mask.sum()
     assert engine(whole(samples), wanted=["h/0"]) is None
     joined = join(trainer(whole(samples)), [])
-    assert set(joined.why.values()) == {joining.MISSING}
+    assert set(joined.why.values()) == {rollout_join.MISSING}
     assert joined.left_out == (0, 1, 2, 3)
 
 

@@ -12,8 +12,8 @@ from tests.support.stores import rows_of, url_of
 
 from stagescope.errors import NotReady
 from stagescope.schema import BEGIN, HELLO, Event, Sender
-from stagescope_service.engine.instructions import Put
-from stagescope_service.engine.load import (
+from stagescope_service.core.instructions import Put
+from stagescope_service.coordinator.load import (
     BEHIND_SECONDS,
     FEWEST_CALLS,
     GROWN_BYTES,
@@ -24,9 +24,9 @@ from stagescope_service.engine.load import (
     Memory,
     resident_bytes,
 )
-from stagescope_service.engine.orders.plans import Plan
-from stagescope_service.engine.reception import Reception
-from stagescope_service.engine.state import State
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.core.state import State
 from stagescope_service.store.sql import SqlStore
 
 RANKS = 1000

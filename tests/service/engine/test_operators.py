@@ -13,7 +13,7 @@ from tests.support.small_decoder import small_decoder
 
 from stagescope.schema import DUMP_MARKER
 from stagescope_service.dumps.msprobe.operator_query import read_operators
-from stagescope_service.engine.ingestion.operators import TABLE, digest_dump
+from stagescope_service.ingest.operator_tables import TABLE, digest_dump
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.base import Put
 

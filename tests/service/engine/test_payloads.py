@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
-from stagescope_service.engine.instructions import Assemble, Ingest, Settled
+from stagescope_service.core.instructions import Assemble, Ingest, Settled
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tests.support.stores import write
 from tests.support.triggering import rule, rules_of, run, training
 
-from stagescope_service.engine.triggering.actions import gone_of
+from stagescope_service.coordinator.trigger_actions import gone_of
 from stagescope_service.settings import Settings
 from stagescope_service.store.base import Put
 from stagescope_service.store.reads.reader import LIMIT
@@ -20,7 +20,7 @@ from stagescope_service.store.ring import Ring, RingKey
 from stagescope_service.store.sql import SqlStore
 
 pytest.importorskip("ray")
-from stagescope_service.engine import floor
+from stagescope_service.coordinator import effects
 
 STEP = 5
 
@@ -61,7 +61,7 @@ def test_a_pin_reaches_payloads_beyond_the_first_page(
         gone = {} if path else {"deleted_wall": 1.0}
         write(store, Put("artifacts", {**row, **place, **gone}))
     monkeypatch.setattr(floor, "Ingestors", lambda settings: Nodes(rings))
-    reaching = floor.RayFloor(settings, order=None)  # type: ignore[arg-type]
+    reaching = effects.RayFloor(settings, order=None)  # type: ignore[arg-type]
     answer = asyncio.run(reaching.pin(1, STEP))
     store.close()
     assert (answer.payloads, answer.gone, answer.reasons) == (5, LIMIT + 47, ())

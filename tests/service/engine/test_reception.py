@@ -17,8 +17,8 @@ from tests.support.stores import eventually, rows_of, url_of
 from stagescope.captures import validate_capture
 from stagescope.errors import InvalidEvent, NotFound, NotReady
 from stagescope.schema import Sender
-from stagescope_service.engine import reception
-from stagescope_service.engine.instructions import (
+from stagescope_service.coordinator import coordinator
+from stagescope_service.core.instructions import (
     Assemble,
     Digest,
     Ingest,
@@ -26,9 +26,9 @@ from stagescope_service.engine.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.engine.orders.plans import Plan
-from stagescope_service.engine.reception import Reception
-from stagescope_service.engine.state import State
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.core.state import State
 from stagescope_service.store.base import Store
 from stagescope_service.store.sql import SqlStore
 
@@ -384,7 +384,7 @@ def test_a_step_is_due_while_its_last_payload_is_written(desk: Desk) -> None:
 
 async def published(reception: Reception) -> None:
     """Wait until every rank is told an order's agreed step."""
-    while reception.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
+    while coordinator.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.002)
 
 
@@ -394,24 +394,24 @@ def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
 
     async def miss() -> None:
         reception = desk.reception
-        await reception.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
+        await coordinator.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture({**spec, "again": 1}, allowed_roots=())
-        entry = reception.orders.add(valid, by="me", mono=0.0, wall=0.0)
-        await reception.order([reception.orders.row(entry)])
-        await reception.poll(sender, reception.plan.revision, [], 0.0)  # it acknowledges
+        entry = coordinator.orders.add(valid, by="me", mono=0.0, wall=0.0)
+        await coordinator.order([coordinator.orders.row(entry)])
+        await coordinator.poll(sender, coordinator.plan.revision, [], 0.0)  # it acknowledges
         capture = {"capture_id": entry.capture_id}
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
-        await reception.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
-        await reception.look()
+        await coordinator.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
+        await coordinator.look()
         # The poll has it looked at, too, and may still be writing.
         await asyncio.wait_for(published(reception), 30)
-        (agreed,) = reception.plan.for_run("r")
+        (agreed,) = coordinator.plan.for_run("r")
         assert (agreed["phase"], agreed["agreement"]) == ("agreed", 1)
-        known = reception.plan.revision
+        known = coordinator.plan.revision
         missed = {"step": agreed["steps"][0], "stage": "actor_update", **capture}
-        await reception.record(sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})])
-        news = await reception.poll(sender, known, [], 0.0)
+        await coordinator.record(sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})])
+        news = await coordinator.poll(sender, known, [], 0.0)
         (asked,) = news["plan"]["captures"]
         assert (asked["phase"], asked["agreement"], asked["steps"]) == ("asked", 2, [])
         (finding,) = rows_of(desk.store, "findings")

@@ -12,8 +12,8 @@ import pytest
 from tests.service.engine.test_any_order import crash
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
-from stagescope_service.engine.spans import RAW_SEQ
-from stagescope_service.engine.state import State
+from stagescope_service.core.spans import RAW_SEQ
+from stagescope_service.core.state import State
 from stagescope_service.store.base import Put
 
 
@@ -361,7 +361,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=str)
 def test_strange_fields_spoil_no_row(bench: Bench, fields: dict[str, Any], tmp_path: Any) -> None:
-    from stagescope_service.engine.instructions import Delete, Put
+    from stagescope_service.core.instructions import Delete, Put
     from stagescope_service.store.sql import SqlStore
 
     rank = Rank()

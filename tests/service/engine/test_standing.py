@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stagescope.errors import InvalidInput, InvalidPlan
-from stagescope_service.engine.orders.plans import Plan
-from stagescope_service.engine.orders.standing import (
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.captures.keep_policy import (
     parse_standing,
     read_standing,
     standing_of,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.support.trainings import Bench, Rank, check_memory
 
-from stagescope_service.engine.entities import OPEN_STEPS, RECENT_STEPS, SETTLED_REMEMBERED
+from stagescope_service.core.entities import OPEN_STEPS, RECENT_STEPS, SETTLED_REMEMBERED
 
 
 @pytest.fixture

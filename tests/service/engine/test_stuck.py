@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.schema import Part
-from stagescope_service.engine.stuck import (
+from stagescope_service.core.hang_detection import (
     GONE,
     LIVE,
     NOT_BEGUN,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.engine.triggering.turns import Turns
+from stagescope_service.coordinator.trigger_watch import Turns
 
 STEPS = st.permutations(range(1, 11))
 

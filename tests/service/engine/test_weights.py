@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.engine.weights.comparison import (
+from stagescope_service.core.weights import (
     AGREES,
     COPY,
     DIFFERS,
@@ -26,7 +26,7 @@ from stagescope_service.engine.weights.comparison import (
     newest,
     odd_replicas,
 )
-from stagescope_service.engine.weights.weighing import renaming
+from stagescope_service.coordinator.weight_comparer import renaming
 
 Weights = Mapping[str, int | None]
 

@@ -12,9 +12,9 @@ from tests.support.trainings import check_memory
 
 from stagescope.errors import InvalidEvent
 from stagescope.schema import KINDS, WORK_FIELDS, Event, Sender
-from stagescope_service.engine.instructions import Delete, Put
-from stagescope_service.engine.spans import RAW_SEQ
-from stagescope_service.engine.state import State
+from stagescope_service.core.instructions import Delete, Put
+from stagescope_service.core.spans import RAW_SEQ
+from stagescope_service.core.state import State
 from stagescope_service.store.columns import Flag, StrictJson
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.upsert import check

@@ -12,7 +12,7 @@ import pytest
 from tests.support.batches import batch_of, random_streams, wire
 
 from stagescope.errors import InvalidTensor
-from stagescope_service.engine.ingestion.values import to_wire
+from stagescope_service.ingest.payload_values import to_wire
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -214,7 +214,7 @@ FIRST_PAYLOADS = """
 import numba
 import numpy as np
 from tests.support.batches import batch_of, bfloat16, random_streams
-from stagescope_service.engine.ingestor import _start_worker
+from stagescope_service.ingest.actor import _start_worker
 from stagescope_service.statistics import summarise
 
 _start_worker("node-7")
@@ -251,7 +251,7 @@ def test_an_ingestor_says_on_which_node_it_compiles(
             numba.njit(lambda value: value + 1)(1)
 
     pytest.importorskip("ray")
-    ingestor = importlib.import_module("stagescope_service.engine.ingestor")
+    ingestor = importlib.import_module("stagescope_service.ingest.actor")
     # By its name as a module: the package has a function of that name.
     module = importlib.import_module("stagescope_service.statistics.summarise")
     monkeypatch.setattr(module, "summarise", summarised)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.batches import batch_of, bfloat16, wire
 
 from stagescope.schema import Part
-from stagescope_service.engine.wholes import accounts
+from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.statistics import (
     Field,
     PartRecord,
@@ -141,7 +141,7 @@ def test_ranks_that_number_their_rows_from_0_lose_nothing(
 def findings(whole: Whole) -> dict[str, Any]:
     """The findings about a whole's tokens, by kind."""
     place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
-    rows = [put.row for put in accounts.findings(whole, place) if isinstance(put, Put)]
+    rows = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
     return {row["kind"]: row for row in rows}
 
 

@@ -1,0 +1,376 @@
+"""Forming wholes with the help of ingestors: payloads are joined and taken again where needed.
+
+No Ray in here: `Hands` reaches the ingestors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Protocol
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Assemble, Delete, PayloadKey, Put
+from stagescope_service.coordinator.aggregation import assembly as wholes
+from stagescope_service.statistics import Restate
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.rollouts import TRAINER_STAGES
+from stagescope_service.triggers.evidence import ranks_text
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from stagescope.schema import STREAM_TENSORS
+from stagescope_service.ingest.recompute import Source
+from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.coordinator.aggregation.assembly import Forming
+from stagescope_service.store.rollouts import TRAINER_STAGES, side_by_side
+
+
+
+NOT_KEPT: Final = "a payload that the ring no longer holds"
+
+Row = Mapping[str, Any]
+
+_ALL: Final = 1_000_000
+_TRAINED: Final = (STREAM_TENSORS["old"], STREAM_TENSORS["current"])
+_ROLLOUT: Final = STREAM_TENSORS["rollout"]
+
+
+class JoinOrder(NamedTuple):
+    """Join this payload, which lies in the ring of this node."""
+
+    key: PayloadKey
+    node_id: str | None
+    job: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinPlan:
+    """What to join in a step, and what its trainer consumed."""
+
+    step: int
+    stage: str
+    orders: tuple[JoinOrder, ...]
+    sources: tuple[Source, ...]
+    consumed: tuple[Put, ...]
+    samples: tuple[str, ...]
+    """Samples of the step, where no source is known."""
+    consumed_steps: Mapping[tuple[str, int], int | None]
+    """Source -> the step that consumed it as far as is known."""
+
+    def used(self, ages: Collection[tuple[int, int]]) -> list[Put]:
+        """Note in the payloads of these ages that this step consumed them."""
+        rows = []
+        for source in self.sources:
+            before = self.consumed_steps[source.incarnation, source.seq]
+            if source.age in ages and (before is None or before > self.step):
+                key = {"incarnation": source.incarnation, "seq": source.seq}
+                rows.append(Put("payloads", {**key, "consumed_step": self.step}))
+        return rows
+
+
+def plan(
+    catalogue: Catalogue, run: str, forming: Forming, again: Collection[PayloadKey] = ()
+) -> JoinPlan | None:
+    """Return what to join in a step, None where nothing is lacking and nothing was consumed.
+
+    Args:
+        catalogue: where payloads and samples are listed.
+        run: the run.
+        forming: the step's parts as they are.
+        again: payloads of which some rows had no rollout.
+    """
+    attempt_id, step = forming.attempt_id, forming.step
+    stage, lacking = _lacking(catalogue, forming, again)
+    near = side_by_side(catalogue.attempts(run), attempt_id)
+    found = catalogue.consumed(near, attempt_id, step)
+    consumed = [
+        Put("samples", {**_sample_key(row), "step": step, "consumed_step": step})
+        for row in found
+        if row["consumed_step"] is None or row["consumed_step"] > step
+    ]
+    if not lacking and not consumed:
+        return None
+    sources: list[Source] = []
+    steps: dict[tuple[str, int], int | None] = {}
+    if lacking:
+        versions = {row["policy_version"] for row in found if row["clock"].startswith("v")}
+        for number, row in enumerate(catalogue.rollout_payloads(near, step, versions)):
+            if _ROLLOUT in (row["tensors"] or {}):
+                sources.append(_source(row, number))
+                steps[row["incarnation"], row["seq"]] = row["consumed_step"]
+    samples: tuple[str, ...] = ()
+    if lacking and not sources:
+        rows = catalogue.samples(attempt_id, step, limit=_ALL)
+        samples = tuple(row["sample_uid"] for row in rows)
+    processes = {row["incarnation"]: row for row in catalogue.processes(attempt_id)}
+    return JoinPlan(
+        step=step,
+        stage=stage,
+        orders=tuple(_order(row, processes.get(row["incarnation"], {}), run) for row in lacking),
+        sources=tuple(sources),
+        consumed=tuple(consumed),
+        samples=samples,
+        consumed_steps=steps,
+    )
+
+
+def _lacking(
+    catalogue: Catalogue, forming: Forming, again: Collection[PayloadKey]
+) -> tuple[str, Sequence[Row]]:
+    """Return the stage that the whole comes from, and its payloads without the rollout's stream."""
+    measured: dict[str, set[str]] = {}
+    for part in forming.parts:
+        if part.summary.pair[1] == "rollout":
+            measured.setdefault(part.stage, set()).add(part.key)
+    replaced = catalogue.replaced(forming.attempt_id, forming.step)
+    of_whole = [stage for stage in TRAINER_STAGES if stage in measured]
+    for stage in of_whole[:1] or TRAINER_STAGES:
+        done = measured.get(stage, set())
+        payloads = catalogue.payloads(
+            forming.attempt_id, forming.step, stage=stage, state="ingested", limit=_ALL
+        )
+        lacking = [
+            row
+            for row in payloads
+            if _is_alone(row["tensors"] or {})
+            and _key(row) not in replaced
+            and (f"{row['incarnation']}:{row['seq']}" not in done or _key(row) in again)
+        ]
+        if lacking:
+            return stage, lacking
+    return TRAINER_STAGES[0], ()
+
+
+def _is_alone(tensors: Mapping[str, Any]) -> bool:
+    trained = any(name in tensors for name in _TRAINED)
+    return trained and "response_mask" in tensors and _ROLLOUT not in tensors
+
+
+def _order(row: Row, process: Row, run: str) -> JoinOrder:
+    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank")
+    parts = ("occurrence", "epoch", "minibatch", "microbatch")
+    job = {name: row[name] for name in (*names, *parts)}
+    job |= {"run": run, "data_rank": process.get("data_rank"), "cp_size": process.get("cp_size")}
+    return JoinOrder(_key(row), row["node_id"], job)
+
+
+def _source(row: Row, number: int) -> Source:
+    version = row["policy_version"]
+    age = (-1 if version is None else int(version), number)
+    return Source(
+        row["node_id"], row["incarnation"], row["seq"], row["attempt_id"], row["step"], age
+    )
+
+
+def _key(row: Row) -> PayloadKey:
+    return PayloadKey(row["incarnation"], row["seq"])
+
+
+def _sample_key(row: Row) -> dict[str, Any]:
+    return {name: row[name] for name in ("attempt_id", "clock", "sample_uid")}
+
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED: Final = 64
+"""Steps that may still wait for rollouts that come late."""
+_LISTED: Final = 100
+_NAMED: Final = 5
+"""Sample ids that a message names."""
+
+Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
+
+
+class Hands(Protocol):
+    """What ingestors do for the forming of a whole; None: the ring no longer holds it."""
+
+    async def restate(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes | None:
+        """Take a payload's statistics again without tokens that count elsewhere."""
+
+    async def join(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: dict[str, Any],
+        sources: Sequence[tuple[Any, ...]],
+    ) -> dict[str, Any] | None:
+        """Join a trainer's payload with rollouts; see `Retake.join`."""
+
+
+class Former:
+    """Forms the wholes of one coordinator; one call a step at a time."""
+
+    def __init__(self, catalogue: Catalogue, hands: Hands, write: Write) -> None:
+        self._catalogue = catalogue
+        self._hands = hands
+        self._write = write
+        self._waiting: OrderedDict[Assemble, _Waiting] = OrderedDict()
+
+    async def form(self, order: Assemble, run: str, *, forgotten: bool = False) -> None:
+        """Form a step's whole and write it with its findings.
+
+        Where the state machine has `forgotten` the step, its verdict is corrected, too.
+        """
+        forming = await asyncio.to_thread(
+            wholes.begin, self._catalogue, order.attempt_id, order.step
+        )
+        joined, alone = await self._join(order, run, forming)
+        if joined:
+            forming = await asyncio.to_thread(
+                wholes.begin, self._catalogue, order.attempt_id, order.step
+            )
+        forming.alone = alone
+        await self._restate(forming)
+        rows = await asyncio.to_thread(wholes.rows_of, forming, run)
+        if forgotten:
+            rows += await asyncio.to_thread(wholes.verdict, self._catalogue, forming)
+        await self._write(rows)
+
+    def arrived(self, job: Mapping[str, Any], rows: Sequence[Put]) -> list[Assemble]:
+        """Return the steps to form again now that a payload was read."""
+        if job["stage"] in TRAINER_STAGES or not self._waiting:
+            return []
+        uids = {put.row["sample_uid"] for put in rows if put.table == "samples"}
+        return [
+            order
+            for order, waiting in self._waiting.items()
+            if waiting.run == job["run"] and not uids.isdisjoint(waiting.samples)
+        ]
+
+    async def _join(
+        self, order: Assemble, run: str, forming: wholes.Forming
+    ) -> tuple[bool, Counter[str]]:
+        """Join what can be joined.
+
+        Returns:
+            Whether something was; of payloads that have no rollout at all, reason -> tokens.
+        """
+        waiting = self._waiting.pop(order, None)
+        again = frozenset() if waiting is None else waiting.keys
+        plan = await asyncio.to_thread(plan, self._catalogue, run, forming, again)
+        alone = Counter[str]()
+        if plan is None:
+            return False, alone
+        rows: list[Put | Delete] = list(plan.consumed)
+        left_out: dict[str, list[str]] = {}
+        ranks: set[tuple[str, int]] = set()
+        keys: set[PayloadKey] = set()
+        used: set[tuple[int, int]] = set()
+        joined = False
+        sources = [tuple(source) for source in plan.sources]
+        for item in plan.orders if sources else ():
+            answer = await self._hands.join(item.node_id, item.key, dict(item.job), sources)
+            if answer is None or answer["left_out"]:
+                ranks.add((str(item.job["role"]), int(item.job["rank"])))
+            if answer is None:
+                left_out.setdefault(NOT_KEPT, []).append("")
+                continue
+            rows += [Put(table, row) for table, row in answer["rows"]]
+            joined = joined or bool(answer["rows"])
+            alone.update(answer["tokens"])
+            used |= {(int(a), int(b)) for a, b in answer["used"]}
+            for why, samples in answer["left_out"].items():
+                left_out.setdefault(why, []).extend(samples)
+                keys.add(item.key)
+        missing = {uid for samples in left_out.values() for uid in samples}
+        if not sources:
+            keys, missing = {item.key for item in plan.orders}, set(plan.samples)
+        if keys:
+            self._wait(order, _Waiting(run, frozenset(keys), frozenset(missing)))
+        rows += plan.used(used)
+        if sources and plan.orders:
+            rows.append(_not_joined(order, run, plan.stage, left_out, ranks))
+        if rows:
+            await self._write(rows)
+        return joined, alone
+
+    def _wait(self, order: Assemble, waiting: _Waiting) -> None:
+        self._waiting[order] = waiting
+        while len(self._waiting) > _REMEMBERED:
+            self._waiting.popitem(last=False)
+
+    async def _restate(self, forming: wholes.Forming) -> None:
+        """Take parts again of which some tokens count elsewhere, until every token counts once."""
+        if not forming.restate and not forming.restate_ranks:
+            return
+        nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, forming)
+        for item in forming.restate_ranks:
+            summary = await self._restated(item, forming, nodes)
+            forming.replace(item, summary, for_rank=True)
+        # A part that cannot be taken again may leave its tokens to others, which then overlap.
+        for _ in range(len(forming.parts) + 1):
+            for item in forming.restate:
+                forming.replace(item, await self._restated(item, forming, nodes))
+            await asyncio.to_thread(forming.assemble)
+            if not forming.restate:
+                return
+
+    async def _restated(
+        self, item: Restate, forming: wholes.Forming, nodes: Mapping[str, str | None]
+    ) -> bytes | None:
+        row = forming.rows[item.key]
+        key = PayloadKey(row["incarnation"], row["seq"])
+        job = {"attempt_id": forming.attempt_id, "step": forming.step}
+        pair = forming.whole.summary.pair if forming.whole else ("old", "rollout")
+        return await self._hands.restate(nodes.get(item.key), key, job, pair, list(item.skips))
+
+
+class _Waiting:
+    """Whose rollouts had not come when a step's whole was formed."""
+
+    def __init__(self, run: str, keys: frozenset[PayloadKey], samples: frozenset[str]) -> None:
+        self.run, self.keys, self.samples = run, keys, samples
+
+
+def _not_joined(
+    order: Assemble,
+    run: str,
+    stage: str,
+    left_out: Mapping[str, Sequence[str]],
+    ranks: Collection[tuple[str, int]],
+) -> Put | Delete:
+    """Say which rows of a step have no rollout, or take back that some had none.
+
+    Args:
+        order: of which attempt and step.
+        run, stage: whose payloads lack it.
+        left_out: reason -> sample ids, empty where a row has none.
+        ranks: (role, rank) that handed those rows over.
+    """
+    reasons = {why: len(samples) for why, samples in sorted(left_out.items())}
+    text = ", ".join(f"{count} for {why}" for why, count in reasons.items())
+    uids = sorted({uid for each in left_out.values() for uid in each if uid})
+    if uids:
+        text += f"; such as {', '.join(repr(uid[:60]) for uid in uids[:_NAMED])}"
+    if ranks:
+        text += f" on {ranks_text(sorted(ranks))}"
+    put = finding(
+        "rollout_not_joined",
+        f"{sum(reasons.values())} rows have no rollout log-probs beside the trainer's: {text}",
+        run=run,
+        attempt_id=order.attempt_id,
+        step=order.step,
+        stage=stage,
+        wall=time.time(),
+        severity="error",
+        evidence={
+            "reasons": reasons,
+            "ranks": [list(each) for each in sorted(ranks)],
+            "samples": {why: sorted(set(uids))[:_LISTED] for why, uids in left_out.items()},
+        },
+        advice="their tokens are missing from the step's whole; hand over sample_ids, "
+        "response_mask, responses and (for pieces of a sample) positions on both sides",
+    )
+    if reasons:
+        return put
+    return Delete("findings", {"finding_id": put.row["finding_id"]})

@@ -1,0 +1,364 @@
+"""Forming the whole of a closed step, and the findings that only the whole can tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from stagescope.errors import InvalidInput
+from stagescope_service.core.completeness import corrected, statuses_of_rows
+from stagescope_service.core.findings import NOT_AGGREGATED, finding
+from stagescope_service.core.instructions import Delete
+from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
+from stagescope_service.statistics.comparability import Check, causes_of_ranks
+from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
+from stagescope_service.statistics.step_metrics import step_metrics
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.base import Put
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.parts import pair_name, part_records
+from collections.abc import Mapping
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Delete, Put
+from stagescope_service.statistics import Whole
+from stagescope_service.statistics.whole import OTHER_STREAMS, PARTIAL
+
+
+
+_LISTED: Final = 50
+"""Ids that a finding lists."""
+_HOLDERS: Final = 20
+"""Ranks that a finding lists for an id."""
+
+
+def findings(whole: Whole, place: Mapping[str, Any]) -> list[Put | Delete]:
+    """Return the findings about a step's tokens; those that no longer hold are taken back.
+
+    Args:
+        whole: the step's statistics.
+        place: run, attempt_id, step, stage and wall.
+    """
+    found = {
+        "sample_ids_contradict": _contradictions(whole),
+        "tokens_missing": _missing(whole),
+        "tokens_of_other_streams": _other_streams(whole),
+        "tokens_unaccounted": _unaccounted(whole),
+    }
+    rows: list[Put | Delete] = []
+    for kind, said in found.items():
+        put = finding(kind, **place, severity="error", **(said or {"message": ""}))
+        taken_back = Delete("findings", {"finding_id": put.row["finding_id"]})
+        rows.append(taken_back if said is None else put)
+    return rows
+
+
+def _contradictions(whole: Whole) -> dict[str, Any] | None:
+    found = whole.contradictions
+    if not found:
+        return None
+    holders = sorted({holder for item in found for holder in item.holders})
+    ranks = ", ".join(f"{role} {rank}" for role, rank in holders[:_HOLDERS])
+    more = ", ..." if len(holders) > _HOLDERS else ""
+    ids = ", ".join(repr(item.sample)[:60] for item in found[:5])
+    return {
+        "message": f"{len(found)} sample_ids name different samples ({ids}"
+        f"{', ...' if len(found) > 5 else ''}; on {ranks}{more}): each counts as a sample of its "
+        "own, none is left out",
+        "evidence": {
+            "ids": len(found),
+            "samples": {
+                item.sample: [f"{role} {rank}" for role, rank in item.holders[:_HOLDERS]]
+                for item in found[:_LISTED]
+            },
+        },
+        "advice": "make sample_ids unique in a step, the same on every rank that holds the sample "
+        "(group id and sample index, not a row number; the id of a prompt alone belongs in "
+        "group_ids); ranks that hold the same rows give the "
+        "same data_rank",
+    }
+
+
+def _missing(whole: Whole) -> dict[str, Any] | None:
+    missing = whole.tokens_left_out.get(PARTIAL, 0)
+    if not missing:
+        return None
+    return {
+        "message": f"{missing} tokens are missing from the step's whole: {len(whole.restate)} "
+        "parts that hold them overlap others in part and are no longer in the ring",
+        "evidence": {"tokens": missing, "parts": [item.key for item in whole.restate]},
+        "advice": "raise STAGESCOPE_RING_BYTES",
+    }
+
+
+def _other_streams(whole: Whole) -> dict[str, Any] | None:
+    tokens = whole.tokens_left_out.get(OTHER_STREAMS, 0)
+    if not tokens:
+        return None
+    pair = " and ".join(whole.summary.pair)
+    parts = [key for key, why in whole.left_out.items() if why == OTHER_STREAMS]
+    return {
+        "message": f"{tokens} tokens do not count: {len(parts)} parts of {whole.stage} hold other "
+        f"streams than the others ({pair})",
+        "evidence": {"tokens": tokens, "parts": parts[:_LISTED]},
+        "advice": "record the same tensors on every rank of a stage",
+    }
+
+
+def _unaccounted(whole: Whole) -> dict[str, Any] | None:
+    lost = whole.unaccounted
+    if not lost:
+        return None
+    return {
+        "message": f"{abs(lost)} tokens {'are missing' if lost > 0 else 'count too often'}: "
+        f"{whole.sent} were sent, {whole.total.masked} count, "
+        f"{sum(whole.tokens_left_out.values())} are left out with a reason",
+        "evidence": {
+            "sent": whole.sent,
+            "counted": whole.total.masked,
+            "left_out": dict(whole.tokens_left_out),
+        },
+        "advice": "do not trust this step's numbers; this is a fault of the service: please report "
+        "it with the step's exported batch",
+    }
+
+
+TOO_LATE: Final = (
+    "it came when the statistics of its step's parts were no longer kept (STAGESCOPE_KEEP_STEPS)"
+)
+_ALL = 1_000_000
+_NAMED_RANKS = 100
+
+
+@dataclasses.dataclass
+class Forming:
+    """A whole on its way: parts that overlap in part must be taken again before it is right."""
+
+    attempt_id: int
+    step: int
+    parts: list[PartRecord]
+    rows: dict[str, dict[str, Any]]
+    """Part key -> the row of its summary, without the blob."""
+    mark: int | None
+    """What the step's row said of its parts before they were read."""
+    wall: float
+    """When that was, Unix seconds."""
+    whole: Whole | None = None
+    unavailable: set[str] = dataclasses.field(default_factory=set)
+    """Keys of parts that could not be taken again: the ring no longer holds them."""
+    alone: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Reason -> tokens of payloads without the rollout's stream, which are in no part."""
+    expects_bitwise: bool = False
+    """Whether a process of the run said `expect: bitwise` in its settings."""
+
+    @property
+    def restate(self) -> Sequence[Restate]:
+        """The parts to take again, as far as they may still be there."""
+        items = () if self.whole is None else self.whole.restate
+        return [item for item in items if item.key not in self.unavailable]
+
+    @property
+    def restate_ranks(self) -> Sequence[Restate]:
+        """The parts to take again for the numbers of their own rank."""
+        return () if self.whole is None else self.whole.restate_ranks
+
+    def assemble(self) -> None:
+        """Put the parts together as they are now."""
+        try:
+            self.whole = assemble(self.parts, unavailable=self.unavailable)
+        except InvalidInput:
+            self.whole = None  # nobody handed over both streams: there is nothing to tell
+
+    def replace(self, item: Restate, summary: bytes | None, *, for_rank: bool = False) -> None:
+        """Put a restated summary in the place of a part's own; None: it could not be taken."""
+        if summary is None:
+            if not for_rank:
+                self.unavailable.add(item.key)
+            return
+        taken = Summary.from_bytes(summary)
+        for at, part in enumerate(self.parts):
+            if part.key != item.key or part.summary.pair != taken.pair:
+                continue
+            if for_rank:
+                self.parts[at] = dataclasses.replace(part, ranked=taken)
+            else:
+                handed = part.handed or part.summary
+                self.parts[at] = dataclasses.replace(
+                    part, summary=taken, handed=handed, skipped=item.skips
+                )
+
+
+def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
+    """Read a step's parts and put them together."""
+    # Before the parts, which then hold no less.
+    wall, mark = time.time(), catalogue.parts_mark(attempt_id, step)
+    rows = catalogue.summaries(attempt_id, step)
+    replaced = catalogue.replaced(attempt_id, step)
+    processes = catalogue.processes(attempt_id)
+    parts = part_records(rows, processes, replaced) if rows else []
+    keyed = {
+        f"{row['incarnation']}:{row['seq']}": {k: v for k, v in row.items() if k != "summary"}
+        for row in rows
+    }
+    bitwise = any((row["settings"] or {}).get("expect") == "bitwise" for row in processes)
+    forming = Forming(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
+    forming.assemble()
+    return forming
+
+
+def nodes_of(catalogue: Catalogue, forming: Forming) -> dict[str, str | None]:
+    """Return, by part key, the nodes whose rings hold the payloads of the whole's stage."""
+    stage = None if forming.whole is None else forming.whole.stage
+    rows = catalogue.payloads(forming.attempt_id, forming.step, stage=stage, limit=_ALL)
+    return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
+
+
+def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
+    """Return what a formed whole writes: the whole itself and its findings."""
+    key = {"attempt_id": forming.attempt_id, "step": forming.step}
+    whole = None if forming.whole is None else forming.whole.besides(forming.alone)
+    formed = {**key, "whole_wall": forming.wall, "whole_mark": forming.mark}
+    if whole is None:
+        return [Put("steps", {**formed, "whole": None})]
+    place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": time.time()}
+    found = examine(whole.summary, whole.ranks)
+    suspects = [check.name for check in found.suspects]
+    columns = step_metrics(whole, verdict=found.verdict, suspects=suspects, whole_wall=forming.wall)
+    puts: list[Put | Delete] = [
+        Put("steps", {**formed, "whole": whole.to_bytes()}),
+        Put("step_metrics", {**key, **columns}),
+    ]
+    puts += _suspects(found.suspects, whole, place)
+    if forming.expects_bitwise:
+        puts += _not_exact(whole, forming.rows, place)
+    if whole.differing:
+        puts.append(_replicas(whole, forming.rows, place))
+    return puts + findings(whole, place)
+
+
+def _suspects(suspects: Sequence[Check], whole: Whole, place: dict[str, Any]) -> list[Put]:
+    """Say why the streams cannot be compared: the likeliest cause, and what it may explain.
+
+    It explains nothing on a rank that does not show it: such a rank's own cause is said beside it.
+    """
+    if not suspects:
+        return []
+    # Several versions are a fact beside any cause, and say where to look instead.
+    named = [check for check in suspects if check.name == "versions" or check is suspects[0]]
+    of_ranks = causes_of_ranks(whole.summary, whole.ranks, suspects[0].name)
+    places = {cause.check.name: cause.places for cause in of_ranks}
+    named += [cause.check for cause in of_ranks]
+    return [
+        finding(
+            f"streams_{check.name}",
+            check.text,
+            **place,
+            evidence={
+                "status": check.status,
+                "pair": pair_name(whole.summary.pair),
+                "also": [other.name for other in suspects if other.name != check.name],
+                **({"ranks": places[check.name][:_NAMED_RANKS]} if check.name in places else {}),
+            },
+            advice="trust the mismatch of this step only once this is explained",
+        )
+        for check in named
+    ]
+
+
+def _not_exact(
+    whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
+) -> list[Put]:
+    """Say where the streams of a run that expects no difference first differ."""
+    unequal = unequal_tokens(whole.total)
+    if not unequal:
+        return []
+    p, q = whole.summary.pair
+    found = first_difference(whole.summary)
+    text, evidence = NOT_KEPT, dict[str, Any]()
+    if found is not None:
+        row = rows.get(found.source, {})
+        where = {"role": row.get("role"), "rank": row.get("rank")}
+        text = f"{'first' if found.is_first else 'such as'} in {found.text(**where)}"
+        evidence = {**found.to_json(), **where}
+    return [
+        finding(
+            "not_exact",
+            f"{p} and {q} differ in {unequal} of {whole.total.masked} tokens, and the run expects "
+            f"none to: {text}",
+            **place,
+            severity="error",
+            evidence={**evidence, "unequal": unequal},
+            advice="stagescope exact RUN says since which step; a capture of this step and of one "
+            "before (stagescope capture) names the operator",
+        )
+    ]
+
+
+def too_late(
+    catalogue: Catalogue, attempt_id: int, step: int, run: str
+) -> list[Put | Delete] | None:
+    """Return what is written of payloads that came when a step's parts may be gone.
+
+    The step's numbers stay without them, since nobody can tell any more which of their tokens
+    count already. They are refused, so that the step says what its numbers lack.
+
+    Returns:
+        None where the step never had parts, and is to be formed of what came now.
+    """
+    row = catalogue.step(attempt_id, step)
+    if row is None or row["whole"] is None:
+        # Of a step whose aggregation failed, what is left would pass for all of it.
+        failed = catalogue.findings(kind=NOT_AGGREGATED, attempt_id=attempt_id, step=step, limit=1)
+        return [] if failed else None
+    key = {"attempt_id": attempt_id, "step": step}
+    came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
+    whole = Whole.from_bytes(row["whole"])
+    known = {*whole.counted, *whole.left_out}
+    # One that settled after the wall was taken may be among the parts that were read then.
+    late = [
+        each
+        for each in came
+        if (each["settled_wall"] or 0.0) > row["whole_wall"]
+        and f"{each['incarnation']}:{each['seq']}" not in known
+    ]
+    rows: list[Put | Delete] = [Put("steps", {**key, "whole_mark": row["parts_mark"]})]
+    for each in late:
+        payload = {"incarnation": each["incarnation"], "seq": each["seq"]}
+        rows.append(Put("payloads", {**payload, "state": "refused", "reason": TOO_LATE}))
+        rows.append(Delete("summaries", payload))
+        loss = {name: each[name] for name in ("role", "rank", "stage", "bytes")}
+        loss |= {"kind": "payload", "reason": TOO_LATE, "count": 1, "wall": each["settled_wall"]}
+        identity = (each["incarnation"], each["work_key"], "payload", each["seq"])
+        rows.append(Put("losses", {"loss_id": digest(*identity), "run": run, **key, **loss}))
+    return rows
+
+
+def verdict(catalogue: Catalogue, forming: Forming) -> list[Put]:
+    """Correct the stored verdict on a step by the stages that came after it was given."""
+    row = catalogue.step(forming.attempt_id, forming.step)
+    if row is None or not row["missing"]:
+        return []
+    stages = catalogue.stages(forming.attempt_id, forming.step, limit=_ALL)
+    told, missing = corrected(row["completeness"], row["missing"], statuses_of_rows(stages))
+    key = {"attempt_id": forming.attempt_id, "step": forming.step}
+    return [Put("steps", {**key, "completeness": told, "missing": missing})]
+
+
+def _replicas(whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]) -> Put:
+    pairs = [
+        {
+            "rank": rows.get(one, {}).get("rank"),
+            "role": rows.get(one, {}).get("role"),
+            "counted_rank": rows.get(other, {}).get("rank"),
+        }
+        for one, other in whole.differing
+    ]
+    return finding(
+        "replicas_differ",
+        f"{len(pairs)} ranks hold the same rows as another rank and differ from it in log-probs",
+        **place,
+        evidence={"pairs": pairs[:100]},
+        advice="replicas of one model on one batch should agree; if these ranks are no replicas, "
+        "what they said of their data_rank or their sample_ids is wrong",
+    )

@@ -1,0 +1,106 @@
+"""With which earlier dumps an order compares.
+
+msprobe then writes only the tensors of operators that give another output for equal inputs, by
+the checksums that both dumps have (summary_mode md5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+from stagescope.errors import Conflict
+from stagescope.schema import PART_FIELDS
+from stagescope_service.store.artifacts import confine
+from stagescope_service.store.catalogue import Catalogue
+import math
+from collections.abc import Mapping
+from typing import Any
+from stagescope_service.statistics import Whole, publish_cell
+
+
+
+_MOST_DUMPS: Final = 100_000
+
+
+def with_bench(
+    catalogue: Catalogue, capture: Mapping[str, Any], roots: Iterable[Path]
+) -> dict[str, Any]:
+    """Return an order with the directories of the dumps that its `bench` names.
+
+    Each rank finds its own among them: `bench["dumps"]` holds rows of stage, part, role, ranks and
+    `path`, the directory that msprobe takes as bench_path.
+
+    Raises:
+        Conflict: that capture left no dump in that step, or none with checksums.
+        Forbidden: a dump lies outside `roots`.
+    """
+    bench = capture.get("bench")
+    if bench is None:
+        return dict(capture)
+    _check_checksums(catalogue.capture(bench["capture_id"]), bench["capture_id"])
+    rows = [
+        row
+        for row in catalogue.captured(bench["capture_id"], limit=_MOST_DUMPS)
+        if row["step"] == bench["step"] and row["state"] == "complete"
+    ]
+    if not rows:
+        raise Conflict(
+            f"capture {bench['capture_id']} left no dump in step {bench['step']}",
+            expected="a capture, and a step that it collected",
+            advice="see /captures and the dumps of its steps",
+        )
+    allowed = list(roots)
+    ranks: dict[tuple[str, str, str, str], set[int]] = {}
+    for row in rows:
+        # msprobe adds step0/rank{R} itself.
+        directory = confine(Path(row["path"]).parent.parent, allowed)
+        part = ".".join(str(row[name] or 0) for name in PART_FIELDS)
+        place = (row["stage"], part, row["role"], str(directory))
+        ranks.setdefault(place, set()).add(row["rank"])
+    dumps = [
+        {"stage": stage, "part": part, "role": role, "path": path, "ranks": sorted(found)}
+        for (stage, part, role, path), found in ranks.items()
+    ]
+    return {**capture, "bench": {**bench, "dumps": dumps}}
+
+
+def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:
+    """Refuse a bench without the checksums by which msprobe compares."""
+    config = ((row or {}).get("spec") or {}).get("config")
+    if config is None:
+        return  # one of a file that only its ranks have read
+    task = config.get("task") or "statistics"
+    if (config.get(task) or {}).get("summary_mode") != "md5":
+        raise Conflict(
+            f"capture {capture_id} has no checksums by which msprobe could compare",
+            expected=f"a capture with {task}.summary_mode 'md5' in its config",
+        )
+
+
+def worst_ranks(whole: Whole, count: int) -> list[int]:
+    """Return the ranks with the highest mean |d|, the worst first; non-finite is worst of all."""
+    found: dict[int, float] = {}
+    for row in whole.ranks:
+        mean = publish_cell(row.cell, whole.summary.pair)["logprob_abs_diff/mean"]
+        found[row.rank] = max(found.get(row.rank, -math.inf), math.inf if mean != mean else mean)
+    return sorted(found, key=lambda rank: (-found[rank], rank))[:count]
+
+
+def with_ranks(catalogue: Catalogue, capture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an order with the ranks that `worst(k)` stands for now, in a run's newest attempt.
+
+    Raises:
+        Conflict: nothing was measured by which a rank could be called worst.
+    """
+    ranks = capture["ranks"]
+    if not isinstance(ranks, Mapping):
+        return dict(capture)
+    row = catalogue.newest_whole(capture["run"])
+    if row is None:
+        raise Conflict(
+            "no step has numbers by which a rank could be called worst",
+            expected="ranks by number, or 'all'",
+        )
+    chosen = worst_ranks(Whole.from_bytes(row["whole"]), ranks["worst"])
+    return {**capture, "ranks": sorted(chosen)}

@@ -1,0 +1,448 @@
+"""Looks now and then for ranks that are stuck, and for processes that fell silent.
+
+A rank that is stuck makes a finding, which is over when the rank goes on; its stacks, and those of
+one rank that is not, are asked for once. A process that does not answer makes a finding wherever
+it stands, with the time at which it was heard last, over once it is heard again; the file of its
+watchdog is read on its node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from stagescope.errors import InvalidEvent
+from stagescope.schema import Work
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.findings import finding
+from stagescope_service.coordinator.unresponsive import Silence
+from stagescope_service.core.instructions import Instruction, Put
+from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.state import State
+from stagescope_service.core.steps import FINISHED
+from stagescope_service.core.hang_detection import (
+    BETWEEN,
+    GONE,
+    NOT_ENDED,
+    SILENT_KIND,
+    Role,
+    Stuck,
+    StuckRules,
+    judge,
+)
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from stagescope_service.core.entities import FAILED, OK, Attempt, Process, Span
+from stagescope_service.core.hang_detection import (
+    GONE,
+    LIVE,
+    SILENT,
+    UNHEARD,
+    History,
+    Pace,
+    Place,
+    Role,
+    Standing,
+    history,
+)
+
+
+
+def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str, Role]]:
+    """Yield the roles of an attempt that work on its open steps.
+
+    `silent` are the incarnations of which nothing is heard though their lease holds.
+    """
+    by_role: dict[str, dict[int, Process]] = {}
+    left: dict[str, set[int]] = {}
+    for process in attempt.processes.values():
+        if process.finished:
+            left.setdefault(process.role, set()).add(process.rank)
+        elif not process.replaced:
+            ranks = by_role.setdefault(process.role, {})
+            other = ranks.get(process.rank)
+            if other is None or (other.live, other.age) < (process.live, process.age):
+                ranks[process.rank] = process
+    for role, processes in by_role.items():
+        paces = _open_paces(attempt, role)
+        if paces:
+            expected = range(attempt.world_size(role) or 0)
+            absent = {*expected} - processes.keys() - left.get(role, set())
+            standings = {
+                rank: _standing(paces, each, each.incarnation in silent)
+                for rank, each in processes.items()
+            }
+            standings |= dict.fromkeys(absent, Standing(UNHEARD))
+            yield role, _role(attempt, role, standings, paces)
+
+
+def _open_paces(attempt: Attempt, role: str) -> dict[Place, Pace]:
+    found: dict[Place, Pace] = {}
+    for number in attempt.open:
+        found.update(_paces_of(attempt, number, role))
+    return found
+
+
+def _paces_of(attempt: Attempt, number: int, role: str) -> dict[Place, Pace]:
+    paces = attempt.steps[number].paces.get(role, {})
+    return {pace.place: pace for pace in paces.values()}
+
+
+def _standing(paces: Mapping[Place, Pace], process: Process, silent: bool) -> Standing:
+    gone = not process.live
+    spans = process.unfinished if gone else process.open_spans
+    inside = _innermost(paces, process, [*spans.values()])
+    frontier = -math.inf if process.reached is None else process.reached[2].first
+    status = GONE if gone else SILENT if silent else LIVE
+    return Standing(status, process.said or None, inside, frontier)
+
+
+def _innermost(paces: Mapping[Place, Pace], process: Process, spans: list[Span]) -> Place | None:
+    """Return the part that was entered last, unless its end was lost: then it went further."""
+    for span in reversed(spans):
+        step = span.work.step
+        if step is None or span.superseded or step != process.max_step:
+            continue
+        place = Place(step, span.work.stage or "", span.work.part)
+        if place in paces:
+            return place
+    return None
+
+
+def _role(
+    attempt: Attempt, role: str, standings: Mapping[int, Standing], paces: Mapping[Place, Pace]
+) -> Role:
+    def spans_at(place: Place) -> dict[int, list[Span]]:
+        ranks = attempt.steps[place.step].ranks.get((role, place.stage), {})
+        found = {
+            rank: [span for span in spans if span.work.part == place.part]
+            for rank, spans in ranks.items()
+        }
+        return {rank: spans for rank, spans in found.items() if spans}
+
+    def ended(place: Place) -> set[int]:
+        at = spans_at(place)
+        return {r for r, spans in at.items() if any(s.status in (OK, FAILED) for s in spans)}
+
+    @functools.cache
+    def earlier() -> Mapping[str, History]:
+        closed = sorted(number for number in attempt.steps if number not in attempt.open)
+        ranks = {
+            stage: found.keys()
+            for number in closed
+            for (its_role, stage), found in attempt.steps[number].ranks.items()
+            if its_role == role
+        }
+        # One that all but a few have left says as much of how long its stages take.
+        left = [number for number in attempt.steps if number < max(attempt.open)]
+        return history([_paces_of(attempt, number, role) for number in left], ranks)
+
+    return Role(
+        standings,
+        paces,
+        begun=lambda place: spans_at(place).keys(),
+        ended=ended,
+        history=lambda stage: earlier().get(stage, History()),
+    )
+
+
+KIND: Final = "stage_stuck"
+MOST_FINDINGS: Final = 64
+"""Of one role at one look; the others stand in `GET /steps/{step}/stuck`."""
+MOST_ASKED: Final = 8
+"""Stuck ranks of one role whose stacks are asked for at one look, beside one that is not stuck."""
+ANSWER_SECONDS: Final = 30.0
+
+
+class _Key(NamedTuple):
+    """What a finding is about; rank None: the whole role."""
+
+    attempt_id: int
+    step: int
+    stage: str
+    role: str
+    rank: int | None
+
+
+class HangWatch:
+    """Finds hangs in the state; `look` is to be called often, and does little.
+
+    Args:
+        state: of the coordinator.
+        rules: from when on a rank is stuck.
+        late_seconds: a process that polls is late after so long without a word.
+    """
+
+    def __init__(self, state: State, rules: StuckRules, *, late_seconds: float) -> None:
+        self._state = state
+        self._rules = rules
+        self._silence = Silence(state, late_seconds=late_seconds, floor=rules.floor)
+        self._pause = min(max(rules.floor / 4, 0.25), 5.0)
+        self._due = -math.inf
+        self._open: dict[_Key, str] = {}
+        self._silent: dict[str, tuple[int, str]] = {}
+        """Incarnation -> its attempt and its finding."""
+        self._adopted: dict[str, float] = {}
+        """Incarnation whose finding an earlier coordinator made -> when it was heard last."""
+        self._began: float | None = None
+        """Unix time of the first look."""
+
+    def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what an earlier coordinator found and did not see over."""
+        for row in findings:
+            if row["kind"] == KIND and row["over_wall"] is None:
+                place = (row["attempt_id"], row["step"], row["stage"], row["role"], row["rank"])
+                self._open[_Key(*place)] = row["finding_id"]
+            elif row["kind"] == SILENT_KIND and row["over_wall"] is None:
+                incarnation = str((row["evidence"] or {}).get("incarnation"))
+                self._silent[incarnation] = (row["attempt_id"], row["finding_id"])
+                process = self._state.registry.processes.get(incarnation)
+                if process is not None:
+                    self._adopted[incarnation] = process.heard
+
+    def look(self, now: float, wall: float) -> list[Instruction]:
+        """Return what is to be written and done now.
+
+        Args:
+            now: the service's monotonic clock, seconds.
+            wall: its Unix time.
+        """
+        if self._began is None:
+            self._began = wall
+        out, unanswered = self._state.stack_requests.expire(wall)
+        self._silence.unanswered(unanswered, now)
+        if now < self._due:
+            return out
+        self._due = now + self._pause
+        out += self._silence.look(now)
+        stuck: set[_Key] = set()
+        before = self._unheard_since_restart()
+        unheard: set[str] = set()
+        for attempt in self._state.registry.attempts.values():
+            if attempt.over:
+                continue
+            silent = self._silence.of(attempt, now, before)
+            unheard |= {process.incarnation for process in silent}
+            out += self._fell_silent(attempt, silent[:MOST_FINDINGS], wall)
+            if attempt.open and self._is_quiet(attempt, wall):
+                out += self._judge(attempt, silent, wall, stuck)
+        return out + self._end(stuck, wall) + self._end_silences(unheard, wall)
+
+    def watchdog(
+        self, incarnation: str, fields: Mapping[str, Any], wall: float
+    ) -> list[Instruction]:
+        """Take in what the file of a process's watchdog says (the fields of a STACKS event)."""
+        self._silence.read(incarnation)
+        process = self._state.registry.processes.get(incarnation)
+        if process is None:
+            return []
+        try:
+            work = Work.parse(fields)
+        except InvalidEvent:  # whoever wrote the file
+            work = Work(process.max_step, None, None)
+        return self._state.watchdog(process, fields, work, wall)
+
+    def _is_quiet(self, attempt: Attempt, wall: float) -> bool:
+        """Whether somebody has said nothing for long: a look at a busy attempt costs little."""
+        quiet = wall - self._rules.floor
+        return any(
+            process.said < quiet and not (process.finished or process.replaced)
+            for process in attempt.processes.values()
+        )
+
+    def _judge(
+        self, attempt: Attempt, silent: Sequence[Process], wall: float, stuck: set[_Key]
+    ) -> list[Instruction]:
+        out: list[Instruction] = []
+        unheard = {(process.role, process.rank) for process in silent}
+        for name, role in roles(attempt, {process.incarnation for process in silent}):
+            found = judge(role, wall, self._rules)[:MOST_FINDINGS]
+            new: list[Stuck] = []
+            for each in found:
+                key = _key(attempt, name, each)
+                known = key in self._open or key in stuck
+                # Of a process that does not answer there is one finding, wherever it stands.
+                if not known and (name, each.rank) in unheard:
+                    continue
+                if not known:
+                    new.append(each)
+                stuck.add(key)
+            if new:
+                out += self._found(attempt, name, new, role, wall)
+        return out
+
+    def _found(
+        self, attempt: Attempt, name: str, new: list[Stuck], role: Role, wall: float
+    ) -> list[Instruction]:
+        """Make findings of ranks that are newly stuck, and ask for their stacks."""
+        first = new[0]
+        request_id = f"{KIND}-{digest(attempt.attempt_id, name, first.place, first.rank, wall)}"
+        out: list[Instruction] = []
+        for each in new:
+            put = _finding(attempt, name, each, len(role.standings), wall, request_id)
+            row = {**put.row, "over_wall": None}
+            row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
+            self._open[_key(attempt, name, each)] = row["finding_id"]
+            out.append(Put("findings", row))
+        return out + self._ask(attempt, name, [each.rank for each in new], request_id, wall)
+
+    def _ask(
+        self, attempt: Attempt, role: str, stuck: list[int], request_id: str, wall: float
+    ) -> list[Instruction]:
+        """Ask stuck ranks, and another one to compare, for their stacks."""
+        live = {
+            process.rank: process
+            for process in attempt.processes.values()
+            if process.role == role and process.live and not process.raw
+        }
+        asked = [rank for rank in stuck if rank in live][:MOST_ASKED]
+        asked += sorted(live.keys() - set(stuck))[:1]
+        out: list[Instruction] = []
+        for rank in asked:
+            out += self._state.stack_requests.ask(
+                live[rank], request_id, by=KIND, reason=KIND, wall=wall, seconds=ANSWER_SECONDS
+            )
+        return out
+
+    def _fell_silent(
+        self, attempt: Attempt, silent: Sequence[Process], wall: float
+    ) -> list[Instruction]:
+        """Make findings of processes that do not answer any more."""
+        out: list[Instruction] = []
+        for process in silent:
+            if process.incarnation in self._silent:
+                continue
+            put = _silent_finding(attempt, process, self._silence.seconds, wall, self._began)
+            row = {**put.row, "over_wall": None}
+            row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
+            self._silent[process.incarnation] = (attempt.attempt_id, row["finding_id"])
+            out.append(Put("findings", row))
+        return out
+
+    def _unheard_since_restart(self) -> set[str]:
+        """Return who was silent before the restart and was not heard since.
+
+        The restart gave them a new lease, which is no word of theirs.
+        """
+        processes = self._state.registry.processes
+        for incarnation, heard in [*self._adopted.items()]:
+            process = processes.get(incarnation)
+            awaited = process is not None and not (process.finished or process.replaced)
+            if not awaited or process is None or process.heard > heard:
+                del self._adopted[incarnation]
+        return set(self._adopted)
+
+    def _end_silences(self, unheard: set[str], wall: float) -> list[Instruction]:
+        """Say of findings that they are over: the process is heard again, left or was replaced."""
+        out: list[Instruction] = []
+        for incarnation in self._silent.keys() - unheard:
+            attempt_id, finding_id = self._silent.pop(incarnation)
+            out += self._over(attempt_id, finding_id, wall)
+        return out
+
+    def _end(self, stuck: set[_Key], wall: float) -> list[Instruction]:
+        """Say of findings that they are over: the rank went on, or took leave."""
+        out: list[Instruction] = []
+        for key in [key for key in self._open if key not in stuck]:
+            out += self._over(key.attempt_id, self._open.pop(key), wall)
+        return out
+
+    def _over(self, attempt_id: int, finding_id: str, wall: float) -> list[Instruction]:
+        attempt = self._state.attempt(attempt_id)
+        if attempt is None or (attempt.over and attempt.end_reason != FINISHED):
+            return []  # it was stuck to its end
+        columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
+        return [Put("findings", {"finding_id": finding_id, **columns})]
+
+
+def _key(attempt: Attempt, role: str, stuck: Stuck) -> _Key:
+    rank = None if stuck.whole_role else stuck.rank
+    return _Key(attempt.attempt_id, stuck.place.step, stuck.place.stage, role, rank)
+
+
+def _silent_finding(
+    attempt: Attempt, process: Process, limit: float, wall: float, began: float | None
+) -> Put:
+    spans = [*process.open_spans.values(), *process.unfinished.values()]
+    inside = next((span for span in reversed(spans) if span.work.step == process.max_step), None)
+    reached = None if process.reached is None else process.reached[2].place
+    step, stage, part = process.max_step, None, None
+    if inside is not None:
+        stage, part = inside.work.stage, str(inside.work.part)
+    elif reached is not None:
+        step, stage, part = reached.step, reached.stage, str(reached.part)
+    place = f"step {step}" if stage is None else f"{stage} of step {step}"
+    where = f"inside {place}" if inside else f"after {place}"
+    quiet = f"not heard for {max(wall - process.heard, 0.0):.0f} s"
+    if began is not None and process.heard < began:
+        # What it asked of the earlier coordinator, which it may have done to the end, is unknown.
+        quiet = (
+            f"not heard in the {wall - began:.0f} s since the service restarted (its last event "
+            f"came {max(wall - process.heard, 0.0):.0f} s ago)"
+        )
+    return finding(
+        SILENT_KIND,
+        f"rank {process.rank} of {process.role} does not answer: {quiet}, {where}; others "
+        "may wait for it",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        severity="error",
+        step=step,
+        stage=stage,
+        role=process.role,
+        rank=process.rank,
+        evidence={
+            "status": NOT_ENDED if inside else BETWEEN,
+            "part": part,
+            "since_wall": process.heard,
+            "limit_seconds": limit,
+            "incarnation": process.incarnation,
+            "node_id": process.node_id,
+        },
+        advice="look at its process on its node (stopped, swapping, a held interpreter lock, a "
+        "dead host, a cut network): `stagescope stuck` names host and pid",
+    )
+
+
+def _finding(
+    attempt: Attempt, role: str, stuck: Stuck, ranks: int, wall: float, request_id: str
+) -> Put:
+    place, limit = stuck.place, stuck.limit
+    who = f"every rank of {role}" if stuck.whole_role else f"rank {stuck.rank} of {role}"
+    if stuck.process == GONE:
+        who += ", whose process fell silent,"
+    what = f"{who} has {stuck.status} {place.stage} in step {place.step}"
+    others = f"{stuck.begun} of {ranks} ranks began it, {stuck.ended} ended it"
+    usual = (
+        "no earlier step to compare with"
+        if limit.usual is None
+        else f"usually {limit.usual:.3g} s over {limit.steps} steps"
+    )
+    return finding(
+        KIND,
+        f"{what}: quiet for {stuck.seconds:.0f} s ({usual}); {others}",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        severity="error",
+        step=place.step,
+        stage=place.stage,
+        role=role,
+        rank=None if stuck.whole_role else stuck.rank,
+        evidence={
+            "status": stuck.status,
+            "process": stuck.process,
+            "part": str(place.part),
+            "since_wall": stuck.since,
+            "seconds": stuck.seconds,
+            "limit_seconds": limit.seconds,
+            "usual_seconds": limit.usual,
+            "history_steps": limit.steps,
+            "ranks_begun": stuck.begun,
+            "ranks_ended": stuck.ended,
+            "request_id": request_id,
+        },
+        advice=f"its stacks and those of another rank were asked for: `stagescope stacks "
+        f"{place.step} --run {attempt.run}`",
+    )

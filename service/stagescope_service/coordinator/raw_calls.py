@@ -1,0 +1,303 @@
+"""Calls of somebody without a probe, which Ray may make again.
+
+A raw caller says neither which incarnation it is nor in which order its calls are: both are made
+up here, so that a call that is made again is the same event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+from stagescope.errors import InvalidEvent, NotFound
+from stagescope.names import closest_word
+from stagescope.schema import (
+    BEGIN,
+    END,
+    END_STEP,
+    FINISH,
+    LOG,
+    WORK_FIELDS,
+    Event,
+    Sender,
+    Work,
+    check_run_name,
+)
+from stagescope_service.core import reports
+from stagescope_service.core import steps
+from stagescope_service.core import spans
+from stagescope_service.coordinator.executor import Executor
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Instruction, PayloadKey
+from stagescope_service.core.registry import UNKEYED, Registry
+from stagescope_service.core.catalogue_rows import text
+from stagescope_service.core.spans import RAW_SEQ
+from stagescope_service.core.state import State
+
+_CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
+"""Kind of event -> the call's name, where that is another."""
+_FIELDS: Final = ("run", "role", "rank", "attempt_key", "world_size", *WORK_FIELDS)
+"""That every call may name; `end_step` and `finish` have no other."""
+_OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    BEGIN: ("device_time",),
+    END: (
+        "payload", "scalars", "status", "begin_seq", "begin_wall", "begin_mono", "error_type",
+        "error_message", "device_seconds", "payload_dropped",
+    ),
+    LOG: ("scalars",),
+    END_STEP: (),
+    FINISH: (),
+}  # fmt: skip
+
+
+class RawCalls:
+    """Takes raw calls in; used from the event loop of the `Reception` alone."""
+
+    def __init__(
+        self,
+        state: State,
+        executor: Executor,
+        *,
+        poll_seconds: float,
+        wall: Callable[[], float],
+        mono: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._executor = executor
+        self._poll_seconds = poll_seconds
+        self._wall = wall
+        self._mono = mono
+        self.taken = 0
+
+    async def take(
+        self,
+        kind: str,
+        delivery: str,
+        fields: Mapping[str, Any],
+        payload: Mapping[str, object] | None = None,
+    ) -> dict[str, Any]:
+        """Take in a call of somebody without a probe.
+
+        Args:
+            kind: the kind of event.
+            delivery: names this delivery: the same on every retry of the call.
+            fields: run, role, rank, attempt_key, world_size and the event's own fields.
+            payload: name -> ref or array; the answer then waits for the payload's receipt.
+
+        Returns:
+            The event's place. `over` says that its attempt had ended, and `refused_in_part`, where
+            it is there, what of the call was not taken: the rest was. `payload` says what became
+            of the payload, and `payload_reason` why it was not taken.
+
+        Raises:
+            InvalidInput: a run, role, rank, step, stage or payload that cannot be right, or a
+                field that seems to be misspelt.
+            NotReady: the catalogue cannot be written now; nothing was taken.
+        """
+        self._executor.check_ready()
+        run = check_run_name(fields.get("run"))
+        seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
+        wall, mono = self._wall(), self._mono()
+        body = {name: value for name, value in fields.items() if value is not None}
+        try:  # before anything is changed
+            unknown = _unknown_fields(kind, fields)
+            sender = self._sender(run, fields)
+            self._state.check(Event(kind, seq, wall, mono, body))
+            if payload is not None and not isinstance(payload, Mapping):
+                raise InvalidEvent(
+                    f"the payload is a {type(payload).__name__}",
+                    expected="a dict of names to tensors or to refs of them",
+                )
+        except InvalidEvent as error:
+            await self._executor.carry_out([self._refusal(run, kind, fields, error)])
+            raise
+        if kind == FINISH:
+            return await self._finish(run, Event(kind, seq, wall, mono, {}), body, unknown)
+        late = kind != BEGIN and self._has_finished(sender)
+        out: list[Instruction] = []
+        if kind == BEGIN and self._starts_again(run, sender, Work.parse(body)):
+            newest = self._state.registry.newest(run)
+            assert newest is not None
+            out += self._state.registry.open_restart(newest, wall)[1]
+            sender = self._sender(run, fields)
+        if body.get("world_size") is not None:
+            hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
+            out += self._state.handle(sender, hello, mono, raw=True, late=late)
+        if kind in (BEGIN, END) and body.get("occurrence") is None:
+            work = Work.parse(body)
+            body["occurrence"] = _occurrence(
+                self._state.registry, sender.incarnation, work, kind, seq
+            )
+        if payload is not None:
+            body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
+        event = Event(kind, seq, wall, mono, body)
+        has_payload = payload is not None
+        taken = self._state.handle(
+            sender, event, mono, has_payload=has_payload, raw=True, late=late
+        )
+        self._executor.hold(taken, payload)
+        out += taken
+        process = self._state.registry.processes[sender.incarnation]
+        attempt = self._state.registry.attempt_of(process)
+        if unknown:
+            out.append(reports.unknown_fields(attempt, process.role, _name(kind), unknown, wall))
+        self.taken += 1
+        await self._executor.carry_out(out)
+        answer = {
+            "run": run,
+            "attempt": attempt.number,
+            "over": attempt.over,
+            "step": body.get("step"),
+            "stage": body.get("stage"),
+            "occurrence": body.get("occurrence"),
+        }
+        if (said := reports.refused_in_part(out)) is not None:
+            answer["refused_in_part"] = said
+        if payload is not None:
+            answer["payload"] = await self._settled(PayloadKey(sender.incarnation, seq))
+            if (reason := process.reasons.get(seq)) is not None:
+                answer["payload_reason"] = reason
+        return answer
+
+    async def _finish(
+        self, run: str, event: Event, fields: Mapping[str, Any], unknown: Collection[str]
+    ) -> dict[str, Any]:
+        """Let every raw caller of an attempt take leave, or only those of a role or rank.
+
+        Processes with a probe take leave themselves.
+
+        Raises:
+            NotFound: no such run or attempt.
+        """
+        attempt = self._state.registry.find(run, fields.get("attempt_key"))
+        if attempt is None:
+            raise NotFound(f"no run {run!r} has reported, or no attempt of that key")
+        left = [
+            process
+            for process in attempt.processes.values()
+            if process.raw and not process.finished
+            and fields.get("role", process.role) == process.role
+            and fields.get("rank", process.rank) == process.rank
+        ]  # fmt: skip
+        out: list[Instruction] = []
+        for process in left:
+            sender = Sender(process.incarnation, run, None, process.role, process.rank)
+            out += self._state.handle(sender, event, event.mono, raw=True)
+        if unknown:
+            role = str(fields.get("role") or "every role")
+            out.append(reports.unknown_fields(attempt, role, FINISH, unknown, event.wall))
+        self.taken += 1
+        await self._executor.carry_out(out)
+        answer = {
+            "run": run,
+            "attempt": attempt.number,
+            "finished": [{"role": process.role, "rank": process.rank} for process in left],
+            "over": attempt.over,
+        }
+        if (said := reports.refused_in_part(out)) is not None:
+            answer["refused_in_part"] = said
+        return answer
+
+    def _starts_again(self, run: str, sender: Sender, work: Work) -> bool:
+        """Return whether a beginning without an attempt key is of the run's next start.
+
+        Raw callers took leave before, and what comes is no late word of theirs: that would be of
+        the last step, and of a stage that the caller has not begun in it.
+        """
+        attempt = self._state.registry.newest(run)
+        if sender.attempt_key is not None or attempt is None or not attempt.over:
+            return False
+        everyone = attempt.processes.values()
+        if not attempt.unkeyed or not all(each.raw and each.finished for each in everyone):
+            return False
+        if work.step is None or work.step != attempt.top_step:
+            return work.step is not None
+        found = spans.of_stage(attempt.steps[work.step], sender.incarnation, work)
+        return any(span.begin_seq is not None and span.end_seq is not None for span in found)
+
+    def _has_finished(self, sender: Sender) -> bool:
+        """Return whether the attempt that a call belongs to is over because everyone took leave."""
+        attempt = self._state.registry.find(sender.run, sender.attempt_key)
+        return attempt is not None and attempt.over and attempt.end_reason == steps.FINISHED
+
+    def _sender(self, run: str, fields: Mapping[str, Any]) -> Sender:
+        """Return who calls, known by name.
+
+        Raises:
+            InvalidEvent: a role, rank or attempt_key that cannot be right.
+        """
+        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        attempt_key = fields.get("attempt_key")
+        newest = self._state.registry.newest(run)
+        key = attempt_key or (newest.key if newest else UNKEYED)
+        name = f"raw/{run}/{key}/{role}/{rank}"
+        return Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
+
+    def _refusal(
+        self, run: str, kind: str, fields: Mapping[str, Any], error: InvalidEvent
+    ) -> Instruction:
+        """Return the finding of a call that was refused: many a caller never asks what became."""
+        attempt = self._state.registry.newest(run)
+        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        return finding(
+            "refused_call",
+            f"{kind} of {text(role, 100)} rank {text(rank, 100)}: {error}"[:2000],
+            run=run,
+            attempt_id=None if attempt is None else attempt.attempt_id,
+            wall=self._wall(),
+            stage=text(fields.get("stage"), 200),
+            advice="nothing of this call was taken",
+        )
+
+    async def _settled(self, key: PayloadKey) -> str:
+        while not (receipts := self._executor.receipts(key.incarnation, [key.seq])):
+            await self._executor.wait(key.incarnation, self._poll_seconds)
+        return receipts[key.seq]
+
+
+def _name(kind: str) -> str:
+    return _CALLS.get(kind, kind)
+
+
+def _unknown_fields(kind: str, fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a call that it does not have, and that seem to be nobody's misspelling.
+
+    Raises:
+        InvalidEvent: a field that seems to mean one that the call has and that was not given: taken
+            without it, `stp=5` would be work of no step.
+    """
+    known = (*_FIELDS, *_OWN_FIELDS.get(kind, ()))
+    unknown = sorted(set(fields) - {*known})
+    wanted = [name for name in known if name not in fields]
+    for name in unknown:
+        meant = closest_word(name, wanted)
+        if meant is not None:
+            raise InvalidEvent(
+                f"{_name(kind)} has no field {name!r:.100}",
+                expected=f"{meant}, which is the closest; it has {', '.join(known)}",
+            )
+    return unknown
+
+
+def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq: int) -> int:
+    """Return the occurrence that a raw call means where it does not say: in order of entry.
+
+    A retried call gets what it got; an end belongs to the first one that is open, a beginning
+    to the first one that has only ended so far.
+    """
+    process = registry.processes.get(incarnation)
+    if process is None:
+        return 0
+    attempt = registry.attempt_of(process)
+    step = attempt.loose if work.step is None else attempt.steps.get(work.step)
+    found = [] if step is None else spans.of_stage(step, incarnation, work)
+    for span in found:
+        if seq == (span.begin_seq if kind == BEGIN else span.end_seq):
+            return span.work.part.occurrence
+    missing = "end_seq" if kind == END else "begin_seq"
+    # Two calls that a caller makes without waiting may run in the other order.
+    halves = [span.work.part.occurrence for span in found if getattr(span, missing) is None]
+    if halves:
+        return min(halves)
+    return 1 + max((span.work.part.occurrence for span in found), default=-1)

@@ -1,0 +1,286 @@
+"""Rebuild the state machine from what the catalogue holds, after a crash or a restart.
+
+Refs do not survive a coordinator: payloads that were announced and not read come back as not in
+flight, and are read when their process offers them again, or lost when its lease runs out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part, Work
+from stagescope_service.core import stage_timing
+from stagescope_service.core import steps
+from stagescope_service.core import spans
+from stagescope_service.core.completeness import UNKNOWN
+from stagescope_service.core.entities import (
+    ANNOUNCED,
+    OPEN,
+    RECENT_STEPS,
+    UNFINISHED,
+    Attempt,
+    Drops,
+    Introduction,
+    Participants,
+    Payload,
+    Process,
+    Span,
+    Step,
+)
+from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.core.registry import RESTORED, reading_settings, role_names
+from stagescope_service.core.catalogue_rows import integer
+from stagescope_service.core.state import State
+from stagescope_service.store.base import Snapshot
+
+Row = Mapping[str, Any]
+
+
+def restore(state: State, snapshot: Snapshot, now: float) -> None:
+    """Fill an empty `state`; every live process gets a whole lease to be heard again."""
+    registry = state.registry
+    registry.reserve(snapshot.last_attempt_id + 1)
+    for row in sorted(snapshot.attempts, key=lambda row: row["number"]):
+        registry.adopt(_attempt(row))
+    for row in snapshot.processes:
+        attempt = registry.attempts.get(row["attempt_id"])
+        if attempt is not None:
+            _take_process(state, attempt, row, now)
+    for row in snapshot.steps:
+        attempt = registry.attempts.get(row["attempt_id"])
+        if attempt is not None:
+            _take_step(attempt, row, kept=attempt is registry.newest(attempt.run))
+    for row in snapshot.stages:
+        _take_span(state, row)
+    for row in snapshot.payloads:
+        _take_payload(state, row)
+    for row in snapshot.armed:
+        _take_armed(state, row)
+    for row in snapshot.findings:
+        state.remember_finding(row["finding_id"], row["first_wall"])
+    for attempt in registry.attempts.values():
+        _settle(attempt)
+
+
+def _attempt(row: Row) -> Attempt:
+    first, resumed = row["first_step"], row["resumed_from_step"]
+    # That of a later attempt may have been derived from its first step.
+    derived = row["number"] > 1 and first is not None and resumed == first - 1
+    told = resumed is not None and not derived
+    return Attempt(
+        attempt_id=row["attempt_id"],
+        run=row["run"],
+        number=row["number"],
+        key=row["key"],
+        unkeyed=bool(row["unkeyed"]),
+        opened_wall=row["opened_wall"] or 0.0,
+        ended_wall=row["ended_wall"],
+        end_reason=row["end_reason"],
+        first_step=first,
+        resumed_from_step=resumed,
+        resumed_told=told,
+        resumed_restored=resumed if told else None,
+        last_closed_step=row["last_closed_step"],
+        # Whose it is was not stored: it stays.
+        fingerprint_of=None if row.get("fingerprint") is None else RESTORED,
+    )
+
+
+def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
+    lease = state.raw_lease_seconds if row["raw"] else state.lease_seconds
+    finished, lapsed = row["finished_wall"], row["lapsed_wall"]
+    process = Process(
+        incarnation=row["incarnation"],
+        attempt_id=row["attempt_id"],
+        role=row["role"],
+        rank=row["rank"],
+        started=row["first_wall"] or 0.0,
+        raw=bool(row["raw"]),
+        unkeyed=bool(row["unkeyed"]),
+        world_size=row["world_size"],
+        data_rank=row["data_rank"],
+        captures=(row["hello"] or {}).get("captures") is not False,
+        watchdog=(row["hello"] or {}).get("watchdog"),
+        expected_roles=role_names((row["hello"] or {}).get("expects")),
+        introduction=_introduction(row),
+        node_id=row["node_id"],
+        settings=reading_settings(row.get("settings")),
+        layout={
+            **((row["hello"] or {}).get("layout") or {}),
+            **{name: row[name] for name in LAYOUT_COLUMNS if row.get(name) is not None},
+        },
+        lease_until=now + lease,
+        last_wall=row["last_wall"] or 0.0,
+        heard=(row["last_wall"] or 0.0) + (row["clock_offset"] or 0.0),
+        clock=(row["clock_offset"], row["clock_error"]),
+        max_step=row["max_step"],
+        finished=finished is not None,
+        # What it begins from now on takes its leave back; what came before was taken in.
+        finish_seq=0 if finished is not None and not row["raw"] else None,
+        lapsed=lapsed is not None,
+        left_wall=finished if lapsed is None else lapsed,
+        plan_revision=row["plan_revision"],
+        bound=row["max_step"] is not None,
+        drops=Drops(
+            row["dropped_events"] or 0,
+            row["dropped_payloads"] or 0,
+            row["dropped_bytes"] or 0,
+            [*(row["dropped_seqs"] or ())],
+        ),
+    )
+    state.registry.processes[process.incarnation] = process
+    attempt.add(process)
+
+
+def _introduction(row: Row) -> Introduction | None:
+    """Return what a process said of its start, where its attempt does not have that yet."""
+    hello = row["hello"] or {}
+    wall = hello.get("said_wall")
+    if row["max_step"] is not None or not hello:
+        return None
+    return Introduction(
+        (row["first_wall"] or 0.0) if wall is None else wall,
+        fingerprint=hello.get("fingerprint"),
+        settings=row.get("settings"),
+        resumed_from_step=integer(hello.get("resumed_from_step")),
+        world_size=integer(hello.get("world_size")),
+    )
+
+
+def _take_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
+    """Take in a step; `kept` says that its stages were read, too, where its attempt is over."""
+    number = row["step"]
+    top, through = attempt.top_step, attempt.forgotten_through
+    attempt.top_step = number if top is None else max(top, number)
+    if row["closed_wall"] is not None:
+        attempt.note_closed(row["closed_wall"])
+    if row["close_reason"] == steps.SAID:
+        said = attempt.ended_through
+        attempt.ended_through = number if said is None else max(said, number)
+    if attempt.over and not kept:
+        attempt.forgotten_through = number if through is None else max(through, number)
+        return
+    opened = row["opened_wall"]
+    step = Step(number, math.inf if opened is None else opened)
+    step.closed_wall, step.close_reason = row["closed_wall"], row["close_reason"]
+    attempt.steps[number] = step
+    if step.closed_wall is None:
+        attempt.open.add(number)
+    elif row["completeness"] != UNKNOWN:
+        # The step before it may be out of memory: then whom it told to expect is known from here.
+        step.before = _participants(row["expected"])
+
+
+def _participants(expected: Any) -> Participants:
+    return {
+        (role, stage): set(ranks)
+        for role, by_stage in (expected or {}).items()
+        for stage, ranks in by_stage.items()
+    }
+
+
+def _work(row: Row) -> Work:
+    part = Part(*(row[name] or 0 for name in PART_FIELDS))
+    return Work(row["step"], row["policy_version"], row["stage"], part)
+
+
+def _take_span(state: State, row: Row) -> None:
+    attempt = state.registry.attempts.get(row["attempt_id"])
+    if attempt is None:
+        return
+    work = _work(row)
+    span = Span(
+        incarnation=row["incarnation"],
+        role=row["role"],
+        rank=row["rank"],
+        work=work,
+        revision=row["revision"],
+        status=row["status"],
+        begin_seq=row["begin_seq"],
+        end_seq=row["end_seq"],
+        superseded=bool(row["superseded"]),
+    )
+    step = attempt.loose if work.step is None else attempt.steps.get(work.step)
+    if step is not None:
+        spans.keep(step, span)
+    process = state.registry.processes.get(span.incarnation)
+    if process is None:
+        return
+    process.worked = True
+    process.newest_revision = max(process.newest_revision, span.revision)
+    if step is not None:
+        _take_pace(step, process, span, row)
+    if span.status == OPEN:
+        process.open_spans[(work.key, span.revision)] = span
+    elif span.status == UNFINISHED:
+        process.unfinished[(work.key, span.revision)] = span
+
+
+def _take_pace(step: Step, process: Process, span: Span, row: Row) -> None:
+    offset = row["clock_offset"] or 0.0
+    if row["begin_wall"] is not None:
+        stage_timing.note_begin(step, process, span, row["begin_wall"] + offset)
+    if row["end_wall"] is not None:
+        mono = row["end_mono"] or 0.0
+        stage_timing.note_end(step, process, span, row["end_wall"] + offset, row, mono)
+
+
+def _take_payload(state: State, row: Row) -> None:
+    attempt = state.registry.attempts.get(row["attempt_id"])
+    process = state.registry.processes.get(row["incarnation"])
+    if attempt is None or process is None:
+        return
+    if row["state"] != ANNOUNCED:
+        process.settle(row["seq"], row["state"])
+        return
+    key, work = PayloadKey(row["incarnation"], row["seq"]), _work(row)
+    process.payloads[key] = Payload(key, row["attempt_id"], work)
+    steps.payload_pending(attempt, work.step, key)
+
+
+def _take_armed(state: State, row: Row) -> None:
+    process = state.registry.processes.get(row["incarnation"])
+    if process is not None:
+        work = _work(row)
+        # Which event said it is not stored; any that follows has a higher number.
+        process.armed[(work.key, row["capture_id"])] = (work, {**row, "mark": 0})
+
+
+def _settle(attempt: Attempt) -> None:
+    """Derive what is not stored: who stands where, what left memory, the verdicts."""
+    newest: dict[tuple[str, int], Process] = {}
+    for process in attempt.processes.values():
+        if process.max_step is None or process.raw:
+            continue
+        other = newest.get((process.role, process.rank))
+        if other is None or other.age < process.age:
+            newest[(process.role, process.rank)] = process
+    for process in attempt.processes.values():
+        if process.max_step is not None:
+            # An attempt ends when nobody is left: who took no leave in one that is over was
+            # replaced, by a process that may be out of memory.
+            stayed = attempt.over and not (process.finished or process.lapsed)
+            is_newest = newest.get((process.role, process.rank)) is process
+            process.replaced = not process.raw and (stayed or not is_newest)
+            steps.rejoin(attempt, process)
+    _note_who_went_back(attempt)
+    closed = sorted(number for number in attempt.steps if number not in attempt.open)
+    if len(closed) >= RECENT_STEPS:
+        attempt.forgotten_through = closed[0] - 1
+    for number in closed:
+        steps.judge_in_memory(attempt, attempt.steps[number])
+
+
+def _note_who_went_back(attempt: Attempt) -> None:
+    reached: dict[str, int] = {}
+    for number in sorted(attempt.steps, reverse=True):
+        spans = [span for known in attempt.steps[number].spans.values() for span in known]
+        for span in spans:
+            process = attempt.processes.get(span.incarnation)
+            if process is not None and span.revision > reached.get(span.incarnation, math.inf):
+                process.went_back = True
+        for span in spans:
+            first = min(span.revision, reached.get(span.incarnation, span.revision))
+            reached[span.incarnation] = first

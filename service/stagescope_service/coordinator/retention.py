@@ -1,0 +1,286 @@
+"""Retention of kept files by bytes, age and steps, node by node; pinned steps stay. No Ray here.
+
+The catalogue knows every kept file; a node's ingestor deletes. A file without a row (a crash came
+between the two), and one whose node came back under another id, are taken up at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from stagescope.errors import StagescopeError
+from stagescope_service.core.findings import NOT_KEPT
+from stagescope_service.core.instructions import Put
+from stagescope_service.store.catalogue import Catalogue
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+Write = Callable[[Sequence[Put]], Awaitable[None]]
+
+_LOOK_SECONDS: Final = 60.0
+_BATCH: Final = 1000
+_DAY: Final = 86_400.0
+_SLACK: Final = 50
+"""One part in so many of the limit is freed beyond what is needed: not a deletion a payload."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What kept files may take: bytes on each node, days, newest steps of an attempt."""
+
+    bytes: int
+    days: float | None = None
+    steps: int | None = None
+
+
+class Disks(Protocol):
+    """The disks of the nodes, through their ingestors."""
+
+    def place(self, node_id: str | None) -> str:
+        """Return the node that stands in for one that is unknown or gone."""
+        ...
+
+    async def kept_files(self, node_id: str) -> list[str]:
+        """Return the paths of the kept files that a node sees."""
+        ...
+
+    async def describe_kept(
+        self, node_id: str, paths: Sequence[str]
+    ) -> Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """Return (row of artifacts, job) of those files that can be read."""
+        ...
+
+    async def discard(self, node_id: str, paths: Sequence[str]) -> Iterable[str]:
+        """Delete files; return those that are gone."""
+        ...
+
+
+class Retention:
+    """Makes room for kept files, and says where there is none; used from one event loop only.
+
+    Args:
+        catalogue: the store's reading side.
+        disks: reaches the ingestors.
+        write: commits rows.
+        limits: what kept files may take.
+        wall: Unix seconds of the service.
+        mono: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        disks: Disks,
+        write: Write,
+        limits: Limits,
+        *,
+        wall: Callable[[], float] = time.time,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalogue = catalogue
+        self._disks = disks
+        self._write = write
+        self._limits = limits
+        self._wall = wall
+        self._mono = mono
+        self._looked = mono()
+        self._bytes: Counter[str] | None = None
+        self._reserved: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}
+        self._not_kept = 0
+        self._open: dict[int, str] = {}
+        self._newest: dict[int, int] = {}
+        self._changing = asyncio.Lock()
+
+    def adopt_findings(self, findings: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what an earlier coordinator said was not kept, and did not see over."""
+        for row in findings:
+            if row["kind"] == NOT_KEPT and row["over_wall"] is None:
+                self._open[row["attempt_id"]] = row["finding_id"]
+
+    def health(self) -> Row:
+        """Say whether what is to be kept is kept, and if not, why, and how often it was not."""
+        reasons = {node: reason for node, reason in self._reasons.items() if reason}
+        return {
+            "healthy": not reasons,
+            "reason": "; ".join(reasons.values()) or None,
+            "not_kept": self._not_kept,
+            "bytes": dict(self._bytes or {}),
+            "limit_bytes": self._limits.bytes,
+        }
+
+    # --- payloads -------------------------------------------------------------------------
+    async def make_room(self, node_id: str | None, job: Mapping[str, Any]) -> str:
+        """Make room for what is kept of a payload; return why there is none, or ''.
+
+        `settled` gives back what this reserves.
+        """
+        node, needed = self._disks.place(node_id), _size(job)
+        try:
+            async with self._changing:
+                reason = await self._room(node, needed, (job["attempt_id"], job["step"]))
+        except StagescopeError:
+            logger.exception("whether there is room for kept files of node %s is not known", node)
+            reason = ""
+        if not reason:
+            self._reserved[node] += needed
+        return reason
+
+    async def _room(self, node: str, needed: int, own: tuple[int, int | None]) -> str:
+        most = self._limits.bytes
+        if self._bytes is None or self._excess(node, needed) > 0:
+            self._bytes = await self._counted()
+        if (excess := self._excess(node, needed)) > 0:
+            await self._free(node, excess + most // _SLACK, own)
+        if self._excess(node, needed) <= 0:
+            return ""
+        held = most + self._excess(node, 0)
+        return (
+            f"kept files take {held} of the {most} bytes that they may on node {node}, and what "
+            "is left is pinned or of this step"
+        )
+
+    def _excess(self, node: str, needed: int) -> int:
+        held = 0 if self._bytes is None else self._bytes[node]
+        return held + self._reserved[node] + needed - self._limits.bytes
+
+    async def _counted(self) -> Counter[str]:
+        rows = await asyncio.to_thread(self._catalogue.kept_bytes)
+        return Counter({str(row["node_id"]): int(row["bytes"]) for row in rows})
+
+    async def _free(self, node: str, excess: int, own: tuple[int, int | None]) -> None:
+        """Delete the oldest steps of a node, each whole, but not the one that is being kept."""
+        rows = await asyncio.to_thread(self._catalogue.kept_files, node_id=node, limit=_BATCH)
+        rows = [row for row in rows if (row["attempt_id"], row["step"]) != own]
+        chosen: list[Row] = []
+        for row in rows:
+            of_last = chosen and _step_of(chosen[-1]) == _step_of(row)
+            if excess <= 0 and not of_last:
+                break
+            chosen.append(row)
+            excess -= row["bytes"] or 0
+        await self._delete(node, chosen)
+
+    async def settled(
+        self, node_id: str | None, job: Mapping[str, Any], rows: Sequence[Put]
+    ) -> None:
+        """Note what became of a payload for which there was room, after its rows' commit."""
+        node = self._disks.place(node_id)
+        if not job.get("no_room"):
+            self._reserved[node] -= _size(job)
+        for put in rows:
+            if put.table == "artifacts" and put.row.get("kind") == "kept":
+                if self._bytes is not None:
+                    self._bytes[node] += put.row["bytes"]
+                self._reasons[node] = ""
+                await self._close(put.row["attempt_id"])
+                await self._retire_steps(put.row["attempt_id"], put.row["step"])
+            elif put.table == "findings" and put.row.get("kind") == NOT_KEPT:
+                self._reasons[node] = str(put.row["message"])
+                self._open[put.row["attempt_id"]] = put.row["finding_id"]
+                self._not_kept += 1
+
+    async def _close(self, attempt_id: int) -> None:
+        """Say of what was not kept of an attempt that it is over, whoever keeps now."""
+        if (finding_id := self._open.pop(attempt_id, None)) is not None:
+            over = {"finding_id": finding_id, "over_wall": self._wall()}
+            await self._write([Put("findings", over)])
+
+    async def _retire_steps(self, attempt_id: int, step: int | None) -> None:
+        most = self._limits.steps
+        if most is None or step is None or step <= self._newest.get(attempt_id, -1):
+            return
+        self._newest[attempt_id] = step
+        newest = await asyncio.to_thread(self._catalogue.newest_kept_steps, attempt_id, limit=most)
+        if len(newest) == most:
+            await self._retire(attempt_id=attempt_id, before_step=newest[-1])
+
+    # --- age ------------------------------------------------------------------------------
+    async def look(self) -> None:
+        """Delete what is too old; to be called often, looks once a minute."""
+        if self._limits.days is None or self._mono() < self._looked + _LOOK_SECONDS:
+            return
+        self._looked = self._mono()
+        await self._retire(before_wall=self._wall() - self._limits.days * _DAY)
+
+    async def _retire(self, **which: Any) -> None:
+        async with self._changing:
+            rows = await asyncio.to_thread(self._catalogue.kept_files, limit=_BATCH, **which)
+            for node in dict.fromkeys(row["node_id"] for row in rows):
+                if self._disks.place(node) == node:  # of a node that is gone, nothing is known
+                    await self._delete(node, [row for row in rows if row["node_id"] == node])
+
+    async def _delete(self, node: str, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        gone = {*await self._disks.discard(node, [row["path"] for row in rows])}
+        deleted = [row for row in rows if row["path"] in gone]
+        now = self._wall()
+        await self._write(
+            [
+                Put("artifacts", {"artifact_id": row["artifact_id"], "deleted_wall": now})
+                for row in deleted
+            ]
+        )
+        if self._bytes is not None:
+            self._bytes[node] -= sum(row["bytes"] or 0 for row in deleted)
+
+    # --- the start ------------------------------------------------------------------------
+    async def adopt(self, node: str) -> None:
+        """Bring the catalogue and a node's disk together: orphans get rows, lost ones an end."""
+        async with self._changing:
+            # Rows first: the file of a row that is there by now was written before.
+            known = {row["path"]: row for row in await asyncio.to_thread(self._known)}
+            found = await self._disks.kept_files(node)
+            rows = [*self._moved(node, known, found), *self._lost(node, known, found)]
+            rows += await self._orphans(node, [path for path in found if path not in known])
+            if rows:
+                await self._write(rows)
+            self._bytes = None
+
+    def _known(self) -> list[Row]:
+        return self._catalogue.kept_places()
+
+    def _moved(self, node: str, known: Mapping[str, Row], found: Iterable[str]) -> Iterable[Put]:
+        for path in found:
+            row = known.get(path)
+            if row is not None and self._disks.place(row["node_id"]) != row["node_id"]:
+                yield Put("artifacts", {"artifact_id": row["artifact_id"], "node_id": node})
+
+    def _lost(self, node: str, known: Mapping[str, Row], found: Iterable[str]) -> Iterable[Put]:
+        there = {*found}
+        for path, row in known.items():
+            if row["node_id"] == node and path not in there:
+                gone = {"artifact_id": row["artifact_id"], "deleted_wall": self._wall()}
+                yield Put("artifacts", gone)
+
+    async def _orphans(self, node: str, paths: Sequence[str]) -> list[Put]:
+        rows: list[Put] = []
+        attempts: dict[str, dict[str, int]] = {}
+        for begin in range(0, len(paths), _BATCH):
+            batch = paths[begin : begin + _BATCH]
+            for row, job in await self._disks.describe_kept(node, batch):
+                run = job["run"]
+                if run not in attempts:
+                    of_run = await asyncio.to_thread(self._catalogue.attempts, run)
+                    attempts[run] = {each["key"]: each["attempt_id"] for each in of_run}
+                # Of another catalogue's attempts nothing is known here: their files are let be.
+                attempt_id = attempts[run].get(job["attempt_key"])
+                if attempt_id is not None:
+                    rows.append(Put("artifacts", {**row, "attempt_id": attempt_id}))
+        return rows
+
+
+def _size(job: Mapping[str, Any]) -> int:
+    return int(job.get("bytes") or 0)
+
+
+def _step_of(row: Row) -> tuple[Any, Any]:
+    return row["attempt_id"], row["step"]

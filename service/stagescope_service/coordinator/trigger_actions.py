@@ -1,0 +1,408 @@
+"""What follows of a firing: pins, a webhook, a capture; what could not be done is a finding."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+from stagescope.errors import Conflict, NotReady, StagescopeError
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Put
+from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.triggers.budget import Budget
+from stagescope_service.triggers.rules import Rule, Rules
+from stagescope_service.triggers.series import shown
+from stagescope_service.triggers.spending import ORDERED_BY, spent
+from collections.abc import Mapping
+from typing import Any, Final
+import httpx
+from stagescope import nonfinite
+
+
+
+SECONDS: Final = 10.0
+"""Time limit of one try, from the connection to the answer's head."""
+_AT_ONE_TIME: Final = 4
+
+
+class Webhooks:
+    """Calls webhooks; used from one event loop.
+
+    Args:
+        seconds: time limit of one try.
+        pauses: seconds before each further try.
+    """
+
+    def __init__(self, *, seconds: float = SECONDS, pauses: tuple[float, ...] = (1.0, 5.0)) -> None:
+        self._seconds = seconds
+        self._pauses = pauses
+        self._room = asyncio.Semaphore(_AT_ONE_TIME)
+
+    async def call(self, url: str, body: Mapping[str, Any]) -> str:
+        """Post a body; return why it did not arrive, empty where it did.
+
+        It arrived when the answer's status is 2xx. Redirects are not followed: they would carry
+        the body to another host than the one that was given. A client error (4xx) is not tried
+        again, but for 408 and 429.
+        """
+        content = nonfinite.dumps(body).encode()
+        async with self._room:
+            reason, final = await self._try(url, content)
+            tries = 1
+            for pause in self._pauses:
+                if not reason or final:
+                    break
+                await asyncio.sleep(pause)
+                reason, final = await self._try(url, content)
+                tries += 1
+        return f"{reason} ({tries} {'try' if tries == 1 else 'tries'})" if reason else ""
+
+    async def _try(self, url: str, content: bytes) -> tuple[str, bool]:
+        """Return why a try failed (empty: it did not), and whether no further one can do better."""
+        try:
+            status = await asyncio.wait_for(self._post(url, content), self._seconds)
+        except asyncio.TimeoutError:
+            return f"no answer in {self._seconds:g} s", False
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            # By its kind alone: the text of an error may hold the URL.
+            return f"it cannot be reached: {type(error).__name__}", False
+        if 200 <= status < 300:
+            return "", True
+        return f"it answered {status}", status < 500 and status not in (408, 429)
+
+    async def _post(self, url: str, content: bytes) -> int:
+        # A transport and not a client, which logs the URL of each request. Its TLS context takes
+        # too long to make for an event loop that ranks wait for.
+        transport = await asyncio.to_thread(httpx.AsyncHTTPTransport)
+        timeout = httpx.Timeout(self._seconds).as_dict()
+        headers = {"content-type": "application/json", "user-agent": "stagescope"}
+        request = httpx.Request(
+            "POST", url, content=content, headers=headers, extensions={"timeout": timeout}
+        )
+        async with transport:
+            response = await transport.handle_async_request(request)
+            await response.aclose()
+            return response.status_code
+
+
+Row = dict[str, Any]
+Order = Callable[[Mapping[str, Any], str], Awaitable[Mapping[str, Any]]]
+"""(spec, by) -> the capture; what `POST /captures` calls."""
+
+_PATIENCE: Final = 60.0
+"""Seconds in which an order is offered again while the coordinator is not ready."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Act:
+    """A firing whose actions are to be taken: its rule, and its row of the catalogue."""
+
+    rule: Rule
+    row: Row
+
+    @property
+    def key(self) -> Row:
+        """The key of the row."""
+        return {name: self.row[name] for name in ("attempt_id", "step", "rule")}
+
+    @property
+    def place(self) -> Row:
+        """Which step it is about, as findings say it."""
+        return {name: self.row[name] for name in ("run", "attempt_id", "step")}
+
+    @property
+    def by(self) -> str:
+        """Who orders a capture because of it."""
+        return f"{ORDERED_BY}{self.rule.name}{self.at}"
+
+    @property
+    def at(self) -> str:
+        """How `by` ends: which step of which attempt."""
+        return f" at step {self.row['step']} of attempt {self.row['evidence']['attempt']}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PinAnswer:
+    """What became of the pin of a step, over all nodes."""
+
+    payloads: int
+    bytes: int
+    gone: int
+    """Payloads that the rings had let go before."""
+    reasons: tuple[str, ...] = ()
+    """Why something of it is not pinned."""
+
+
+def gone_of(rows: Sequence[Row], held: int) -> int:
+    """Return how many payloads a ring let go.
+
+    Args:
+        rows: what `artifacts` says of its payloads of a step, deleted ones too.
+        held: how many it holds now: also some that are not in the catalogue yet.
+    """
+    deleted = sum(row["deleted_wall"] is not None for row in rows)
+    return max(deleted, len(rows) - held)
+
+
+class Hands(Protocol):
+    """What ingestors do for triggers."""
+
+    async def pin(self, attempt_id: int, step: int) -> PinAnswer:
+        """Pin the payloads of a step on every node that has some."""
+        ...
+
+
+class Acting:
+    """Takes the actions of firings.
+
+    Args:
+        catalogue: the store's reading side.
+        hands: reaches the ingestors.
+        order: orders a capture.
+        webhooks: calls webhooks.
+        wall: Unix seconds of the service.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        hands: Hands,
+        order: Order,
+        webhooks: Webhooks,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._catalogue = catalogue
+        self._hands = hands
+        self._order = order
+        self._webhooks = webhooks
+        self._wall = wall
+
+    async def carry_out(self, act: Act, rules: Rules) -> list[Put]:
+        """Take every action of a firing; return what became of them."""
+        actions = act.rule.actions
+        done: Row = {}
+        rows: list[Put] = []
+        if actions.pin:
+            done["pin"] = await self._pin(act, rows)
+        if actions.capture is not None:
+            done["capture"] = await self._capture(act, rules, rows)
+        if actions.webhook is not None:
+            done["webhook"] = await self._call(act, actions.webhook, done, rows)
+        fired = {**act.key, "actions": done, "acted_wall": self._wall()}
+        return [*rows, Put("firings", fired)]
+
+    # --- pins -----------------------------------------------------------------------------
+    async def _pin(self, act: Act, rows: list[Put]) -> Row:
+        attempt_id, last = act.row["attempt_id"], act.row["step"]
+        wanted = range(last, last - act.rule.actions.pin, -1)
+        there = await asyncio.to_thread(
+            self._catalogue.steps, attempt_id, before=last + 1, limit=len(wanted)
+        )
+        told = []
+        for number in sorted({row["step"] for row in there} & set(wanted)):
+            answer = await self._hands.pin(attempt_id, number)
+            told.append({"step": number, **dataclasses.asdict(answer)})
+            if answer.payloads:
+                pinned = {"attempt_id": attempt_id, "step": number, "pinned": True}
+                rows.append(Put("steps", pinned))
+            if answer.gone or answer.reasons:
+                rows.append(self._not_pinned(act, number, answer))
+        return {"steps": told}
+
+    def _not_pinned(self, act: Act, step: int, answer: PinAnswer) -> Put:
+        gone = f"{answer.gone} payloads had left the ring before" if answer.gone else ""
+        return finding(
+            "pin_not_kept",
+            f"not all payloads of step {step} are pinned for {act.rule.name}: "
+            + "; ".join(filter(None, (gone, *answer.reasons))),
+            **{**act.place, "step": step},
+            wall=self._wall(),
+            evidence={"rule": act.rule.name, **dataclasses.asdict(answer)},
+            advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
+        )
+
+    # --- webhooks -------------------------------------------------------------------------
+    async def _call(self, act: Act, url: str, done: Mapping[str, Any], rows: list[Put]) -> Row:
+        host = act.rule.actions.webhook_host
+        body = {
+            **{name: act.row[name] for name in _TOLD},
+            "evidence": shown(act.row["evidence"]),
+            "attempt": act.row["evidence"]["attempt"],
+            "severity": act.rule.actions.severity,
+            "advice": _advice(act),
+            "actions": dict(done),
+        }
+        reason = await self._webhooks.call(url, body)
+        if reason:
+            rows.append(
+                finding(
+                    "webhook_failed",
+                    f"the webhook of {act.rule.name} at {host} was not told: {reason}",
+                    **act.place,
+                    wall=self._wall(),
+                    evidence={"rule": act.rule.name, "host": host, "reason": reason},
+                    advice="see whether the coordinator's node reaches that host, and whether its "
+                    "URL is still good",
+                )
+            )
+        return {"host": host, "delivered": not reason, "reason": reason}
+
+    # --- captures -------------------------------------------------------------------------
+    async def _capture(self, act: Act, rules: Rules, rows: list[Put]) -> Row:
+        try:
+            before = await asyncio.to_thread(self._ordered, act)
+            if before is not None:
+                return {"capture_id": before["capture_id"]}
+            if not await asyncio.to_thread(self._is_meant, act, rules):
+                return {}
+            spec = await asyncio.to_thread(self._spec, act, rules)
+            ordered = await self._offer(spec, act.by)
+        except StagescopeError as error:
+            rows.append(self._refused(act, str(error)))
+            return {"refused": str(error)}
+        return {"capture_id": ordered["capture_id"]}
+
+    def _ordered(self, act: Act) -> Row | None:
+        """Return the capture that was ordered before a restart."""
+        template = act.rule.actions.capture
+        found = self._catalogue.captures(run=act.row["run"])
+        own = next((row for row in found if row["by"] == act.by), None)
+        if own is not None or template is None or not template.if_allowed:
+            return own
+        # Of rules that ship with one capture each, several fire at one step: one is enough.
+        of_step = [row for row in found if str(row["by"]).endswith(act.at)]
+        return next((row for row in of_step if str(row["by"]).startswith(ORDERED_BY)), None)
+
+    def _is_meant(self, act: Act, rules: Rules) -> bool:
+        """Return whether a capture is to be ordered, or refused with a word."""
+        template = act.rule.actions.capture
+        assert template is not None
+        return not template.if_allowed or self._budget(act, rules) is not None
+
+    def _budget(self, act: Act, rules: Rules) -> Budget | None:
+        run = str(act.row["run"])
+        row = self._catalogue.run(run)
+        return rules.budget_of(run, None if row is None else row["settings"])
+
+    def _spec(self, act: Act, rules: Rules) -> Row:
+        """Return the capture to order.
+
+        Raises:
+            Conflict: the run does not allow it, or its budget has no room.
+        """
+        template, run = act.rule.actions.capture, str(act.row["run"])
+        assert template is not None
+        budget = self._budget(act, rules)
+        if budget is None:
+            raise Conflict("the run does not say `capture: auto` with a budget")
+        attempt = self._catalogue.attempt(act.row["attempt_id"])
+        if attempt is None or attempt["ended_wall"] is not None:
+            raise Conflict("the attempt is over: there is no next step to capture")
+        cost = spent(self._catalogue, run)
+        why = budget.refusal(cost)
+        if why is not None:
+            raise Conflict(f"the budget has no room: {why}")
+        if not act.row["stage"] and "stages" not in template.order:
+            raise Conflict("no stage is concerned, and the template names none")
+        chosen = self._ranks(act, template.worst)
+        spec = {"run": run, "stages": [act.row["stage"]], **template.order, "steps": "next"}
+        spec |= chosen or {"ranks": template.ranks}
+        left = budget.bytes_left(cost)
+        if left is not None:
+            limits = dict(template.order.get("limits") or {})
+            per_rank = max(left // self._count(act, spec["ranks"]), 1)
+            given = limits.get("bytes")
+            spec["limits"] = {**limits, "bytes": min(per_rank, given) if given else per_rank}
+        return spec
+
+    def _ranks(self, act: Act, worst: int | None) -> Row:
+        """Return the ranks that `worst(k)` means here: of one role, the one concerned first.
+
+        Only of those that capture: the streams of a step may have met in a driver, which has no
+        model. Then nobody knows the worst, and the first ranks that do the stage are taken.
+        """
+        if worst is None:
+            return {}
+        able = {
+            (row["role"], row["rank"])
+            for row in self._catalogue.processes(act.row["attempt_id"])
+            if not row["raw"] and (row["hello"] or {}).get("captures") is not False
+        }
+        named = [tuple(each) for each in act.row["evidence"]["ranks"]]
+        ranks = [each for each in named if each in able]
+        if not ranks:
+            return {"ranks": list(range(worst))} if named else {}
+        role = ranks[0][0]
+        of_role = [rank for name, rank in ranks if name == role]
+        return {"roles": [role], "ranks": sorted(of_role[:worst])}
+
+    def _count(self, act: Act, ranks: Any) -> int:
+        if isinstance(ranks, list):
+            return len(ranks)
+        processes = self._catalogue.processes(act.row["attempt_id"])
+        return max(len({(row["role"], row["rank"]) for row in processes}), 1)
+
+    async def _offer(self, spec: Mapping[str, Any], by: str) -> Mapping[str, Any]:
+        """Order a capture, again while the coordinator is only starting."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return await self._order(spec, by)
+            except NotReady:  # noqa: PERF203
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)
+
+    def _refused(self, act: Act, reason: str) -> Put:
+        return finding(
+            "capture_refused",
+            f"{act.rule.name} ordered no capture at step {act.row['step']}: {reason}",
+            **act.place,
+            stage=act.row["stage"],
+            wall=self._wall(),
+            severity="info",
+            evidence={"rule": act.rule.name, "reason": reason},
+            advice="`runs` in the triggers' document says what may be captured unasked; "
+            "`stagescope capture` orders one by hand",
+        )
+
+
+_TOLD: Final = (
+    "rule", "run", "attempt_id", "step", "stage", "role", "rank", "round", "message", "wall",
+)  # fmt: skip
+
+
+def finding_place(key: Mapping[str, Any]) -> str:
+    """Return the id of a firing's finding: one for a rule and a step, wherever it points."""
+    return digest("trigger", key["rule"], key["attempt_id"], key["step"])
+
+
+def _advice(act: Act) -> str:
+    """Return what to try: where the rank's streams cannot be compared, to explain that first."""
+    advice, cause = act.rule.actions.advice, act.row["evidence"].get("cause")
+    if cause is None:
+        return advice
+    first = f"explain first why the streams of {act.row['role']} rank {act.row['rank']} cannot be "
+    first += f"compared ({cause['name']}): {cause['text']}"
+    return f"{first}; once that is mended: {advice}" if advice else first
+
+
+def finding_of(act: Act) -> list[Put]:
+    """Return the finding of a firing, where its rule makes one."""
+    actions, row = act.rule.actions, act.row
+    if actions.severity is None:
+        return []
+    made = finding(
+        f"trigger_{act.rule.name}",
+        row["message"],
+        **act.place,
+        **{name: row[name] for name in ("stage", "role", "rank", "wall")},
+        severity=actions.severity,
+        evidence={**shown(row["evidence"]), "round": row["round"]},
+        advice=_advice(act),
+    )
+    return [Put("findings", {**made.row, "finding_id": finding_place(act.key)})]

@@ -1,0 +1,394 @@
+"""Triggers on the live service: each formed whole is held against the rules in force.
+
+A firing is written with its finding before anything follows of it, and what follows (pins, a
+webhook, a capture) happens once for a rule and a step, also where the whole is formed again or the
+coordinator restarts in between. No Ray in here: `Hands` reaches the ingestors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from stagescope.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
+from stagescope_service.core.instructions import Delete, Put
+from stagescope_service.coordinator.retries import retried
+from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.coordinator.trigger_actions import Act, Acting, finding_of, finding_place
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.triggers.conditions import HISTORY
+from stagescope_service.triggers.facts import Facts
+from stagescope_service.triggers.replay import Fired, Reader
+from stagescope_service.triggers.rules import Rules, defaults, read_yaml
+from stagescope_service.triggers.series import NAMED, pack, unpack
+from stagescope_service.triggers.watch import REACH, At, Changes, Standing, Watch
+import bisect
+from collections.abc import Iterable
+
+
+
+class Turns:
+    """Formed steps of each attempt that wait for earlier ones.
+
+    Args:
+        most: steps of an attempt that may wait; beyond, the lowest go on all the same.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[int, list[int]] = {}
+
+    def formed(self, attempt_id: int, step: int, owed: Iterable[int]) -> list[int]:
+        """Take in a step whose whole was formed; return the steps whose turn it is, in order.
+
+        Args:
+            attempt_id: whose step.
+            step: that was formed.
+            owed: steps of the attempt that are still to be formed; each ends in a call of this.
+        """
+        waiting = self._waiting.setdefault(attempt_id, [])
+        at = bisect.bisect_left(waiting, step)
+        if waiting[at : at + 1] != [step]:
+            waiting.insert(at, step)
+        first = min(owed, default=None)
+        count = len(waiting) if first is None else bisect.bisect_right(waiting, first)
+        count = max(count, len(waiting) - self._most)
+        due, left = waiting[:count], waiting[count:]
+        if left:
+            self._waiting[attempt_id] = left
+        else:
+            del self._waiting[attempt_id]
+        return due
+
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
+
+RUNS_FOLLOWED: Final = 8
+"""Runs whose steps are kept in memory; another is read from the catalogue again."""
+DEFAULTS: Final = "defaults"
+SET: Final = "set"
+_ALL: Final = 1_000_000
+_PAUSE: Final = 1.0
+
+
+class Triggers:
+    """The rules in force, and what they have seen; used from one event loop.
+
+    Args:
+        catalogue: the store's reading side.
+        write: commits rows.
+        acting: carries out what follows of a firing.
+        wall: Unix seconds of the service.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        write: Write,
+        acting: Acting,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._catalogue = catalogue
+        self._write = write
+        self._acting = acting
+        self._wall = wall
+        self._rules = Rules(())
+        self.revision = 0
+        self._since = Since()
+        self._followed: OrderedDict[str, _Followed] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    # --- rules ----------------------------------------------------------------------------
+    async def open(self, file: Path | None = None) -> None:
+        """Go on with the rules that were given last; `file` stands until others are given.
+
+        A file is taken in where it says something else than it did. One that cannot be read
+        changes nothing, and the audit says so.
+        """
+        async with self._lock:  # steps that are formed meanwhile wait
+            row = await self._stored()
+            if row is not None:
+                self.revision, self._since = int(row["revision"]), Since.parse(row["since"])
+                self._rules = _readable(row["document"])
+            if file is not None:
+                await self._take_file(file, row)
+            # A newer version may ship other defaults; what somebody gave stays.
+            stored = None if row is None or self.revision != row["revision"] else row["source"]
+            outdated = stored == DEFAULTS and self._rules != defaults()
+            if not self.revision or outdated:
+                await self._put(defaults(), by="stagescope", source=DEFAULTS)
+
+    async def _stored(self) -> Row | None:
+        while True:
+            try:
+                return await asyncio.to_thread(self._catalogue.trigger_rules)
+            except CatalogueUnavailable:  # noqa: PERF203
+                logger.warning("the rules of triggers cannot be read yet", exc_info=True)
+                await asyncio.sleep(_PAUSE)
+
+    async def _take_file(self, file: Path, row: Row | None) -> None:
+        by = f"file {file}"
+        try:
+            text = await asyncio.to_thread(file.read_text, encoding="utf-8")
+            known = None if row is None else row["digest"]
+            if digest(text) != known:
+                await self._put(read_yaml(text), by=by, source=str(file), mark=digest(text))
+        except (OSError, UnicodeDecodeError, StagescopeError) as error:
+            logger.warning("the rules in %s were not taken: %s", file, error)
+            wall = self._wall()
+            detail = {"problem": str(error)}
+            refused = {"wall": wall, "by": by, "action": "triggers_refused", "detail": detail}
+            await self._write([Put("audit", refused)])
+
+    async def put(self, rules: Rules, *, by: str) -> int:
+        """Put rules in force for every step that closes from now on; return their revision."""
+        async with self._lock:
+            return await self._put(rules, by=by, source=SET)
+
+    async def _put(self, rules: Rules, *, by: str, source: str, mark: str = "") -> int:
+        wall, revision = self._wall(), self.revision + 1
+        row = await asyncio.to_thread(self._catalogue.trigger_rules)
+        since = await asyncio.to_thread(Since.now, self._catalogue)
+        # A file that was overruled by hand stays overruled until it says something else.
+        known = mark or (row or {}).get("digest") or ""
+        written: Row = {"revision": revision, "wall": wall, "by": by, "source": source}
+        written |= {"digest": known, "document": rules.wire(), "since": since.wire()}
+        shown = {"revision": revision, **rules.wire(secrets=False)}
+        audit = {"wall": wall, "by": by, "action": "set_triggers", "detail": shown}
+        await self._write([Put("trigger_rules", written), Put("audit", audit)])
+        self._rules, self.revision, self._since = rules, revision, since
+        self._followed.clear()
+        return revision
+
+    # --- steps ----------------------------------------------------------------------------
+    async def formed(self, attempt_id: int, step: int) -> None:
+        """Hold the rules against a step whose whole was formed (again); never raises."""
+        what = f"holding the rules against step {step} of attempt {attempt_id}"
+        try:
+            acts, rules = await retried(functools.partial(self._hold, attempt_id, step), what)
+            for act in acts:
+                await self._write(await self._acting.carry_out(act, rules))
+        except Exception:
+            # The firings of this step are found again by the next that loads its run.
+            self._followed.clear()
+            logger.exception("%s failed", what)
+
+    async def _hold(self, attempt_id: int, step: int) -> tuple[list[Act], Rules]:
+        """Write what a step changes; return what is to follow, and by which rules."""
+        async with self._lock:
+            rules = self._rules
+            try:
+                acts, rows = await asyncio.to_thread(self._look, rules, attempt_id, step)
+                if rows:
+                    await self._write(rows)
+            except Exception:
+                self._followed.clear()  # it may have taken in half of it
+                raise
+        return acts, rules
+
+    def _look(
+        self, rules: Rules, attempt_id: int, step: int
+    ) -> tuple[list[Act], list[Put | Delete]]:
+        attempt = self._catalogue.attempt(attempt_id)
+        if attempt is None or not rules.rules:
+            return [], []
+        run = str(attempt["run"])
+        acts: list[Act] = []
+        rows: list[Put | Delete] = []
+        followed = self._followed.get(run)
+        if followed is None:
+            followed = self._followed[run] = _Followed(self._catalogue, run, rules, self._since)
+            acts += followed.owed
+            while len(self._followed) > RUNS_FOLLOWED:
+                self._followed.popitem(last=False)
+        self._followed.move_to_end(run)
+        for changes in followed.take(attempt_id, step):
+            self._change(followed, changes, acts, rows)
+        return acts, rows
+
+    def _change(
+        self, followed: _Followed, changes: Changes, acts: list[Act], rows: list[Put | Delete]
+    ) -> None:
+        """Write what a step changed, and note what is to follow."""
+        for firing in changes.fired:
+            fired = followed.explain(firing)
+            if fired is None:
+                continue
+            act = Act(fired.rule, self._row(fired))
+            key = (act.rule.name, fired.facts.attempt_id, fired.facts.step)
+            taken: Row = {}
+            if key in followed.acted:
+                pass  # it names more than it did: what follows of it did already
+            elif firing.cools_since is None:
+                taken = {"actions": None, "acted_wall": None}
+                followed.acted.add(key)
+                acts.append(act)
+            else:
+                since = {"cools_since": firing.cools_since.step}
+                taken = {"actions": since if act.rule.actions.costs else {}}
+                taken["acted_wall"] = self._wall()
+            rows += [Put("firings", {**act.row, **taken}), *finding_of(act)]
+        for rule, at in changes.withdrawn:
+            key_row = {"attempt_id": followed.ids[at.attempt], "step": at.step, "rule": rule}
+            rows.append(Put("firings", {**key_row, "withdrawn_wall": self._wall()}))
+            rows.append(Delete("findings", {"finding_id": finding_place(key_row)}))
+
+    def _row(self, fired: Fired) -> Row:
+        said = fired.evidence
+        evidence = {**said.evidence(), "ranks": [list(each) for each in said.ranks]}
+        hits = (*fired.firing.hits, *fired.firing.lasting)
+        evidence[NAMED] = pack(hit.series for hit in hits)
+        return {
+            "attempt_id": fired.facts.attempt_id,
+            "step": fired.facts.step,
+            "rule": fired.rule.name,
+            "run": fired.facts.run,
+            "revision": self.revision,
+            "stage": said.stage,
+            "role": said.role,
+            "rank": said.rank,
+            "round": said.round,
+            "message": said.message,
+            "evidence": {**evidence, "attempt": fired.facts.attempt},
+            "wall": self._wall(),
+            "withdrawn_wall": None,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Since:
+    """Which steps were closed when the rules were given: they fire nothing.
+
+    Told by their numbers, since the clocks of trainings differ from the service's.
+    """
+
+    attempt_id: int = 0
+    """The highest attempt at that time."""
+    closed: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
+    """Attempt that was live -> its last closed step, None where it had none."""
+
+    @classmethod
+    def now(cls, catalogue: Catalogue) -> Since:
+        """Return what is closed now."""
+        attempts = catalogue.attempts()
+        live = {
+            int(row["attempt_id"]): row["last_closed_step"]
+            for row in attempts
+            if row["ended_wall"] is None
+        }
+        return cls(max((int(row["attempt_id"]) for row in attempts), default=0), live)
+
+    @classmethod
+    def parse(cls, said: Any) -> Since:
+        """Read what `wire` returned."""
+        return cls(said["attempt_id"], {int(key): step for key, step in said["closed"].items()})
+
+    def wire(self) -> Row:
+        """Return built-in types."""
+        closed = {str(attempt_id): step for attempt_id, step in self.closed.items()}
+        return {"attempt_id": self.attempt_id, "closed": closed}
+
+    def admits(self, attempt_id: int, step: int) -> bool:
+        """Return whether a step closed later."""
+        if attempt_id not in self.closed:
+            return attempt_id > self.attempt_id
+        last = self.closed[attempt_id]
+        return last is None or step > last
+
+
+class _Followed:
+    """A run whose steps are in memory."""
+
+    def __init__(self, catalogue: Catalogue, run: str, rules: Rules, since: Since) -> None:
+        self._since = since
+        self._reader = Reader(catalogue, run, rules)
+        self.ids = {int(r["number"]): int(r["attempt_id"]) for r in catalogue.attempts(run)}
+        numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
+        known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
+        by_name = {rule.name: rule for rule in rules.rules}
+        self.acted = {(r["rule"], r["attempt_id"], r["step"]) for r in known if _acted(r)}
+        """Firings whose actions were taken, or are to be."""
+        standing = [row for row in known if row["withdrawn_wall"] is None]
+        self.owed = [
+            Act(by_name[row["rule"]], row)
+            for row in standing
+            if row["acted_wall"] is None and row["rule"] in by_name
+        ]
+        """Firings whose coordinator ended before all that was to follow did."""
+        fired = {
+            (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _standing(row)
+            for row in standing
+        }
+        self._watch = Watch(rules.rules, fired=fired)
+
+        self._ahead = self._load()
+
+    def _load(self) -> deque[At]:
+        """Read the run's newest steps; return those that are to be taken in, in order.
+
+        None is taken in before its turn: what is stored of a step may still lack a payload.
+        """
+        places = self._reader.steps(HISTORY + REACH)
+        for attempt_id, step in places[:-REACH]:
+            facts = self._reader.facts(attempt_id, step)
+            if facts is not None:
+                at = At(facts.attempt, step)
+                self._watch.remember(at, self._reader.values(facts))
+        numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
+        newest = places[-REACH:]
+        return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in newest))
+
+    def take(self, attempt_id: int, step: int) -> Iterator[Changes]:
+        """Take in a step whose turn it is, and what is stored before it; yield what changes."""
+        facts = self._reader.facts(attempt_id, step)
+        if facts is None:
+            return
+        self.ids[facts.attempt] = attempt_id
+        at = At(facts.attempt, step)
+        while self._ahead and self._ahead[0] <= at:
+            earlier = self._ahead.popleft()
+            before = self._reader.facts(self.ids[earlier.attempt], earlier.step)
+            if before is not None and earlier != at:
+                yield self._taken(before)
+        yield self._taken(facts)
+
+    def _taken(self, facts: Facts) -> Changes:
+        fires = self._since.admits(facts.attempt_id, facts.step)
+        at = At(facts.attempt, facts.step)
+        return self._watch.take(at, self._reader.values(facts), fires=fires)
+
+    def explain(self, firing: Any) -> Fired | None:
+        """Put a firing into words; None where its step is gone."""
+        facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
+        return None if facts is None else self._reader.explain(firing, facts)
+
+
+def _standing(row: Row) -> Standing:
+    evidence = row["evidence"] or {}
+    named = evidence.get(NAMED)  # None: an earlier release wrote it
+    series = None if named is None else unpack(named)
+    return Standing(series, acts=evidence.get("cools_since") is None)
+
+
+def _acted(row: Row) -> bool:
+    """Return whether the actions of a stored firing followed, or are to follow."""
+    return _standing(row).acts or bool((row["actions"] or {}).keys() - {"cools_since"})
+
+
+def _readable(document: Any) -> Rules:
+    """Read stored rules; those of another version that cannot be read give way to the defaults."""
+    try:
+        return Rules.parse(document)
+    except InvalidPlan:
+        logger.exception("the stored rules cannot be read: the defaults are in force")
+        return defaults()

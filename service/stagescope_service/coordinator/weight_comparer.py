@@ -1,0 +1,391 @@
+"""From the stored records of a version of weights to its verdict, findings and odd replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Delete, Put, Weigh
+from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.weight_records import manifest_of, record_of
+from stagescope_service.core.weights import (
+    AGREES,
+    DIFFERS,
+    MISSING,
+    NOT_COMPARABLE,
+    VERDICTS,
+    Comparison,
+    Odd,
+    Record,
+    Rename,
+    compare,
+    newest,
+    odd_replicas,
+)
+from stagescope_service.store.catalogue import Catalogue
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from stagescope_service.core.findings import describe
+from stagescope_service.coordinator.retries import RetriedWork, retried
+
+
+
+Row = dict[str, Any]
+
+NAMED: Final = 20
+"""Names that a finding and a stored verdict hold; `/weights/{version}` has all of them."""
+_DEVICE: Final = ("device_kind", "device_index", "device_serial")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weighed:
+    """One version of an attempt's weights."""
+
+    run: str
+    attempt_id: int
+    version: int
+    rows: list[Row]
+    records: list[Record]
+    comparisons: list[Comparison]
+    odd: list[Odd]
+    #: Everybody who is expected has recorded, or nobody will any more: what is missing stays so.
+    complete: bool
+
+    @property
+    def step(self) -> int | None:
+        """The trainer's step, where anybody knew it."""
+        return max((row["step"] for row in self.rows if row["step"] is not None), default=None)
+
+    @property
+    def wall(self) -> float:
+        """When the last of it was recorded."""
+        return float(max(row["wall"] for row in self.rows))
+
+    def counts(self) -> dict[str, int]:
+        """Return how many weights have which verdict, the worst first."""
+        counted = Counter(each.verdict for each in self.comparisons)
+        return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
+
+    def ranks(self) -> dict[str, dict[str, list[int]]]:
+        """Return who recorded: side -> role -> ranks."""
+        found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for record in self.records:
+            found[record.side][record.role].add(record.rank)
+        return {s: {r: sorted(ranks) for r, ranks in roles.items()} for s, roles in found.items()}
+
+
+def renaming(rules: Sequence[tuple[str, str]]) -> Rename:
+    """Return the function that applies regular expressions one after the other."""
+    compiled = [(re.compile(pattern), replacement) for pattern, replacement in rules]
+
+    def rename(name: str) -> str:
+        for pattern, replacement in compiled:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return rename
+
+
+def weigh(
+    catalogue: Catalogue, attempt_id: int, version: int, rules: Sequence[tuple[str, str]] = ()
+) -> Weighed | None:
+    """Compare a version of an attempt's weights; None where nobody recorded it.
+
+    Args:
+        catalogue: where the records lie.
+        attempt_id: the attempt.
+        version: the policy version.
+        rules: (pattern, replacement), for the names of both sides.
+    """
+    attempt = catalogue.attempt(attempt_id)
+    rows = catalogue.weights(attempt_id, version)
+    if attempt is None or not rows:
+        return None
+    processes = {row["incarnation"]: row for row in catalogue.processes(attempt_id)}
+    blobs = catalogue.weight_manifests(sorted({row["manifest"] for row in rows}))
+    manifests = {name: manifest_of(blob) for name, blob in blobs.items()}
+    records = newest(
+        record_of(row, manifests[row["manifest"]], processes.get(row["incarnation"], {}))
+        for row in rows
+        if row["manifest"] in manifests
+    )
+    later = catalogue.newest_weights(attempt_id)
+    return Weighed(
+        run=attempt["run"],
+        attempt_id=attempt_id,
+        version=version,
+        rows=rows,
+        records=records,
+        comparisons=compare(records, renaming(rules)),
+        odd=odd_replicas(records),
+        complete=(later is not None and later > version) or _all_there(records, processes),
+    )
+
+
+def _all_there(records: Sequence[Record], processes: Mapping[str, Row]) -> bool:
+    sizes: dict[str, int] = {}
+    for process in processes.values():
+        if process["world_size"] is not None:
+            sizes[process["role"]] = process["world_size"]
+    there: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for record in records:
+        there[record.side, record.role].add(record.rank)
+    return all(
+        role in sizes and ranks.issuperset(range(sizes[role])) for (_, role), ranks in there.items()
+    )
+
+
+def judge(
+    catalogue: Catalogue, order: Weigh, rules: Sequence[tuple[str, str]] = ()
+) -> list[Put | Delete]:
+    """Return what the comparison of a version writes.
+
+    Of the versions before nobody is expected any more: they are judged for good.
+    """
+    earlier = catalogue.incomplete_weights(order.attempt_id, order.version)
+    processes = catalogue.processes(order.attempt_id)
+    out: list[Put | Delete] = []
+    for version in (*earlier, order.version):
+        weighed = weigh(catalogue, order.attempt_id, version, rules)
+        if weighed is not None:
+            out += rows_of(weighed, processes)
+    return out
+
+
+# --- what is written --------------------------------------------------------------------------
+
+
+def rows_of(weighed: Weighed, processes: Sequence[Row]) -> list[Put | Delete]:
+    """Return the rows of a verdict: it may be written again, and then replaces what stood there."""
+    place = {"attempt_id": weighed.attempt_id, "version": weighed.version}
+    return [
+        _verdict(weighed),
+        Delete("odd_replicas", place),
+        *(_odd_row(weighed, odd, processes) for odd in weighed.odd),
+        _judged(weighed, "weights_differ", _differ(weighed)),
+        _judged(weighed, "replica_weights_differ", _replicas_differ(weighed, processes)),
+    ]
+
+
+def _names(weighed: Weighed, verdict: str) -> list[str]:
+    return [each.name for each in weighed.comparisons if each.verdict == verdict]
+
+
+def _verdict(weighed: Weighed) -> Put:
+    counts = weighed.counts()
+    odd = sorted({name for odd in weighed.odd for name in odd.names})
+    named = {verdict: _names(weighed, verdict)[:NAMED] for verdict in (DIFFERS, MISSING)}
+    return Put(
+        "weight_verdicts",
+        {
+            "attempt_id": weighed.attempt_id,
+            "version": weighed.version,
+            "step": weighed.step,
+            "records": len(weighed.rows),
+            "agree": counts.get(AGREES, 0),
+            "differ": counts.get(DIFFERS, 0),
+            "missing": counts.get(MISSING, 0),
+            "not_comparable": counts.get(NOT_COMPARABLE, 0),
+            "replicas_differ": len(odd),
+            "complete": weighed.complete,
+            "ranks": weighed.ranks(),
+            "names": {**named, "replicas differ": odd[:NAMED]},
+            "wall": weighed.wall,
+        },
+    )
+
+
+def _judged(weighed: Weighed, kind: str, said: Mapping[str, Any] | None) -> Put | Delete:
+    """Write a finding, or take back one that did not last."""
+    finding_id = digest(kind, weighed.attempt_id, weighed.version)
+    if said is None:
+        return Delete("findings", {"finding_id": finding_id})
+    made = finding(
+        kind,
+        run=weighed.run,
+        attempt_id=weighed.attempt_id,
+        wall=weighed.wall,
+        step=weighed.step,
+        severity="error",
+        **said,
+    )
+    # Of one version: a later one of the same step is another finding.
+    return Put("findings", {**made.row, "finding_id": finding_id})
+
+
+def _differ(weighed: Weighed) -> dict[str, Any] | None:
+    differ = _names(weighed, DIFFERS)
+    missing = _names(weighed, MISSING) if weighed.complete else []
+    if not differ and not missing:
+        return None
+    words = [f"{len(differ)} differ ({_listed(differ)})"] if differ else []
+    words += [f"{len(missing)} are missing on one side ({_listed(missing)})"] if missing else []
+    ranks = sorted({rank for each in weighed.comparisons for rank in each.ranks})
+    count = len(weighed.comparisons)
+    unlike = not weighed.counts().keys() - {MISSING}
+    return {
+        "message": f"version {weighed.version}: of {count} weights {' and '.join(words)} between "
+        "trainer and rollout",
+        "evidence": {
+            "version": weighed.version,
+            "differ": differ[:NAMED],
+            "missing": missing[:NAMED],
+            "rollout_ranks": ranks,
+        },
+        "advice": "no name is on both sides: map them with STAGESCOPE_WEIGHT_NAMES or names="
+        if unlike
+        else "the engine samples from other weights than were trained: look at this sync of these "
+        "tensors; see `stagescope weights`",
+        "stage": "weight_sync",
+        "role": "rollout",
+        "rank": ranks[0] if len(ranks) == 1 else None,
+    }
+
+
+def _replicas_differ(weighed: Weighed, processes: Sequence[Row]) -> dict[str, Any] | None:
+    if not weighed.odd:
+        return None
+    outvoted = [odd for odd in weighed.odd if odd.is_outvoted]
+    named = outvoted or weighed.odd
+    shown = [
+        f"{odd.side} {odd.role} rank {odd.rank} on {device_of(weighed, odd, processes)['device']}"
+        for odd in named
+    ]
+    names = sorted({name for odd in named for name in odd.names})
+    verb = "holds" if len(named) == 1 else "hold"
+    rest = "other weights than its replicas" if outvoted else "unlike replicas, without a majority"
+    return {
+        "message": f"version {weighed.version}: {'; '.join(shown[:NAMED])} {verb} {rest}: "
+        f"{_listed(names)}",
+        "evidence": {
+            "version": weighed.version,
+            "odd": [{**odd._asdict(), "names": odd.names[:NAMED]} for odd in named[:NAMED]],
+        },
+        "advice": "a device that computes wrong, or a step that these ranks did not take together;"
+        " see `stagescope devices`",
+        "role": named[0].role if len({odd.role for odd in named}) == 1 else None,
+        "rank": named[0].rank if len(named) == 1 else None,
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _odd_row(weighed: Weighed, odd: Odd, processes: Sequence[Row]) -> Put:
+    return Put(
+        "odd_replicas",
+        {
+            "attempt_id": weighed.attempt_id,
+            "version": weighed.version,
+            "side": odd.side,
+            "role": odd.role,
+            "rank": odd.rank,
+            "run": weighed.run,
+            "step": weighed.step,
+            **device_of(weighed, odd, processes),
+            "is_outvoted": odd.is_outvoted,
+            "replicas": odd.replicas,
+            "tensors": len(odd.names),
+            "names": list(odd.names[:NAMED]),
+            "wall": weighed.wall,
+        },
+    )
+
+
+def device_of(weighed: Weighed, odd: Odd, processes: Sequence[Row]) -> Row:
+    """Return the device of an odd replica; `device` names it over attempts and runs.
+
+    That is its serial, else the host (a node's id is new in every cluster) and the device's index.
+    """
+    own = [r for r in weighed.rows if (r["side"], r["role"], r["rank"]) == odd[:3]]
+    row = max(own, key=lambda row: (row["wall"], row["incarnation"], row["seq"]))
+    process = next((p for p in processes if p["incarnation"] == row["incarnation"]), {})
+    found = {name: process.get(name) if row[name] is None else row[name] for name in _DEVICE}
+    # What the process says of its layout is what its user knows better.
+    if process.get("device_serial") is not None:
+        found["device_serial"] = process["device_serial"]
+    host, node = process.get("host"), process.get("node_id")
+    index = "" if found["device_index"] is None else found["device_index"]
+    name = f"{host or node or 'unknown host'}/{found['device_kind'] or 'device'}{index}"
+    device = found["device_serial"] or name
+    return {"device": device, "host": host, "node_id": node, **found}
+
+
+logger = logging.getLogger(__name__)
+
+Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
+
+NOT_COMPARED = "weights_not_compared"
+"""Of a version of weights: it could not be compared; over with the next try that succeeds."""
+
+
+class Weigher:
+    """Compares the versions of weights of one coordinator, from what is in the catalogue.
+
+    Many ranks record a version at about the same time: while one comparison is under way, all
+    that arrives waits for one more.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, write: Write, rules: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self._catalogue = catalogue
+        self._write = write
+        self._rules = rules
+        self._comparing = RetriedWork[Weigh, Weigh](
+            "the comparison of weights", self._compare, self._not_compared
+        )
+
+    def takes(self, order: Weigh) -> bool:
+        """Note an order; say whether `weigh` is to be called with it."""
+        return self._comparing.takes(order, order)
+
+    async def weigh(self, order: Weigh) -> None:
+        """Compare a version, again as long as it was asked for meanwhile or where it fails."""
+        await self._comparing.carry_out(order, order)
+
+    async def catch_up(self) -> None:
+        """Compare what was recorded and, when a coordinator ended, not compared."""
+        try:
+            await retried(self._catch_up, "reading which weights were not compared")
+        except Exception:
+            logger.exception("which weights were not compared cannot be read")
+
+    async def _catch_up(self) -> None:
+        for place in await asyncio.to_thread(self._catalogue.unweighed):
+            if self.takes(order := Weigh(*place)):
+                await self.weigh(order)
+
+    async def _compare(self, order: Weigh) -> None:
+        rows = await asyncio.to_thread(judge, self._catalogue, order, self._rules)
+        await self._write([*rows, Delete("findings", {"finding_id": _finding_id(order)})])
+
+    async def _not_compared(self, order: Weigh, error: Exception, tried: int) -> None:
+        attempt = await asyncio.to_thread(self._catalogue.attempt, order.attempt_id)
+        reason = describe(error)
+        made = finding(
+            NOT_COMPARED,
+            f"the weights of version {order.version} could not be compared ({tried} tries): "
+            f"{reason}",
+            run="" if attempt is None else attempt["run"],
+            attempt_id=order.attempt_id,
+            stage="weight_sync",
+            wall=time.time(),
+            severity="error",
+            evidence={"version": order.version, "error": reason, "tries": tried},
+            advice="what was recorded is kept; it is tried again when more of this version is "
+            "recorded and when the service starts anew; the coordinator's log has the traceback",
+        )
+        await self._write([Put("findings", {**made.row, "finding_id": _finding_id(order)})])
+
+
+def _finding_id(order: Weigh) -> str:
+    # Of a version, not of a step: the step may be unknown, or that of several versions.
+    return digest(NOT_COMPARED, *order)

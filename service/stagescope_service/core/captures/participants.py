@@ -1,0 +1,245 @@
+"""Whom an order asks, and what its asker should know: read off the state machine's memory."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from stagescope.captures import needs_ranks, unmatched_ranks
+from stagescope.errors import Conflict
+from stagescope.keeping import misspelt_words
+from stagescope.names import closest_by_words, closest_stage
+from stagescope.schema import STAGES
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures.agreement import Crew
+from stagescope_service.core.captures.plan import Entry
+from stagescope_service.core.registry import Registry
+
+_RUNS_NAMED: Final = 20
+_RANKS_NAMED: Final = 20
+
+
+def crew_of(registry: Registry, order: Mapping[str, Any]) -> Crew:
+    """Return whom an order asks: the ranks that do its stages in the run's newest attempt."""
+    attempt = attempt_of(registry, order)
+    if attempt is None or attempt.over:
+        return Crew(order["run"], None, ())
+    live = {
+        (process.role, process.rank): (process.incarnation, process.plan_revision)
+        for process in attempt.processes.values()
+        if process.live and _captures(process)
+    }
+    roles = {role for role, _ in live}
+    named = set(order["roles"] or roles) & roles
+    doing = {role for role in named if _does(attempt, role, order["stages"])}
+    members = agreeing.members_of(
+        order["ranks"],
+        doing or named,
+        {role: attempt.world_size(role) for role in named},
+        live,
+    )
+    return Crew(
+        order["run"],
+        attempt.attempt_id,
+        members,
+        attempt.top_step,
+        attempt.last_closed_step,
+        step_seconds(attempt),
+    )
+
+
+def attempt_of(registry: Registry, order: Mapping[str, Any]) -> Attempt | None:
+    """Return the newest attempt of an order's run."""
+    return None if order["run"] is None else registry.newest(order["run"])
+
+
+def is_early(registry: Registry, order: Mapping[str, Any]) -> bool:
+    """Whether steps that are said by number are ordered before anyone is there to ask."""
+    if agreeing.is_relative(order["steps"]):
+        return False
+    attempt = attempt_of(registry, order)
+    return attempt is None or attempt.over or attempt.top_step is None
+
+
+def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
+    """Return the run that an order is for: the one that is live, where it names none.
+
+    Raises:
+        Conflict: it counts from where the training stands, and there are several.
+    """
+    if capture["run"] is not None:
+        return str(capture["run"])
+    live = {attempt.run for attempt in registry.attempts.values() if _is_live(attempt)}
+    if len(live) == 1:
+        return live.pop()
+    if agreeing.is_relative(capture["steps"]):
+        raise Conflict(
+            f"{len(live)} runs are live, and the order names none",
+            expected=f"run: one of {', '.join(sorted(live)[:20]) or '(none is live)'}",
+        )
+    return None
+
+
+def _runs(registry: Registry) -> list[str]:
+    """Return the runs that have reported, the one whose attempt is newest first."""
+    attempts = sorted(
+        registry.attempts.values(),
+        key=lambda each: (each.opened_wall, each.attempt_id),
+        reverse=True,
+    )
+    return [*dict.fromkeys(each.run for each in attempts)]
+
+
+def _besides(runs: Iterable[str], named: str | None) -> list[str]:
+    return [run for run in runs if run != named][:_RUNS_NAMED]
+
+
+def _run_note(registry: Registry, run: str) -> str:
+    """Return a note of an ordered run that has not reported."""
+    known = _runs(registry)
+    meant = closest_by_words(run, known)
+    asked = "" if meant is None else f" (did you mean {meant}?)"
+    there = _besides(known, meant)
+    newest = f"; known, the newest first: {', '.join(there)}" if there else ""
+    return f"no run {run!r} is known (yet){asked}: it waits for one of that name{newest}"
+
+
+def _rank_notes(attempt: Attempt, order: Mapping[str, Any], crew: Crew) -> list[str]:
+    """Return notes of ranks and roles that an order names, and that are not there."""
+    said = []
+    there = {role for role, _ in attempt.by_rank}
+    if strange := sorted({*(order["roles"] or ())} - there):
+        known = ", ".join(sorted(there)) or "(none yet)"
+        said.append(f"nobody has the role {', '.join(strange)}; there are {known}")
+    members = {(each.role, each.rank) for each in crew.members}
+    if not needs_ranks(order):  # what the service does alone it does of raw callers, too
+        members |= {each for each in attempt.by_rank if each[0] in (order["roles"] or there)}
+    unknown = unmatched_ranks(order["ranks"], (rank for _, rank in members))
+    if unknown and members:
+        sizes = {role: attempt.world_size(role) for role in sorted({role for role, _ in members})}
+        told = [f"{role} has {size} ranks" for role, size in sizes.items() if size is not None]
+        named = ", ".join(map(str, unknown[:_RANKS_NAMED]))
+        said.append(
+            f"no rank {named} is there: nothing is collected of it until one reports"
+            + (f" ({', '.join(told)})" if told else "")
+        )
+    return said
+
+
+def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
+    """Check that no stage of an order is a misspelling of one that the run does.
+
+    A stage may have any name, so that one which is like no other is only noted.
+
+    Raises:
+        Conflict: with the stage that it seems to mean.
+    """
+    if attempt is None or attempt.last_closed_step is None or order["force"]:
+        return
+    if order["stages"] == "all":
+        return
+    done = _done(attempt)
+    # A stage of the schema is spelt right, whether the run does it or not.
+    others = [stage for stage in order["stages"] if stage not in STAGES]
+    wrong = {stage: meant for stage in others if (meant := closest_stage(stage, done))}
+    if wrong:
+        named = ", ".join(map(repr, wrong))
+        raise Conflict(
+            f"no rank of run {attempt.run} has done {named} lately",
+            expected=f"a stage of the run: {', '.join(sorted(done))}",
+            advice=f"did you mean {', '.join(wrong.values())}? With force (--force) it is ordered "
+            "all the same",
+        )
+
+
+def _done(attempt: Attempt) -> set[str]:
+    """Return the stages that ranks did in the steps that are in memory."""
+    return {stage for step in attempt.steps.values() for _, stage in step.ranks}
+
+
+def _stage_notes(stages: Any, done: set[str]) -> list[str]:
+    """Return a note of the ordered stages that nobody did, or that seem to be misspelt."""
+    if stages == "all":
+        return []
+    close = {stage: closest_stage(stage, {*done, *STAGES}) for stage in sorted({*stages} - done)}
+    named = ", ".join(
+        stage if meant is None else f"{stage} (did you mean {meant}?)"
+        for stage, meant in close.items()
+        if done or meant is not None
+    )
+    if not named:
+        return []
+    there = f"; stages of the run: {', '.join(sorted(done))}" if done else ""
+    return [f"no rank has done {named} lately: until one does, nothing of it is captured{there}"]
+
+
+def _keep_notes(order: Mapping[str, Any]) -> list[str]:
+    """Return notes of what is to be kept by a name that seems to be misspelt."""
+    return [
+        f"{word} is no section and no known tensor (did you mean {meant}?): it is kept where "
+        "something of that name is recorded"
+        for word, meant in misspelt_words(order["keep"])
+    ]
+
+
+def notes(registry: Registry, entry: Entry) -> list[str]:
+    """Return what an asker should know: an order may wait for what never comes."""
+    order = entry.order
+    if order["run"] is None:
+        unasked = "it is for every run: none is live whose ranks could be asked"
+        return [unasked, *_stage_notes(order["stages"], set()), *_keep_notes(order)]
+    attempt = registry.newest(order["run"])
+    if attempt is None:
+        waits = [_run_note(registry, order["run"]), *_stage_notes(order["stages"], set())]
+        return [*waits, *_keep_notes(order)]
+    said = _keep_notes(order)
+    if attempt.over:
+        said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
+    said += _stage_notes(order["stages"], _done(attempt))
+    crew = crew_of(registry, order)
+    if needs_ranks(order) and not attempt.over and not crew.members:
+        ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
+        named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
+        said.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
+    else:
+        said += _rank_notes(attempt, order, crew)
+    late = crew.late(entry.agreement.revision)
+    if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
+        said.append(f"waiting for {names([each.name for each in late])}")
+    return said
+
+
+def step_seconds(attempt: Attempt) -> float | None:
+    """Return how long a step of an attempt takes: the median of the last, by their beginnings."""
+    steps = sorted(attempt.steps)
+    gaps = [
+        attempt.steps[later].opened_wall - attempt.steps[earlier].opened_wall
+        for earlier, later in itertools.pairwise(steps)
+        if later == earlier + 1
+    ]
+    found = [gap for gap in gaps if 0 < gap < float("inf")]
+    return statistics.median(found) if found else None
+
+
+def names(ranks: Iterable[Mapping[str, Any]]) -> str:
+    """Return ranks as a reader calls them."""
+    return ", ".join(f"{each['role']} rank {each['rank']}" for each in [*ranks][:20])
+
+
+def _captures(process: Process) -> bool:
+    return process.captures and not process.raw
+
+
+def _is_live(attempt: Attempt) -> bool:
+    return not attempt.over and any(process.live for process in attempt.processes.values())
+
+
+def _does(attempt: Attempt, role: str, stages: Any) -> bool:
+    return any(
+        name == role and (stages == "all" or stage in stages)
+        for step in attempt.steps.values()
+        for name, stage in step.ranks
+    )

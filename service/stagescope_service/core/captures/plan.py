@@ -1,0 +1,185 @@
+"""The plan that is in force: the captures with a revision, without any I/O.
+
+A change is committed before any rank hears of it: what `wire` shows is what `publish` was told, so
+that a revision which a crash took back was never seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from stagescope.captures import CAPTURE_FIELDS, matches, validate_capture
+from stagescope.errors import Conflict, NotFound
+from stagescope.keeping import wanted_by, words_of
+from stagescope_service.core.captures.agreement import ASKED, Agreement
+from stagescope_service.core.captures.keep_policy import Standing, standing_of
+
+__all__ = ["Entry", "Plan", "matches", "validate_capture"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A capture in the plan: what was ordered, and how far its agreement has come."""
+
+    order: Mapping[str, Any]
+    agreement: Agreement
+
+    @property
+    def capture_id(self) -> str:
+        """Its id."""
+        return str(self.order["capture_id"])
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Entry:
+        """Read what `stored` wrote."""
+        order = {name: value for name, value in stored.items() if name != "agreement"}
+        return cls(order, Agreement.of(stored.get("agreement") or {"phase": "agreed"}))
+
+    def stored(self) -> dict[str, Any]:
+        """Return it as the catalogue and answers hold it."""
+        return {**self.order, "agreement": self.agreement.fields()}
+
+    def wire(self) -> dict[str, Any]:
+        """Return it as it travels to ranks: before it is agreed on it matches no step."""
+        agreed = self.agreement
+        steps = self.order["steps"] if agreed.steps is None else agreed.steps
+        asked = agreed.phase == ASKED
+        return {
+            **self.order,
+            "steps": [] if asked else steps,
+            "phase": agreed.phase,
+            "agreement": agreed.number,
+            "asked_revision": agreed.revision,
+        }
+
+
+class Publication(NamedTuple):
+    """A plan as it was at one moment."""
+
+    revision: int
+    entries: tuple[Entry, ...]
+
+
+class Plan:
+    """The captures in force, with a revision that grows at every change."""
+
+    def __init__(
+        self,
+        captures: Iterable[Mapping[str, Any]] = (),
+        *,
+        revision: int = 0,
+        standing: Standing | None = None,
+    ) -> None:
+        self.entries = {str(item["capture_id"]): Entry.of(item) for item in captures}
+        self._allotted = revision
+        self._standing = standing or {}
+        self._wire: list[dict[str, Any]] = []
+        self._published = Publication(revision, ())
+        self.publish(self.publication())
+
+    # --- changes --------------------------------------------------------------------------
+    def next_revision(self) -> int:
+        """Allot the revision of a change; it is seen once it is published."""
+        self._allotted += 1
+        return self._allotted
+
+    def add(
+        self,
+        capture: Mapping[str, Any],
+        *,
+        by: str,
+        now: float,
+        has_passed: Callable[[Entry], bool] = lambda entry: False,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:12],
+    ) -> Entry:
+        """Take in a validated capture, asked and not agreed on; return it with its id.
+
+        Args:
+            capture: what `validate_capture` returned.
+            by: who orders it.
+            now: Unix seconds.
+            has_passed: whether the steps of a capture have all begun, so that the same order now
+                is of others.
+            new_id: makes its id.
+
+        Raises:
+            Conflict: the same order already is in force (asked twice is ordered once).
+        """
+        for known in self.entries.values():
+            if has_passed(known):
+                continue
+            if all(known.order.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
+                raise Conflict(
+                    f"capture {known.capture_id} already orders exactly this",
+                    advice="remove it first to order it again",
+                )
+        own = {"capture_id": new_id(), "source": "http", "by": by, "created": now}
+        asked = Agreement(
+            revision=self.next_revision(), asked_wall=now, again_left=int(capture["again"])
+        )
+        entry = Entry({**capture, **own}, asked)
+        self.entries[entry.capture_id] = entry
+        return entry
+
+    def remove(self, capture_id: str) -> Entry:
+        """Withdraw a capture.
+
+        Raises:
+            NotFound: no such capture is in force.
+        """
+        if capture_id not in self.entries:
+            raise NotFound(
+                f"no capture {capture_id!r:.100} is in force",
+                expected=f"one of {', '.join(sorted(self.entries))}" if self.entries else "",
+            )
+        return self.entries.pop(capture_id)
+
+    def publication(self) -> Publication:
+        """Return the plan as it is now, to be published once it is committed."""
+        return Publication(self._allotted, tuple(self.entries.values()))
+
+    def publish(self, publication: Publication) -> None:
+        """Let ranks hear of a plan that is committed; an older one than they know says nothing."""
+        if publication.revision >= self._published.revision:
+            self._published = publication
+            self._wire = [entry.wire() for entry in publication.entries]
+
+    # --- what ranks and payloads see -------------------------------------------------------
+    @property
+    def revision(self) -> int:
+        """The revision that ranks are to apply."""
+        return self._published.revision
+
+    def for_run(self, run: str) -> list[dict[str, Any]]:
+        """Return the captures that concern `run`."""
+        return [item for item in self._wire if item["run"] in (None, run)]
+
+    def wire(self, run: str) -> dict[str, Any]:
+        """Return the plan as it travels to the ranks of a run."""
+        keep = standing_of(self._standing, run)
+        said = {} if keep is None else {"keep": keep}
+        return {"revision": self.revision, "captures": self.for_run(run), **said}
+
+    def stored(self) -> dict[str, Any]:
+        """Return the plan as answers show it."""
+        captures = [entry.stored() for entry in self._published.entries]
+        return {"revision": self.revision, "captures": captures}
+
+    def keeps(self, *, run: str, stage: str, role: str, rank: int, step: int | None) -> list[str]:
+        """Return the words by which the plan keeps something of this payload, without repeats.
+
+        Sections, names of tensors, and `parameter/*` and `gradient/*` for all that a rank took of
+        its model for a capture; see `stagescope.keeping`.
+        """
+        words: dict[str, None] = {}
+        for capture in self.for_run(run):
+            wanted = words_of(capture)
+            if wanted and matches(capture, stage=stage, role=role, rank=rank, step=step):
+                words.update(dict.fromkeys(wanted))
+        if (keep := standing_of(self._standing, run)) is not None:
+            own = wanted_by(keep, stage=stage, role=role, rank=rank, step=step)
+            words.update(dict.fromkeys(own))
+        return list(words)

@@ -1,0 +1,318 @@
+"""Orders on live runs: whom each asks, what they answered, when it starts. No I/O.
+
+It reads the state machine's memory and the plan, and returns what must be written; the plan is
+changed here alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from stagescope.captures import needs_ranks
+from stagescope.errors import Conflict
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Put
+from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures.agreement import Agreement, Crew
+from stagescope_service.core.captures.participants import (
+    attempt_of,
+    check_stages,
+    crew_of,
+    is_early,
+    names,
+    notes,
+    run_of,
+)
+from stagescope_service.core.captures.plan import Entry, Plan
+from stagescope_service.core.state import State
+
+_ESTIMATED: Final = "estimated"
+_GAPS: Final = ("missed", "failed", "truncated")
+_MISSED_LISTED: Final = 200
+
+
+class Orders:
+    """The plan, and how its captures are agreed on.
+
+    Args:
+        plan: with what the catalogue holds.
+        state: who is there.
+    """
+
+    def __init__(self, plan: Plan, state: State) -> None:
+        self.plan = plan
+        self.state = state
+        self._asked_mono: dict[str, float] = {}
+        self._acknowledged: dict[str, dict[str, float]] = {}
+        """Capture -> incarnation -> seconds that it took to acknowledge."""
+        self._estimates: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+        """Capture -> (role, rank, stage) -> what it reckons; stored once it is agreed on."""
+        self._interrupted = {
+            entry.capture_id for entry in plan.entries.values()
+            if entry.agreement.phase == agreeing.ASKED
+        }  # fmt: skip
+        """Asked before a restart: asked again, since only memory knew who was slow."""
+
+    # --- changes --------------------------------------------------------------------------
+    def add(self, capture: Mapping[str, Any], *, by: str, mono: float, wall: float) -> Entry:
+        """Take in an order that `validate_capture` returned; what it asks is looked at next.
+
+        Raises:
+            Conflict: the same order is in force, its steps have all begun, it counts from where
+                the training stands and there are several, or a stage seems to be misspelt.
+        """
+        capture = {**capture, "run": run_of(self.state.registry, capture)}
+        attempt = None if capture["run"] is None else self.state.registry.newest(capture["run"])
+        check_stages(attempt, capture)
+        top = None if attempt is None or attempt.over else attempt.top_step
+        steps = capture["steps"]
+        begun = isinstance(steps, list) and top is not None and max(steps) <= top
+        if begun and not capture["again"]:
+            raise Conflict(
+                f"step {max(steps)} has begun: the newest is {top}",
+                expected="a later step, or 'next'",
+            )
+        entry = self.plan.add(capture, by=by, now=wall, has_passed=self._has_passed)
+        self._asked_mono[entry.capture_id] = mono
+        return entry
+
+    def _has_passed(self, entry: Entry) -> bool:
+        """Whether the steps that a capture was agreed on have all begun."""
+        agreed = entry.agreement
+        last = agreeing.last_step(agreed.steps)
+        attempt = attempt_of(self.state.registry, entry.order)
+        if agreed.phase != agreeing.AGREED or last is None or attempt is None:
+            return False
+        begun = attempt.top_step is not None and attempt.top_step >= last
+        return begun and attempt.attempt_id == agreed.attempt_id
+
+    def remove(self, capture_id: str, *, by: str, wall: float) -> tuple[Entry, list[Put]]:
+        """Withdraw an order; whoever acknowledges the new revision has let go of it.
+
+        Raises:
+            NotFound: no such capture is in force.
+        """
+        entry = self.plan.remove(capture_id)
+        self._forget(capture_id)
+        gone = dataclasses.replace(
+            entry.agreement, phase=agreeing.WITHDRAWN, revision=self.plan.next_revision()
+        )
+        entry = Entry(entry.order, gone)
+        return entry, [self.row(entry, removed_wall=wall, removed_by=by)]
+
+    def row(self, entry: Entry, **columns: Any) -> Put:
+        """Return the catalogue's row of an order."""
+        return Put(
+            "captures",
+            {
+                "capture_id": entry.capture_id,
+                "run": entry.order["run"],
+                "spec": entry.stored(),
+                "state": entry.agreement.phase,
+                "by": entry.order["by"],
+                "created_wall": entry.order["created"],
+                "revision": entry.agreement.revision,
+                **columns,
+            },
+        )
+
+    # --- looking --------------------------------------------------------------------------
+    def look(self, mono: float, wall: float) -> list[Put]:
+        """Return what must be written since the last look: agreements, ends, findings."""
+        out: list[Put] = []
+        for entry in [*self.plan.entries.values()]:
+            found = self._look_at(entry, mono, wall)
+            if found is None:
+                continue
+            if found.phase == agreeing.AGREED:
+                found = dataclasses.replace(found, revision=self.plan.next_revision())
+            new = Entry(entry.order, found)
+            if found.phase == agreeing.ASKED or found.is_open:
+                self.plan.entries[entry.capture_id] = new
+                out.append(self.row(new))
+            else:
+                del self.plan.entries[entry.capture_id]
+                self._forget(entry.capture_id)
+                out.append(self.row(new, removed_wall=wall, removed_by="service"))
+            out += self._findings(new, wall)
+        return out
+
+    def _look_at(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
+        """Return the agreement as it becomes now; None where nothing changes."""
+        agreed = entry.agreement
+        if agreed.phase == agreeing.ASKED:
+            return self._ask(entry, mono, wall)
+        attempt = attempt_of(self.state.registry, entry.order)
+        if not agreeing.is_relative(entry.order["steps"]) or attempt is None:
+            return None
+        last = agreeing.last_step(agreed.steps)
+        closed = attempt.last_closed_step
+        if attempt.attempt_id == agreed.attempt_id:
+            if last is None or closed is None or closed < last:
+                return None
+            return dataclasses.replace(agreed, phase=agreeing.DONE)
+        return self._anew(entry, mono, wall)
+
+    def _ask(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
+        order, asked = entry.order, entry.agreement
+        if entry.capture_id in self._interrupted:
+            self._interrupted.discard(entry.capture_id)
+            return self._anew(entry, mono, wall)
+        if not needs_ranks(order) or is_early(self.state.registry, order):
+            return self._at_once(entry, wall)
+        crew = self.crew(order)
+        elapsed = mono - self._asked_mono.setdefault(entry.capture_id, mono)
+        taken = self._acknowledged.setdefault(entry.capture_id, {})
+        for member in crew.members:
+            if member.incarnation is not None and (member.revision or 0) >= asked.revision:
+                taken.setdefault(member.incarnation, elapsed)
+        estimates = self._estimates_of(entry, crew)
+        trips = [each for each in taken.values() if each <= agreeing.LONGEST_ROUND_TRIP]
+        reason = agreeing.refusal(order, estimates)
+        told = dataclasses.replace(asked, estimates=agreeing.largest(estimates))
+        if reason is not None:
+            return dataclasses.replace(told, phase=agreeing.REFUSED, reason=reason)
+        if self._unreckoned(asked, crew, estimates) and elapsed < agreeing.LONGEST_ROUND_TRIP:
+            return None
+        return agreeing.look(
+            told,
+            order,
+            crew,
+            elapsed=elapsed,
+            round_trip=max(trips, default=0.0),
+            wall=wall,
+        )
+
+    def _at_once(self, entry: Entry, wall: float) -> Agreement:
+        """Agree without asking: nobody is there, or only the service has something to do."""
+        crew, asked = self.crew(entry.order), entry.agreement
+        top = crew.top_step
+        steps = entry.order["steps"]
+        start: int | None = None
+        passed: list[int] = []
+        if agreeing.is_relative(steps):
+            start = 0 if top is None else top + 1
+            steps, passed = agreeing.resolve(steps, start)
+        return dataclasses.replace(
+            asked,
+            phase=agreeing.AGREED,
+            attempt_id=crew.attempt_id,
+            agreed_wall=wall,
+            start=start,
+            steps=steps,
+            missed_steps=passed,
+        )
+
+    def _anew(self, entry: Entry, mono: float, wall: float) -> Agreement:
+        """Ask again: under a new revision, so that old acknowledgements do not count."""
+        self._asked_mono[entry.capture_id] = mono
+        self._acknowledged.pop(entry.capture_id, None)
+        self._estimates.pop(entry.capture_id, None)
+        return dataclasses.replace(
+            entry.agreement,
+            phase=agreeing.ASKED,
+            revision=self.plan.next_revision(),
+            asked_wall=wall,
+            steps=None,
+            start=None,
+            without=[],
+            estimates=[],
+        )
+
+    # --- what ranks say --------------------------------------------------------------------
+    def reported(self, dump: Mapping[str, Any], mono: float, wall: float) -> list[Put]:
+        """Take in a DUMP event's row: an estimate, or that a rank has no dump of a step."""
+        entry = self.plan.entries.get(str(dump["capture_id"]))
+        if entry is None:
+            return []
+        place = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
+        if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreeing.ASKED:
+            about = {"node_id": dump.get("node_id"), "error": dump.get("error")}
+            said = self._estimates.setdefault(entry.capture_id, {})
+            said[place["role"], place["rank"], place["stage"]] = {
+                **place, **about, **(dump.get("estimate") or {}),
+            }  # fmt: skip
+            return []
+        if dump.get("state") not in _GAPS or entry.agreement.phase != agreeing.AGREED:
+            return []
+        return self._missed(entry, {**place, "state": dump["state"]}, mono, wall)
+
+    def _missed(self, entry: Entry, gap: Mapping[str, Any], mono: float, wall: float) -> list[Put]:
+        agreed = entry.agreement
+        if gap in agreed.missed or len(agreed.missed) >= _MISSED_LISTED:
+            return []
+        agreed = dataclasses.replace(agreed, missed=[*agreed.missed, dict(gap)])
+        entry = Entry(entry.order, agreed)
+        if gap["state"] == "missed" and agreed.again_left:
+            agreed = dataclasses.replace(
+                self._anew(entry, mono, wall),
+                number=agreed.number + 1,
+                again_left=agreed.again_left - 1,
+            )
+        new = Entry(entry.order, agreed)
+        self.plan.entries[entry.capture_id] = new
+        return [self.row(new), *self._partial(new, gap, wall)]
+
+    # --- who is asked ----------------------------------------------------------------------
+    def crew(self, order: Mapping[str, Any]) -> Crew:
+        """Return whom an order asks."""
+        return crew_of(self.state.registry, order)
+
+    def notes(self, entry: Entry) -> list[str]:
+        """Return what an asker should know: an order may wait for what never comes."""
+        return notes(self.state.registry, entry)
+
+    def _estimates_of(self, entry: Entry, crew: Crew) -> list[dict[str, Any]]:
+        """Return what the asked ranks reckon; who would not take part is asked by no one."""
+        members = {(each.role, each.rank) for each in crew.members}
+        said = self._estimates.get(entry.capture_id, {})
+        return [each for (role, rank, _), each in said.items() if (role, rank) in members]
+
+    def _unreckoned(
+        self, asked: Agreement, crew: Crew, estimates: Iterable[Mapping[str, Any]]
+    ) -> bool:
+        """Whether a rank that acknowledged has not yet said what it reckons."""
+        said = {(each["role"], each["rank"]) for each in estimates}
+        return any(
+            (each.role, each.rank) not in said
+            for each in crew.members
+            if (each.revision or 0) >= asked.revision
+        )
+
+    def _forget(self, capture_id: str) -> None:
+        self._asked_mono.pop(capture_id, None)
+        self._acknowledged.pop(capture_id, None)
+        self._estimates.pop(capture_id, None)
+        self._interrupted.discard(capture_id)
+
+    # --- findings --------------------------------------------------------------------------
+    def _findings(self, entry: Entry, wall: float) -> list[Put]:
+        agreed = entry.agreement
+        if agreed.phase in (agreeing.GIVEN_UP, agreeing.TOO_LATE, agreeing.REFUSED):
+            return [self._finding(entry, "capture_not_started", agreed.reason or "", wall)]
+        if agreed.phase == agreeing.AGREED and agreed.without:
+            text = f"it starts at step {agreed.start} without {names(agreed.without)}"
+            return [self._finding(entry, "capture_partial", text, wall, start=agreed.start)]
+        return []
+
+    def _partial(self, entry: Entry, gap: Mapping[str, Any], wall: float) -> list[Put]:
+        text = f"{gap['role']} rank {gap['rank']} {gap['state']} {gap['stage']} of it"
+        return [self._finding(entry, "capture_partial", text, wall, **gap)]
+
+    def _finding(self, entry: Entry, kind: str, text: str, wall: float, **about: Any) -> Put:
+        attempt = attempt_of(self.state.registry, entry.order)
+        return finding(
+            kind,
+            f"capture {entry.capture_id}: {text}",
+            run=entry.order["run"],
+            attempt_id=None if attempt is None else attempt.attempt_id,
+            wall=wall,
+            step=about.get("step", about.get("start")),
+            stage=about.get("stage"),
+            role=about.get("role"),
+            rank=about.get("rank"),
+            evidence={"capture_id": entry.capture_id, "agreement": entry.agreement.number},
+            advice=f"see /captures/{entry.capture_id} for who acknowledged and who collected",
+        )

@@ -1,0 +1,214 @@
+"""From the state machine's objects to the catalogue's rows (the names are the columns)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, Final
+
+from stagescope.schema import LAYOUT_COLUMNS, Work
+from stagescope_service.core.entities import Attempt, Process, Span
+from stagescope_service.core.instructions import PayloadKey, Put
+
+_INT64: Final = 1 << 63
+_LONG: Final = 100_000
+
+
+def work_columns(work: Work) -> dict[str, Any]:
+    """Return the columns of a work's step, stage and part."""
+    return work.fields()
+
+
+def attempt_row(attempt: Attempt, **columns: Any) -> Put:
+    """Write what is known of an attempt, and `columns` beside it."""
+    return Put(
+        "attempts",
+        {
+            "attempt_id": attempt.attempt_id,
+            "run": attempt.run,
+            "number": attempt.number,
+            "key": attempt.key,
+            "unkeyed": attempt.unkeyed,
+            "opened_wall": attempt.opened_wall,
+            "ended_wall": attempt.ended_wall,
+            "end_reason": attempt.end_reason,
+            "first_step": attempt.first_step,
+            "resumed_from_step": attempt.resumed_from_step,
+            "last_closed_step": attempt.last_closed_step,
+            **columns,
+        },
+    )
+
+
+def process_row(process: Process, **columns: Any) -> Put:
+    """Write what is known of who a process is, and `columns` beside it."""
+    row: dict[str, Any] = {
+        "incarnation": process.incarnation,
+        "attempt_id": process.attempt_id,
+        "role": process.role,
+        "rank": process.rank,
+        "raw": process.raw,
+        "unkeyed": process.unkeyed,
+    }
+    # What is not known now may have been known before a restart: it stays as it is stored.
+    for name in ("world_size", "data_rank", "node_id", "max_step"):
+        value = getattr(process, name)
+        if value is not None:
+            row[name] = value
+    return Put("processes", {**row, **columns})
+
+
+def layout_columns(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a process's layout, each of its column's type."""
+    return {
+        name: integer(layout[name]) if name.endswith(("_rank", "_size", "_index")) else text(value)
+        for name, value in layout.items()
+        if name in LAYOUT_COLUMNS and value is not None
+    }
+
+
+def span_row(attempt_id: int, span: Span, **columns: Any) -> Put:
+    """Write the identity and state of a span, and `columns` beside it."""
+    if span.superseded is not None:
+        columns["superseded"] = span.superseded
+    return Put(
+        "stages",
+        {
+            "incarnation": span.incarnation,
+            "work_key": span.work.key,
+            "revision": span.revision,
+            "attempt_id": attempt_id,
+            "role": span.role,
+            "rank": span.rank,
+            **work_columns(span.work),
+            "status": span.status,
+            **columns,
+        },
+    )
+
+
+def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **columns: Any) -> Put:
+    """Write a payload's identity and state, and `columns` beside it."""
+    return Put(
+        "payloads",
+        {
+            "incarnation": key.incarnation,
+            "seq": key.seq,
+            "attempt_id": process.attempt_id,
+            "role": process.role,
+            "rank": process.rank,
+            **work_columns(work),
+            "work_key": work.key,
+            "state": state,
+            **columns,
+        },
+    )
+
+
+def scalar_rows(
+    process: Process, work: Work, scalars: Mapping[str, Any], wall: float
+) -> tuple[list[Put], list[str]]:
+    """Return the rows of named numbers, and "name (its type)" of those that are no numbers."""
+    where = {
+        "incarnation": process.incarnation,
+        "work_key": work.key,
+        "attempt_id": process.attempt_id,
+        "role": process.role,
+        "rank": process.rank,
+        **work_columns(work),
+        "wall": wall,
+    }
+    rows: list[Put] = []
+    refused: list[str] = []
+    for name, value in scalars.items():
+        found = number(value)
+        shown = text(name, 200) or ""
+        if found is None:
+            refused.append(f"{shown} ({type(value).__name__})")
+        else:
+            rows.append(Put("scalars", {**where, "name": shown, "value": found}))
+    return rows, refused
+
+
+def loss_row(
+    attempt: Attempt, process: Process, work: Work, kind: str, reason: str, **columns: Any
+) -> Put:
+    """Write something that was announced and will not arrive."""
+    identity = (process.incarnation, work.key, kind, columns.pop("identity", ""))
+    return Put(
+        "losses",
+        {
+            "loss_id": digest(*identity),
+            "run": attempt.run,
+            "attempt_id": attempt.attempt_id,
+            "role": process.role,
+            "rank": process.rank,
+            "step": work.step,
+            "stage": work.stage,
+            "kind": kind,
+            "reason": reason,
+            **columns,
+        },
+    )
+
+
+def integer(value: object) -> int | None:
+    """Return an int that a column can hold, else None."""
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
+        return None
+    value = int(value)
+    return value if -_INT64 <= value < _INT64 else None
+
+
+def number(value: object) -> float | None:
+    """Return a number as a float (NaN and infinities too), else None; numpy's are numbers."""
+    if type(value) is float:
+        return value
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+
+
+def text(value: object, most: int = 4000) -> str | None:
+    """Return a text that every database takes: no lone surrogates, no NUL, not too long."""
+    if value is None:
+        return None
+    shown = str(value)[:most]
+    if shown.isprintable():
+        return shown
+    return shown.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def numbers(value: object) -> dict[str, float]:
+    """Return the named numbers of an event; what is not one is left out."""
+    named = value if isinstance(value, Mapping) else {}
+    found = {str(name): number(item) for name, item in named.items()}
+    return {name: item for name, item in found.items() if item is not None}
+
+
+def plain(value: object, depth: int = 20) -> Any:
+    """Return what JSON can say of a value; of what it has no word for, its text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return text(value, _LONG)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return number(value)
+    if depth and isinstance(value, Mapping):
+        return {text(name): plain(item, depth - 1) for name, item in value.items()}
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, depth - 1) for item in value]
+    return text(repr(value), 1000)
+
+
+def digest(*parts: object) -> str:
+    """Return a short stable name for a tuple of values."""
+    text = "\x1f".join(str(part) for part in parts)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

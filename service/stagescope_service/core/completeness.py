@@ -1,0 +1,146 @@
+"""Who was expected at a step, and who has not arrived (design: the word `complete`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from stagescope_service.core.entities import FAILED, OK, OPEN, Participants, Span, Step
+
+COMPLETE: Final = "complete"
+PARTIAL: Final = "partial"
+UNKNOWN: Final = "unknown"
+NOT_BEGUN: Final = "not begun"
+
+Statuses = Mapping[tuple[str, str], Mapping[int, str | None]]
+"""(role, stage) -> rank -> what keeps it from having finished the stage; None where it has."""
+
+
+class Missing(NamedTuple):
+    """A rank that did not finish a stage which it was expected in."""
+
+    role: str
+    rank: int
+    stage: str
+    status: str
+    """'not begun', 'open' or 'unfinished'."""
+
+
+class Completeness(NamedTuple):
+    """The verdict on a step."""
+
+    verdict: str
+    """'complete', 'partial' or 'unknown' (nobody said how many ranks there are)."""
+    expected: dict[str, dict[str, list[int]]]
+    """role -> stage -> ranks."""
+    missing: list[Missing]
+
+
+def judge(
+    statuses: Statuses,
+    *,
+    size_of: Callable[[str], int | None],
+    before: Participants | None,
+    all_stages: bool = False,
+) -> Completeness:
+    """Judge a step by its stages' ranks.
+
+    Expected in a stage are ranks 0 ... world_size - 1 of its role, else those of the attempt's
+    last closed step. A stage that nobody began is not missed, unless `all_stages` says that the
+    step was cut off: then the last closed step's stages are expected too.
+
+    Args:
+        statuses: who began what in this step.
+        size_of: the world_size of a role, None where nobody said it.
+        before: who took part in the last closed step; None where there was none.
+        all_stages: the attempt broke off in this step.
+    """
+    expected, unknown = expect(statuses, size_of=size_of, before=before, all_stages=all_stages)
+    missing = {
+        (*key, rank): status
+        for key, ranks in expected.items()
+        for rank in ranks
+        if (status := statuses.get(key, {}).get(rank, NOT_BEGUN)) is not None
+    }
+    return verdict_of(expected, missing, unknown)
+
+
+def expect(
+    statuses: Statuses,
+    *,
+    size_of: Callable[[str], int | None],
+    before: Participants | None,
+    all_stages: bool,
+) -> tuple[Participants, bool]:
+    """Return who is expected in each stage, and whether that is unknown of any."""
+    before = before or {}
+    stages = set(statuses) | (set(before) if all_stages else set())
+    # A step in which nobody is known to have worked says nothing about itself.
+    unknown = not stages
+    expected: Participants = {}
+    for role, stage in sorted(stages):
+        size = size_of(role)
+        ranks = set(before.get((role, stage), ())) if size is None else set(range(size))
+        unknown = unknown or not ranks
+        expected[(role, stage)] = ranks | set(statuses.get((role, stage), ()))
+    return expected, unknown
+
+
+def verdict_of(
+    expected: Participants, missing: Mapping[tuple[str, str, int], str], unknown: bool
+) -> Completeness:
+    """Put a judgement into words."""
+    shown: dict[str, dict[str, list[int]]] = {}
+    for role, stage in sorted(expected):
+        shown.setdefault(role, {})[stage] = sorted(expected[(role, stage)])
+    listed = [
+        Missing(role, rank, stage, status)
+        for (role, stage, rank), status in sorted(missing.items())
+    ]
+    verdict = UNKNOWN if unknown else PARTIAL if listed else COMPLETE
+    return Completeness(verdict, shown, listed)
+
+
+def statuses_of(step: Step) -> Statuses:
+    """Return how far each rank has come in each stage of a step."""
+    return {
+        key: {rank: status_of(spans) for rank, spans in ranks.items()}
+        for key, ranks in step.ranks.items()
+    }
+
+
+def status_of(spans: Iterable[Span]) -> str | None:
+    """Return what keeps a rank from having finished a stage, after the spans that answer for it."""
+    answering = [span.status for span in spans if not span.superseded]
+    if not answering:
+        return NOT_BEGUN
+    return next((status for status in answering if status not in (OK, FAILED)), None)
+
+
+def statuses_of_rows(stages: Iterable[Mapping[str, Any]]) -> Statuses:
+    """Return the same from the catalogue's rows of a step's stages, the superseded ones apart."""
+    found: dict[tuple[str, str], dict[int, str | None]] = defaultdict(dict)
+    for row in stages:
+        status = row["status"] or OPEN
+        ranks = found[row["role"], row["stage"]]
+        ranks[row["rank"]] = ranks.get(row["rank"]) if status in (OK, FAILED) else status
+    return found
+
+
+def corrected(
+    verdict: str, missing: Iterable[Mapping[str, Any]], statuses: Statuses
+) -> tuple[str, list[dict[str, Any]]]:
+    """Correct a verdict and its list of the missing by how far they have come since."""
+    left = []
+    for item in missing:
+        ranks = statuses.get((item["role"], item["stage"]), {})
+        status = ranks.get(item["rank"], NOT_BEGUN)
+        if status is not None:
+            left.append({**item, "status": status})
+    return (COMPLETE if verdict == PARTIAL and not left else verdict), left
+
+
+def participants(step: Step) -> Participants:
+    """Return (role, stage) -> ranks that began it in this step."""
+    return {key: set(ranks) for key, ranks in step.ranks.items()}

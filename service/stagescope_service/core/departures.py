@@ -1,0 +1,93 @@
+"""Processes that go and come back: what they left open, and what nobody else can hand over."""
+
+from __future__ import annotations
+
+from stagescope.schema import Work
+from stagescope_service.core import operator_tables
+from stagescope_service.core import payloads
+from stagescope_service.core import steps
+from stagescope_service.core import spans
+from stagescope_service.core.entities import LOST, Attempt, Process, Span
+from stagescope_service.core.instructions import Delete, Instruction, Put
+from stagescope_service.core.registry import Registry
+from stagescope_service.core.catalogue_rows import digest, loss_row, process_row
+
+
+def leave(
+    registry: Registry, process: Process, wall: float, *, finished: bool
+) -> list[Instruction]:
+    """Let a process go that took leave (`finished`), or fell silent."""
+    attempt = registry.attempt_of(process)
+    steps.retire(attempt, process)
+    process.left_wall = wall
+    if finished:
+        process.finished = True
+    else:
+        process.lapsed = True
+    column = "finished_wall" if finished else "lapsed_wall"
+    out: list[Instruction] = [process_row(process, **{column: wall})]
+    why = "its process took leave" if finished else "its process fell silent"
+    out += abandon(attempt, process, wall, why)
+    out += operator_tables.cut_off(attempt, process, wall, why)
+    if not finished:
+        out += lose_unread(registry, process, wall)
+    return out + steps.end_if_left(attempt) + steps.close_due(attempt, wall)
+
+
+def goes_on(process: Process, seq: int) -> bool:
+    """Whether a process that took leave as it was asked to begins something after that."""
+    return process.finished and process.finish_seq is not None and seq > process.finish_seq
+
+
+def wake(registry: Registry, process: Process, wall: float) -> list[Instruction]:
+    """Take back the lapse, or the leave, of a process that spoke again."""
+    attempt = registry.attempt_of(process)
+    column = "finished_wall" if process.finished else "lapsed_wall"
+    process.lapsed = process.finished = False
+    process.left_wall = None
+    out: list[Instruction] = [process_row(process, **{column: None})]
+    for span, row in spans.revive(attempt, process):
+        out.append(row)
+        out += found_again(process, span.work)
+        out += _judge_span(attempt, span)
+    steps.rejoin(attempt, process)
+    return out + steps.resume(attempt, process) + steps.close_due(attempt, wall)
+
+
+def abandon(attempt: Attempt, process: Process, wall: float, why: str) -> list[Instruction]:
+    """Mark what a process left open as unfinished, and list it."""
+    out: list[Instruction] = []
+    for span, row in spans.abandon(attempt, process):
+        out.append(row)
+        out.append(stage_loss(attempt, process, span.work, f"{why} inside the stage", wall))
+        out += _judge_span(attempt, span)
+    return out
+
+
+def lose_unread(registry: Registry, process: Process, wall: float) -> list[Instruction]:
+    """Give up the payloads that no ingestor is reading; whoever holds one may offer it yet."""
+    out: list[Instruction] = []
+    for payload in [*process.payloads.values()]:
+        if not payload.in_flight:
+            reason = "its process fell silent before the payload was read"
+            attempt = registry.attempts[payload.attempt_id]
+            out += payloads.settle(attempt, process, payload, LOST, reason, wall)
+    return out
+
+
+def stage_loss(attempt: Attempt, process: Process, work: Work, reason: str, wall: float) -> Put:
+    """Return the row that says that a stage was lost, and why."""
+    return loss_row(attempt, process, work, "stage", reason, count=1, wall=wall)
+
+
+def found_again(process: Process, work: Work) -> list[Instruction]:
+    """Take back that a stage was lost, unless another span of that name still is."""
+    if any(span.work.key == work.key for span in process.unfinished.values()):
+        return []
+    lost = digest(process.incarnation, work.key, "stage", "")
+    return [Delete("losses", {"loss_id": lost})]
+
+
+def _judge_span(attempt: Attempt, span: Span) -> list[Instruction]:
+    step = None if span.work.step is None else attempt.steps.get(span.work.step)
+    return [] if step is None else steps.rejudge_rank(attempt, step, span)

@@ -1,0 +1,370 @@
+"""What the state machine remembers of a live run: attempts, processes, steps and spans of work.
+
+Only what is live or was closed lately is kept here; the catalogue holds everything.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+from stagescope.schema import Part, Work
+from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.core.hang_detection import Pace
+
+RECENT_STEPS: Final = 8
+"""Closed steps of an attempt that stay in memory, for events that arrive late."""
+
+OPEN_STEPS: Final = 64
+"""Steps that one slow (role, rank) may hold open; beyond, the lowest close without it."""
+
+SETTLED_REMEMBERED: Final = 1024
+"""Outcomes of payloads that a process may still ask for."""
+
+SPANS_REMEMBERED: Final = 1024
+"""Spans that a process began and never ended, and ended ones of work without a step."""
+
+OPEN, OK, FAILED, UNFINISHED = "open", "ok", "failed", "unfinished"
+ANNOUNCED, INGESTED, LOST, DROPPED, REFUSED = (
+    "announced",
+    "ingested",
+    "lost",
+    "dropped",
+    "refused",
+)
+
+
+RankAge = tuple[str, int, tuple[float, str]]
+"""(role, rank, age) of a process."""
+
+Participants = dict[tuple[str, str], set[int]]
+"""(role, stage) -> ranks."""
+
+
+def leaves(settings: Mapping[str, Any]) -> int:
+    """Return how many values settings have, a mapping in them counted by its own."""
+    return sum(len(value) if isinstance(value, Mapping) else 1 for value in settings.values())
+
+
+@dataclasses.dataclass(slots=True)
+class Span:
+    """One part of a stage as one process worked on it."""
+
+    incarnation: str
+    role: str
+    rank: int
+    work: Work
+    #: Of two spans of one identity in a process the higher answers; see `spans`.
+    revision: int = 0
+    status: str = OPEN
+    begin_seq: int | None = None
+    end_seq: int | None = None
+    #: None where it is not known here.
+    superseded: bool | None = False
+    #: When it began, by the service's clock.
+    begun: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Payload:
+    """A payload that was announced and is not settled."""
+
+    key: PayloadKey
+    attempt_id: int
+    work: Work
+    #: An ingestor is reading it: what becomes of it is that ingestor's word.
+    in_flight: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Drops:
+    """What a process had to drop, each of its reports counted once."""
+
+    events: int = 0
+    payloads: int = 0
+    bytes: int = 0
+    #: The latest reports that were counted; older ones than the lowest of a full list were, too.
+    seqs: list[int] = dataclasses.field(default_factory=list)
+
+    REMEMBERED: ClassVar[int] = 256
+
+    def add(self, seq: int, what: str, count: int, size: int) -> bool:
+        """Count a report; return False where it was counted before."""
+        full = len(self.seqs) >= self.REMEMBERED
+        if seq in self.seqs or (full and seq < self.seqs[0]):
+            return False
+        bisect.insort(self.seqs, seq)
+        del self.seqs[: -self.REMEMBERED]
+        self.events += count if what == "event" else 0
+        self.payloads += count if what == "payload" else 0
+        self.bytes += size
+        return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a process said of its whole start in its HELLO; its attempt has it from there."""
+
+    wall: float
+    fingerprint: Mapping[str, Any] | None = None
+    #: All of them; None where it said none.
+    settings: Mapping[str, Any] | None = None
+    resumed_from_step: int | None = None
+    #: As it was said, be it taken or refused.
+    world_size: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Process:
+    """One incarnation of a rank (or of a raw caller)."""
+
+    incarnation: str
+    attempt_id: int
+    role: str
+    rank: int
+    started: float
+    raw: bool = False
+    unkeyed: bool = False
+    world_size: int | None = None
+    data_rank: int | None = None
+    node_id: str | None = None
+    layout: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: It collects what is ordered; False where somebody else does, or nobody.
+    captures: bool = True
+    #: Roles whose ranks report beside it, where it says so.
+    expected_roles: frozenset[str] = frozenset()
+    #: The file of its watchdog, on its node.
+    watchdog: str | None = None
+    #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: What it said of its start; goes with it to another attempt.
+    introduction: Introduction | None = None
+    lease_until: float = 0.0
+    last_wall: float = 0.0
+    #: When it sent or asked anything last, by the service's clock.
+    heard: float = 0.0
+    #: When it began or ended a part last, by the service's clock.
+    said: float = 0.0
+    #: What it began last: when, the work's key, how its role went through it.
+    reached: tuple[float, str, Pace] | None = None
+    clock: tuple[float | None, float | None] = (None, None)
+    #: Highest step begun; None until it begins one, and until then it holds no step open.
+    max_step: int | None = None
+    #: Highest revision of its spans.
+    newest_revision: int = 0
+    #: It began a step again after others: so it may do with steps up to the one it had reached.
+    went_back: bool = False
+    finished: bool = False
+    #: Seq of the FINISH that says so, and of the newest BEGIN.
+    finish_seq: int | None = None
+    begun_seq: int = 0
+    lapsed: bool = False
+    left_wall: float | None = None
+    #: A newer incarnation of the same (role, rank) took over in the same attempt.
+    replaced: bool = False
+    #: The plan that it says it has applied.
+    plan_revision: int | None = None
+    #: It was forgotten with its attempt, and spoke again: what it left open is not known.
+    returned: bool = False
+    #: A step was begun: the attempt of this process no longer changes.
+    bound: bool = False
+    #: What it reported before, by table and key, and whether it is news in its attempt: it goes
+    #: with the process to another one.
+    unbound_rows: dict[tuple[str, ...], tuple[Put, bool]] = dataclasses.field(default_factory=dict)
+    #: It has reported work of its own in its attempt.
+    worked: bool = False
+    #: DROPPED events that were counted, and what they add up to.
+    drops: Drops = dataclasses.field(default_factory=Drops)
+    #: Spans that it began and has not ended, by (work key, revision).
+    open_spans: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
+    #: Those that its silence or leave made unfinished.
+    unfinished: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
+    payloads: dict[PayloadKey, Payload] = dataclasses.field(default_factory=dict)
+    #: How its latest payloads ended, so that a repeated announcement is answered, not read again.
+    settled: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: Why those of a raw caller were not taken: it has the answer to its call alone.
+    reasons: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: (work key, capture) -> column -> seq of the DUMP event that said it last.
+    dumps: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
+    #: Dumps that it began and has not ended: (work key, capture) -> work and row.
+    armed: dict[tuple[str, str], tuple[Work, dict[str, Any]]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def settle(self, seq: int, state: str, reason: str | None = None) -> None:
+        """Remember how a payload ended, and why."""
+        self.settled[seq] = state
+        if self.raw and reason is not None:
+            self.reasons[seq] = reason
+        if len(self.settled) > SETTLED_REMEMBERED:
+            oldest = next(iter(self.settled))
+            del self.settled[oldest]
+            self.reasons.pop(oldest, None)
+
+    @property
+    def live(self) -> bool:
+        """Whether its word still counts for when a step closes."""
+        return not (self.finished or self.lapsed or self.replaced)
+
+    @property
+    def age(self) -> tuple[float, str]:
+        """Order incarnations of one rank by: the highest is the newest."""
+        return (self.started, self.incarnation)
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """A step of an attempt, open or closed lately."""
+
+    step: int
+    opened_wall: float
+    closed_wall: float | None = None
+    close_reason: str | None = None
+    #: Rebuilt from an event that came after the step had left memory: completeness stays as stored.
+    ghost: bool = False
+    #: Every process's spans by work key, in order of revision: the last of a list answers.
+    spans: dict[tuple[str, str], list[Span]] = dataclasses.field(default_factory=dict)
+    #: Who worked on a stage of a rank, and the lowest part that each began:
+    #: (role, rank, work key without the part) -> incarnation -> part.
+    holders: dict[tuple[str, int, str], dict[str, Part]] = dataclasses.field(default_factory=dict)
+    #: (role, stage) -> rank -> its spans.
+    ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
+    #: role -> work key -> how its ranks went through it.
+    paces: dict[str, dict[str, Pace]] = dataclasses.field(default_factory=dict)
+    #: Who took part in the closed step before, kept when that one leaves memory.
+    before: Participants | None = None
+    #: The last verdict: (role, stage) -> expected ranks, and who of them is missing.
+    expected: Participants = dataclasses.field(default_factory=dict)
+    missing: dict[tuple[str, str, int], str] = dataclasses.field(default_factory=dict)
+    unknown: bool = True
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """One start of the training of a run."""
+
+    attempt_id: int
+    run: str
+    number: int
+    key: str
+    unkeyed: bool = False
+    opened_wall: float = 0.0
+    ended_wall: float | None = None
+    end_reason: str | None = None
+    first_step: int | None = None
+    resumed_from_step: int | None = None
+    #: A process said `resumed_from_step`; else it is derived from the first step.
+    resumed_told: bool = False
+    #: What was stored of it, told, before the service was started again.
+    resumed_restored: int | None = None
+    last_closed_step: int | None = None
+    #: When one of its steps closed first.
+    first_closed_wall: float | None = None
+    #: (role, rank, age) of the process whose fingerprint it has: the first of all, whoever speaks
+    #: first, so that those of two attempts are of processes that do the same.
+    fingerprint_of: RankAge | None = None
+    fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: The fullest configuration that any of its processes said, and whose it is.
+    config: Any = None
+    config_of: tuple[int, RankAge] | None = None
+    #: How many values the settings have that the run is shown with.
+    settings_size: int = 0
+    processes: dict[str, Process] = dataclasses.field(default_factory=dict)
+    by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
+    #: role -> (age of the process that said it, world_size): the newest is believed.
+    sizes: dict[str, tuple[tuple[float, str], int]] = dataclasses.field(default_factory=dict)
+    steps: dict[int, Step] = dataclasses.field(default_factory=dict)
+    #: The steps of `steps` that are not closed.
+    open: set[int] = dataclasses.field(default_factory=set)
+    #: The highest step that was ever opened.
+    top_step: int | None = None
+    #: Up to here a caller said `end_step`.
+    ended_through: int | None = None
+    #: Up to here steps may have left memory: what is stored of them stays.
+    forgotten_through: int | None = None
+    #: Payloads that were announced and are not settled, by step.
+    pending: dict[int | None, set[PayloadKey]] = dataclasses.field(default_factory=dict)
+    #: The last mark that says that a step's whole is to be formed; grows with every one.
+    last_mark: int = 0
+    #: Work without a step (a rollout job whose clock is the policy version).
+    loose: Step = dataclasses.field(default_factory=lambda: Step(step=-1, opened_wall=0.0))
+    #: How many live processes stand at which step: the lowest key holds its step open.
+    clock: Counter[int] = dataclasses.field(default_factory=Counter)
+    #: Roles whose ranks report beside a process that said so (a trainer's driver), and roles of
+    #: which anybody has spoken.
+    expected_roles: set[str] = dataclasses.field(default_factory=set)
+    heard_roles: set[str] = dataclasses.field(default_factory=set)
+    #: (role, stage) of which the name was judged.
+    stage_names: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    #: Role -> the finding that says that none of its ranks has spoken.
+    silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def add(self, process: Process) -> None:
+        """Take in a process."""
+        self.processes[process.incarnation] = process
+        self.by_rank.setdefault((process.role, process.rank), []).append(process)
+        self.heard_roles.add(process.role)
+        self.expected_roles |= process.expected_roles
+        self.believe(process)
+
+    def remove(self, process: Process) -> None:
+        """Let a process go that has not worked here."""
+        del self.processes[process.incarnation]
+        self.by_rank[(process.role, process.rank)].remove(process)
+        self.expected_roles, self.heard_roles = set(), set()
+        self.sizes.pop(process.role, None)
+        for other in self.processes.values():
+            self.expected_roles |= other.expected_roles
+            self.heard_roles.add(other.role)
+            self.believe(other)
+
+    def believe(self, process: Process) -> bool:
+        """Take in a process's word on its role's size; return whether that changed."""
+        if process.world_size is None:
+            return False
+        known = self.sizes.get(process.role)
+        if known is not None and known[0] > process.age:
+            return False
+        self.sizes[process.role] = (process.age, process.world_size)
+        return known is None or known[1] != process.world_size
+
+    def note_closed(self, wall: float) -> None:
+        """Note when a step closed."""
+        first = self.first_closed_wall
+        self.first_closed_wall = wall if first is None else min(first, wall)
+
+    def world_size(self, role: str) -> int | None:
+        """Return how many ranks a role has, by its newest process that said it."""
+        known = self.sizes.get(role)
+        return None if known is None else known[1]
+
+    def missing(self) -> Iterator[tuple[str, int, bool]]:
+        """Yield (role, rank, whether it ever spoke) of ranks that never came or fell silent."""
+        if not self.processes:  # of an attempt that left memory nobody knows it
+            return
+        for role, (_, size) in self.sizes.items():
+            for rank in range(size):
+                if not self.by_rank.get((role, rank)):
+                    yield role, rank, False
+        for (role, rank), processes in self.by_rank.items():
+            if processes and max(processes, key=lambda each: each.age).lapsed:
+                yield role, rank, True
+
+    def is_fullest(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether no process said more of the run's settings so far."""
+        size = leaves(settings)
+        self.settings_size, before = max(size, self.settings_size), self.settings_size
+        return size >= before
+
+    @property
+    def unheard_roles(self) -> set[str]:
+        """Roles that are expected to report and of which no rank has spoken."""
+        return self.expected_roles - self.heard_roles
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody is left."""
+        return self.ended_wall is not None

@@ -1,0 +1,81 @@
+"""Findings: something wrong that the service noticed, with its evidence and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+from stagescope_service.core.instructions import Put
+from stagescope_service.core.catalogue_rows import digest
+from stagescope.errors import StagescopeError
+
+
+
+NOT_KEPT: Final = "not_kept"
+"""Of an attempt: what is to be kept of payloads is not; over with the next file that is."""
+
+NOT_AGGREGATED: Final = "step_not_aggregated"
+"""Of a step: its summary could not be formed; over with the next try that succeeds."""
+
+BEGUN_AGAIN: Final = "step_begun_again"
+"""Of a rank's stage: its process began the step again within the attempt; both goes count."""
+
+
+def moved(put: Put, attempt_id: int) -> Put:
+    """Return a finding as one of another attempt of the same run."""
+    is_one_of_several = put.row["finding_id"] != _finding_id(put.row)
+    row = {**put.row, "attempt_id": attempt_id}
+    row["finding_id"] = _finding_id(row)
+    return by_message(Put("findings", row)) if is_one_of_several else Put("findings", row)
+
+
+def by_message(put: Put) -> Put:
+    """Return a finding as one of several of its kind about one thing: a finding a message."""
+    finding_id = digest(put.row["finding_id"], put.row["message"])
+    return Put("findings", {**put.row, "finding_id": finding_id})
+
+
+def _finding_id(row: Mapping[str, Any]) -> str:
+    return digest(*(row[name] for name in _IDENTITY))
+
+
+_IDENTITY: Final = ("kind", "run", "attempt_id", "step", "stage", "role", "rank")
+
+
+def finding(
+    kind: str,
+    message: str,
+    *,
+    run: str,
+    attempt_id: int | None,
+    wall: float,
+    advice: str = "",
+    severity: str = "warning",
+    step: int | None = None,
+    stage: str | None = None,
+    role: str | None = None,
+    rank: int | None = None,
+    evidence: Mapping[str, Any] | None = None,
+) -> Put:
+    """Write a finding; the same kind about the same thing is one finding, however often seen."""
+    row = {
+        "run": run,
+        "attempt_id": attempt_id,
+        "step": step,
+        "stage": stage,
+        "role": role,
+        "rank": rank,
+        "kind": kind,
+        "severity": severity,
+        "message": message,
+        "evidence": dict(evidence or {}),
+        "advice": advice,
+        "first_wall": wall,
+        "last_wall": wall,
+    }
+    return Put("findings", {"finding_id": _finding_id(row), **row})
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line."""
+    text = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:1000]

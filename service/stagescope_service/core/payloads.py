@@ -1,0 +1,165 @@
+"""Payloads: announced with a stage's end, read by an ingestor, settled once.
+
+Every function takes what it changes and returns what must be written; none looks outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stagescope.names import misspelt
+from stagescope.schema import Event, Work
+from stagescope_service.core import steps
+from stagescope_service.core.entities import (
+    ANNOUNCED,
+    DROPPED,
+    INGESTED,
+    LOST,
+    Attempt,
+    Payload,
+    Process,
+)
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Delete, Ingest, Instruction, PayloadKey, Settled
+from stagescope_service.core.catalogue_rows import (
+    digest,
+    integer,
+    loss_row,
+    numbers,
+    payload_row,
+    plain,
+    text,
+    work_columns,
+)
+from stagescope_service.statistics import available_pairs
+
+
+def announce(
+    attempt: Attempt,
+    process: Process,
+    event: Event,
+    work: Work,
+    announced: Mapping[str, Any],
+    has_payload: bool,
+) -> list[Instruction]:
+    """Note a payload and, where its refs are here, have it read."""
+    key = PayloadKey(process.incarnation, event.seq)
+    settled = process.settled.get(key.seq)
+    if settled == LOST and has_payload:
+        del process.settled[key.seq]  # it had only been quiet, and still has it
+    elif settled is not None:
+        return [Settled(key, settled)]
+    payload = process.payloads.get(key)
+    out: list[Instruction] = []
+    if payload is None:
+        payload = Payload(key, process.attempt_id, work)
+        process.payloads[key] = payload
+        steps.payload_pending(attempt, work.step, key)
+        columns = _payload_columns(process, event, announced)
+        out.append(payload_row(process, key, work, ANNOUNCED, reason=None, **columns))
+        if process.raw:
+            out += _misspelt(attempt, process, event, work, announced)
+    if has_payload and not payload.in_flight:
+        payload.in_flight = True
+        job = {
+            "run": attempt.run,
+            "attempt_id": attempt.attempt_id,
+            "attempt_key": attempt.key,
+            "role": process.role,
+            "rank": process.rank,
+            "data_rank": process.data_rank,
+            "layout": dict(process.layout),
+            "settings": dict(process.settings),
+            **work_columns(work),
+            "scalars": numbers(event.fields.get("scalars")),
+            "bytes": integer(announced.get("bytes")),
+            "reported": announced.get("reported") is True,
+        }
+        out.append(Ingest(key, process.node_id, job))
+    return out
+
+
+def _misspelt(
+    attempt: Attempt, process: Process, event: Event, work: Work, announced: Mapping[str, Any]
+) -> list[Instruction]:
+    """Say which names of a raw caller's payload no statistic reads; a probe says it itself."""
+    names = announced.get("tensors")
+    wrong = dict(misspelt(map(str, names))) if isinstance(names, Mapping) else {}
+    if isinstance(names, Mapping) and available_pairs(names):
+        # Without its mask a pair is refused, with the name that was misspelt.
+        wrong = {name: meant for name, meant in wrong.items() if meant != "response_mask"}
+    if not wrong:
+        return []
+    pairs = ", ".join(f"{name} (expected {meant})" for name, meant in wrong.items())
+    return [
+        finding(
+            "misspelt_tensor",
+            f"kept, but no statistic reads them: {pairs}"[:2000],
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            stage=work.stage,
+            role=process.role,
+            rank=process.rank,
+            evidence={"names": wrong, "step": work.step},
+            advice="rename them in the payload",
+        )
+    ]
+
+
+def announce_dropped(
+    attempt: Attempt, process: Process, event: Event, work: Work, dropped: Mapping[str, Any]
+) -> list[Instruction]:
+    """Note a payload that its process had to let go (its DROPPED event lists the loss)."""
+    key = PayloadKey(process.incarnation, event.seq)
+    payload = process.payloads.get(key)
+    if key.seq in process.settled or (payload is not None and payload.in_flight):
+        return []
+    process.payloads.pop(key, None)
+    process.settle(key.seq, DROPPED)
+    columns = _payload_columns(process, event, dropped)
+    reason = text(dropped.get("reason"), 1000)
+    columns |= {"reason": reason, "settled_wall": event.wall}
+    out: list[Instruction] = [payload_row(process, key, work, DROPPED, **columns)]
+    if payload is not None:
+        out += steps.payload_settled(attempt, work.step, key, event.wall)
+    return [*out, Settled(key, DROPPED)]
+
+
+def settle(
+    attempt: Attempt,
+    process: Process,
+    payload: Payload,
+    state: str,
+    reason: str | None,
+    wall: float,
+    **columns: Any,
+) -> list[Instruction]:
+    """Bring a payload to its end: 'ingested', 'lost', 'refused' or 'dropped'."""
+    key, work = payload.key, payload.work
+    process.payloads.pop(key, None)
+    process.settle(key.seq, state, reason)
+    row = payload_row(process, key, work, state, reason=reason, settled_wall=wall, **columns)
+    out: list[Instruction] = [row]
+    if state == INGESTED:
+        # It may have been listed as lost while its process was quiet.
+        identity = (process.incarnation, work.key, "payload", key.seq)
+        out.append(Delete("losses", {"loss_id": digest(*identity)}))
+    else:
+        loss = {"identity": key.seq, "count": 1, "bytes": columns.get("bytes"), "wall": wall}
+        out.append(loss_row(attempt, process, work, "payload", reason or state, **loss))
+    out += steps.payload_settled(attempt, work.step, key, wall)
+    return [*out, Settled(key, state)]
+
+
+def _payload_columns(
+    process: Process, event: Event, announced: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "tensors": plain(announced.get("tensors")),
+        "meta": plain(announced.get("meta")),
+        "bytes": integer(announced.get("bytes")),
+        "node_id": process.node_id,
+        "announced_wall": event.wall,
+    }

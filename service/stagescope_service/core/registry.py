@@ -1,0 +1,484 @@
+"""Runs, attempts and processes: who speaks, and to which start of which training it belongs.
+
+An unknown attempt key opens the next attempt, a known one always goes to its own, however late. A
+trainer's new incarnation of a rank that begins at or before the last closed step opens an attempt
+too: ranks that are recreated under one driver keep their job, and so their key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope.schema import LAYOUT_COLUMNS, Event, Sender
+from stagescope_service.core.entities import Attempt, Introduction, Process, RankAge, leaves
+from stagescope_service.core.instructions import Instruction, Put
+from stagescope_service.core.catalogue_rows import (
+    attempt_row,
+    integer,
+    layout_columns,
+    plain,
+    process_row,
+    text,
+)
+
+UNKEYED: Final = "unkeyed"
+RESTART_MARK: Final = "~"
+"""Joins a key and a count where one key covers several starts."""
+
+SILENT_SECONDS: Final = 30.0
+"""A process that lives polls more often, as long as the service keeps up."""
+REFRESH: Final = 5.0
+"""Seconds after which a process's row says again when it was last heard."""
+
+MAX_WORLD_SIZE: Final = 1 << 18
+"""No role has more ranks; a greater number is a mistake, and is not believed."""
+
+MAX_ROLES: Final = 100
+
+RESTORED: Final[RankAge] = ("", -1, (0.0, ""))
+"""Stands for who an attempt's fingerprint is of where that was not stored: it stays."""
+
+GONE_REMEMBERED: Final = 100_000
+"""Processes of earlier attempts of which the attempt alone stays in memory."""
+
+
+def given_key(key: str) -> str:
+    """Return a sender's key as attempts have it: the mark is ours, and would name another start."""
+    return key.replace(RESTART_MARK, "-")
+
+
+def base_key(key: str) -> str:
+    """Return the key that the processes of an attempt gave, without the count of its start."""
+    return key.partition(RESTART_MARK)[0]
+
+
+def role_names(said: object) -> frozenset[str]:
+    """Return the roles that a HELLO says report beside its sender (its field `expects`)."""
+    names = said if isinstance(said, list | tuple) else ()
+    return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
+
+
+SAID_REMEMBERED: Final = 1000
+"""Parts of what processes said of their starts, of which equal ones are kept once."""
+
+_APART: Final = ("layout", "settings", "fingerprint")
+"""Fields of a HELLO that are stored elsewhere than with its others."""
+
+_READ: Final = frozenset({"keep", "producers"})
+"""The settings that are mappings, and that who reads a payload needs."""
+
+
+def reading_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what of a process's settings goes with each of its payloads to who reads it.
+
+    A whole configuration (verl's has 50 kB) stays where it was said.
+    """
+    given = settings or {}
+    return {k: v for k, v in given.items() if k in _READ or not isinstance(v, Mapping)}
+
+
+class Registry:
+    """Attempts and processes by their identities; mutated by the state machine alone."""
+
+    def __init__(self) -> None:
+        self.attempts: dict[int, Attempt] = {}
+        self.processes: dict[str, Process] = {}
+        self._by_key: dict[tuple[str, str], int] = {}
+        self._newest: dict[str, int] = {}
+        self._gone: dict[str, int] = {}
+        self._said: dict[str, Any] = {}
+        self._next_id = 1
+        self.listening_since = 0.0
+        """When anybody could be heard again, by the service's wall clock."""
+
+    # --- looking up ---------------------------------------------------------------------
+    def attempt_of(self, process: Process) -> Attempt:
+        """Return the attempt that a process belongs to."""
+        return self.attempts[process.attempt_id]
+
+    def newest(self, run: str) -> Attempt | None:
+        """Return the newest attempt of a run."""
+        found = self._newest.get(run)
+        return None if found is None else self.attempts[found]
+
+    def is_known(self, run: str | None) -> bool:
+        """Say whether a run (None: any) has an attempt."""
+        return bool(self._newest) if run is None else run in self._newest
+
+    def find(self, run: str, key: str | None) -> Attempt | None:
+        """Return the newest attempt of a run, with an attempt key the newest of that key."""
+        return self.newest(run) if key is None else self._latest_of_key(run, given_key(key))
+
+    def of_key(self, run: str | None, key: str) -> list[Attempt]:
+        """Return the newest attempt of a key in each run, or in one."""
+        runs = [name for name in self._newest if run in (None, name)]
+        found = [self.find(name, key) for name in runs]
+        return [attempt for attempt in found if attempt is not None]
+
+    def adopt(self, attempt: Attempt) -> None:
+        """Take in an attempt that was opened or restored."""
+        self.attempts[attempt.attempt_id] = attempt
+        self._by_key[(attempt.run, attempt.key)] = attempt.attempt_id
+        newest = self.newest(attempt.run)
+        if newest is None or newest.number <= attempt.number:
+            self._newest[attempt.run] = attempt.attempt_id
+        self._next_id = max(self._next_id, attempt.attempt_id + 1)
+
+    def reserve(self, next_id: int) -> None:
+        """Never give an attempt an id below `next_id`."""
+        self._next_id = max(self._next_id, next_id)
+
+    # --- opening ------------------------------------------------------------------------
+    def open_attempt(
+        self, run: str, key: str, wall: float, *, unkeyed: bool = False
+    ) -> tuple[Attempt, list[Instruction]]:
+        """Open the next attempt of a run."""
+        newest = self.newest(run)
+        attempt = Attempt(
+            attempt_id=self._next_id,
+            run=run,
+            number=1 if newest is None else newest.number + 1,
+            key=key,
+            unkeyed=unkeyed,
+            opened_wall=wall,
+        )
+        out: list[Instruction] = []
+        if newest is None:
+            out.append(Put("runs", {"run": run, "created_wall": wall}))
+        self.adopt(attempt)
+        return attempt, [*out, attempt_row(attempt)]
+
+    def attempt_for(self, sender: Sender, wall: float) -> tuple[Attempt, list[Instruction]]:
+        """Return the attempt of a sender: where it was, else its key's, opened if need be."""
+        before = self._gone.get(sender.incarnation)
+        if before is not None and before in self.attempts:
+            return self.attempts[before], []
+        if sender.attempt_key is None:
+            newest = self.newest(sender.run)
+            if newest is not None:
+                return newest, []
+            return self.open_attempt(sender.run, UNKEYED, wall, unkeyed=True)
+        key = given_key(sender.attempt_key)
+        latest = self._latest_of_key(sender.run, key)
+        if latest is not None:
+            return latest, []
+        return self.open_attempt(sender.run, key, wall)
+
+    def _latest_of_key(self, run: str, key: str) -> Attempt | None:
+        found = self._by_key.get((run, key))
+        count = 2
+        while (later := self._by_key.get((run, f"{key}{RESTART_MARK}{count}"))) is not None:
+            found, count = later, count + 1
+        return None if found is None else self.attempts[found]
+
+    # --- processes ----------------------------------------------------------------------
+    def process_for(
+        self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool = False
+    ) -> tuple[Process, list[Instruction]]:
+        """Return the process of a sender, made if it is new, with its lease renewed.
+
+        One that is new and comes late, when its attempt has finished, has left from the start.
+        """
+        process = self.processes.get(sender.incarnation)
+        if process is None:
+            return self._new_process(sender, event, lease_until, raw=raw, late=late)
+        process.lease_until = max(process.lease_until, lease_until)
+        clock = (sender.clock_offset, sender.clock_error)
+        node_came = process.node_id is None and sender.node_id is not None
+        if clock == process.clock and not node_came and event.wall < process.last_wall + REFRESH:
+            return process, []
+        process.clock, process.node_id = clock, process.node_id or sender.node_id
+        process.last_wall = max(process.last_wall, event.wall)
+        return process, [process_row(process, **_heard(process))]
+
+    def _new_process(
+        self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool
+    ) -> tuple[Process, list[Instruction]]:
+        attempt, out = self.attempt_for(sender, event.wall)
+        process = Process(
+            incarnation=sender.incarnation,
+            attempt_id=attempt.attempt_id,
+            role=sender.role,
+            rank=sender.rank,
+            started=event.wall if sender.started is None else sender.started,
+            raw=raw,
+            unkeyed=sender.attempt_key is None,
+            node_id=sender.node_id,
+            lease_until=lease_until,
+            last_wall=event.wall,
+            clock=(sender.clock_offset, sender.clock_error),
+            returned=sender.incarnation in self._gone,
+            finished=late,
+            left_wall=event.wall if late else None,
+        )
+        self.processes[process.incarnation] = process
+        attempt.add(process)
+        if process.started < attempt.opened_wall:
+            attempt.opened_wall = process.started
+            out.append(attempt_row(attempt))
+        # A row from before a restart may say that it fell silent.
+        columns = {"first_wall": process.started, "lapsed_wall": None, **_heard(process)}
+        columns |= {"finished_wall": event.wall} if late else {}
+        return process, [*out, process_row(process, **columns)]
+
+    def introduce(
+        self, process: Process, fields: Mapping[str, Any], wall: float
+    ) -> tuple[bool, list[Instruction]]:
+        """Take in what a process says of itself (the fields of a HELLO).
+
+        What it says of its start is its attempt's once that is known to be its own.
+
+        Returns whether that changed how many ranks its role is known to have, and what to write.
+        """
+        attempt = self.attempt_of(process)
+        size = integer(fields.get("world_size"))
+        if size is not None and process.rank < size <= MAX_WORLD_SIZE:
+            process.world_size = size
+        data_rank = integer(fields.get("data_rank"))
+        process.data_rank = process.data_rank if data_rank is None else data_rank
+        layout = fields.get("layout")
+        if isinstance(layout, Mapping):
+            process.layout.update({str(name): plain(value) for name, value in layout.items()})
+        settings, fingerprint = fields.get("settings"), fields.get("fingerprint")
+        settings = plain(settings) if isinstance(settings, Mapping) else None
+        process.settings = reading_settings(settings) or process.settings
+        process.captures = fields.get("captures") is not False
+        process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
+        process.expected_roles |= role_names(fields.get("expects"))
+        attempt.expected_roles |= process.expected_roles
+        process.introduction = Introduction(
+            wall,
+            fingerprint=self._shared(fingerprint) if isinstance(fingerprint, Mapping) else None,
+            settings=None if settings is None else self._shared(settings),
+            resumed_from_step=integer(fields.get("resumed_from_step")),
+            world_size=size,
+        )
+        hello = {name: plain(value) for name, value in fields.items() if name not in _APART}
+        hello["layout"] = {
+            name: value for name, value in process.layout.items() if name not in LAYOUT_COLUMNS
+        }
+        if self.may_leave(process):
+            hello |= self._to_carry(attempt, process)
+        columns = {"pid": integer(fields.get("pid")), "settings": settings, "hello": hello}
+        out: list[Instruction] = [
+            process_row(process, **layout_columns(process.layout), **columns),
+            *self._learn(attempt, process),
+        ]
+        return attempt.believe(process), out
+
+    def may_leave(self, process: Process) -> bool:
+        """Say whether a process may turn out to be of a later start than its attempt.
+
+        Then what it says of its start is not the attempt's until it begins a step.
+        """
+        if process.bound or process.raw:
+            return False
+        attempt = self.attempt_of(process)
+        first = attempt.first_closed_wall
+        came_later = first is not None and process.started > first
+        return came_later or self._older(attempt, process) is not None
+
+    def _shared(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a process said, as JSON has it; equal parts of several are kept once."""
+        kept: dict[str, Any] = {}
+        for name, value in said.items():
+            value = plain(value)
+            kept[str(name)] = self._said.setdefault(f"{type(value).__name__} {value!r}", value)
+            if len(self._said) > SAID_REMEMBERED:
+                del self._said[next(iter(self._said))]
+        return kept
+
+    @staticmethod
+    def _to_carry(attempt: Attempt, process: Process) -> dict[str, Any]:
+        """Return what else is stored of a process whose attempt is open, for a restart of ours.
+
+        The lowest rank of a role says it for all: an attempt has the fingerprint of its first.
+        """
+        said = process.introduction
+        lower = (attempt.by_rank.get((process.role, rank)) for rank in range(process.rank))
+        if said is None or said.fingerprint is None or any(lower):
+            return {}
+        return {"fingerprint": said.fingerprint, "said_wall": said.wall}
+
+    def _learn(self, attempt: Attempt, process: Process) -> list[Put]:
+        """Take what a process said of its start for its attempt's, where it is of that start."""
+        if process.introduction is None or self.may_leave(process):
+            return []
+        told = _take_resumed(attempt, process)
+        columns: dict[str, Any] = {}
+        if _take_fingerprint(attempt, process):
+            columns["fingerprint"] = _fingerprint(attempt)
+        out = [attempt_row(attempt, **columns)] if told or columns else []
+        # Ranks are told less than a driver knows: what says most stays.
+        settings = process.introduction.settings
+        if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
+            out.append(Put("runs", {"run": attempt.run, "settings": settings}))
+        return out
+
+    def _learn_again(self, attempt: Attempt) -> list[Put]:
+        """Derive what an attempt knows of its start from the processes that it has now."""
+        attempt.resumed_from_step = attempt.resumed_restored
+        attempt.resumed_told = attempt.resumed_restored is not None
+        if not attempt.resumed_told and attempt.number > 1 and attempt.first_step is not None:
+            attempt.resumed_from_step = attempt.first_step - 1
+        if attempt.fingerprint_of != RESTORED:
+            attempt.fingerprint_of, attempt.fingerprint = None, {}
+            attempt.config_of, attempt.config = None, None
+        out: list[Put] = []
+        for process in [*attempt.processes.values()]:
+            out += [row for row in self._learn(attempt, process) if row.table == "runs"]
+        columns: dict[str, Any] = {}
+        if attempt.fingerprint_of != RESTORED:
+            columns["fingerprint"] = _fingerprint(attempt)
+        return [*out, attempt_row(attempt, **columns)]
+
+    def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
+        """Settle a process's attempt at the first step that it begins.
+
+        A rank that starts again at a step which its attempt has closed is a new start; then the
+        attempt that it left is returned, too. One that was there when the step closed only comes
+        late to it: the others of its start went on in that attempt.
+        """
+        attempt = self.attempt_of(process)
+        was_open = self.may_leave(process)
+        process.bound = True
+        older = self._restarted(attempt, process, step)
+        if older is None:
+            return None, [*(self._learn(attempt, process) if was_open else ())]
+        opened, out = self.open_restart(attempt, process.started)
+        # Those of the same start that spoke before anyone of it began a step come along.
+        for other in [*attempt.processes.values()]:
+            if other is process or self._came_with(attempt, other, older):
+                attempt.remove(other)
+                other.attempt_id = opened.attempt_id
+                opened.add(other)
+                opened.opened_wall = min(opened.opened_wall, other.started)
+                out.append(process_row(other))
+        return attempt, [*out, *self._learn_again(attempt), *self._learn_again(opened)]
+
+    def _restarted(self, attempt: Attempt, process: Process, step: int) -> Process | None:
+        """Return whom a process follows that begins `step` as one of a new start, else None."""
+        if process.raw or process.role == "rollout":
+            return None
+        older = self._older(attempt, process)
+        if process.unkeyed and (follows := self._follows(attempt, process, older)) is not None:
+            return follows
+        closed = attempt.last_closed_step
+        if closed is None or step > closed:
+            return None
+        known = attempt.steps.get(step)
+        if known is not None and process.started < (known.closed_wall or process.started):
+            return None
+        return older
+
+    def stays_without_key(self, process: Process) -> bool:
+        """Whether a rank started again and nothing tells if all of its training did."""
+        return process.unkeyed and self._older(self.attempt_of(process), process) is not None
+
+    def open_restart(self, attempt: Attempt, wall: float) -> tuple[Attempt, list[Instruction]]:
+        """Open the attempt of those who start again under the key of `attempt`."""
+        base, count = base_key(attempt.key), 2
+        while (attempt.run, f"{base}{RESTART_MARK}{count}") in self._by_key:
+            count += 1
+        key = f"{base}{RESTART_MARK}{count}"
+        return self.open_attempt(attempt.run, key, wall, unkeyed=attempt.unkeyed)
+
+    def _older(self, attempt: Attempt, process: Process) -> Process | None:
+        """Return the latest earlier incarnation of a process's rank."""
+        others = attempt.by_rank.get((process.role, process.rank), ())
+        older = [each for each in others if not each.raw and each.age < process.age]
+        return max(older, key=lambda each: each.age, default=None)
+
+    def _follows(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
+        """Return whom a process without an attempt key follows if nobody is left of its attempt.
+
+        No key tells such starts apart. A process is not left where it took leave, fell silent, was
+        not heard for long, or where this one is of its rank. The rank of this one may not have
+        reported in the start before: it crashed too early.
+        """
+        others = [
+            each for each in attempt.processes.values()
+            if each.bound and not each.raw and each is not process and each.age < process.age
+        ]  # fmt: skip
+        here, now = (process.role, process.rank), process.heard
+        left = [
+            each for each in others
+            if (each.role, each.rank) != here
+            and each.live
+            and now - max(each.heard, self.listening_since) < SILENT_SECONDS
+        ]  # fmt: skip
+        if left:
+            return None
+        of_role = [each for each in others if each.role == process.role]
+        return older or max(of_role, key=lambda each: each.heard, default=None)
+
+    def _came_with(self, attempt: Attempt, other: Process, older: Process) -> bool:
+        """Whether `other` belongs to the start that follows the one of `older`."""
+        if other.bound or other.raw or other.worked or not other.live:
+            return False
+        return other.started > older.last_wall or self._older(attempt, other) is not None
+
+    def forget(self, attempt: Attempt, now: float) -> None:
+        """Let go of an attempt that is over and not its run's newest; the catalogue has it."""
+        if not attempt.over or attempt is self.newest(attempt.run) or not attempt.processes:
+            return
+        held = any(each.payloads or each.lease_until >= now for each in attempt.processes.values())
+        if held or attempt.pending:
+            return
+        for incarnation in attempt.processes:
+            del self.processes[incarnation]
+            self._gone[incarnation] = attempt.attempt_id
+        while len(self._gone) > GONE_REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+        top = attempt.top_step
+        if top is not None:
+            attempt.forgotten_through = top
+        for mapping in (attempt.processes, attempt.by_rank, attempt.steps, attempt.loose.spans):
+            mapping.clear()
+        attempt.loose.holders.clear()
+        attempt.loose.ranks.clear()
+
+
+def _take_resumed(attempt: Attempt, process: Process) -> bool:
+    """Take in from which step a process says that it resumed; return whether it said so."""
+    said = process.introduction
+    if said is None or said.resumed_from_step is None:
+        return False
+    told = attempt.resumed_from_step if attempt.resumed_told else None
+    attempt.resumed_told = True
+    resumed = said.resumed_from_step
+    attempt.resumed_from_step = resumed if told is None else min(told, resumed)
+    return True
+
+
+def _take_fingerprint(attempt: Attempt, process: Process) -> bool:
+    """Take in a process's fingerprint; return whether that changed the attempt's.
+
+    It is that of the first (role, rank), of its incarnations the first, but for the
+    configuration: a driver knows all of it, and its ranks what they were told.
+    """
+    fingerprint = None if process.introduction is None else process.introduction.fingerprint
+    if fingerprint is None:
+        return False
+    place, known = (process.role, process.rank, process.age), attempt.fingerprint_of
+    changed = known is None or place < known
+    if changed:
+        attempt.fingerprint_of, attempt.fingerprint = place, dict(fingerprint)
+    config = fingerprint.get("config")
+    if known != RESTORED and isinstance(config, Mapping):
+        size = (-leaves(config), place)
+        if attempt.config_of is None or size < attempt.config_of:
+            attempt.config_of, attempt.config = size, config
+            changed = True
+    return changed
+
+
+def _fingerprint(attempt: Attempt) -> dict[str, Any] | None:
+    config = {} if attempt.config_of is None else {"config": attempt.config}
+    return {**attempt.fingerprint, **config} or None
+
+
+def _heard(process: Process) -> dict[str, Any]:
+    offset, error = process.clock
+    return {"last_wall": process.last_wall, "clock_offset": offset, "clock_error": error}

@@ -1,0 +1,375 @@
+"""What a process reports beside its spans: scalars, drops, refusals, dumps.
+
+Every function takes what it changes and returns what must be written; none looks outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
+
+from stagescope.names import closest_stage
+from stagescope.schema import STAGES, Event, Work
+from stagescope_service.core import operator_tables
+from stagescope_service.core import steps
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.findings import BEGUN_AGAIN, by_message, finding, moved
+from stagescope_service.core.instructions import Delete, Instruction, Put
+from stagescope_service.core.catalogue_rows import (
+    digest,
+    integer,
+    loss_row,
+    number,
+    plain,
+    process_row,
+    scalar_rows,
+    text,
+    work_columns,
+)
+from stagescope_service.core.settings_findings import of_settings
+
+DUMPS_REMEMBERED: Final = 1024
+
+UNBOUND_REMEMBERED: Final = 1000
+"""Rows of a process before its first step that go with it to another attempt."""
+
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "findings": ("finding_id",),
+    "losses": ("loss_id",),
+    "scalars": ("incarnation", "work_key", "name"),
+}
+
+NAMES_JUDGED: Final = 1000
+"""Stages of an attempt of which the names are judged; more are no names."""
+
+_DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Any]]] = {
+    **dict.fromkeys(("path", "state", "task", "level", "error"), text),
+    **dict.fromkeys(("bytes", "files"), integer),
+    "seconds": number,
+    **dict.fromkeys(("overrides", "estimate"), plain),
+}
+
+
+def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
+    """Write the named numbers of an event; what is not a number makes a finding.
+
+    Rules look at a step when it closes: a number that is not finite and comes later has the step
+    looked at again. Work without a step never closes, so that there it is a finding at once.
+    """
+    named = event.fields.get("scalars")
+    if not named and (named is None or isinstance(named, Mapping)):
+        return []
+    if not isinstance(named, Mapping):
+        named = {"scalars": named}  # which is no number, and is said to be none
+    rows, wrong = scalar_rows(process, work, named, event.wall)
+    out: list[Instruction] = [*rows]
+    bad = [row.row["name"] for row in rows if not math.isfinite(row.row["value"])]
+    if bad and work.step is None:
+        out.append(_stepless_scalars(attempt, process, event, work, bad))
+    elif bad and work.step is not None and work.step not in attempt.open:
+        out += steps.form(attempt, work.step, event.wall)
+    if wrong:
+        out.append(
+            finding(
+                "refused_scalar",
+                f"not numbers: {', '.join(sorted(wrong))[:1000]}",
+                run=attempt.run,
+                attempt_id=attempt.attempt_id,
+                wall=event.wall,
+                step=work.step,
+                stage=work.stage,
+                role=process.role,
+                rank=process.rank,
+                advice="a scalar is an int or a float; those of the same call that are were taken",
+            )
+        )
+    return out
+
+
+_REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size", "unknown_fields"})
+
+
+def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
+    """Return what was not taken of an event that was, for the answer to who sent it."""
+    told = [
+        f"{order.row['message']} ({order.row['advice']})"
+        for order in instructions
+        if isinstance(order, Put)
+        and order.table == "findings"
+        and order.row["kind"] in _REFUSED_IN_PART
+    ]
+    return "; ".join(told) or None
+
+
+def _stepless_scalars(
+    attempt: Attempt, process: Process, event: Event, work: Work, names: list[str]
+) -> Instruction:
+    where = f"stage {work.stage}, " if work.stage else ""
+    return finding(
+        "non_finite_scalars",
+        f"{', '.join(sorted(names))[:1000]} not finite outside any step, "
+        f"{where}{process.role} rank {process.rank}",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=event.wall,
+        severity="error",
+        stage=work.stage,
+        role=process.role,
+        rank=process.rank,
+        evidence={"scalars": sorted(names)[:20], "policy_version": work.policy_version},
+        advice="a capture of that stage on that rank (msprobe L0, statistics) names the operator",
+    )
+
+
+def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
+    """Count what the process had to drop; each such event is a loss of its own."""
+    fields = event.fields
+    what = text(fields.get("what"), 100) or "event"
+    count = max(0, integer(fields.get("count", 1)) or 0)
+    size = max(0, integer(fields.get("bytes")) or 0)
+    columns = {"count": count, "bytes": size, "wall": event.wall}
+    reason = text(fields.get("reason"), 1000) or "the process dropped it"
+    out: list[Instruction] = [
+        loss_row(attempt, process, work, what, reason, identity=event.seq, **columns)
+    ]
+    drops = process.drops
+    if drops.add(event.seq, what, count, size):
+        totals = {
+            "dropped_events": drops.events,
+            "dropped_payloads": drops.payloads,
+            "dropped_bytes": drops.bytes,
+            "dropped_seqs": [*drops.seqs],
+        }
+        out.append(process_row(process, **totals))
+    return out
+
+
+def remember_unbound(
+    process: Process, rows: Iterable[Instruction], known: Collection[str] | None
+) -> None:
+    """Remember what a process reported that may turn out to be of a later start.
+
+    Args:
+        process: whose first step is to come.
+        rows: what it reported.
+        known: ids of the findings that were there before; None: any may have been.
+    """
+    for put in rows:
+        if isinstance(put, Put) and put.table in _KEYS:
+            key = (put.table, *(str(put.row[name]) for name in _KEYS[put.table]))
+            is_news = known is not None and key[1] not in known
+            if key in process.unbound_rows:
+                is_news = process.unbound_rows[key][1]
+            elif len(process.unbound_rows) >= UNBOUND_REMEMBERED:
+                continue
+            process.unbound_rows[key] = (put, is_news)
+
+
+def follow(attempt: Attempt, process: Process, step: int) -> list[Instruction]:
+    """Bring what a process reported before its first step into the attempt that begins with it.
+
+    What is of an earlier step than `step` stays: the new start goes on from that step, and does
+    not do it again.
+    """
+    out: list[Instruction] = []
+    for put, is_news in process.unbound_rows.values():
+        if put.row["step"] is not None and put.row["step"] < step:
+            continue
+        if put.table == "findings":
+            out.append(moved(put, attempt.attempt_id))
+            out += [Delete("findings", {"finding_id": put.row["finding_id"]})] if is_news else []
+        else:
+            out.append(Put(put.table, {**put.row, "attempt_id": attempt.attempt_id}))
+    process.unbound_rows.clear()
+    return out
+
+
+def introduced(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Say what is wrong with what a process said of itself."""
+    return [
+        *_versions(attempt, process),
+        *_world_size(attempt, process),
+        *of_settings(attempt, process),
+    ]
+
+
+def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Say which packages of a process stagescope does not support."""
+    introduction = process.introduction
+    said: Any = None if introduction is None else introduction.fingerprint
+    for name in ("versions", "unsupported"):
+        said = said.get(name) if isinstance(said, Mapping) else None
+    lines = [text(line, 500) or "" for line in said] if isinstance(said, list | tuple) else []
+    if introduction is None or not lines:
+        return []
+    return [
+        finding(
+            "unsupported_version",
+            "; ".join(lines[:20]),
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=introduction.wall,
+            role=process.role,
+            advice="what it reports may be wrong or missing; training itself is not touched",
+        )
+    ]
+
+
+def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Say that a process has a rank that its own world_size does not know."""
+    introduction = process.introduction
+    size = None if introduction is None else introduction.world_size
+    if introduction is None or size is None or process.rank < size:
+        return []
+    return [
+        finding(
+            "refused_world_size",
+            f"{process.role} rank {process.rank} says world_size {size}, which is not taken",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=introduction.wall,
+            severity="error",
+            role=process.role,
+            rank=process.rank,
+            advice="ranks count from 0 to world_size - 1, both of the role",
+        )
+    ]
+
+
+def stage_name(
+    attempt: Attempt, process: Process, stage: str | None, wall: float
+) -> list[Instruction]:
+    """Say that a stage seems to be a misspelt one of the schema; judged once an attempt and role.
+
+    A stage may have any name. A known name with another word before or behind it
+    (`actor_update_2`) is its own.
+    """
+    named = (process.role, stage or "")
+    if not stage or named in attempt.stage_names or len(attempt.stage_names) >= NAMES_JUDGED:
+        return []
+    attempt.stage_names.add(named)
+    meant = closest_stage(stage, STAGES)
+    written = stage.lower().replace("-", "_")
+    if meant is None or written.startswith(f"{meant}_") or written.endswith(f"_{meant}"):
+        return []
+    return [
+        finding(
+            "misspelt_stage",
+            f"{process.role} reports stage {stage!r}, which is none of the known stages: did you "
+            f"mean {meant}?",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            stage=stage,
+            role=process.role,
+            evidence={"meant": meant},
+            advice=f"what is about {meant} (captures, rules, the step summary) does not see it: "
+            f"name it {meant} where the training begins it; a stage of your own may keep its name",
+        )
+    ]
+
+
+def unknown_fields(
+    attempt: Attempt, role: str, call: str, names: Iterable[str], wall: float
+) -> Instruction:
+    """Say that a raw call named fields that it does not have; a finding of each such set."""
+    return by_message(
+        finding(
+            "unknown_fields",
+            f"{call} of {role} has no field {', '.join(names):.1000}: not taken",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            role=role,
+            advice="the rest of the call was taken; its docstring and the README list its fields",
+        )
+    )
+
+
+def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Instruction:
+    """Say that a call in the training process had bad input.
+
+    Of one stage several things may be wrong: each is a finding of its own.
+    """
+    what = text(event.fields.get("what"), 200) or "input"
+    message = text(event.fields.get("message"), 2000) or ""
+    is_error = event.fields.get("severity") == "error"
+    advice = text(event.fields.get("advice"), 2000)
+    found = finding(
+        what if what == BEGUN_AGAIN else f"refused_{what}",
+        message,
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=event.wall,
+        severity="error" if is_error else "warning",
+        step=work.step,
+        stage=work.stage,
+        role=process.role,
+        rank=process.rank,
+        advice=advice
+        or "the call in the training process had bad input; training went on"
+        + ("; the numbers that need this tensor are missing" if is_error else ""),
+    )
+    return by_message(found)
+
+
+def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
+    """Note how far a dump is; of two words about the same thing the later said stands.
+
+    One that ended is to become an operator table.
+    """
+    fields = event.fields
+    capture_id = text(fields.get("capture_id"), 200) or "local"
+    said: dict[str, Any] = {
+        name: take(fields[name]) for name, take in _DUMP_COLUMNS.items() if name in fields
+    }
+    known = process.dumps.setdefault((work.key, capture_id), {})
+    if len(process.dumps) > DUMPS_REMEMBERED:
+        del process.dumps[next(iter(process.dumps))]
+    newest = event.seq >= max(known.values(), default=0)
+    said = {
+        name: value
+        for name, value in said.items()
+        if value is not None and event.seq >= known.get(name, 0)
+    }
+    known.update(dict.fromkeys(said, event.seq))
+    row = {
+        "incarnation": process.incarnation,
+        "work_key": work.key,
+        "capture_id": capture_id,
+        "attempt_id": process.attempt_id,
+        "role": process.role,
+        "rank": process.rank,
+        **work_columns(work),
+        "node_id": process.node_id,
+        **({"wall": event.wall} if newest else {}),
+        **said,
+    }
+    out: list[Instruction] = [Put("dumps", row)]
+    state = said.get("state")
+    if state in ("failed", "missed", "truncated"):
+        reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
+        columns = {"identity": capture_id, "count": 1, "wall": event.wall}
+        out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
+    elif state == "complete":
+        lost = digest(process.incarnation, work.key, "dump", capture_id)
+        out.append(Delete("losses", {"loss_id": lost}))
+    return out + operator_tables.follow(attempt, process, event, work, row, said.get("state"))
+
+
+def started_again(attempt: Attempt, process: Process, wall: float) -> Put:
+    """Return the finding of a rank that started again, of which no key tells the start."""
+    return by_message(
+        finding(
+            "started_again",
+            f"a rank of {process.role} started again within the attempt, and others went on or "
+            "were heard lately: without an attempt key nobody can tell whether all of it did",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            role=process.role,
+            advice="where all of the training started again, the numbers of two starts stand in "
+            "one attempt: give each start an attempt_key= or STAGESCOPE_ATTEMPT",
+        )
+    )

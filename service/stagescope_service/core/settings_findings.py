@@ -1,0 +1,122 @@
+"""What of a run's `settings` is read, and what in them seems to be misspelt or cannot be right.
+
+Settings may hold anything of the user's own: only what is close to a known name, and a known name
+with a value that nobody can carry out, is a finding. Read once from a process's introduction, not
+with its payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from stagescope.errors import InvalidInput
+from stagescope.keeping import misspelt_words, validate_keep
+from stagescope.names import closest_by_words, misspelt_streams
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.findings import by_message, finding
+from stagescope_service.core.instructions import Instruction
+from stagescope_service.triggers.budget import Budget
+
+KNOWN: Final[Mapping[str, str]] = {
+    "expect": "'bitwise': the first token that differs is a finding",
+    "capture": "'auto': rules may order captures within capture_budget",
+    "capture_budget": "{'captures': n, 'bytes': n, 'share': of the step time}",
+    "producers": "{stream or tensor: who computes it}",
+    "keep": "see stagescope.keeping.KEEP_FIELDS",
+    "rollout_is": "'token' or 'sequence'",
+    "rollout_is_threshold": "U, or 'L_U'",
+    "rollout_is_batch_normalize": "a bool",
+}
+"""Name of a setting -> what it may be."""
+_BUDGET: Final = ("captures", "bytes", "share")
+_NO_CAPTURE: Final = (None, False, "none")
+
+
+def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Say what of a process's settings nobody reads though it seems to be meant to be read.
+
+    One finding of each thing that is wrong, of the attempt: every rank says the same.
+    """
+    introduction = process.introduction
+    if introduction is None or not introduction.settings:
+        return []
+    return [
+        by_message(
+            finding(
+                kind,
+                message,
+                run=attempt.run,
+                attempt_id=attempt.attempt_id,
+                wall=introduction.wall,
+                advice="change it where init is given settings, keep or producers",
+            )
+        )
+        for kind, message in _problems(introduction.settings)
+    ]
+
+
+def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (kind of finding, message)."""
+    wanted = [name for name in KNOWN if name not in settings]
+    for name in settings:
+        if name not in KNOWN and (meant := closest_by_words(name, wanted)) is not None:
+            text = f"settings has {name!r:.100}, which nobody reads: did you mean {meant}?"
+            yield "misspelt_setting", text
+    expect, capture = settings.get("expect"), settings.get("capture")
+    if expect not in (None, "bitwise"):
+        yield _wrong("expect", expect)
+    if capture not in ("auto", *_NO_CAPTURE):
+        yield _wrong("capture", capture)
+    yield from _budget(settings, is_auto=capture == "auto")
+    yield from _producers(settings.get("producers"))
+    yield from _kept(settings.get("keep"))
+
+
+def _wrong(name: str, value: object) -> tuple[str, str]:
+    return "refused_setting", f"settings.{name} is {value!r:.200}: expected {KNOWN[name]}"
+
+
+def _budget(settings: Mapping[str, Any], *, is_auto: bool) -> Iterator[tuple[str, str]]:
+    budget = settings.get("capture_budget")
+    if isinstance(budget, Mapping):
+        wanted = [name for name in _BUDGET if name not in budget]
+        for name in budget:
+            if name not in _BUDGET and (meant := closest_by_words(str(name), wanted)) is not None:
+                text = f"settings.capture_budget has {name!r:.100}: did you mean {meant}?"
+                yield "misspelt_setting", f"{text} Rules order no capture"
+                return
+    if is_auto:
+        try:
+            Budget.parse(budget, "settings.capture_budget")
+        except InvalidInput as error:
+            yield "refused_setting", f"{error}; rules order no capture"
+    elif budget is not None and settings.get("capture") in _NO_CAPTURE:
+        yield (
+            "refused_setting",
+            "settings.capture_budget is not read without settings.capture: 'auto'",
+        )
+
+
+def _producers(producers: Any) -> Iterator[tuple[str, str]]:
+    if producers is None:
+        return
+    if not isinstance(producers, Mapping):
+        yield _wrong("producers", producers)
+        return
+    for name, meant in misspelt_streams(producers):
+        text = f"settings.producers names {name!r:.100}, which is no stream: did you mean {meant}?"
+        yield "misspelt_setting", text
+
+
+def _kept(keep: Any) -> Iterator[tuple[str, str]]:
+    if keep is None:
+        return
+    try:
+        words = validate_keep(keep)["what"]
+    except InvalidInput as error:
+        yield "refused_setting", f"settings.keep is not taken: {error}"
+        return
+    for word, meant in misspelt_words(words):
+        text = f"keep names {word!r:.100}, no section and no known tensor: did you mean {meant}?"
+        yield "misspelt_setting", f"{text} A tensor of that name is kept where one is recorded"

@@ -1,0 +1,383 @@
+"""Spans of work inside a step: begun, ended, repeated, superseded.
+
+Every function takes what it changes and returns what must be written; none looks outside.
+
+A span's place in the catalogue is (incarnation, work key, revision), and its revision is the
+sequence number of its BEGIN, which its END says too (`begin_seq`). So both find their row in any
+order, also where nothing is remembered of the other, and of two spans of one identity the one
+that began later has the higher revision. Where it is not known (raw callers, who have no order;
+an END of a probe that does not say it) the span is found among those in memory.
+
+A rank that is made anew need not cut a stage as its predecessor did: from the lowest part on that
+the newer incarnation began, it answers for the stage, and all that older ones did of those parts
+and of later ones is superseded. A newer one that goes on where the older stopped leaves the parts
+before as they are.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, Final
+
+from stagescope.schema import Event, Sender, Work
+from stagescope_service.core.entities import (
+    FAILED,
+    OK,
+    OPEN,
+    SPANS_REMEMBERED,
+    UNFINISHED,
+    Attempt,
+    Process,
+    Span,
+    Step,
+)
+from stagescope_service.core.findings import BEGUN_AGAIN, finding
+from stagescope_service.core.instructions import Instruction
+from stagescope_service.core.catalogue_rows import integer, number, span_row, text
+
+RAW_SEQ: Final = 1 << 60
+"""From here on a seq is a raw call's delivery identity, which says nothing about order."""
+
+_revision: Final = attrgetter("revision")
+
+
+def begin(
+    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
+    arrived: float | None,
+) -> tuple[Span, list[Instruction]]:  # fmt: skip
+    """Take in that a process began `work`; the end may have come first."""
+    span = _find_begun(step, process, work, event)
+    out: list[Instruction] = []
+    if span is None:
+        span, out = _add(attempt, step, process, event, work, _own_revision(event))
+    if span.begin_seq is not None:
+        return span, out  # a repetition
+    span.begin_seq = event.seq
+    if span.status == OPEN:
+        process.open_spans[(work.key, span.revision)] = span
+    columns = {
+        "begin_seq": event.seq,
+        "begin_wall": event.wall,
+        "begin_mono": event.mono,
+        "begun_wall": _on_our_clock(sender, event.wall, arrived),
+        "device_time": bool(event.fields.get("device_time")),
+    }
+    if span.end_seq is None:
+        columns |= _clock(sender)
+    if span.work.policy_version is None:
+        span.work = work
+    out.append(span_row(attempt.attempt_id, span, **columns))
+    return span, out
+
+
+def end(
+    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
+    arrived: float | None,
+) -> tuple[Span, list[Instruction]]:  # fmt: skip
+    """Take in that a process ended `work`, also where its beginning never arrived."""
+    begin_seq = integer(event.fields.get("begin_seq"))
+    if begin_seq is not None and not 0 < begin_seq < event.seq:
+        begin_seq = None
+    span = _find_ended(step, process, work, event, begin_seq)
+    out: list[Instruction] = []
+    if span is None:
+        revision = _own_revision(event) if begin_seq is None else begin_seq
+        span, out = _add(attempt, step, process, event, work, revision)
+    if span.end_seq is not None:
+        return span, out  # a repetition
+    span.end_seq = event.seq
+    span.status = FAILED if event.fields.get("status") == FAILED else OK
+    if span.work.policy_version is None:
+        span.work = work
+    process.open_spans.pop((work.key, span.revision), None)
+    process.unfinished.pop((work.key, span.revision), None)
+    columns: dict[str, Any] = {
+        "end_seq": event.seq,
+        "end_wall": event.wall,
+        "end_mono": event.mono,
+        "device_seconds": number(event.fields.get("device_seconds")),
+        "error_type": text(event.fields.get("error_type")),
+        "error_message": text(event.fields.get("error_message")),
+        **_clock(sender),
+    }
+    if span.begin_seq is None:
+        for name in ("begin_wall", "begin_mono"):
+            if (value := number(event.fields.get(name))) is not None:
+                columns[name] = value
+        if (wall := columns.get("begin_wall")) is not None:
+            columns["begun_wall"] = _on_our_clock(sender, wall, arrived)
+    out.append(span_row(attempt.attempt_id, span, **columns))
+    return span, out
+
+
+def begun_again(
+    attempt: Attempt, step: Step, process: Process, span: Span, wall: float
+) -> list[Instruction]:
+    """Say that a process began a stage of a step again after it had gone back to earlier steps.
+
+    A further pass of a step (resampling) comes before the next step. This is training that went
+    back to a checkpoint inside its process: what it had done of the step counts beside what it
+    does now. Rollouts may be of several steps at a time. `span` is new; it may show that of its
+    own step, and, where it arrives late, of others.
+    """
+    stage, number, newest = span.work.stage, step.step, process.newest_revision
+    process.newest_revision = max(newest, span.revision)
+    ahead = process.max_step is not None and process.max_step > number
+    if stage in (None, "rollout_generate"):
+        return []
+    if not (ahead or span.revision < newest or process.went_back):
+        return []
+    own: dict[int, list[int]] = {}
+    for other in [*attempt.steps.values(), *([step] if step.ghost else [])]:
+        ranks = other.ranks.get((span.role, stage or ""), {})
+        revisions = [
+            each.revision
+            for each in ranks.get(span.rank, ())
+            if each.incarnation == span.incarnation
+        ]
+        if revisions:
+            # Of a step that left memory it is taken that the process had worked on it.
+            own[other.step] = [-1, *revisions] if other.ghost else revisions
+    out: list[Instruction] = []
+    for again, revisions in own.items():
+        first, last = min(revisions), max(revisions)
+        if again != number and span.revision > last:
+            continue  # it says nothing new of that step
+        after = [
+            other
+            for other, those in own.items()
+            if any(first < each < last for each in those)
+            # A later step; or an earlier one to which it had gone back meanwhile.
+            if other > again or (other < again and min(those) < first)
+        ]
+        if after:
+            process.went_back = True
+            out.append(_begun_again(attempt, span, again, max(after), wall))
+    return out
+
+
+def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: float) -> Instruction:
+    return finding(
+        BEGUN_AGAIN,
+        f"{span.role} rank {span.rank} began {span.work.stage} of step {step} again after step "
+        f"{after}: both goes count in step {step}, as passes of one step",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        severity="error",
+        step=step,
+        stage=span.work.stage,
+        role=span.role,
+        rank=span.rank,
+        evidence={"after_step": after},
+        advice="where training goes back to a checkpoint inside its process, call init again "
+        "before it goes on: what follows is an attempt of its own, which supersedes these steps",
+    )
+
+
+def abandon(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:
+    """Mark what a process left open as unfinished."""
+    out: list[tuple[Span, Instruction]] = []
+    for key, span in process.open_spans.items():
+        span.status = UNFINISHED
+        process.unfinished[key] = span
+        out.append((span, span_row(attempt.attempt_id, span)))
+    process.open_spans.clear()
+    return out
+
+
+def revive(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:
+    """Take back `abandon`: the process was only quiet."""
+    out: list[tuple[Span, Instruction]] = []
+    for key, span in process.unfinished.items():
+        span.status = OPEN
+        process.open_spans[key] = span
+        out.append((span, span_row(attempt.attempt_id, span)))
+    process.unfinished.clear()
+    return out
+
+
+def oldest_open(process: Process) -> Span | None:
+    """Return the span to give up where a process began more than can be remembered."""
+    if len(process.open_spans) <= SPANS_REMEMBERED:
+        return None
+    return process.open_spans.pop(next(iter(process.open_spans)))
+
+
+def of_stage(step: Step, incarnation: str, work: Work) -> list[Span]:
+    """Return a process's spans of a stage, all parts of it."""
+    return [
+        span
+        for ranks in step.ranks.values()
+        for spans in ranks.values()
+        for span in spans
+        if span.incarnation == incarnation
+        and span.work.stage == work.stage
+        and (work.step is not None or span.work.policy_version == work.policy_version)
+    ]
+
+
+def keep(step: Step, span: Span) -> None:
+    """Put a span in its places in `step`."""
+    revisions = step.spans.setdefault((span.incarnation, span.work.key), [])
+    bisect.insort(revisions, span, key=_revision)
+    holders = step.holders.setdefault(_holders_key(span), {})
+    lowest = holders.get(span.incarnation)
+    if lowest is None or span.work.part < lowest:
+        holders[span.incarnation] = span.work.part
+    if span.work.stage is not None:
+        ranks = step.ranks.setdefault((span.role, span.work.stage), {})
+        ranks.setdefault(span.rank, []).append(span)
+
+
+def let_go_of_ended(step: Step) -> None:
+    """Keep work without a step, which never closes, from growing without end."""
+    excess = len(step.spans) - SPANS_REMEMBERED
+    if excess < SPANS_REMEMBERED:
+        return
+    for key in [*step.spans]:
+        revisions = step.spans[key]
+        if excess <= 0 or any(span.status == OPEN for span in revisions):
+            continue
+        del step.spans[key]
+        excess -= 1
+    kept = [span for revisions in step.spans.values() for span in revisions]
+    step.spans, step.holders, step.ranks = {}, {}, {}
+    for span in kept:
+        keep(step, span)
+
+
+def _on_our_clock(sender: Sender, wall: float, arrived: float | None) -> float:
+    """Return a sender's wall clock as the service's: nothing began after it was heard of."""
+    ours = wall + (sender.clock_offset or 0.0)
+    return ours if arrived is None else min(ours, arrived)
+
+
+def _own_revision(event: Event) -> int:
+    # A raw caller's seq is a hash; the service's clock at its first arrival has an order.
+    return event.seq if event.seq < RAW_SEQ else int(event.wall * 1e6)
+
+
+def _known(step: Step, process: Process, work: Work) -> list[Span]:
+    known = step.spans.get((process.incarnation, work.key))
+    if known is None and step.ghost:
+        left = (*process.open_spans.values(), *process.unfinished.values())
+        known = [span for span in left if span.work.key == work.key]
+    return known or []
+
+
+def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span | None:
+    """Return the span of a BEGIN: the one that knows it, else one that ended after it."""
+    known = _known(step, process, work)
+    for span in known:
+        if event.seq in (span.begin_seq, span.revision):
+            return span
+    raw = event.seq >= RAW_SEQ
+    for span in known:
+        # Its END did not say where it began.
+        lacks = span.begin_seq is None and span.revision == span.end_seq
+        if span.begin_seq is None and raw:
+            return span
+        if lacks and span.end_seq is not None and event.seq < span.end_seq:
+            return span
+    return None
+
+
+def _find_ended(
+    step: Step, process: Process, work: Work, event: Event, begin_seq: int | None
+) -> Span | None:
+    """Return the span of an END: the one that knows it, else the one that it says it ends."""
+    known = _known(step, process, work)
+    for span in known:
+        if span.end_seq == event.seq:
+            return span
+    if begin_seq is not None:
+        return next((span for span in known if span.revision == begin_seq), None)
+    raw = event.seq >= RAW_SEQ
+    unended = [span for span in known if span.end_seq is None]
+    if raw:
+        return unended[0] if unended else None
+    return next((span for span in reversed(unended) if span.revision < event.seq), None)
+
+
+def _add(
+    attempt: Attempt, step: Step, process: Process, event: Event, work: Work, revision: int
+) -> tuple[Span, list[Instruction]]:
+    span = Span(process.incarnation, process.role, process.rank, work, revision)
+    if step.ghost:
+        # It may be told again: what answers for it now is in the catalogue alone.
+        span.superseded = None
+    keep(step, span)
+    process.worked = True
+    if step.step == attempt.loose.step:
+        let_go_of_ended(step)
+    revisions = step.spans[(process.incarnation, work.key)]
+    if len(revisions) == 1 and len(step.holders[_holders_key(span)]) == 1:
+        return span, []
+    out = _supersede(attempt, step, span)
+    if out or span.superseded:
+        out.append(_repeated(attempt, span, event.wall))
+    return span, out
+
+
+def _holders_key(span: Span) -> tuple[str, int, str]:
+    """Return what names a stage of a rank: (role, rank, the work's key without the part)."""
+    return (span.role, span.rank, span.work.key.rpartition("|")[0])
+
+
+def _supersede(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
+    """Judge again which spans answer, now that `span` is there; return the rows of the others."""
+    key = _holders_key(span)
+    holders = step.holders[key]
+    ages = {name: _age(attempt, name) for name in holders}
+    judged = [*step.spans[(span.incarnation, span.work.key)]]
+    if holders[span.incarnation] == span.work.part:
+        # It may be the first from which on its incarnation answers.
+        judged += [
+            each
+            for each in step.ranks[(span.role, span.work.stage or "")][span.rank]
+            if each.work.part >= span.work.part
+            and _holders_key(each) == key
+            and ages[each.incarnation] < ages[span.incarnation]
+        ]
+    out: list[Instruction] = []
+    for each in judged:
+        replaced = any(
+            lowest <= each.work.part and ages[name] > ages[each.incarnation]
+            for name, lowest in holders.items()
+        )
+        superseded = replaced or each is not step.spans[(each.incarnation, each.work.key)][-1]
+        if each.superseded != superseded:
+            each.superseded = superseded
+            if each is not span:  # its own row is about to be written
+                out.append(span_row(attempt.attempt_id, each))
+    return out
+
+
+def _age(attempt: Attempt, incarnation: str) -> tuple[float, str]:
+    # After a restart, processes that left long ago are in the catalogue alone.
+    process = attempt.processes.get(incarnation)
+    return (0.0, incarnation) if process is None else process.age
+
+
+def _repeated(attempt: Attempt, span: Span, wall: float) -> Instruction:
+    work = span.work
+    return finding(
+        "superseded_work",
+        f"parts of {work.stage} in step {work.step} were reported more than once by {span.role} "
+        f"rank {span.rank}; the newest answers, the older are kept as superseded",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        step=work.step,
+        stage=work.stage,
+        role=span.role,
+        rank=span.rank,
+        advice="give each start of the training its own attempt key, each part its own number",
+    )
+
+
+def _clock(sender: Sender) -> Mapping[str, Any]:
+    return {"clock_offset": sender.clock_offset, "clock_error": sender.clock_error}

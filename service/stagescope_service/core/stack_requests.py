@@ -1,0 +1,248 @@
+"""Requests for the stacks of processes: handed out by polls, answered by events, in the catalogue.
+
+A request is in the catalogue before it is handed out, so a coordinator that is made anew hands it
+out again. A process answers each once; what it says later than the deadline is kept all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
+
+from stagescope.errors import InvalidEvent, InvalidInput
+from stagescope.schema import STACKS, Work
+from stagescope.stacks import MOST_CHARACTERS, MOST_THREADS, PROBE, WATCHDOG
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Ask, Instruction, Put
+from stagescope_service.core.catalogue_rows import integer, text, work_columns
+
+ASKED, ANSWERED, NOT_ANSWERED = "asked", "answered", "not answered"
+
+MOST_ASKED: Final = 128
+"""Processes of one request: the stacks of each are up to 256 kB."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Asked:
+    deadline: float
+    handed: bool = False
+
+
+def request_of(fields: Mapping[str, Any]) -> str:
+    """Return which request the fields of a STACKS event answer.
+
+    Raises:
+        InvalidEvent: they bear no request_id.
+    """
+    request_id = text(fields.get("request_id"), 200)
+    if not request_id:
+        raise InvalidEvent("stacks without a request_id", expected="the request's")
+    return request_id
+
+
+class StackRequests:
+    """What was asked of which process and is not answered; used by the state machine alone."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, dict[str, _Asked]] = {}
+
+    def ask(
+        self,
+        process: Process,
+        request_id: str,
+        *,
+        by: str,
+        reason: str,
+        wall: float,
+        seconds: float,
+    ) -> list[Instruction]:
+        """Ask a process for its stacks; it has `seconds` to answer."""
+        deadline = wall + seconds
+        self._asked.setdefault(process.incarnation, {})[request_id] = _Asked(deadline)
+        row = {
+            "incarnation": process.incarnation,
+            "request_id": request_id,
+            "attempt_id": process.attempt_id,
+            "role": process.role,
+            "rank": process.rank,
+            "step": process.max_step,
+            "source": PROBE,
+            "state": ASKED,
+            "reason": reason,
+            "by": by,
+            "wall": wall,
+            "deadline_wall": deadline,
+        }
+        return [Put("stacks", row), Ask(process.incarnation)]
+
+    def adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what an earlier coordinator asked and nobody answered."""
+        for row in rows:
+            asked = _Asked(row["deadline_wall"] or 0.0)
+            self._asked.setdefault(row["incarnation"], {})[row["request_id"]] = asked
+
+    def is_news(self, incarnation: str) -> bool:
+        """Whether a process has a request that no poll has handed out yet."""
+        found = self._asked.get(incarnation)
+        return found is not None and any(not asked.handed for asked in found.values())
+
+    def hand_out(self, incarnation: str) -> list[dict[str, str]]:
+        """Return what a poll's answer is to carry.
+
+        A poll's answer can be lost, so every later one carries what is still not answered.
+        """
+        found = self._asked.get(incarnation) or {}
+        for asked in found.values():
+            asked.handed = True
+        return [{"what": STACKS, "request_id": request_id} for request_id in found]
+
+    def answered(
+        self, attempt: Attempt, process: Process, fields: Mapping[str, Any], work: Work, wall: float
+    ) -> list[Instruction]:
+        """Take in the stacks of a process: an answer, or what its watchdog wrote.
+
+        Raises:
+            InvalidEvent: they bear no request_id.
+        """
+        request_id = request_of(fields)
+        self._let_go(process.incarnation, request_id)
+        source = WATCHDOG if fields.get("source") == WATCHDOG else PROBE
+        threads, truncated = _checked(fields.get("threads"))
+        row = {
+            "incarnation": process.incarnation,
+            "request_id": request_id,
+            "attempt_id": process.attempt_id,
+            "role": process.role,
+            "rank": process.rank,
+            **work_columns(work),
+            "source": source,
+            "state": ANSWERED,
+            "answered_wall": wall,
+            "threads": threads,
+            "truncated": truncated or fields.get("truncated") is True,
+        }
+        if work.step is None:
+            row["step"] = process.max_step
+        if source == PROBE:
+            return [Put("stacks", row)]
+        row |= {"reason": "its watchdog went off", "wall": wall}
+        return [Put("stacks", row), _stood_still(attempt, process, row, wall)]
+
+    def expire(self, wall: float) -> tuple[list[Instruction], list[str]]:
+        """Give up what was not answered in time; return what to write and whose it was."""
+        out: list[Instruction] = []
+        silent: list[str] = []
+        for incarnation, found in [*self._asked.items()]:
+            for request_id, asked in [*found.items()]:
+                if asked.deadline > wall:
+                    continue
+                self._let_go(incarnation, request_id)
+                row = {"incarnation": incarnation, "request_id": request_id}
+                out.append(Put("stacks", {**row, "state": NOT_ANSWERED}))
+                silent.append(incarnation)
+        return out, silent
+
+    def _let_go(self, incarnation: str, request_id: str) -> None:
+        found = self._asked.get(incarnation)
+        if found is not None:
+            found.pop(request_id, None)
+            if not found:
+                del self._asked[incarnation]
+
+
+def choose(
+    attempt: Attempt, role: str | None, ranks: Collection[int] | None
+) -> tuple[list[Process], list[dict[str, Any]]]:
+    """Return the processes that can be asked, and those that cannot: role, rank, reason.
+
+    Args:
+        attempt: whose processes.
+        role: only of this role; None for every role.
+        ranks: only these; None for all.
+
+    Raises:
+        InvalidInput: more than `MOST_ASKED` processes.
+    """
+    asked: list[Process] = []
+    refused: list[dict[str, Any]] = []
+    known: set[int] = set()
+    for (its_role, rank), processes in sorted(attempt.by_rank.items()):
+        if (
+            role not in (None, its_role)
+            or (ranks is not None and rank not in ranks)
+            or not processes
+        ):
+            continue
+        known.add(rank)
+        process = max(processes, key=lambda each: (each.live, not each.raw, each.age))
+        reason = _why_not(process)
+        if reason is None:
+            asked.append(process)
+        else:
+            refused.append({"role": its_role, "rank": rank, "reason": reason})
+    refused += [
+        {"role": role, "rank": rank, "reason": "nobody has heard of it"}
+        for rank in sorted(set(ranks or ()) - known)
+    ]
+    if len(asked) > MOST_ASKED:
+        raise InvalidInput(
+            f"the stacks of {len(asked)} processes", expected=f"at most {MOST_ASKED}: name ranks"
+        )
+    return asked, refused
+
+
+def _why_not(process: Process) -> str | None:
+    if process.finished:
+        return "its process took leave"
+    if process.lapsed:
+        return "its process fell silent"
+    return "it reports by raw calls, which carry no requests" if process.raw else None
+
+
+def _checked(value: object) -> tuple[list[dict[str, Any]], bool]:
+    """Return threads as the catalogue keeps them, and whether something was left out."""
+    said = value if isinstance(value, list | tuple) else []
+    threads: list[dict[str, Any]] = []
+    left, truncated = MOST_CHARACTERS, len(said) > MOST_THREADS
+    for thread in said[:MOST_THREADS]:
+        if not isinstance(thread, Mapping):
+            continue
+        stack = text(thread.get("stack"), MOST_CHARACTERS) or ""
+        truncated = truncated or len(stack) > left
+        stack = stack[len(stack) - min(len(stack), left) :]
+        left -= len(stack)
+        threads.append(
+            {
+                "name": text(thread.get("name"), 200),
+                "ident": integer(thread.get("ident")),
+                "is_training": thread.get("is_training") is True,
+                "stack": stack,
+            }
+        )
+    return threads, truncated
+
+
+def _stood_still(
+    attempt: Attempt, process: Process, row: Mapping[str, Any], wall: float
+) -> Instruction:
+    threads: list[dict[str, Any]] = row["threads"]
+    training = next((each for each in threads if each["is_training"]), None)
+    frames = (training or {}).get("stack", "").splitlines()
+    where = f": {frames[-1].strip()}" if frames else ""
+    return finding(
+        "interpreter_held",
+        f"no thread of {process.role} rank {process.rank} could run Python{where}",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        severity="error",
+        step=row["step"],
+        stage=row["stage"],
+        role=process.role,
+        rank=process.rank,
+        evidence={"request_id": row["request_id"]},
+        advice="a call holds the interpreter lock, or the process was stopped; `stagescope stacks` "
+        "shows where every thread stood",
+    )

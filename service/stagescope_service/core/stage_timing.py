@@ -1,0 +1,73 @@
+"""How ranks went through the parts of a step, noted as their events come in, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stagescope.schema import Sender
+from stagescope_service.core.entities import Process, Span, Step
+from stagescope_service.core.catalogue_rows import number
+from stagescope_service.core.hang_detection import Pace, Place
+
+
+def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
+    """Return a sender's wall clock as the service's: by its offset, else by when it arrived."""
+    if sender.clock_offset is not None:
+        return wall + sender.clock_offset
+    return wall if arrived is None else arrived
+
+
+def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
+    """Note that a process began a part; `at` is of the service's clock, seconds."""
+    pace = _pace(step, span)
+    if pace is None:
+        return
+    pace.begun(at)
+    span.begun = at
+    process.said = max(process.said, at)
+    key = span.work.key
+    reached = process.reached
+    if reached is None or at > reached[0] or (at == reached[0] and key > reached[1]):
+        process.reached = (at, key, pace)
+
+
+def note_end(
+    step: Step, process: Process, span: Span, at: float, fields: Mapping[str, Any], mono: float
+) -> None:
+    """Note that a process ended a part; its beginning may be known from `fields` alone.
+
+    Args:
+        step: of the part.
+        process: who ended it.
+        span: the part.
+        at: of the service's clock, seconds.
+        fields: of the END.
+        mono: its monotonic time, seconds; durations are taken from it where they can.
+    """
+    begin_mono = number(fields.get("begin_mono"))
+    if begin_mono is not None:
+        seconds = max(mono - begin_mono, 0.0)
+        if span.begun is None:
+            note_begin(step, process, span, at - seconds)
+    elif span.begun is not None:
+        seconds = max(at - span.begun, 0.0)
+    else:
+        seconds = None
+    process.said = max(process.said, at)
+    pace = _pace(step, span)
+    if pace is not None and seconds is not None:
+        pace.took(seconds)
+
+
+def _pace(step: Step, span: Span) -> Pace | None:
+    paces = step.paces.get(span.role)
+    if paces is None:
+        paces = step.paces[span.role] = {}
+    work = span.work
+    pace = paces.get(work.key)
+    if pace is None:
+        if step.ghost or work.step is None or work.stage is None:
+            return None
+        pace = paces[work.key] = Pace(Place(work.step, work.stage, work.part))
+    return pace

@@ -1,0 +1,390 @@
+"""The state machine: events in, instructions out; who is in which stage of which step.
+
+Pure: it reads no clock, touches no store and no Ray. `handle` may be given any event in any
+order, any number of times, and with any of them lost: every row that it writes has a natural key,
+so that a repetition writes what stands there already. All state is mutated through `handle`,
+`settle`, `expire` and `restore` alone, by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope.errors import InvalidEvent
+from stagescope.schema import (
+    BEGIN,
+    DUMP,
+    END,
+    END_STEP,
+    LOG,
+    STACKS,
+    WEIGHTS,
+    Event,
+    Sender,
+    Work,
+)
+from stagescope_service.core import weight_records
+from stagescope_service.core import stage_timing
+from stagescope_service.core import departures
+from stagescope_service.core import reports
+from stagescope_service.core import payloads
+from stagescope_service.core import steps
+from stagescope_service.core import spans
+from stagescope_service.core.entities import (
+    OPEN,
+    UNFINISHED,
+    Attempt,
+    Process,
+    Span,
+    Step,
+)
+from stagescope_service.core.instructions import (
+    Instruction,
+    PayloadKey,
+    Put,
+    Settled,
+    Weigh,
+)
+from stagescope_service.core.registry import Registry
+from stagescope_service.core.catalogue_rows import span_row
+from stagescope_service.core.stack_requests import StackRequests, request_of
+
+FINDINGS_REMEMBERED: Final = 10_000
+
+
+class State:
+    """Everything live, and what was closed lately.
+
+    `lease_seconds`: how long a process counts as alive after its last word. A raw caller, which
+    does not poll, has `raw_lease_seconds`.
+    """
+
+    def __init__(self, *, lease_seconds: float = 45.0, raw_lease_seconds: float = 3600.0) -> None:
+        self.registry = Registry()
+        self.stack_requests = StackRequests()
+        self._findings: dict[str, float] = {}
+        self._manifests = weight_records.Manifests()
+        self.lease_seconds = lease_seconds
+        self.raw_lease_seconds = raw_lease_seconds
+
+    # --- events -----------------------------------------------------------------------------
+    def handle(
+        self,
+        sender: Sender,
+        event: Event,
+        now: float,
+        *,
+        has_payload: bool = False,
+        raw: bool = False,
+        late: bool = False,
+        arrived: float | None = None,
+    ) -> list[Instruction]:
+        """Take in one event.
+
+        Args:
+            sender: who sent it.
+            event: what it says.
+            now: the service's clock, seconds; only differences count.
+            has_payload: the payload's refs came with this END.
+            raw: the sender is a raw caller, known by name and not by an incarnation.
+            late: it speaks of an attempt that has finished; if it is new, it has left as well.
+            arrived: the service's wall clock; stands in for that of a sender whose offset is not
+                known.
+
+        Raises:
+            InvalidEvent: this event cannot be carried out; nothing was changed by it.
+        """
+        work = self.check(event)
+        said = weight_records.read(event, work) if event.kind == WEIGHTS else None
+        lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
+        process, out = self.registry.process_for(sender, event, lease, raw=raw, late=late)
+        attempt = self.registry.attempt_of(process)
+        at = stage_timing.service_clock(sender, event.wall, arrived)
+        process.heard = max(process.heard, at if arrived is None else arrived)
+        if process.lapsed:
+            out += departures.wake(self.registry, process, event.wall)
+        if attempt.over:
+            out += steps.resume(attempt, process)
+        if attempt.silent_roles:
+            out += steps.heard_at_last(attempt, event.wall)
+        match event.kind:
+            case "hello":
+                resized, rows = self.registry.introduce(process, event.fields, event.wall)
+                out += rows
+                if not self.registry.may_leave(process):
+                    out += reports.introduced(attempt, process)
+                out += steps.rejudge_all(attempt) if resized else []
+            case "begin":
+                if departures.goes_on(process, event.seq):
+                    out += departures.wake(self.registry, process, event.wall)
+                process.begun_seq = max(process.begun_seq, event.seq)
+                out += self._begin(process, sender, event, work, at, arrived)
+            case "end":
+                out += self._end(process, sender, event, work, has_payload, at, arrived)
+            case "log":
+                out += steps.open_step(attempt, work.step, event.wall)[1]
+                out += self._of_start(process, reports.scalars(attempt, process, event, work))
+                out += steps.close_due(attempt, event.wall)
+            case "end_step" if work.step is not None:
+                out += steps.end_step(attempt, work.step, event.wall)
+            case "finish" if raw or event.seq > process.begun_seq:
+                out += departures.leave(self.registry, process, event.wall, finished=True)
+                process.finish_seq = None if raw else event.seq
+            case "dropped":
+                out += self._of_start(process, reports.dropped(attempt, process, event, work))
+            case "refused":
+                out += self._of_start(process, [reports.refused(attempt, process, event, work)])
+            case "dump":
+                out += reports.dump(attempt, process, event, work)
+            case "weights" if said is not None:
+                out += self._weights(process, event, work, said)
+            case "stacks":
+                out += self.stack_requests.answered(attempt, process, event.fields, work, at)
+        return self._noted(out)
+
+    @staticmethod
+    def check(event: Event) -> Work:
+        """Return what an event is about, or say why it cannot be carried out.
+
+        Raises:
+            InvalidEvent: as `handle`.
+        """
+        work = Work.parse(event.fields)
+        if event.kind in (BEGIN, END, DUMP) and work.stage is None:
+            raise InvalidEvent(f"{event.kind} event {event.seq} has no stage", expected="a name")
+        if event.kind == END_STEP and work.step is None:
+            raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
+        if event.kind == LOG and not isinstance(event.fields.get("scalars"), Mapping):
+            raise InvalidEvent(
+                f"log event {event.seq} has no scalars",
+                expected="scalars: a dict of names to numbers, such as scalars={'loss': 0.5}",
+            )
+        if event.kind == STACKS:
+            request_of(event.fields)
+        return work
+
+    def watchdog(
+        self, process: Process, fields: Mapping[str, Any], work: Work, wall: float
+    ) -> list[Instruction]:
+        """Take in what a silent process's watchdog wrote (the fields of a STACKS event).
+
+        The step in which it stands may be news: its beginning waits in the process that is held.
+        """
+        out = self._bind(process, work.step, wall)
+        attempt = self.registry.attempt_of(process)
+        if work.step is not None:
+            out += steps.open_step(attempt, work.step, wall)[1]
+            out += steps.advance(attempt, process, work.step)
+            out += steps.close_due(attempt, wall)
+        return self._noted(out + self.stack_requests.answered(attempt, process, fields, work, wall))
+
+    def _noted(self, out: list[Instruction]) -> list[Instruction]:
+        """Let a finding that is made again keep the time at which it was made first."""
+        for at, order in enumerate(out):
+            if isinstance(order, Put) and order.table == "findings":
+                row = order.row
+                first = self.remember_finding(row["finding_id"], row["first_wall"])
+                out[at] = Put("findings", {**row, "first_wall": first})
+        return out
+
+    def remember_finding(self, finding_id: str, wall: float) -> float:
+        """Return when a finding was made first, `wall` being one such time."""
+        first = min(self._findings.get(finding_id, wall), wall)
+        self._findings[finding_id] = first
+        if len(self._findings) > FINDINGS_REMEMBERED:
+            del self._findings[next(iter(self._findings))]
+        return first
+
+    def _of_start(self, process: Process, rows: list[Instruction]) -> list[Instruction]:
+        """Return what a process reported; where it may be of a later start, remember it, too."""
+        if self.registry.may_leave(process):
+            # Where not all of them are remembered, none is taken for news and withdrawn.
+            is_full = len(self._findings) >= FINDINGS_REMEMBERED
+            reports.remember_unbound(process, rows, None if is_full else self._findings)
+        return rows
+
+    def _bind(self, process: Process, step: int | None, wall: float) -> list[Instruction]:
+        if process.bound or step is None:
+            return []
+        may_leave = self.registry.may_leave(process)
+        left, out = self.registry.bind(process, step)
+        attempt = self.registry.attempt_of(process)
+        if left is not None:
+            for each in attempt.processes.values():
+                out += reports.introduced(attempt, each)
+                out += reports.follow(attempt, each, step)
+            # How many ranks it has may have been the word of who left it.
+            out += steps.rejudge_all(left)
+            out += steps.end_if_left(left)
+            out += steps.close_due(left, wall)
+        elif may_leave:
+            out += reports.introduced(attempt, process)
+        if left is None and not process.raw and self.registry.stays_without_key(process):
+            out.append(reports.started_again(attempt, process, wall))
+        process.unbound_rows.clear()
+        return out
+
+    def _begin(
+        self,
+        process: Process,
+        sender: Sender,
+        event: Event,
+        work: Work,
+        at: float,
+        arrived: float | None,
+    ) -> list[Instruction]:
+        out = self._bind(process, work.step, event.wall)
+        attempt = self.registry.attempt_of(process)
+        step, opened = steps.open_step(attempt, work.step, event.wall)
+        out += opened
+        span, begun = spans.begin(attempt, step, process, sender, event, work, arrived)
+        out += begun
+        if begun and work.step is not None:
+            out += spans.begun_again(attempt, step, process, span, event.wall)
+        stage_timing.note_begin(step, process, span, at)
+        if process.finished and process.open_spans:
+            # It took leave before this beginning was heard of.
+            left = event.wall if process.left_wall is None else process.left_wall
+            out += departures.abandon(attempt, process, left, "its process took leave")
+        elif (forgotten := spans.oldest_open(process)) is not None:
+            forgotten.status = UNFINISHED
+            out.append(span_row(attempt.attempt_id, forgotten))
+            reason = "its end never arrived"
+            out.append(departures.stage_loss(attempt, process, forgotten.work, reason, event.wall))
+        repeated = len(begun) > 1
+        return out + self._stand(attempt, process, step, span, event.wall, repeated=repeated)
+
+    def _stand(
+        self,
+        attempt: Attempt,
+        process: Process,
+        step: Step,
+        span: Span,
+        wall: float,
+        *,
+        repeated: bool,
+    ) -> list[Instruction]:
+        """Note where a process stands, and judge what that decides.
+
+        `repeated` says that the event is news of work that was done before: who answers changed.
+        """
+        out = reports.stage_name(attempt, process, span.work.stage, wall)
+        if step is attempt.loose:
+            return out
+        out += steps.rejudge_rank(attempt, step, span)
+        if repeated and step.closed_wall is not None and not attempt.pending.get(step.step):
+            out += steps.form(attempt, step.step, wall)
+        if step.ghost and span.status != OPEN:
+            # Its verdict is out of memory: it is corrected with the whole, from the catalogue.
+            out += steps.form(attempt, step.step, wall)
+        # The beginning may be lost: the end, too, says where this rank stands.
+        out += steps.advance(attempt, process, step.step)
+        if attempt.over:
+            out += steps.resume(attempt, process)
+        return out + steps.close_due(attempt, wall)
+
+    def _end(
+        self,
+        process: Process,
+        sender: Sender,
+        event: Event,
+        work: Work,
+        has_payload: bool,
+        at: float,
+        arrived: float | None,
+    ) -> list[Instruction]:
+        out = self._bind(process, work.step, event.wall)
+        attempt = self.registry.attempt_of(process)
+        step, opened = steps.open_step(attempt, work.step, event.wall)
+        out += opened
+        unfinished = len(process.unfinished)
+        span, ended = spans.end(attempt, step, process, sender, event, work, arrived)
+        out += ended
+        if ended and span.begin_seq is None and work.step is not None:
+            out += spans.begun_again(attempt, step, process, span, event.wall)
+        stage_timing.note_end(step, process, span, at, event.fields, event.mono)
+        if len(process.unfinished) < unfinished or process.returned:
+            out += departures.found_again(process, work)
+        out += reports.scalars(attempt, process, event, work)
+        announced = event.fields.get("payload")
+        dropped = event.fields.get("payload_dropped")
+        if isinstance(announced, Mapping):
+            out += payloads.announce(attempt, process, event, work, announced, has_payload)
+        elif isinstance(dropped, Mapping):
+            out += payloads.announce_dropped(attempt, process, event, work, dropped)
+        repeated = len(ended) > 1
+        return out + self._stand(attempt, process, step, span, event.wall, repeated=repeated)
+
+    # --- weights ----------------------------------------------------------------------------
+    def _weights(
+        self, process: Process, event: Event, work: Work, said: weight_records.Said
+    ) -> list[Instruction]:
+        out = self._bind(process, work.step, event.wall)
+        attempt = self.registry.attempt_of(process)
+        out += steps.open_step(attempt, work.step, event.wall)[1]
+        out += weight_records.put(process, event, work, said, self._manifests)
+        out += steps.close_due(attempt, event.wall)
+        return [*out, Weigh(attempt.attempt_id, said.version)]
+
+    # --- payloads ---------------------------------------------------------------------------
+    def settle(
+        self, key: PayloadKey, state: str, reason: str | None, wall: float, **columns: Any
+    ) -> list[Instruction]:
+        """Bring a payload to its end: 'ingested', 'lost', 'refused' or 'dropped'."""
+        process = self.registry.processes.get(key.incarnation)
+        payload = None if process is None else process.payloads.get(key)
+        if process is None or payload is None:
+            return [Settled(key, state)]
+        attempt = self.registry.attempts[payload.attempt_id]
+        return payloads.settle(attempt, process, payload, state, reason, wall, **columns)
+
+    def unread(self, key: PayloadKey) -> None:
+        """Say that no ingestor reads this payload any more; whoever holds its refs may offer."""
+        process = self.registry.processes.get(key.incarnation)
+        payload = None if process is None else process.payloads.get(key)
+        if payload is not None:
+            payload.in_flight = False
+
+    # --- leases -----------------------------------------------------------------------------
+    def renew(self, incarnation: str, now: float, wall: float) -> list[Instruction]:
+        """Renew a process's lease (its poll)."""
+        process = self.registry.processes.get(incarnation)
+        if process is None:
+            return []
+        process.lease_until = max(process.lease_until, now + self.lease_seconds)
+        process.heard = max(process.heard, wall)
+        return departures.wake(self.registry, process, wall) if process.lapsed else []
+
+    def renew_all(self, now: float) -> None:
+        """Renew the lease of every process: nobody could be heard until now."""
+        for process in self.registry.processes.values():
+            process.lease_until = max(process.lease_until, now + self.lease_seconds)
+
+    def expire(self, now: float, wall: float) -> list[Instruction]:
+        """Let go of the processes whose lease ran out."""
+        out: list[Instruction] = []
+        for process in [*self.registry.processes.values()]:
+            if process.lease_until >= now:
+                continue
+            if not (process.finished or process.lapsed):
+                out += departures.leave(self.registry, process, wall, finished=False)
+            elif process.payloads:
+                out += departures.lose_unread(self.registry, process, wall)
+        for attempt in self.registry.attempts.values():
+            self.registry.forget(attempt, now)
+        return out
+
+    # --- asking -----------------------------------------------------------------------------
+    def pending(self, run: str | None) -> list[PayloadKey]:
+        """Return the unsettled payloads of a run (None: of every run)."""
+        return [
+            key
+            for process in self.registry.processes.values()
+            if run in (None, self.registry.attempt_of(process).run)
+            for key in process.payloads
+        ]
+
+    def attempt(self, attempt_id: int) -> Attempt | None:
+        """Return an attempt by its id."""
+        return self.registry.attempts.get(attempt_id)

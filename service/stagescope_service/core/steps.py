@@ -1,0 +1,374 @@
+"""Steps of an attempt: opened by the first who begins, closed when everyone went on.
+
+A step closes when every live (role, rank) that takes part in steps began a later one, when its
+attempt ended, or when a caller said `end_step`. What is said of it later is judged again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from stagescope_service.core.completeness import (
+    NOT_BEGUN,
+    expect,
+    participants,
+    status_of,
+    statuses_of,
+    verdict_of,
+)
+from stagescope_service.core.entities import (
+    OPEN_STEPS,
+    RECENT_STEPS,
+    Attempt,
+    Participants,
+    Process,
+    Span,
+    Step,
+)
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Assemble, Instruction, PayloadKey, Put
+from stagescope_service.core.catalogue_rows import attempt_row, process_row
+
+WENT_ON: Final = "everyone went on"
+ENDED: Final = "attempt ended"
+SAID: Final = "end_step"
+LEFT_BEHIND: Final = "left behind"
+"""Somebody still stands there, but the others are too many steps ahead to wait for it."""
+
+RANKS_SECONDS: Final = 30.0
+"""How long after its start an attempt may wait for the first word of ranks that were announced."""
+
+FINISHED: Final = "finished"
+SILENT: Final = "its processes fell silent"
+
+
+def open_step(attempt: Attempt, number: int | None, wall: float) -> tuple[Step, list[Instruction]]:
+    """Return a step of the attempt, opened if it is new; work without a step has its own."""
+    if number is None:
+        return attempt.loose, []
+    step = attempt.steps.get(number)
+    if step is None:
+        return _open(attempt, number, wall)
+    if wall < step.opened_wall:
+        step.opened_wall = wall
+        return step, [Put("steps", {**_key(attempt, number), "opened_wall": wall})]
+    return step, []
+
+
+def _open(attempt: Attempt, number: int, wall: float) -> tuple[Step, list[Instruction]]:
+    out: list[Instruction] = []
+    if attempt.first_step is None or number < attempt.first_step:
+        attempt.first_step = number
+        if attempt.number > 1 and not attempt.resumed_told:
+            attempt.resumed_from_step = number - 1
+        out.append(attempt_row(attempt))
+    if attempt.forgotten_through is not None and number <= attempt.forgotten_through:
+        # It left memory: what is stored of it stays.
+        out.append(Put("steps", _key(attempt, number)))
+        return Step(step=number, opened_wall=wall, closed_wall=wall, ghost=True), out
+    step = attempt.steps[number] = Step(step=number, opened_wall=wall)
+    attempt.open.add(number)
+    out.append(Put("steps", {**_key(attempt, number), "opened_wall": wall}))
+    if attempt.top_step is None or number > attempt.top_step:
+        attempt.top_step = number
+    if len(attempt.open) > OPEN_STEPS:
+        out += _close(attempt, attempt.steps[min(attempt.open)], wall, LEFT_BEHIND)
+    return step, out
+
+
+def advance(attempt: Attempt, process: Process, number: int) -> list[Instruction]:
+    """Note that a process stands at `number`."""
+    before = process.max_step
+    if before is not None and number <= before:
+        return []
+    process.max_step = number
+    if before is None:
+        _replace_older(attempt, process)
+    elif process.live:
+        _leave_clock(attempt, before)
+    if process.live:
+        attempt.clock[number] += 1
+    return [process_row(process)]
+
+
+def retire(attempt: Attempt, process: Process) -> None:
+    """Stop waiting for a process (call before it is marked as not live)."""
+    if process.live and process.max_step is not None:
+        _leave_clock(attempt, process.max_step)
+
+
+def rejoin(attempt: Attempt, process: Process) -> None:
+    """Wait for a process again (call after it is marked as live)."""
+    if process.live and process.max_step is not None:
+        attempt.clock[process.max_step] += 1
+
+
+def end_if_left(attempt: Attempt) -> list[Instruction]:
+    """End the attempt where nobody is left."""
+    if attempt.clock or any(_holds(attempt, process) for process in attempt.processes.values()):
+        return []
+    gone = [process for process in attempt.processes.values() if process.left_wall is not None]
+    ended = max((process.left_wall or 0.0 for process in gone), default=attempt.opened_wall)
+    probes = any(not process.raw for process in gone)
+    last = [each for each in gone if not each.replaced and not (probes and each.raw)]
+    reason = FINISHED if all(process.finished for process in last) else SILENT
+    if (attempt.ended_wall, attempt.end_reason) == (ended, reason):
+        return []
+    attempt.ended_wall, attempt.end_reason = ended, reason
+    return [attempt_row(attempt), *_rejudge_top(attempt)]
+
+
+def resume(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Take back the end of an attempt where a process still speaks for it."""
+    if attempt.ended_wall is None or not _holds(attempt, process):
+        return []
+    attempt.ended_wall = attempt.end_reason = None
+    return [attempt_row(attempt), *_rejudge_top(attempt)]
+
+
+def close_due(attempt: Attempt, wall: float) -> list[Instruction]:
+    """Close every open step that nobody holds open, lowest first."""
+    if not attempt.open:
+        return []
+    said = attempt.ended_through
+    left = min(attempt.clock) - 1 if attempt.clock else None
+    out: list[Instruction] = []
+    for number in sorted(attempt.open) if len(attempt.open) > 1 else [*attempt.open]:
+        if said is not None and number <= said:
+            reason = SAID
+        elif left is not None and number <= left:
+            reason = WENT_ON
+        elif attempt.over:
+            reason = ENDED
+        else:
+            break
+        out += _close(attempt, attempt.steps[number], wall, reason)
+    return out
+
+
+def end_step(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
+    """Close a step because a caller said so, and those before it."""
+    _, out = open_step(attempt, number, wall)
+    if attempt.ended_through is None or number > attempt.ended_through:
+        attempt.ended_through = number
+    return out + close_due(attempt, wall)
+
+
+def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instruction]:
+    step.closed_wall, step.close_reason = wall, reason
+    attempt.open.discard(step.step)
+    attempt.note_closed(wall)
+    out = _judged(attempt, step, closed_wall=wall, close_reason=reason)
+    out += _rejudge_next(attempt, step)
+    if attempt.last_closed_step is None or step.step > attempt.last_closed_step:
+        attempt.last_closed_step = step.step
+        out.append(attempt_row(attempt))
+    if not attempt.pending.get(step.step):
+        out += form(attempt, step.step, wall)
+    if reason == ENDED or wall - attempt.opened_wall > RANKS_SECONDS:
+        out += _note_silent_roles(attempt, step.step, wall)
+    _forget(attempt)
+    return out
+
+
+def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruction]:
+    """Say of which announced roles no rank has spoken when a step closes, once an attempt."""
+    out: list[Instruction] = []
+    for role in sorted(attempt.unheard_roles - attempt.silent_roles.keys()):
+        said = finding(
+            "silent_ranks",
+            f"step {step} closed with what the trainer's process reported alone: no rank of role "
+            f"{role} has reported anything",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            severity="error",
+            role=role,
+            advice="the log of the ranks says why: over HTTP each of them needs STAGESCOPE_URL, "
+            "and STAGESCOPE_TOKEN_FILE (a path that it can read) or STAGESCOPE_TOKEN in the "
+            "environment of `ray start` on its node; over Ray it must have the package",
+        )
+        attempt.silent_roles[role] = {**said.row, "over_wall": None}
+        out.append(Put("findings", attempt.silent_roles[role]))
+    return out
+
+
+def heard_at_last(attempt: Attempt, wall: float) -> list[Instruction]:
+    """End the findings about roles of which a rank has spoken since."""
+    heard = attempt.silent_roles.keys() & attempt.heard_roles
+    columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
+    return [Put("findings", {**attempt.silent_roles.pop(role), **columns}) for role in heard]
+
+
+# --- judging ----------------------------------------------------------------------------------
+def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
+    """Judge a closed step again after something of one rank came late."""
+    if step.closed_wall is None or step.ghost or span.work.stage is None:
+        return []
+    stage = (span.role, span.work.stage)
+    if span.rank not in step.expected.get(stage, ()):
+        return [*_judged(attempt, step), *_rejudge_next(attempt, step)]
+    key = (*stage, span.rank)
+    first_of_it = step.missing.get(key) == NOT_BEGUN
+    status = status_of(step.ranks[stage][span.rank])
+    if status == step.missing.get(key):
+        return []
+    if status is None:
+        del step.missing[key]
+    else:
+        step.missing[key] = status
+    out: list[Instruction] = [_verdict_row(attempt, step)]
+    # Who took part here may be expected there.
+    return out + _rejudge_next(attempt, step) if first_of_it else out
+
+
+def rejudge_number(attempt: Attempt, number: int) -> list[Instruction]:
+    """Judge a step again, where it is closed and remembered."""
+    step = attempt.steps.get(number)
+    return [] if step is None or step.closed_wall is None else _judged(attempt, step)
+
+
+def rejudge_all(attempt: Attempt) -> list[Instruction]:
+    """Judge every remembered closed step again: how many ranks there are became known."""
+    return [row for number in sorted(attempt.steps) for row in rejudge_number(attempt, number)]
+
+
+def _rejudge_top(attempt: Attempt) -> list[Instruction]:
+    return [] if attempt.top_step is None else rejudge_number(attempt, attempt.top_step)
+
+
+def _rejudge_next(attempt: Attempt, step: Step) -> list[Instruction]:
+    """Judge the closed step after `step` again: whom it expects was told by `step`."""
+    closed = [number for number in attempt.steps if number > step.step]
+    following = min((number for number in closed if number not in attempt.open), default=None)
+    return [] if following is None else rejudge_number(attempt, following)
+
+
+def judge_in_memory(attempt: Attempt, step: Step) -> None:
+    """Form the verdict on a step."""
+    statuses = statuses_of(step)
+    step.expected, step.unknown = expect(
+        statuses,
+        size_of=attempt.world_size,
+        before=_before(attempt, step),
+        all_stages=_broke_off_in(attempt, step),
+    )
+    step.missing = {
+        (*key, rank): status
+        for key, ranks in step.expected.items()
+        for rank in ranks
+        if (status := statuses.get(key, {}).get(rank, NOT_BEGUN)) is not None
+    }
+    if not step.missing and attempt.expected_roles - {role for role, _ in statuses}:
+        # What its driver reports alone is no step: how many ranks are missing, nobody knows.
+        step.unknown = True
+
+
+def _judged(attempt: Attempt, step: Step, **columns: Any) -> list[Instruction]:
+    judge_in_memory(attempt, step)
+    return [_verdict_row(attempt, step, **columns)]
+
+
+def _verdict_row(attempt: Attempt, step: Step, **columns: Any) -> Put:
+    verdict = verdict_of(step.expected, step.missing, step.unknown)
+    row = {
+        **_key(attempt, step.step),
+        "completeness": verdict.verdict,
+        "expected": verdict.expected,
+        "missing": [missing._asdict() for missing in verdict.missing],
+    }
+    return Put("steps", {**row, **columns})
+
+
+def _before(attempt: Attempt, step: Step) -> Participants | None:
+    earlier = [number for number in attempt.steps if number < step.step]
+    previous = max((number for number in earlier if number not in attempt.open), default=None)
+    return step.before if previous is None else participants(attempt.steps[previous])
+
+
+def _broke_off_in(attempt: Attempt, step: Step) -> bool:
+    if attempt.end_reason != SILENT or step.step != attempt.top_step:
+        return False
+    return attempt.ended_through is None or step.step > attempt.ended_through
+
+
+# --- payloads ---------------------------------------------------------------------------------
+def payload_pending(attempt: Attempt, number: int | None, key: PayloadKey) -> None:
+    """Note that a step has a payload to wait for."""
+    attempt.pending.setdefault(number, set()).add(key)
+
+
+def payload_settled(
+    attempt: Attempt, number: int | None, key: PayloadKey, wall: float
+) -> list[Instruction]:
+    """Form the whole of a closed step (again) once nothing of it is still to be read."""
+    pending = attempt.pending.get(number)
+    if pending is not None:
+        pending.discard(key)
+        if pending:
+            return []
+        del attempt.pending[number]
+    if number is None or number in attempt.open:
+        return []
+    return form(attempt, number, wall)
+
+
+def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
+    """Have the whole of a closed step formed (again).
+
+    The mark is committed with what makes it due, so that a coordinator that dies before the whole
+    is formed leaves word of it.
+    """
+    attempt.last_mark = max(attempt.last_mark + 1, int(wall * 1e6))
+    marked = {**_key(attempt, number), "parts_mark": attempt.last_mark}
+    return [Put("steps", marked), Assemble(attempt.attempt_id, number)]
+
+
+# --- the inside -------------------------------------------------------------------------------
+def _holds(attempt: Attempt, process: Process) -> bool:
+    """Whether a process keeps the attempt from ending.
+
+    A raw caller that only logs, beside probes, never says that it leaves.
+    """
+    if not process.live:
+        return False
+    if not process.raw or process.max_step is not None:
+        return True
+    return all(other.raw for other in attempt.processes.values())
+
+
+def _replace_older(attempt: Attempt, process: Process) -> None:
+    """Of several incarnations of a rank in one attempt, wait for the newest alone."""
+    if process.raw:
+        return  # known by name: not an incarnation of anything
+    for other in attempt.by_rank[(process.role, process.rank)]:
+        if other is process or other.raw or other.max_step is None:
+            continue
+        if other.age > process.age:
+            process.replaced = True
+        elif not other.replaced:
+            retire(attempt, other)
+            other.replaced = True
+
+
+def _leave_clock(attempt: Attempt, number: int) -> None:
+    attempt.clock[number] -= 1
+    if attempt.clock[number] <= 0:
+        del attempt.clock[number]
+
+
+def _forget(attempt: Attempt) -> None:
+    if len(attempt.steps) - len(attempt.open) <= RECENT_STEPS:
+        return
+    closed = sorted(number for number in attempt.steps if number not in attempt.open)
+    for number in closed[:-RECENT_STEPS]:
+        step = attempt.steps.pop(number)
+        before = attempt.forgotten_through
+        attempt.forgotten_through = number if before is None else max(number, before)
+        following = min((later for later in attempt.steps if later > number), default=None)
+        if following is not None:
+            attempt.steps[following].before = participants(step)
+
+
+def _key(attempt: Attempt, number: int) -> dict[str, Any]:
+    return {"attempt_id": attempt.attempt_id, "step": number}

@@ -1,0 +1,171 @@
+"""Records of weights between the wire, the catalogue and the comparison.
+
+A row of `weights` holds eight bytes a tensor; names, dtypes, shapes and shards are the same in
+every version, and lie once in `weight_manifests` under their digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidEvent
+from stagescope.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
+from stagescope_service.core.entities import Process
+from stagescope_service.core.instructions import Put
+from stagescope_service.core.catalogue_rows import integer, text
+from stagescope_service.core.weights import COPY, TP_COPY, Record, Shard, Tensor
+
+MOST_TENSORS: Final = 1_000_000
+_MANIFESTS_REMEMBERED: Final = 10_000
+_EXPECTED: Final = "[(name, checksum, dtype, shape, shard), ...]"
+
+
+class Said(NamedTuple):
+    """What a WEIGHTS event says."""
+
+    version: int
+    side: str
+    kind: str
+    tensors: list[Tensor]
+    checksums: list[int | None]
+    device: Mapping[str, Any]
+
+
+class Manifests:
+    """The digests of those that were handed to the store already."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+
+    def add(self, manifest: str) -> bool:
+        """Take a digest in; say whether it is new."""
+        if manifest in self._known:
+            return False
+        self._known[manifest] = None
+        if len(self._known) > _MANIFESTS_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return True
+
+
+def read(event: Event, work: Work) -> Said:
+    """Read a WEIGHTS event.
+
+    Raises:
+        InvalidEvent: it cannot be carried out.
+    """
+    fields = event.fields
+    side, kind, tensors = fields.get("side"), fields.get("kind"), fields.get("tensors")
+    if work.policy_version is None:
+        raise InvalidEvent(f"weights event {event.seq} has no policy_version", expected="an int")
+    if side not in WEIGHT_SIDES or kind not in WEIGHT_KINDS:
+        raise InvalidEvent(
+            f"weights event {event.seq} is of side {side!r:.100} and kind {kind!r:.100}",
+            expected=f"one of {WEIGHT_SIDES}, and of {WEIGHT_KINDS}",
+        )
+    if not isinstance(tensors, list | tuple) or len(tensors) > MOST_TENSORS:
+        raise InvalidEvent(f"weights event {event.seq} has no tensors", expected=_EXPECTED)
+    device = fields.get("device")
+    said = Said(
+        work.policy_version, side, kind, [], [], device if isinstance(device, Mapping) else {}
+    )
+    for entry in tensors:
+        tensor, checksum = _tensor(entry)
+        said.tensors.append(tensor)
+        said.checksums.append(checksum)
+    return said
+
+
+def _tensor(entry: Any) -> tuple[Tensor, int | None]:
+    try:
+        name, checksum, dtype, shape, shard = entry[:5]
+        if not isinstance(name, str) or not name:
+            raise TypeError
+        if checksum is not None and not 0 <= int(checksum) < 1 << 64:
+            raise ValueError
+        tensor = Tensor(text(name) or "", text(dtype, 100) or "", _sizes(shape), _shard(shard))
+        return tensor, None if checksum is None else int(checksum)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidEvent(f"a weight is {entry!r:.200}", expected=_EXPECTED) from None
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = tuple(integer(size) for size in value)
+    if any(size is None or size < 0 for size in sizes):
+        raise ValueError
+    return tuple(size for size in sizes if size is not None)
+
+
+def _shard(value: Any) -> Shard | str | None:
+    if value is None or value in (COPY, TP_COPY):
+        return None if value is None else str(value)
+    if isinstance(value, str):
+        raise TypeError
+    shape, offsets, placement, dims = value
+    return Shard(
+        _sizes(shape),
+        None if offsets is None else _sizes(offsets),
+        text(placement, 1000) or "",
+        tuple(text(name, 100) or "" for name in dims),
+    )
+
+
+def put(process: Process, event: Event, work: Work, said: Said, manifests: Manifests) -> list[Put]:
+    """Write a record, and its manifest where that is new."""
+    known = [checksum is not None for checksum in said.checksums]
+    body = json.dumps([said.tensors, known], separators=(",", ":")).encode()
+    manifest = hashlib.blake2b(body, digest_size=16).hexdigest()
+    checksums = [checksum or 0 for checksum in said.checksums]
+    row = {
+        "incarnation": process.incarnation,
+        "seq": event.seq,
+        "attempt_id": process.attempt_id,
+        "step": work.step,
+        "version": said.version,
+        "side": said.side,
+        "kind": said.kind,
+        "role": process.role,
+        "rank": process.rank,
+        "wall": event.wall,
+        "checksums": struct.pack(f"<{len(checksums)}Q", *checksums),
+        "manifest": manifest,
+        "device_kind": text(said.device.get("device_kind"), 100),
+        "device_index": integer(said.device.get("device_index")),
+        "device_serial": text(said.device.get("device_serial"), 200),
+    }
+    out = [Put("weights", row)]
+    if manifests.add(manifest):
+        out.append(Put("weight_manifests", {"manifest": manifest, "tensors": zlib.compress(body)}))
+    return out
+
+
+def manifest_of(blob: bytes) -> tuple[tuple[Tensor, ...], list[bool]]:
+    """Return the tensors of a manifest, and of which of them there are checksums."""
+    tensors, known = json.loads(zlib.decompress(blob))
+    return tuple(_tensor((name, None, *rest))[0] for name, *rest in tensors), known
+
+
+def record_of(
+    row: Mapping[str, Any],
+    manifest: tuple[Sequence[Tensor], Sequence[bool]],
+    layout: Mapping[str, Any],
+) -> Record:
+    """Return what a row of `weights` says."""
+    tensors, known = manifest
+    checksums = struct.unpack(f"<{len(tensors)}Q", row["checksums"])
+    return Record(
+        role=row["role"],
+        rank=row["rank"],
+        side=row["side"],
+        kind=row["kind"],
+        version=row["version"],
+        step=row["step"],
+        order=(row["wall"], row["incarnation"], row["seq"]),
+        tensors=tensors,
+        checksums=[found if there else None for found, there in zip(checksums, known, strict=True)],
+        layout=layout,
+    )

@@ -1,1 +1,0 @@
-"""The coordinator and the ingestors: events in, what happened and what follows out."""

@@ -1,1 +1,0 @@
-"""Who is stuck, and with which stacks."""

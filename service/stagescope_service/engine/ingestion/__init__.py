@@ -1,1 +1,0 @@
-"""What an ingestor does with payloads and dumps; no Ray in here."""

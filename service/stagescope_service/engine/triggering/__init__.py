@@ -1,1 +1,0 @@
-"""Triggers on the live service: rules held against each formed whole, and what follows."""

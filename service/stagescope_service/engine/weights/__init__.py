@@ -1,1 +1,0 @@
-"""Recorded weights held against each other."""

@@ -1,1 +1,0 @@
-"""Forming a step's whole from what was read."""

@@ -1,0 +1,232 @@
+"""The kept files on one node's disk: found, described, deleted. No Ray in here."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from stagescope.errors import Forbidden, StagescopeError
+from stagescope.schema import PART_FIELDS
+from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.store.artifacts import confine, file_checksum, is_kept_path
+from stagescope_service.store.kept import read_kept
+import shutil
+from collections.abc import Iterator, Mapping
+from stagescope.errors import StagescopeError, StoreError
+from stagescope.keeping import kept_sections
+from stagescope.schema import PART_FIELDS, Part
+from stagescope_service.core.findings import NOT_KEPT, finding
+from stagescope_service.ingest.payload_values import Payload
+from stagescope_service.store.artifacts import kept_path, step_directory
+from stagescope_service.store.base import Put
+from stagescope_service.store.kept import Kept, bytes_of, write_kept
+from stagescope_service.store.ring import DEFAULT_RESERVE
+from stagescope_service.store.tensorfile import WireTensor, disk_errors
+
+
+
+_ORDERS: Final = ("keep", "no_room")
+
+
+class Keeper:
+    """Writes the kept files of one node.
+
+    Args:
+        data_dir: where the files of attempts lie.
+        node_id: of this node.
+        reserve_bytes: what is left free on the disk for the catalogue and for others.
+    """
+
+    def __init__(self, data_dir: Path, node_id: str, reserve_bytes: int = DEFAULT_RESERVE) -> None:
+        self.data_dir = data_dir
+        self.node_id = node_id
+        self.reserve_bytes = reserve_bytes
+        self.not_kept = 0
+        """Payloads that were to be kept and were not, since the start."""
+        self.reason = ""
+        """Why the last one was not; empty where it was."""
+
+    def keep(self, key: PayloadKey, job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+        """Keep what is wanted of a payload; yield its row, or what is wrong."""
+        words = frozenset(job.get("keep") or ())
+        scalars = job.get("scalars") or {}
+        sections = kept_sections(words, job.get("stage"), payload.tensors, scalars)
+        if not sections:
+            return
+        names = {name for held in sections.values() for name in held}
+        tensors = {name: t for name, t in payload.tensors.items() if name in names}
+        about = plain_job(key, job, "scalars")
+        kept = Kept(tensors, sections, dict(scalars), payload.strings, payload.meta, about)
+        try:
+            row = self._write(key, job, kept)
+        except (StagescopeError, OSError, ValueError, TypeError) as error:
+            self.not_kept += 1
+            self.reason = str(error)
+            yield self._refusal(job)
+            return
+        self.reason = ""
+        yield row
+
+    def _write(self, key: PayloadKey, job: Mapping[str, Any], kept: Kept) -> Put:
+        part = Part(*(job[name] or 0 for name in PART_FIELDS))
+        directory = step_directory(
+            self.data_dir, job["run"], job["attempt_key"], job["step"], job["stage"], part
+        )
+        path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
+        self._check_room(bytes_of(kept), job)
+        written = write_kept(path, kept)
+        row = artifact_row(key, job, "kept", self.node_id, path, written.bytes).row
+        specs = tensor_specs(kept.tensors)
+        said = {"checksum": written.checksum, "sections": kept.sections, "tensors": specs}
+        return Put("artifacts", {**row, **said})
+
+    def _check_room(self, needed: int, job: Mapping[str, Any]) -> None:
+        if job.get("no_room"):
+            raise StoreError(job["no_room"])
+        with disk_errors(self.data_dir):
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.data_dir).free
+        if free < needed + self.reserve_bytes:
+            raise StoreError(
+                f"the disk of {self.data_dir} has {free} bytes free, of which "
+                f"{self.reserve_bytes} are left to others: {needed} bytes do not fit"
+            )
+
+    def _refusal(self, job: Mapping[str, Any]) -> Put:
+        said = finding(
+            NOT_KEPT,
+            f"what is to be kept is not: {self.reason}",
+            run=job["run"],
+            attempt_id=job.get("attempt_id"),
+            wall=time.time(),
+            severity="error",
+            evidence={"node_id": self.node_id, "not_kept": self.not_kept, "step": job.get("step")},
+            advice="free space on the disk of data_dir, raise STAGESCOPE_KEPT_BYTES, or unpin "
+            "steps; statistics are complete, and keeping goes on by itself where there is room",
+        )
+        return Put("findings", {**said.row, "over_wall": None})
+
+
+def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Any]]:
+    """Return name -> [dtype, shape, rows or None], as the catalogue holds it."""
+    return {
+        name: [tag, list(shape), None if offsets is None else len(offsets) - 1]
+        for name, (tag, shape, _, offsets) in tensors.items()
+    }
+
+
+def artifact_row(
+    key: PayloadKey, job: Mapping[str, Any], kind: str, node_id: str, path: Path, size: int
+) -> Put:
+    """Write that a file of a payload lies on a node."""
+    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
+    return Put(
+        "artifacts",
+        {
+            "artifact_id": f"{kind}/{key.incarnation}/{key.seq}",
+            "incarnation": key.incarnation,
+            "seq": key.seq,
+            **{name: job.get(name) for name in names},
+            "kind": kind,
+            "node_id": node_id,
+            "path": str(path),
+            "bytes": size,
+            "checksum": None,
+            "wall": time.time(),
+            "deleted_wall": None,
+        },
+    )
+
+
+def plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
+    """Return what a file says of itself: whose it is, and its payload's delivery identity."""
+    said = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
+    return {**said, "incarnation": key.incarnation, "seq": key.seq}
+
+
+Row = dict[str, Any]
+
+_STAGES: Final = ("*/*/step_*/*", "*/*/step_*/*/*")
+_UNFINISHED_SECONDS: Final = 3600.0
+"""After so long nobody goes on writing a file."""
+
+
+def find(data_dir: Path) -> list[str]:
+    """Return the kept files below data_dir; what a crash left unfinished is removed."""
+    found = []
+    for path in _in_stages(data_dir):
+        if path.suffix == ".tmp" and path.name.startswith("."):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS:
+                    path.unlink()
+        elif is_kept_path(path):
+            found.append(str(path))
+    return found
+
+
+def _in_stages(data_dir: Path) -> Iterator[Path]:
+    for stage in _STAGES:
+        for suffix in ("*.safetensors", ".*.tmp"):
+            yield from data_dir.glob(f"{stage}/{suffix}")
+
+
+def describe(paths: Sequence[str], node_id: str) -> list[tuple[Row, Row]]:
+    """Return (row of artifacts, job) of each file that can be read; the job says whose it is."""
+    found = []
+    for path in map(Path, paths):
+        with contextlib.suppress(StagescopeError, OSError, KeyError, TypeError, ValueError):
+            found.append(_describe(path, node_id))
+    return found
+
+
+def _describe(path: Path, node_id: str) -> tuple[Row, Row]:
+    kept = read_kept(path)
+    job = _job(kept.job)
+    stat = path.stat()
+    key = PayloadKey(job["incarnation"], job["seq"])
+    row = artifact_row(key, job, "kept", node_id, path, stat.st_size).row
+    said = {
+        "wall": stat.st_mtime,
+        "checksum": f"sha256:{file_checksum(path)}",
+        "sections": kept.sections,
+        "tensors": tensor_specs(kept.tensors),
+    }
+    return {**row, **said}, job
+
+
+def _job(job: Mapping[str, Any]) -> Row:
+    """Return what a file says of itself, where that is of the right types."""
+    texts = ("run", "attempt_key", "role", "stage", "incarnation")
+    if not all(isinstance(job[name], str) for name in texts):
+        raise TypeError(f"a job of {dict(job)!r:.200}")
+    numbers = ("rank", "seq", "step", "policy_version", *PART_FIELDS)
+    wrong = [name for name in numbers if type(job.get(name)) not in (int, type(None))]
+    if wrong or not isinstance(job["seq"], int):
+        raise TypeError(f"a job of {dict(job)!r:.200}")
+    return dict(job)
+
+
+def discard(data_dir: Path, paths: Sequence[str]) -> list[str]:
+    """Delete kept files, and directories that are empty then; return those that are gone."""
+    gone = []
+    for name in paths:
+        with contextlib.suppress(OSError, Forbidden):
+            path = confine(name, [data_dir])
+            if not is_kept_path(path):
+                continue
+            path.unlink(missing_ok=True)
+            gone.append(name)
+            _tidy(path.parent, data_dir)
+    return gone
+
+
+def _tidy(directory: Path, data_dir: Path) -> None:
+    """Remove directories from the stage's part up to the step, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        while directory.resolve() != data_dir.resolve():
+            directory.rmdir()
+            if directory.name.startswith("step_"):
+                return
+            directory = directory.parent

@@ -1,0 +1,121 @@
+"""Making a dump's operator table: what an ingestor does with a dump that was announced.
+
+No Ray in here. The table lies beside the dump, in its own directory. Whatever is wrong with the
+dump ends as a row that says so and a finding, not as an error: only what may pass (a full disk) is
+one. Doing it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.errors import NotFound, StagescopeError, StoreError
+from stagescope_service.compare.operators.non_finite import RankNonFinite, non_finite_of_rank
+from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
+from stagescope_service.core.operator_tables import (
+    TABLE_WRITTEN,
+    UNREACHABLE,
+    about,
+    outcome,
+    part_of,
+    refusal,
+)
+from stagescope_service.core.findings import finding
+from stagescope_service.store.artifacts import confine, file_checksum
+from stagescope_service.store.base import Put
+
+TABLE: Final = "operators.parquet"
+_READ: Final = ("dump.json", "debug.json", "stack.json", "construct.json", "DONE.json")
+
+Job = Mapping[str, Any]
+
+
+def digest_dump(job: Job, roots: Iterable[Path], node_id: str) -> list[Put]:
+    """Write the operator table of a dump; return its row and what it makes known.
+
+    Args:
+        job: the row of `operators` that announced it, with its `run`.
+        roots: directories in which a dump may lie.
+        node_id: the node on which this runs.
+
+    Raises:
+        StoreError: the disk refused; it may be tried again.
+    """
+    try:
+        directory = _directory(job, roots)
+        summary = write_operator_table(directory, directory / TABLE)
+        found = non_finite_of_rank(directory / TABLE)
+    except NotFound as error:
+        if job["node_id"] not in (None, node_id):
+            reason = f"node {job['node_id']} is gone, and with it the dump"
+            return [outcome(job, UNREACHABLE, reason)]
+        return refusal(job, error)
+    except StoreError:
+        raise
+    except StagescopeError as error:
+        return refusal(job, error)
+    rows = [_table_row(job, directory / TABLE, summary, found, node_id)]
+    if found.first is not None and found.certain:
+        rows.append(_non_finite(job, found, found.first))
+    return rows
+
+
+def _directory(job: Job, roots: Iterable[Path]) -> Path:
+    """Return the dump's directory, checked that neither it nor a file in it leads elsewhere."""
+    directory = confine(job["dump_path"], roots)
+    for name in _READ:
+        confine(directory / name, [directory])
+    return directory
+
+
+def _table_row(
+    job: Job, table: Path, summary: OperatorSummary, found: RankNonFinite, node_id: str
+) -> Put:
+    cut = summary.truncated_at is not None or summary.done is False
+    first = None if found.first is None else {**found.first, "bad_inputs": found.bad_inputs}
+    return outcome(
+        job,
+        TABLE_WRITTEN,
+        None,
+        node_id=node_id,
+        path=str(table),
+        bytes=table.stat().st_size,
+        checksum=file_checksum(table),
+        task=summary.task,
+        level=summary.level,
+        calls=summary.calls,
+        rows=summary.rows,
+        non_finite_rows=summary.non_finite_rows,
+        truncated=bool(job["truncated"]) or cut,
+        truncated_at=summary.truncated_at,
+        done=summary.done,
+        certain=found.certain,
+        first_non_finite=first,
+        summary={**summary.fields(), "culprits": found.culprits, "masks": found.masks,
+                 "first_masks": found.first_masks, "not_read": found.not_read},
+        wall=job["announced_wall"],
+    )  # fmt: skip
+
+
+def _non_finite(job: Job, found: RankNonFinite, first: Mapping[str, Any]) -> Put:
+    inputs = ", ".join(f"{row['section']} {row['index']}" for row in found.bad_inputs)
+    module = f" in {first['parent']}" if first["parent"] else ""
+    where = f", called at {first['source']}" if first["source"] else ""
+    return finding(
+        "non_finite_operator",
+        f"{first['name']}{module} gave {first['non_finite']} in {first['section']} "
+        f"{first['index']}, the first of rank {job['rank']} in {job['stage']}{where}; "
+        + (f"not finite before it: {inputs}" if inputs else "its inputs were finite"),
+        **about(job),
+        severity="error",
+        advice="see `stagescope operators` with --non-finite for what followed",
+        evidence={
+            **{name: first[name] for name in ("name", "operator", "module_class", "parent",
+               "direction", "section", "index", "non_finite", "source", "order", "dtype")},
+            "bad_inputs": found.bad_inputs,
+            "capture_id": job["capture_id"],
+            "part": part_of(job),
+        },
+    )  # fmt: skip

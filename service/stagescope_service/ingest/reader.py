@@ -1,0 +1,410 @@
+"""Reading one payload: statistics, the ring, what the plan keeps, and rows for the catalogue.
+
+No Ray in here: the ingestor hands over values that it has already fetched. A payload that cannot
+be used is refused with a reason, and what can be kept of it is kept all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+import numpy as np
+import numpy.typing as npt
+from stagescope.errors import InvalidTensor, StagescopeError
+from stagescope.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN
+from stagescope_service.core.findings import finding
+from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
+from stagescope_service.ingest.payload_values import Payload, read_value
+from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.statistics import (
+    PartRecord,
+    Settings,
+    TokenBatch,
+    available_pairs,
+    skip_of,
+    summarise,
+)
+from stagescope_service.statistics.batch import producer_of
+from stagescope_service.statistics.identity import Place, resolve
+from stagescope_service.statistics.ledger import Ledger
+from stagescope_service.statistics.mismatch import non_finite
+from stagescope_service.statistics.summarise import MOST_ROUNDS
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.whole import REPEATED
+from stagescope_service.store.base import Put
+from stagescope_service.store.parts import pair_name, part_key
+from stagescope_service.store.ring import Ring, RingKey
+import hashlib
+from stagescope_service.ingest.payload_values import Payload
+from stagescope_service.statistics import WireTensor
+from stagescope_service.store.rollouts import TRAINER_STAGES
+
+
+
+Row = dict[str, Any]
+Skips = tuple[tuple[int, int, int], ...]
+"""(row, first position, last) of tokens, half open."""
+
+COPIES: Final = "copies"
+"""In a ring file's metadata: pair of streams -> `Skips` of rows that repeat others of it."""
+
+_PROVENANCE: Final[Mapping[str, type]] = {
+    "producer": str, "engine": str, "engine_version": str, "quantisation": str, "processed": bool,
+    "temperature": float, "top_p": float, "top_k": int, "alignment": str, "routing": str,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a payload: its end, why, and the rows that came of it."""
+
+    state: str
+    reason: str | None
+    rows: list[Put]
+    columns: Row
+
+    def wire(self) -> Row:
+        """Return built-in types, as they travel to the coordinator."""
+        rows = [(put.table, dict(put.row)) for put in self.rows]
+        return {"state": self.state, "reason": self.reason, "rows": rows, "columns": self.columns}
+
+
+class Intake:
+    """Reads payloads on one node; one at a time."""
+
+    def __init__(
+        self, data_dir: Path, node_id: str, ring: Ring, keeper: Keeper | None = None
+    ) -> None:
+        self.node_id = node_id
+        self.ring = ring
+        self.keeper = keeper or Keeper(data_dir, node_id)
+
+    def take(self, key: PayloadKey, job: Mapping[str, Any], value: object) -> Outcome:
+        """Read a payload.
+
+        Args:
+            key: its delivery identity.
+            job: run, attempt, work, rank, layout and settings, as the coordinator ordered.
+            value: what the process handed over, as a raw caller or a probe gives it.
+        """
+        rows: list[Put] = []
+        try:
+            payload = read_value(value)
+        except StagescopeError as error:
+            return Outcome("refused", str(error), [self._refusal(job, error)], {})
+        problems: list[StagescopeError] = []
+        known: list[StagescopeError] = []
+        digest = None
+        copies: dict[str, Skips] = {}
+        for summary, repeated in self._summaries(key, job, payload, problems, known):
+            rows += summary_rows(key, job, summary)
+            digest = digest or summary.digest
+            if repeated:
+                copies[pair_name(summary.pair)] = repeated
+        rows += self._keep(key, job, payload, copies)
+        rows += _stream_rows(job, payload)
+        rows += sample_rows(job, payload)
+        rows += _written_rows(job, payload)
+        rows += [self._refusal(job, error) for error in problems if error not in known]
+        columns = {"digest": digest, "bytes": payload.nbytes, "node_id": self.node_id}
+        wrong = next((error for error in problems if isinstance(error, InvalidTensor)), None)
+        if wrong is not None and digest is None:
+            return Outcome("refused", str(wrong), rows, columns)
+        return Outcome("ingested", None, rows, columns)
+
+    def _summaries(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        payload: Payload,
+        problems: list[StagescopeError],
+        known: list[StagescopeError],
+    ) -> Iterator[tuple[Summary, Skips]]:
+        """Yield what is to be read; what is wrong goes into `problems`.
+
+        What a probe has found by shapes and dtypes, and reported itself, goes into `known` as well.
+        """
+        meta = _with_producers(job, payload.meta)
+        for pair in available_pairs(payload.tensors):
+            try:
+                settings = statistics_settings(job.get("settings"))
+                try:
+                    batch = TokenBatch.from_tensors(
+                        payload.tensors, payload.strings, meta, pair=pair
+                    )
+                except InvalidTensor as error:
+                    known += [error] if job.get("reported") else []
+                    raise
+                yield summarise_once(batch, settings, key)
+            except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
+                problems.append(error)
+
+    def _keep(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        payload: Payload,
+        copies: Mapping[str, Skips],
+    ) -> Iterator[Put]:
+        recent = {name: t for name, t in payload.tensors.items() if name in RECENT_TENSORS}
+        if recent:
+            about = {
+                "strings": payload.strings,
+                "meta": _with_producers(job, payload.meta),
+                "settings": dict(job.get("settings") or {}),
+                "job": plain_job(key, job, "settings"),  # a file says itself whose it is
+                COPIES: dict(copies),
+            }
+            entry = self.ring.keep(_ring_key(key, job), recent, about)
+            if entry is not None:
+                yield artifact_row(key, job, "ring", self.node_id, entry.path, entry.bytes)
+            elif self.ring.max_bytes:
+                yield finding(
+                    "ring_keeps_nothing",
+                    f"the tensors of the last steps are not kept: {self.ring.health().reason}",
+                    run=job["run"],
+                    attempt_id=job.get("attempt_id"),
+                    wall=time.time(),
+                    evidence={"node_id": self.node_id, "not_kept": self.ring.not_kept},
+                    advice="statistics are complete; only looking at the tensors later is not "
+                    "possible for these steps",
+                )
+        for entry in self.ring.take_unpinned():
+            yield finding(
+                "pin_not_kept",
+                f"a payload of {entry.bytes} bytes came to a step whose payloads are pinned, and "
+                "pinned payloads take all that they may: it is not pinned",
+                **{**_place(job), "step": entry.key.step, "attempt_id": entry.key.attempt_id},
+                evidence={"node_id": self.node_id, "share": self.ring.max_pinned},
+                advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
+            )
+        for evicted in self.ring.take_evicted():
+            name = f"ring/{evicted.key.incarnation}/{evicted.key.seq}"
+            yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})
+        yield from self.keeper.keep(key, job, payload)
+
+    def _refusal(self, job: Mapping[str, Any], error: StagescopeError) -> Put:
+        return finding(
+            f"payload_{error.code}",
+            str(error),
+            **_place(job),
+            severity="error",
+            advice=error.advice or "the stage event stands; its numbers are missing",
+        )
+
+
+def _with_producers(job: Mapping[str, Any], meta: Mapping[str, Any]) -> Row:
+    """Return a payload's metadata with what the run's settings say of all: who computes streams."""
+    settings = job.get("settings")
+    producers = settings.get("producers") if isinstance(settings, Mapping) else None
+    known = {"producers": producers} if isinstance(producers, Mapping) else {}
+    return {"policy_version": job.get("policy_version"), **known, **meta}
+
+
+def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> Iterator[Put]:
+    """Write a payload's summary of one pair, and that values in it are not finite."""
+    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", "data_rank")
+    parts = ("occurrence", "epoch", "minibatch", "microbatch")
+    row: Row = {name: job.get(name) for name in (*names, *parts)}
+    row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
+    yield Put("summaries", {**row, "summary": summary.to_bytes()})
+    if summary.ignored:
+        ignored = ", ".join(summary.ignored)
+        yield finding(
+            "too_many_rounds",
+            f"{ignored} of {pair_name(summary.pair)} tell more than {MOST_ROUNDS} rounds, turns or "
+            "versions apart, or a round below 0: rounds are counted by the mask"
+            + (f", from {MOST_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
+            **_place(job),
+            evidence={"tensors": list(summary.ignored), "most": MOST_ROUNDS},
+            advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
+            "same",
+        )
+    odd = {
+        name.removeprefix("nonfinite/"): int(count)
+        for name, count in non_finite(summary.total, *summary.pair).items()
+        if count
+    }
+    if odd:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(odd.items()))
+        yield finding(
+            "nonfinite_log_probs",
+            f"log-probs under the mask are not finite: {counts} of {summary.total.masked} tokens",
+            **_place(job),
+            severity="error",
+            evidence=odd,
+            advice=f"see /steps/{job.get('step')}/tokens?kind=nonfinite for which; statistics are "
+            "over the finite ones",
+        )
+
+
+def statistics_settings(settings: object) -> Settings:
+    """Return what of a run's settings shapes the statistics.
+
+    Raises:
+        InvalidInput: a rollout_is or threshold that verl does not know.
+    """
+    known = settings if isinstance(settings, Mapping) else {}
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+    return Settings(**{name: known[name] for name in names if known.get(name) is not None})
+
+
+def summarise_once(
+    batch: TokenBatch,
+    settings: Settings,
+    key: PayloadKey,
+    skip: npt.NDArray[np.uint8] | None = None,
+) -> tuple[Summary, Skips]:
+    """Take a payload's statistics; rows that are copies of one sample count once.
+
+    Rows of one id that are not the same are samples of their own, which the step summary names
+    (`identity`).
+
+    Args:
+        batch: its tokens.
+        settings: what of the run's settings shapes the statistics.
+        key: of the payload.
+        skip: uint8 [tokens], 1 where a token counts elsewhere.
+
+    Returns:
+        The summary, whose `left_out` counts the tokens of copies; their (row, first, last).
+
+    Raises:
+        InvalidTensor: as `summarise`.
+    """
+    name = part_key(*key)
+    summary = summarise(batch, settings, skip=skip, name=name)
+    samples = summary.sequences.samples
+    if not all(samples) or not Ledger().claim(summary, None, [*map(Place, samples)]).skips:
+        return summary, ()
+    part = PartRecord(key=name, summary=summary, stage="", role="", rank=0)
+    places = resolve([part]).places_of(name, summary)
+    copies = Ledger().claim(summary, None, places).skips
+    if not copies:
+        return summary, ()
+    again = skip_of(batch, copies)
+    once = summarise(batch, settings, skip=again if skip is None else again | skip, name=name)
+    left_out = Counter(summary.left_out)
+    left_out[REPEATED] += summary.total.masked - once.total.masked
+    return dataclasses.replace(once, left_out=dict(left_out)), copies
+
+
+def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
+    return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
+
+
+def _place(job: Mapping[str, Any]) -> Row:
+    names = ("run", "attempt_id", "step", "stage", "role", "rank")
+    return {**{name: job.get(name) for name in names}, "wall": time.time()}
+
+
+def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+    """Say which tensors are missing since they were written after they were handed over."""
+    written = payload.meta.get(WRITTEN)
+    if written:
+        yield finding(
+            "tensor_written",
+            f"tensors were written after they were handed over: {', '.join(map(str, written))}",
+            **_place(job),
+            severity="error",
+            advice="give them to `stage.record`, which copies, or write other tensors",
+        )
+
+
+def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+    """Say what is known of each stream: where it came from, in which dtype, how it was made."""
+    told = payload.meta.get("streams")
+    told = told if isinstance(told, Mapping) else {}
+    for stream, name in STREAM_TENSORS.items():
+        tensor = payload.tensors.get(name)
+        if tensor is None and stream == "ref":
+            tensor = payload.tensors.get("ref_log_prob")
+        if tensor is None:
+            continue
+        own = told.get(stream)
+        said = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
+        who = producer_of(_with_producers(job, payload.meta), stream)
+        said |= {} if who is None else {"producer": who}
+        row: Row = {
+            "attempt_id": job["attempt_id"],
+            "stream": stream,
+            "role": job["role"],
+            "stage": job["stage"],
+            "dtype": tensor[0],
+        }
+        for field, kind in _PROVENANCE.items():
+            value = said.get(field)
+            if isinstance(value, (int, float) if kind is float else kind):
+                row[field] = kind(value)
+        yield Put("streams", row)
+
+
+MOST_SAMPLES: Final = 20_000
+"""Samples of one payload that get rows of their own; the statistics are of all."""
+
+
+def sample_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+    """Say what a payload tells of each of its samples; columns that it does not tell stay."""
+    ids = payload.strings.get("sample_ids")
+    if not ids:
+        return
+    step, version = job.get("step"), job.get("policy_version")
+    clock = f"s{step}" if step is not None else f"v{version}"
+    groups = payload.strings.get("group_ids") or []
+    rewards = _per_row(payload.tensors.get("rewards"), len(ids))
+    hashes = _token_hashes(payload, len(ids))
+    meta = payload.meta
+    for row, uid in enumerate(ids[:MOST_SAMPLES]):
+        columns: dict[str, Any] = {
+            "attempt_id": job["attempt_id"],
+            "clock": clock,
+            "sample_uid": uid,
+            "step": step,
+            "policy_version": version,
+        }
+        if step is not None and job["stage"] in TRAINER_STAGES:
+            columns["consumed_step"] = step
+        if row < len(groups):
+            columns["group_id"] = groups[row]
+        if rewards is not None:
+            columns["reward"] = float(rewards[row])
+        if hashes is not None:
+            columns["tokens_hash"], columns["tokens"] = hashes[row]
+        for name in ("split", "data_source"):
+            value = meta.get(name)
+            if isinstance(value, str):
+                columns[name] = value
+            elif isinstance(value, list) and row < len(value):
+                columns[name] = str(value[row])
+        yield Put("samples", columns)
+
+
+def _per_row(tensor: WireTensor | None, rows: int) -> npt.NDArray[Any] | None:
+    if tensor is None or tensor[0] == "bfloat16" or tensor[2].size != rows:
+        return None
+    return tensor[2].reshape(-1)
+
+
+def _token_hashes(payload: Payload, rows: int) -> list[tuple[str, int]] | None:
+    """Return (hash, count) of each row's model tokens, which pairs samples across runs."""
+    responses = payload.tensors.get("responses")
+    mask = payload.tensors.get("response_mask")
+    if responses is None or mask is None or responses[2].size != mask[2].size:
+        return None
+    offsets = responses[3]
+    if offsets is None and len(responses[1]) == 2:
+        offsets = np.arange(rows + 1, dtype=np.int64) * responses[1][1]
+    if offsets is None or len(offsets) != rows + 1:
+        return None
+    tokens = responses[2].reshape(-1).astype(np.int64, copy=False)
+    on = mask[2].reshape(-1) != 0
+    found = []
+    for row in range(rows):
+        begin, end = int(offsets[row]), int(offsets[row + 1])
+        own = tokens[begin:end][on[begin:end]]
+        found.append((hashlib.blake2b(own.tobytes(), digest_size=12).hexdigest(), len(own)))
+    return found

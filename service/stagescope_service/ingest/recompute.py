@@ -1,0 +1,216 @@
+"""Reading payloads once more, from the ring: without tokens that counted elsewhere, or joined.
+
+No Ray in here: what lies on another node comes as arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from stagescope.errors import InvalidTensor, StagescopeError
+from stagescope.schema import STREAM_TENSORS
+from stagescope_service.ingest.reader import (
+    COPIES,
+    Intake,
+    Skips,
+    statistics_settings,
+    summarise_once,
+    summary_rows,
+)
+from stagescope_service.ingest.rollout_join import (
+    Joined,
+    RolloutRows,
+    join,
+    rollout_rows,
+    skip_rows,
+    stream_of,
+)
+from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.parts import pair_name, part_key
+from stagescope_service.store.pins import Pinned
+from stagescope_service.store.ring import RingKey
+
+_LEFT_OUT: Final = "left_out_rows"
+_JOINED: Final = "joined_tensors"
+
+
+class Source(NamedTuple):
+    """A rollout's payload in some node's ring; `age` orders those of one sample."""
+
+    node_id: str | None
+    incarnation: str
+    seq: int
+    attempt_id: int
+    step: int | None
+    age: tuple[int, int]
+
+
+class Retake:
+    """What an ingestor does with payloads that it has read before."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._ring = intake.ring
+        self._intake = intake
+
+    def restate(
+        self, key: PayloadKey, job: Mapping[str, Any], pair: tuple[str, str],
+        skips: Sequence[tuple[int, int, int]],
+    ) -> bytes:  # fmt: skip
+        """Take a payload's statistics again, without tokens that counted elsewhere.
+
+        Raises:
+            NotFound: the ring no longer holds it.
+        """
+        kept = self._ring.read(_ring_key(key, job))
+        strings, meta = kept.metadata["strings"], kept.metadata["meta"]
+        batch = TokenBatch.from_tensors(kept.tensors, strings, meta, pair=pair)
+        left_out = kept.metadata.get(_LEFT_OUT, [])
+        copies = kept.metadata.get(COPIES, {}).get(pair_name(pair), ())
+        skip = skip_of(batch, [*skips, *copies]) | skip_rows(batch, left_out)
+        settings = kept.metadata["settings"]
+        summary = summarise(batch, statistics_settings(settings), skip=skip, name=part_key(*key))
+        return _without_unknown(summary, batch, left_out).to_bytes()
+
+    def pin(self, attempt_id: int, step: int) -> Pinned:
+        """Pin the payloads of a step."""
+        return self._ring.pin_step(attempt_id, step)
+
+    def unpin(self, attempt_id: int, step: int) -> bool:
+        """Let the payloads of a step go when room is needed; return whether that worked."""
+        try:
+            self._ring.unpin_step(attempt_id, step)
+        except OSError:
+            return False
+        return True
+
+    def samples(self, key: PayloadKey, job: Mapping[str, Any]) -> list[str]:
+        """Return the sample ids of a payload.
+
+        Raises:
+            NotFound: the ring no longer holds it.
+        """
+        kept = self._ring.read(_ring_key(key, job))
+        return [str(sample) for sample in kept.metadata["strings"].get("sample_ids", ())]
+
+    def rollouts(self, sources: Iterable[Source], wanted: Collection[str]) -> list[RolloutRows]:
+        """Return the rows of wanted samples in these payloads, as far as the ring holds them."""
+        found: list[RolloutRows] = []
+        names = set(wanted)
+        for source in sources:
+            key = RingKey(source.attempt_id, source.step, source.incarnation, source.seq)
+            try:
+                kept = self._ring.read(key)
+                strings, meta = kept.metadata["strings"], kept.metadata["meta"]
+                rows = rollout_rows(kept.tensors, strings, meta, names, source.age)
+            except StagescopeError:
+                continue  # its samples stay without a rollout, and that is said
+            if rows is not None:
+                found.append(dataclasses.replace(rows, incarnation=source.incarnation))
+        return found
+
+    def join(
+        self, key: PayloadKey, job: Mapping[str, Any], found: Sequence[RolloutRows]
+    ) -> dict[str, Any]:
+        """Give a trainer's payload the rollout's stream, and take its statistics.
+
+        Returns:
+            `rows` for the catalogue; `left_out`: reason -> samples whose tokens do not count;
+            `tokens`: reason -> how many those are, where no row counts; `used`: ages of the
+            payloads that had a sample of it.
+
+        Raises:
+            NotFound: the ring no longer holds it.
+            InvalidTensor: its tensors do not fit.
+        """
+        kept = self._ring.read(_ring_key(key, job))
+        added = kept.metadata.get(_JOINED, [])
+        tensors = {name: t for name, t in kept.tensors.items() if name not in added}
+        stream = next((s for s in ("old", "current") if STREAM_TENSORS[s] in tensors), None)
+        if stream is None:
+            raise InvalidTensor("neither old_log_probs nor log_probs is there", expected="one")
+        batch = stream_of(tensors, kept.metadata["strings"], kept.metadata["meta"], stream)
+        joined = join(batch, found, split=(job.get("cp_size") or 1) > 1)
+        producers = producers_of(key.incarnation, batch.producers[0], found)
+        joined = dataclasses.replace(
+            joined, batch=dataclasses.replace(joined.batch, producers=producers)
+        )
+        left_out: dict[str, list[str]] = {}
+        for row, why in joined.why.items():
+            sample = batch.sample_ids[row] if batch.sample_ids else ""
+            left_out.setdefault(why, []).append(sample)
+        tokens = joined.tokens_left_out
+        used = sorted({rows.age for rows in found})
+        answer = {"rows": [], "left_out": left_out, "tokens": tokens, "used": used}
+        if len(joined.left_out) < batch.rows:
+            settings = statistics_settings(kept.metadata["settings"])
+            summary, copies = summarise_once(joined.batch, settings, key, joined.skip)
+            self._keep(key, job, kept.metadata, tensors, joined, copies)
+            summary = _without_unknown(summary, joined.batch, joined.left_out)
+            every = dict(Counter(tokens) + Counter(summary.left_out))
+            summary = dataclasses.replace(summary, left_out=every)
+            puts = summary_rows(key, job, summary)
+            answer["rows"] = [(put.table, dict(put.row)) for put in puts]
+            answer["tokens"] = {}
+        return answer
+
+    def _keep(
+        self,
+        key: PayloadKey,
+        job: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, WireTensor],
+        joined: Joined,
+        copies: Skips,
+    ) -> None:
+        """Keep the joined stream beside the others: who looks later finds both."""
+        batch = joined.batch
+        _, shape, _, offsets = tensors[STREAM_TENSORS[batch.pair[0]]]
+        added: dict[str, WireTensor] = {
+            STREAM_TENSORS["rollout"]: (batch.q_dtype, shape, batch.q.reshape(shape), offsets)
+        }
+        if batch.versions is not None and "versions" not in tensors:
+            added["versions"] = ("int64", shape, batch.versions.reshape(shape), offsets)
+        meta = dict(metadata["meta"])
+        if None not in batch.producers:
+            known = dict(zip(batch.pair, batch.producers, strict=True))
+            meta["producers"] = {**(meta.get("producers") or {}), **known}
+        added_to = {"meta": meta, _JOINED: list(added), _LEFT_OUT: list(joined.left_out)}
+        every = {**metadata.get(COPIES, {}), pair_name(batch.pair): copies}
+        about = {**metadata, **added_to, COPIES: every}
+        self._ring.keep(_ring_key(key, job), {**tensors, **added}, about)
+
+
+def producers_of(
+    incarnation: str, trainer: str | None, found: Sequence[RolloutRows]
+) -> tuple[str | None, str | None]:
+    """Return who computed p and q of a joined payload.
+
+    Two processes are two producers where neither side says more. Where one side alone names its
+    producer, it may be the other by another name: nothing is known.
+    """
+    told = {rows.producer for rows in found}
+    if trainer is None and told <= {None}:
+        others = {rows.incarnation for rows in found}
+        if not others or incarnation in others:
+            return None, None
+        return f"process {incarnation}", ", ".join(f"process {name}" for name in sorted(others))
+    names = sorted(name for name in told if name is not None)
+    if trainer is None or len(names) < len(told) or not names:
+        return None, None
+    return trainer, trainer if trainer in names else ", ".join(names)
+
+
+def _without_unknown(summary: Summary, batch: TokenBatch, left_out: Sequence[int]) -> Summary:
+    """Return a summary in which rows that were left out are not among the empty ones."""
+    out = {batch.sample_ids[row] for row in left_out} if batch.sample_ids else set()
+    empty = tuple(sample for sample in summary.empty_samples if sample not in out)
+    return dataclasses.replace(summary, empty_samples=empty)
+
+
+def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
+    return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
