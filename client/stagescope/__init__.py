@@ -8,8 +8,8 @@ Usage::
     session.step("latest").metrics()        # exact mismatch of the last step
     session.step(5).rounds().to_pandas()    # which round went wrong
 
-Training processes import this package for its vocabulary (`stagescope.schema`,
-`stagescope.errors`), so the reading side and its HTTP library are loaded at their first use.
+Training processes import this package for its vocabulary (`stagescope.wire.schema`,
+`stagescope.wire.errors`), so the reading side and its HTTP library are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stagescope.errors import (
+from stagescope.wire.errors import (
     CaptureError,
     CatalogueUnavailable,
     ComparisonFailed,

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope import nonfinite, render
+from stagescope import render
+from stagescope.wire import nonfinite
 from stagescope.frames import Table, begun_again, context, gaps_of, no_column, tokens_of
 
 if TYPE_CHECKING:

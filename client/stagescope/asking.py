@@ -8,9 +8,10 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
-from stagescope import discovery, nonfinite
+from stagescope import discovery
+from stagescope.wire import nonfinite
 from stagescope.columns import COLUMNS, Kinds
-from stagescope.errors import (
+from stagescope.wire.errors import (
     CatalogueUnavailable,
     InvalidInput,
     NotReady,

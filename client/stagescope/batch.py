@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from stagescope import batch_file, render
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.flow import order_of
 from stagescope.frames import context, no_column
-from stagescope.schema import STAGES, Part
+from stagescope.wire.schema import STAGES, Part
 
 if TYPE_CHECKING:
     import tensordict

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import numpy as np
 
-from stagescope import nonfinite, tensorfile
-from stagescope.errors import InvalidInput, InvalidTensor, NotFound, StoreError
-from stagescope.schema import Part
+from stagescope import tensorfile
+from stagescope.wire import nonfinite
+from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound, StoreError
+from stagescope.wire.schema import Part
 
 if TYPE_CHECKING:
     from stagescope.batch import Batch, BatchPart, Tensor

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope import nonfinite
+from stagescope.wire import nonfinite
 from stagescope.answers import Record
 from stagescope.changes import change_lines
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope.render import counted, format_bytes, printable, wrapped
 
 SHOWN: Final = 8

@@ -14,9 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope import nonfinite
+from stagescope.wire import nonfinite
 from stagescope.columns import Kinds
-from stagescope.errors import MissingExtra
+from stagescope.wire.errors import MissingExtra
 
 if TYPE_CHECKING:
     import pandas

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput, Unauthorized, Unreachable
+from stagescope.wire.errors import InvalidInput, Unauthorized, Unreachable
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _PASSWORD: Final = re.compile(r"//[^/@\s]*@")

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from stagescope import convert, nonfinite, render
+from stagescope import convert, render
+from stagescope.wire import nonfinite
 from stagescope.columns import Kinds
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     import pandas

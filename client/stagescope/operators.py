@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from stagescope import nonfinite, render
+from stagescope import render
+from stagescope.wire import nonfinite
 from stagescope.answers import Record
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope.frames import Table
 from stagescope.render import wrapped
 

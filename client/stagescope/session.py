@@ -23,11 +23,11 @@ from stagescope.asking import LIMIT, segment, step_word
 from stagescope.columns import COLUMNS
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
-from stagescope.errors import NotFound
-from stagescope.exact import Exact
+from stagescope.wire.errors import NotFound
+from stagescope.series import Exact
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, Noticed
 from stagescope.frames import Table
-from stagescope.framing import MEDIA_TYPE, Taken, pack_batch
+from stagescope.wire.framing import MEDIA_TYPE, Taken, pack_batch
 from stagescope.hangs import Stacks
 from stagescope.orders import Orders
 from stagescope.series import Series
@@ -343,7 +343,7 @@ class Session(Orders, Comparing, EngineRegistry):
         """Send events of a process that is not this one; return which were refused, and why.
 
         An event may be refused in part, too: a scalar that is no number, say.
-        `stagescope.schema` says what travels. What was sent before counts once.
+        `stagescope.wire.schema` says what travels. What was sent before counts once.
 
         Raises:
             Unauthorized: it needs the operate token.

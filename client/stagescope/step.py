@@ -195,7 +195,7 @@ class Step:
 
         Args:
             stage, role, rank: only these.
-            section: only files that hold something of it (`stagescope.keeping.SECTIONS`).
+            section: only files that hold something of it (`stagescope.wire.keep.SECTIONS`).
             limit: most rows.
         """
         filters = {"stage": stage, "role": role, "rank": rank, "section": section}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final, NamedTuple
 
-from stagescope.errors import InvalidInput
-from stagescope.schema import check_run_name
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import check_run_name
 
 _TARGET: Final = re.compile(r"(?P<run>[^@:]+)(?:@(?P<attempt>\d{1,9}))?(?::(?P<step>\d{1,18}))?")
 

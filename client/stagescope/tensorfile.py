@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope.errors import InvalidTensor
-from stagescope.nonfinite import spell
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.nonfinite import spell
 
 WireTensor: TypeAlias = (
     "tuple[str, tuple[int, ...], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]"

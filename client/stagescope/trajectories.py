@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.batch import Batch, widened
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 
 Array = np.ndarray[Any, Any]
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import httpx
 
 from stagescope.discovery import Place, is_loopback
-from stagescope.errors import (
+from stagescope.wire.errors import (
     Conflict,
     Forbidden,
     InvalidInput,

@@ -13,12 +13,12 @@ from typing import Any, Final
 import ray
 from ray import exceptions
 
-from stagescope.errors import NotReady, StagescopeError, Unreachable
+from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
 from stagescope_service import service_file
 from stagescope_service.api import steps
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
-from stagescope_service.api.desk import Desk
+from stagescope_service.api.dependencies import Desk
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit

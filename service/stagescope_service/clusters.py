@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import ray
 from ray._private import services, utils
 
-from stagescope.errors import Unreachable
+from stagescope.wire.errors import Unreachable
 from stagescope_service import embedded, service_file
 from stagescope_service.coordinator.actor import NAMESPACE
 from stagescope_service.settings import Settings

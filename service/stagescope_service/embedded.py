@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import NotReady
+from stagescope.wire.errors import NotReady
 
 _START_SECONDS: Final = 90.0
 _STOP_SECONDS: Final = 20.0

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from stagescope.errors import ComparisonFailed, Unreachable
-from stagescope_service.compare.mappers import Mapper
+from stagescope.wire.errors import ComparisonFailed, Unreachable
+from stagescope_service.compare.running import Mapper
 
 T = TypeVar("T")
 R = TypeVar("R")

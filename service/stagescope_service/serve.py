@@ -17,7 +17,7 @@ from typing import Any, Final
 import ray
 from ray import exceptions
 
-from stagescope.errors import Conflict, InvalidInput, NotReady, Unreachable
+from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api.server import bind

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import Capturer
 from stagescope_workers.capture.msprobe_patches import load_debugger_class
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from tests.benchmarks.bench_probe import start_service, timed
 
-from stagescope_workers import lifecycle
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe.probe import Probe
 
 MICROBATCHES = 2
 MOST = 0.1

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from stagescope_workers import lifecycle
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe.probe import Probe
 
 MODES = ("absent", "serving", "hung", "killed")
 Tensors = dict[str, "np.ndarray[Any, Any]"]

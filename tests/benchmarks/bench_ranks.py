@@ -27,7 +27,7 @@ import ray
 from tests.support.cluster import Service, ray_cluster
 
 import stagescope
-from stagescope import schema
+from stagescope.wire import schema
 from stagescope_service.coordinator.load import TRIM_SECONDS
 
 STAGES = schema.STAGES[:6]

@@ -18,7 +18,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.measure import payload, whole_rows
 
 from stagescope_service.statistics.summarise import warm
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 
 STAGE = "actor_compute_log_prob"
 METRIC = "rollout_corr/k3_kl"

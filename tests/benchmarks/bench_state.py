@@ -13,7 +13,7 @@ import hashlib
 import sys
 import time
 
-from stagescope.schema import BEGIN, END, HELLO, SCHEMA, Event, Sender
+from stagescope.wire.schema import BEGIN, END, HELLO, SCHEMA, Event, Sender
 from stagescope_service.core.state import State
 
 STAGES = ("rollout_generate", "actor_compute_log_prob", "actor_update")

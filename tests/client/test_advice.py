@@ -9,7 +9,7 @@ import pytest
 from click import Context
 
 from stagescope import cli
-from stagescope.advice import for_command_line
+from stagescope.terminal import for_command_line
 
 COMMANDS = cli.main.list_commands(Context(cli.main))
 API = Path(__file__).parents[2] / "service" / "stagescope_service" / "api"

@@ -19,7 +19,7 @@ from tests.support.stores import eventually
 
 import stagescope
 from stagescope import Session
-from stagescope.errors import Forbidden, InvalidPlan, NotFound
+from stagescope.wire.errors import Forbidden, InvalidPlan, NotFound
 
 STAGE = "actor_compute_log_prob"
 NOUNS = ("rounds", "ranks", "tokens", "stages", "scalars", "dumps")

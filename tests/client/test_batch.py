@@ -21,7 +21,7 @@ from tests.support.step_batches import step_batch
 
 from stagescope.batch import Batch, Tensor
 from stagescope.batch_file import describe
-from stagescope.errors import InvalidTensor, MissingExtra, NotFound
+from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound
 from stagescope.trajectories import keys_of, trajectories
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.captures import CAPTURE_FIELDS, matches, validate_capture
-from stagescope.errors import Forbidden, InvalidPlan, StagescopeError
+from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
+from stagescope.wire.errors import Forbidden, InvalidPlan, StagescopeError
 
 SPEC: dict[str, Any] = {"stages": ["actor_update"], "steps": [5], "keep": ["old_log_probs"]}
 

@@ -12,7 +12,8 @@ from click.testing import Result
 from tests.support.answering import METRICS, OPERATE, READ, RUN, Answering, unused_port
 from tests.support.command_line import invoke
 
-from stagescope import plugins, terminal
+from stagescope import terminal
+from stagescope.cli import common
 
 ASKING = [
     ["status"],

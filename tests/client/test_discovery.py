@@ -10,7 +10,7 @@ from tests.support.answering import READ, Answering, unused_port
 
 import stagescope
 from stagescope import discovery
-from stagescope.errors import InvalidInput, Unauthorized, Unreachable
+from stagescope.wire.errors import InvalidInput, Unauthorized, Unreachable
 
 
 def write_service_file(url: str, **extra: object) -> Path:

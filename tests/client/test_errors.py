@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from stagescope import errors
-from stagescope.errors import MissingExtra, StagescopeError
+from stagescope.wire import errors
+from stagescope.wire.errors import MissingExtra, StagescopeError
 
 CLASSES = [
     value

@@ -12,9 +12,9 @@ from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 
 import stagescope
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 from stagescope_service.core.findings import finding
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 
 STAGE = "actor_update"
 OPERATOR = "Module.model.layers.11.mlp.down_proj.Linear.forward.0"

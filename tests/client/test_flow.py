@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stagescope.flow import FLOW, order_of
-from stagescope.schema import STREAM_TENSORS
+from stagescope.wire.schema import STREAM_TENSORS
 
 
 def test_names_stand_in_the_order_in_which_data_flows() -> None:

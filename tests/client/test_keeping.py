@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from stagescope.captures import validate_capture
-from stagescope.errors import InvalidPlan
-from stagescope.keeping import (
+from stagescope.wire.captures import validate_capture
+from stagescope.wire.errors import InvalidPlan
+from stagescope.wire.keep import (
     SECTIONS,
     is_wanted,
     kept_sections,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stagescope.names import KNOWN, closest, closest_by_words, closest_stage, misspelt
-from stagescope.schema import STAGES
+from stagescope.wire.names import KNOWN, closest, closest_by_words, closest_stage, misspelt
+from stagescope.wire.schema import STAGES
 
 
 @pytest.mark.parametrize(

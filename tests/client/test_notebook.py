@@ -9,7 +9,7 @@ import pytest
 
 import stagescope
 from stagescope.answers import MATTER, Metrics, Record, Status
-from stagescope.captures import CAPTURE_FIELDS, SHORTHANDS
+from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope.frames import Table
 from stagescope.operators import Stack
 from stagescope.orders import Orders

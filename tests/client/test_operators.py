@@ -17,7 +17,7 @@ from tests.support.small_decoder import small_decoder
 
 import stagescope
 from stagescope import Session
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.frames import Table
 from stagescope.operators import Divergence, NonFiniteOperators, Operators, read_side
 

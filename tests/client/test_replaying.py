@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import stagescope
 from stagescope.batch import Batch, BatchPart, Tensor
-from stagescope.differences import BITWISE, DIFFERENT, EQUAL, WITHIN, compare
-from stagescope.errors import InvalidInput, NotFound
-from stagescope.schema import Part
+from stagescope.replaying import BITWISE, DIFFERENT, EQUAL, WITHIN, compare
+from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import Part
 
 Loss = Callable[[Batch], dict[str, Any]]
 

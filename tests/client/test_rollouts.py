@@ -11,7 +11,7 @@ import pytest
 from tests.support.step_batches import step_batch
 
 from stagescope import ReplayRollouts
-from stagescope.errors import Conflict, InvalidInput, NotFound
+from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 from stagescope.rollouts import Key
 
 

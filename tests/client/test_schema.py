@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.errors import InvalidEvent, InvalidInput, StagescopeError
-from stagescope.schema import (
+from stagescope.wire.errors import InvalidEvent, InvalidInput, StagescopeError
+from stagescope.wire.schema import (
     BEGIN,
     KINDS,
     LAYOUT_COLUMNS,

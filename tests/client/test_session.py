@@ -8,7 +8,7 @@ from tests.support.answering import READ, RUN, Answering
 
 import stagescope
 from stagescope import Forbidden, InvalidInput, InvalidPlan, NotFound, Session
-from stagescope.captures import CAPTURE_FIELDS
+from stagescope.wire.captures import CAPTURE_FIELDS
 
 
 def test_runs_and_attempts_with_their_fingerprints(session: Session) -> None:

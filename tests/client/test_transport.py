@@ -12,7 +12,8 @@ from tests.support.answering import OPERATE, READ, Answering
 from tests.support.step_batches import step_batch
 
 import stagescope
-from stagescope import Session, errors
+from stagescope import Session
+from stagescope.wire import errors
 from stagescope.discovery import Place
 from stagescope.transport import Transport
 

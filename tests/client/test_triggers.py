@@ -16,8 +16,8 @@ from tests.support.measure import payload
 
 import stagescope
 from stagescope import Session
-from stagescope.errors import Forbidden, InvalidInput, InvalidPlan, NotFound
-from stagescope_service.store.base import Put
+from stagescope.wire.errors import Forbidden, InvalidInput, InvalidPlan, NotFound
+from stagescope_service.store.contract import Put
 
 STAGE = "actor_compute_log_prob"
 RULES = """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 from stagescope_workers.consistency.comparison import Comparison
 from stagescope_workers.consistency.record import record
 from stagescope_workers.consistency.scored import Scored, numbers

@@ -16,7 +16,7 @@ from tests.support.cluster import Service, answer, eventually
 from tests.support.hanging import Trainer
 
 import stagescope
-from stagescope.errors import NotReady, StagescopeError
+from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope.hangs import Stacks
 from stagescope_service.store.catalogue import Catalogue
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from tests.support.coordinators import wait_for
 
-from stagescope.schema import Event, Sender
-from stagescope_workers import lifecycle
-from stagescope_workers.link import RayLink, ray_place
-from stagescope_workers.probe import Probe
+from stagescope.wire.schema import Event, Sender
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.transport.link import RayLink, ray_place
+from stagescope_workers.probe.probe import Probe
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray

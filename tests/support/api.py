@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 from tests.support import documented, measure
 
-from stagescope import schema
-from stagescope.errors import InvalidEvent, Unreachable
+from stagescope.wire import schema
+from stagescope.wire.errors import InvalidEvent, Unreachable
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer
@@ -37,7 +37,7 @@ from stagescope_service.core.state import State
 from stagescope_service.coordinator.weight_comparer import judge
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
-from stagescope_service.store.base import Delete
+from stagescope_service.store.contract import Delete
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 

@@ -36,7 +36,7 @@ def eventually(condition: Callable[[], T | None], seconds: float = SECONDS) -> T
     while True:
         try:
             last: Any = condition()
-        except (stagescope.errors.StagescopeError, httpx.TransportError) as error:
+        except (stagescope.wire.errors.StagescopeError, httpx.TransportError) as error:
             last = error
         else:
             if last:
@@ -217,7 +217,7 @@ def expect(step: Any, *payloads: Mapping[str, Any]) -> None:
         found = step.metrics()
         tokens = found["counts/tokens"]
         if tokens != every.size:
-            raise stagescope.errors.NotReady(
+            raise stagescope.wire.errors.NotReady(
                 f"{step}: {tokens} tokens of {every.size}: {found.about['coverage']}, "
                 f"missing {found.about['missing']}"
             )

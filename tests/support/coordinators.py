@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from stagescope.errors import NotFound
-from stagescope.schema import Event, Sender
+from stagescope.wire.errors import NotFound
+from stagescope.wire.schema import Event, Sender
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:

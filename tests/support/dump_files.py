@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from tests.support.batches import wire
 
-from stagescope.keeping import sections_of
-from stagescope.schema import Part
+from stagescope.wire.keep import sections_of
+from stagescope.wire.schema import Part
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
 

@@ -16,7 +16,7 @@ import numpy as np
 from tests.support.floor import LocalFloor
 from tests.support.trainings import Delivery, Rank, check_memory
 
-from stagescope.schema import Work
+from stagescope.wire.schema import Work
 from stagescope_service.api.completeness import gaps
 from stagescope_service.core.instructions import Assemble
 from stagescope_service.coordinator.restore import restore

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidTensor
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
 
 Array = npt.NDArray[Any]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
+from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 from stagescope_service.statistics import TokenBatch, WireTensor
 
 Array = npt.NDArray[Any]

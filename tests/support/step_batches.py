@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Gap, Padding, Tensor
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 
 
 def step_batch(step: int = 5) -> Batch:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
 from stagescope_service.store.tensorfile import WireTensor
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.connect import catalogue_url
 from stagescope_service.store.snapshot import rows

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stagescope.schema import (
+from stagescope.wire.schema import (
     BEGIN,
     DROPPED,
     DUMP,
@@ -33,7 +33,7 @@ from stagescope_service.core.instructions import (
 )
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.state import State
-from stagescope_service.store.base import Snapshot
+from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import TABLES
 
 KEYS = {name: [column.name for column in table.primary_key] for name, table in TABLES.items()}

@@ -17,12 +17,12 @@ from tests.support.measure import payload
 from tests.support.parallel import Said
 from tests.support.stores import opened
 
-from stagescope.errors import StagescopeError
-from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
+from stagescope.wire.errors import StagescopeError
+from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
 from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
 from stagescope_service.coordinator.trigger_watch import Triggers
 from stagescope_service.coordinator.trigger_actions import Webhooks
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.triggers.rules import Rules

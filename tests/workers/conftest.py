@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService
 
-from stagescope_workers import introduction
-from stagescope_workers.options import checked_options
-from stagescope_workers.probe import Probe
+from stagescope_workers.transport import handshake
+from stagescope_workers.probe.options import checked_options
+from stagescope_workers.probe.probe import Probe
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.errors import InvalidEvent
-from stagescope_workers import courier as courier_module
-from stagescope_workers.probe import Probe
+from stagescope.wire.errors import InvalidEvent
+from stagescope_workers.transport import sender as courier_module
+from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 
@@ -184,7 +184,7 @@ def test_event_over_which_the_service_stumbles_is_found_and_dropped(
         return record(sender, events, payloads)
 
     monkeypatch.setattr(coordinator, "record", stumble)
-    monkeypatch.setattr("stagescope_workers.calls.MOST_BACKOFF", 0.05)
+    monkeypatch.setattr("stagescope_workers.transport.calls.MOST_BACKOFF", 0.05)
     probe = make_probe()
     for step in range(6):
         stage(probe, step)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from tests.support.batches import batch_of, random_streams
 
 import stagescope_workers
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics import publish, summarise
 from stagescope_workers import calculate_debug_metrics
 from stagescope_workers.debug_metrics import (

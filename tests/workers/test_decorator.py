@@ -12,9 +12,9 @@ from tensordict import NonTensorData, TensorDict
 from tests.support.coordinators import FakeCoordinator, wait_for
 
 import stagescope_workers
-from stagescope_workers import lifecycle
-from stagescope_workers.decorator import find_step
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe.decorator import find_step
+from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 

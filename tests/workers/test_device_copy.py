@@ -14,8 +14,8 @@ from tests.support.coordinators import FakeCoordinator, wait_for
 
 from stagescope_workers import device
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
-from stagescope_workers.draft import Draft
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe.draft import Draft
+from stagescope_workers.probe.probe import Probe
 
 
 class FakeEvent:

@@ -19,16 +19,17 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 
-from stagescope import framing
-from stagescope.errors import Unauthorized, Unreachable
-from stagescope.schema import DTYPE_BYTES
+from stagescope.wire import framing
+from stagescope.wire.errors import Unauthorized, Unreachable
+from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.api import framing as api_framing
-from stagescope_workers import courier, lifecycle
-from stagescope_workers import link as links
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.transport import sender
+from stagescope_workers.transport import link as links
 from stagescope_workers.device import PinnedPool
-from stagescope_workers.draft import Draft
-from stagescope_workers.http_link import HttpLink
-from stagescope_workers.link import find_link
+from stagescope_workers.probe.draft import Draft
+from stagescope_workers.transport.http_link import HttpLink
+from stagescope_workers.transport.link import find_link
 from stagescope_workers.payload import owned_tensor
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stagescope_workers import identity, lifecycle
-from stagescope_workers.clock import Clock
+from stagescope_workers.probe import identity
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.transport.calls import Clock
 
 
 def test_secrets_are_left_out_by_name_and_by_value() -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.schema import BEGIN, END, FINISH, HELLO
+from stagescope.wire.schema import BEGIN, END, FINISH, HELLO
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
-from stagescope_workers import introduction, lifecycle
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.transport import handshake
+from stagescope_workers.probe.probe import Probe
 
 Init = Callable[..., Probe]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeApi, FakeCoordinator, FakeService, wait_for
 
-from stagescope.errors import Unreachable
+from stagescope.wire.errors import Unreachable
 from stagescope_workers import metrics_feed
 from stagescope_workers.metrics_feed import KEPT_STEPS, MetricsFeed
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 MakeFeed = Callable[..., MetricsFeed]

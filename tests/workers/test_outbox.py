@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from stagescope.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG
+from stagescope.wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG
 from stagescope_workers.device import PinnedPool
-from stagescope_workers.draft import Draft
-from stagescope_workers.outbox import LINGER, Entry, Outbox
+from stagescope_workers.probe.draft import Draft
+from stagescope_workers.transport.outbox import LINGER, Entry, Outbox
 
 UNIT = 8 * 10  # bytes of the smallest payload below
 

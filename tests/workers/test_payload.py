@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_workers.payload import host_tensor, owned_tensor, strings_of
 
 DTYPES = [

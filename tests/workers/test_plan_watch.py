@@ -10,9 +10,9 @@ import pytest
 import yaml
 from tests.support.coordinators import FakeCoordinator, wait_for
 
-from stagescope.errors import InvalidPlan
-from stagescope_workers.plan import PlanWatch, read_plan
-from stagescope_workers.probe import Probe
+from stagescope.wire.errors import InvalidPlan
+from stagescope_workers.probe.plan import PlanWatch, read_plan
+from stagescope_workers.probe.probe import Probe
 
 CONFIG = {"task": "statistics", "level": "L1"}
 

@@ -17,10 +17,12 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.errors import InvalidInput, InvalidTensor
-from stagescope_workers import identity, introduction, lifecycle
-from stagescope_workers.link import Link
-from stagescope_workers.probe import Probe
+from stagescope.wire.errors import InvalidInput, InvalidTensor
+from stagescope_workers.probe import identity
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.transport import handshake
+from stagescope_workers.transport.link import Link
+from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 

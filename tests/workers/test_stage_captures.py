@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.errors import StagescopeError
-from stagescope_workers.probe import Probe
+from stagescope.wire.errors import StagescopeError
+from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 

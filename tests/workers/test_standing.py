@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeCoordinator, wait_for
 
-from stagescope.errors import Forbidden, InvalidInput
-from stagescope.schema import STACKS
-from stagescope.stacks import (
+from stagescope.wire.errors import Forbidden, InvalidInput
+from stagescope.wire.schema import STACKS
+from stagescope.wire.stacks import (
     MOST_CHARACTERS,
     MOST_FRAMES,
     parse_watchdog,
@@ -26,9 +26,10 @@ from stagescope.stacks import (
     watchdog_directory,
     watchdog_header,
 )
-from stagescope_workers import stacks, watchdog
-from stagescope_workers.options import checked_options
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe import watchdog
+from stagescope_workers.probe import watchdog
+from stagescope_workers.probe.options import checked_options
+from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 
@@ -106,10 +107,10 @@ def test_a_request_is_answered_once_and_an_unknown_one_not_at_all(
 
 def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def deep(left: int) -> dict[str, Any]:  # two by turns: repeated frames are written as one
-        return deeper(left - 1) if left else stacks.take_stacks("r", training=[], work={})
+        return deeper(left - 1) if left else watchdog.take_stacks("r", training=[], work={})
 
     def deeper(left: int) -> dict[str, Any]:
-        return deep(left - 1) if left else stacks.take_stacks("r", training=[], work={})
+        return deep(left - 1) if left else watchdog.take_stacks("r", training=[], work={})
 
     said = deep(400)
     mine = next(t for t in said["threads"] if t["ident"] == threading.get_ident())
@@ -124,7 +125,7 @@ def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_that_never_end_do_not_pile_up(
     make_probe: MakeProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagescope_workers.standing._MOST_INSIDE", 4)
+    monkeypatch.setattr("stagescope_workers.probe.stage_tracker._MOST_INSIDE", 4)
     probe = make_probe()
     for step in range(20):
         probe.begin("s", step=step)
@@ -223,7 +224,7 @@ def test_two_probes_of_a_process_share_it_and_the_last_removes_it(
 def test_it_writes_where_the_process_never_goes_on(tmp_path: Path) -> None:
     code = """
 import ctypes, sys, threading
-from stagescope_workers.watchdog import Watchdog
+from stagescope_workers.probe.watchdog import Watchdog
 dog = Watchdog(0.2)
 dog.open()
 dog.feed(lambda: ([threading.get_ident()], {"step": 4, "stage": "s"}))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tests.support.coordinators import FakeCoordinator, wait_for
 
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 OLD = "torch 2.3.1+cu121 is not supported, 2.4 and later are: pip install 'torch>=2.4'"

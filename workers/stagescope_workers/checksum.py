@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_workers.payload import Array, IntArray, describe, is_torch
 
 BLOCK_WORDS: Final = 1 << 16

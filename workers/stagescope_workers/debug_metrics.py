@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_workers.payload import host_tensor
 
 _logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import InvalidTensor
-from stagescope.schema import DTYPE_BYTES
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_workers.payload import (
     Array,
     Spec,

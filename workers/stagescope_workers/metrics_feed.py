@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from stagescope.errors import NotFound
-from stagescope_workers.calls import Backoff
-from stagescope_workers.link import Link
-from stagescope_workers.options import index
-from stagescope_workers.probe import Probe
+from stagescope.wire.errors import NotFound
+from stagescope_workers.transport.calls import Backoff
+from stagescope_workers.transport.link import Link
+from stagescope_workers.probe.options import index
+from stagescope_workers.probe.probe import Probe
 
 _log = logging.getLogger("stagescope.workers")
 

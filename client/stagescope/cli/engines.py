@@ -8,14 +8,14 @@ from typing import Any
 import click
 
 from stagescope.answers import Record
-from stagescope.cli.questions import LIMIT, question
+from stagescope.cli.common import LIMIT, question
 from stagescope.engines import connect
 from stagescope.engines.registry import (
     addresses_in_environment,
     addresses_in_log,
     registration,
 )
-from stagescope.errors import EngineError
+from stagescope.wire.errors import EngineError
 from stagescope.frames import Table
 from stagescope.session import Session
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from typing import Any
-
 import click
-
 from stagescope import terminal
 from stagescope.answers import Metrics, Record
-from stagescope.cli.questions import (
+from stagescope.cli.common import (
     ATTEMPT,
     LIMIT,
     MEASURED,
@@ -22,9 +20,20 @@ from stagescope.cli.questions import (
     noun,
     question,
 )
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 from stagescope.frames import Table, meant
 from stagescope.session import Session, StepWord
+from pathlib import Path
+from stagescope.answers import Record
+from stagescope.batch import Batch
+from stagescope.cli.common import ATTEMPT, MEASURED, RUN, question, words
+from stagescope.cli.common import ATTEMPT, LIMIT, RANK, ROLE, RUN, STAGE, STEP, noun, question
+from stagescope.frames import Table
+from stagescope.wire.keep import SECTIONS
+from stagescope.changes import Changes
+from stagescope.cli.common import question
+from stagescope.session import Session
+
 
 
 @question()
@@ -179,3 +188,91 @@ def findings(session: Session, **options: Any) -> Table:
 def finding(session: Session, finding_id: str) -> Record:
     """One finding whole: what, where, what to try, and its evidence (ID as `findings` shows it)."""
     return session.finding(finding_id).saying(terminal.in_commands)
+
+
+class _Shown(Record):
+    """What a batch holds; its arrays are in the file."""
+
+    __slots__ = ("_batch",)
+
+    def __init__(self, batch: Batch, path: Path | None) -> None:
+        tensors = {n: [t.dtype, list(t.values.shape)] for n, t in batch.tensors.items()}
+        fields: dict[str, Any] = {
+            **batch.source,
+            "rows": batch.rows,
+            "tensors": tensors,
+            "strings": [*batch.strings],
+            "stages": {stage: len(batch.parts_of(stage)) for stage in batch.stages()},
+            "gaps": [{"kind": gap.kind, "message": gap.message} for gap in batch.gaps],
+            "output": None if path is None else str(path),
+        }
+        super().__init__(fields, title=batch.heading)
+        self._batch = batch
+
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return what the batch itself says, and where it was written."""
+        output = self["output"]
+        written = [] if output is None else [f"written to {output}"]
+        return [*self._batch.lines(width=width), *written]
+
+
+def _words(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else words(value)
+
+
+@question(
+    MEASURED,
+    RUN,
+    ATTEMPT,
+    click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it here."),
+    click.option("--names", callback=_words, metavar="A,B", help="Only these tensors."),
+    click.option("--stages", callback=_words, metavar="A,B", help="Only these stages."),
+)
+def batch(session: Session, step: StepWord, output: Path | None, **options: Any) -> Record:
+    """A step's exact data, as one safetensors file (`stagescope.Batch.load` reads it)."""
+    place = {"run": options.pop("run"), "attempt": options.pop("attempt")}
+    try:
+        found = session.step(step, **place)
+    except NotFound:
+        if step != "measured":
+            raise
+        found = session.step("latest", **place)  # its tensors are there without numbers, too
+    if output is None:
+        return _Shown(found.batch(**options), None)
+    return _Shown(found.save_batch(output, **options), output)
+
+
+@question(
+    STEP,
+    RUN,
+    ATTEMPT,
+    STAGE,
+    ROLE,
+    RANK,
+    click.option("--section", type=click.Choice(SECTIONS), help="Only files that hold it."),
+    LIMIT,
+)
+def kept(session: Session, step: StepWord, **options: Any) -> Table:
+    """The files that are kept of a step: what they hold, size, state and place."""
+    return noun(session, step, options).kept(**options)
+
+
+@question(click.argument("step", type=int), RUN, ATTEMPT)
+def pin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
+    """Let what is kept of a step stay (needs the operate token)."""
+    return session.pin(step, run=run, attempt=attempt)
+
+
+@question(click.argument("step", type=int), RUN, ATTEMPT)
+def unpin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
+    """Let what is held of a pinned step go when room is needed (needs the operate token)."""
+    return session.unpin(step, run=run, attempt=attempt)
+
+
+@question(
+    click.argument("a", metavar="RUN[@ATTEMPT]"),
+    click.argument("b", metavar="RUN[@ATTEMPT]"),
+)
+def diff(session: Session, a: str, b: str) -> Changes:
+    """What changed between two attempts or runs: code, options, packages, places."""
+    return session.diff(a, b)

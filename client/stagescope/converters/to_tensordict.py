@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagescope.converters.to_torch import tensor_of, tensors
-from stagescope.errors import MissingExtra
+from stagescope.wire.errors import MissingExtra
 
 try:
     import tensordict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagescope.errors import MissingExtra
+from stagescope.wire.errors import MissingExtra
 
 try:
     import torch

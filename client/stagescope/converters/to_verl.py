@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stagescope.converters.to_torch import tensor_of, tensors
-from stagescope.errors import MissingExtra
+from stagescope.wire.errors import MissingExtra
 
 try:
     from verl import DataProto  # pyright: ignore[reportMissingImports]

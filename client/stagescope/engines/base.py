@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 
 Prompt = str | Sequence[int]
 """A text that the engine tokenises itself, or token ids that it takes as they are."""

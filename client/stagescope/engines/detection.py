@@ -11,7 +11,7 @@ from stagescope.engines.http import EngineHttp, engine_key
 from stagescope.engines.llama_cpp import LlamaCppEngine
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.engines.sglang import SGLangEngine
-from stagescope.errors import EngineError
+from stagescope.wire.errors import EngineError
 
 HttpEngine = OpenAIEngine | SGLangEngine | LlamaCppEngine
 """An engine that answers over HTTP; each has `chat`, too."""

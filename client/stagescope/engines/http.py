@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import httpx
 
 from stagescope.discovery import check_url, is_loopback, read_token
-from stagescope.errors import EngineError, InvalidInput
+from stagescope.wire.errors import EngineError, InvalidInput
 
 KEY_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY"
 KEY_FILE_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY_FILE"

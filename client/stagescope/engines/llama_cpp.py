@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from stagescope.engines.base import Generation, Prompt, Sampling, check_prompt
 from stagescope.engines.openai import OpenAIEngine
-from stagescope.errors import EngineError
+from stagescope.wire.errors import EngineError
 
 _REASONS: Final[Mapping[str, str]] = {"limit": "length", "eos": "stop", "word": "stop"}
 

@@ -23,7 +23,7 @@ from stagescope.engines.base import (
     check_prompt,
 )
 from stagescope.engines.http import EngineHttp
-from stagescope.errors import EngineError
+from stagescope.wire.errors import EngineError
 
 _FLOOR: Final = -9999.0
 _ID: Final = "token_id:"

@@ -17,8 +17,8 @@ import httpx
 
 from stagescope.engines.base import EngineInfo
 from stagescope.engines.http import engine_url
-from stagescope.errors import InvalidInput, NotFound
-from stagescope.schema import check_run_name
+from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import check_run_name
 
 AREAL_VARIABLE: Final = "AREAL_LLM_SERVER_ADDRS"
 ENGINE_FIELDS: Final[Mapping[str, str]] = {

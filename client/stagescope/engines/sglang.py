@@ -19,7 +19,7 @@ from stagescope.engines.base import (
     check_prompt,
 )
 from stagescope.engines.openai import OpenAIEngine
-from stagescope.errors import EngineError
+from stagescope.wire.errors import EngineError
 
 
 class SGLangEngine(OpenAIEngine):

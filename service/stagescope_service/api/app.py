@@ -37,11 +37,11 @@ from stagescope_service.api import (
 )
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
 from stagescope_service.api.bodies import BodyPools
-from stagescope_service.api.commands import Commands
-from stagescope_service.api.comparisons import Comparisons
-from stagescope_service.api.desk import Desk
+from stagescope_service.api.dependencies import Commands
+from stagescope_service.api.dependencies import Comparisons
+from stagescope_service.api.dependencies import Desk
 from stagescope_service.api.engine_health import EngineHealth
-from stagescope_service.api.measures import Measures
+from stagescope_service.api.step_summaries import Measures
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts

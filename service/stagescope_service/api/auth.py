@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stagescope.errors import Forbidden, InvalidInput, StagescopeError, TooLarge, Unauthorized
+from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, TooLarge, Unauthorized
 from stagescope_service.api.problems import error_response
 from stagescope_service.settings import Settings
 

@@ -7,24 +7,70 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
-
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
-
 from stagescope.batch import Batch, Gap
 from stagescope.batch_file import pieces
-from stagescope.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.render import counted
-from stagescope.schema import PART_FIELDS, RECENT_TENSORS
+from stagescope.wire.schema import PART_FIELDS, RECENT_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.desk import AtDesk, Desk, Row, StepTarget
+from stagescope_service.api.dependencies import AtDesk, Desk, Row, StepTarget
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.requests import pattern
 from stagescope_service.api.steps import stages_of
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
-from stagescope_service.store.scratch import Scratch
+import math
+import mmap
+import os
+from typing import Any
+import numpy as np
+from stagescope_service.store.tensorfile import disk_errors
+
+
+
+class Scratch:
+    """Allocates arrays in one file without a name; it is gone with the last of its arrays.
+
+    Usage::
+
+        with Scratch(directory) as scratch:
+            array = scratch.allocate((rows, width), dtype)   # may be used after the block
+
+    Args:
+        directory: on whose disk; it is made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by __exit__
+        self._end = 0
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()  # what is mapped stays
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Return an array of zeros.
+
+        Raises:
+            StoreError: there is no room on the disk.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return np.empty(shape, dtype)
+        begin, self._end = self._end, self._end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        with disk_errors(self._directory):
+            # Room that is only promised would end the process when it is written.
+            os.posix_fallocate(self._file.fileno(), begin, self._end - begin)
+            return np.memmap(self._file, dtype, "r+", begin, shape).view(np.ndarray)
+
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 

@@ -18,7 +18,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from stagescope.errors import NotReady, TooLarge
+from stagescope.wire.errors import NotReady, TooLarge
 from stagescope_service.api.auth import Grade, caller_of
 from stagescope_service.settings import Settings
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
-from stagescope.errors import InvalidInput, NotReady
-from stagescope_service.api.desk import AtDesk, Desk
+from stagescope.wire.errors import InvalidInput, NotReady
+from stagescope_service.api.dependencies import AtDesk, Desk
 from stagescope_service.api.diff import attempts_apart
 from stagescope_service.api.models.comparisons import COMPARISON_RESPONSE
 from stagescope_service.api.operator_tables import check_fields

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope.targets import read_target
-from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.dependencies import AtDesk, Desk
 from stagescope_service.api.models import comparisons as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.target import Target

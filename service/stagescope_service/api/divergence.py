@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
-from stagescope.errors import InvalidInput
-from stagescope_service.api.desk import AtDesk, Desk, Row
+from stagescope.wire.errors import InvalidInput
+from stagescope_service.api.dependencies import AtDesk, Desk, Row
 from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_tables import (
     Side,

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 
 NONFINITE: Final[Mapping[str, float]] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Path, Query, Request
 
 from stagescope.engines.registry import ENGINE_FIELDS, check_engine
-from stagescope.errors import Conflict, NotFound
+from stagescope.wire.errors import Conflict, NotFound
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.desk import AtDesk, Desk, Row
+from stagescope_service.api.dependencies import AtDesk, Desk, Row
 from stagescope_service.api.models import service as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json

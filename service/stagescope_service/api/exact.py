@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from fastapi import APIRouter
 
-from stagescope_service.api.desk import AtDesk, AttemptNumber, Desk, Row, Run
-from stagescope_service.api.measures import Measured
+from stagescope_service.api.dependencies import AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.step_summaries import Measured
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage

@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple, TypeGuard
 import numpy as np
 import safetensors
 
-from stagescope.errors import InvalidInput, InvalidTensor, TooLarge
-from stagescope.schema import DTYPE_BYTES, SCHEMA, Sender
+from stagescope.wire.errors import InvalidInput, InvalidTensor, TooLarge
+from stagescope.wire.schema import DTYPE_BYTES, SCHEMA, Sender
 from stagescope_service.api.encoding import decode, unspell
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Query
 
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api import rows as shape
-from stagescope_service.api.desk import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.dependencies import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
-from stagescope_service.store.reads.noticed import Noticed
+from stagescope_service.store.queries.findings import Noticed
 
 router = APIRouter(tags=["runs"])
 

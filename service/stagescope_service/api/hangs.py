@@ -7,10 +7,10 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.api import rows as shape
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.desk import (
+from stagescope_service.api.dependencies import (
     AtDesk,
     AttemptNumber,
     Desk,

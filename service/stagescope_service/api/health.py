@@ -9,9 +9,9 @@ from typing import Any, Final
 import anyio
 from fastapi import APIRouter, Response
 
-from stagescope.errors import NotReady, StagescopeError
+from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.api import prometheus
-from stagescope_service.api.desk import AtDesk, Desk
+from stagescope_service.api.dependencies import AtDesk, Desk
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer
 

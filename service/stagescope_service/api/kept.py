@@ -8,11 +8,11 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope.errors import InvalidInput, StagescopeError
-from stagescope.keeping import SECTIONS
+from stagescope.wire.errors import InvalidInput, StagescopeError
+from stagescope.wire.keep import SECTIONS
 from stagescope_service.api import rows as shape
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Row, Stage, StepTarget
+from stagescope_service.api.dependencies import AtDesk, Desk, Rank, Role, Row, Stage, StepTarget
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf

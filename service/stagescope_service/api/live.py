@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
-from stagescope.errors import InvalidInput
-from stagescope.schema import Sender, check_run_name
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import Sender, check_run_name
 from stagescope_service.api import framing
-from stagescope_service.api.desk import AtDesk
+from stagescope_service.api.dependencies import AtDesk
 from stagescope_service.api.models import service as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, read_json

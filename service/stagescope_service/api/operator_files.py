@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from stagescope.errors import NotFound, NotReady, StoreError, Unreachable
+from stagescope.wire.errors import NotFound, NotReady, StoreError, Unreachable
 from stagescope_service.core.operator_tables import TABLE_WRITTEN
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.tensorfile import disk_errors

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends
 
-from stagescope.errors import InvalidInput, NotFound
-from stagescope.schema import PART_FIELDS
+from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.desk import (
+from stagescope_service.api.dependencies import (
     AtDesk,
     AttemptKey,
     AttemptNumber,

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope.errors import InvalidInput, NotFound, StagescopeError
-from stagescope_service.api.desk import AtDesk, Desk, Rank, Role, Row, Stage
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_service.api.dependencies import AtDesk, Desk, Rank, Role, Row, Stage
 from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_tables import (
     OperatorTarget,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from stagescope.errors import Forbidden, Unreachable
+from stagescope.wire.errors import Forbidden, Unreachable
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.desk import Desk, Row
+from stagescope_service.api.dependencies import Desk, Row
 from stagescope_service.api.target import Target
 from stagescope_service.store.artifacts import confine
-from stagescope_service.store.rollouts import side_by_side
+from stagescope_service.store.queries.rollouts import side_by_side
 from stagescope_service.store.tensorfile import disk_errors
 
 _PIECE: Final = 4 << 20

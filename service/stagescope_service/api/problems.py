@@ -1,4 +1,4 @@
-"""Errors as problem+json (RFC 9457): one handler for the whole tree of `stagescope.errors`.
+"""Errors as problem+json (RFC 9457): one handler for the whole tree of `stagescope.wire.errors`.
 
 A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (the whole sentence),
 `instance` (the path), and, so that a program need not read the sentence, `code`, `wrong`,
@@ -16,7 +16,7 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from stagescope.errors import InvalidInput, NotReady, StagescopeError
+from stagescope.wire.errors import InvalidInput, NotReady, StagescopeError
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.models.common import Model
 

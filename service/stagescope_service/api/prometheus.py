@@ -17,9 +17,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from stagescope.errors import StagescopeError
-from stagescope.schema import ROLES, STAGES
-from stagescope_service.api.measures import Measures
+from stagescope.wire.errors import StagescopeError
+from stagescope.wire.schema import ROLES, STAGES
+from stagescope_service.api.step_summaries import Measures
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 

@@ -18,7 +18,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.bodies import BodyPools
 from stagescope_service.api.encoding import decode, encode
 from stagescope_service.settings import Settings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stagescope.errors import NotFound
-from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS
+from stagescope.wire.errors import NotFound
+from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 from stagescope_service.api.completeness import Arrival, began, ended
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, arrival, begun_again, gaps
-from stagescope_service.api.desk import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.dependencies import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
 from stagescope_service.api.groups import Only, only_of, scope_of
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor, pattern

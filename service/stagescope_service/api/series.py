@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Query
 
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.frames import meant
 from stagescope_service.api.completeness import begun_again, failures, is_behind
-from stagescope_service.api.desk import (
+from stagescope_service.api.dependencies import (
     AtDesk,
     AttemptNumber,
     Desk,
@@ -21,7 +21,7 @@ from stagescope_service.api.desk import (
     Run,
     Stage,
 )
-from stagescope_service.api.measures import Measured
+from stagescope_service.api.step_summaries import Measured
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from stagescope.errors import Conflict, InvalidInput, NotReady, StagescopeError
+from stagescope.wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import Forbidden, InvalidInput, NotFound, StagescopeError
-from stagescope.keeping import sections_of
+from stagescope.wire.errors import Forbidden, InvalidInput, NotFound, StagescopeError
+from stagescope.wire.keep import sections_of
 from stagescope.render import counted
-from stagescope.schema import PART_FIELDS, Part
+from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope.targets import Target as Asked
 from stagescope.targets import read_target
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.desk import Desk, Row
+from stagescope_service.api.dependencies import Desk, Row
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.target import Target
 from stagescope_service.compare.causes import BROKE_OFF

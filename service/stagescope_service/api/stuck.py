@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from stagescope.schema import PART_FIELDS, Part
+from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.core.hang_detection import (
     GONE,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from stagescope.errors import NotFound
-from stagescope.schema import check_run_name
+from stagescope.wire.errors import NotFound
+from stagescope.wire.schema import check_run_name
 from stagescope_service.core.registry import base_key, given_key
 from stagescope_service.store.catalogue import Catalogue
 

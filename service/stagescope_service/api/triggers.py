@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.desk import AtDesk, Desk, Row, Run, StepTarget
+from stagescope_service.api.dependencies import AtDesk, Desk, Row, Run, StepTarget
 from stagescope_service.api.groups import Only, only_of
 from stagescope_service.api.models import steps as step_models
 from stagescope_service.api.models import triggers as models

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Path, Query
 
-from stagescope.errors import NotFound
-from stagescope_service.api.desk import AtDesk, AttemptTarget, Desk, Row, Run, StepTarget
+from stagescope.wire.errors import NotFound
+from stagescope_service.api.dependencies import AtDesk, AttemptTarget, Desk, Row, Run, StepTarget
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stagescope import discovery, nonfinite, terminal
+from stagescope import discovery, terminal
+from stagescope.wire import nonfinite
 from stagescope.compared import as_lines
-from stagescope.errors import (
+from stagescope.wire.errors import (
     ComparisonFailed,
     InvalidInput,
     StagescopeError,

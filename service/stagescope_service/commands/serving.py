@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stagescope import terminal, versions
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 
 if TYPE_CHECKING:
     from stagescope_service.serve import ServiceInfo

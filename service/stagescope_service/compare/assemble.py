@@ -13,7 +13,7 @@ import numpy.typing as npt
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.index import RUN, SAMPLE
 from stagescope_service.compare.pairing.pieces import Piece
-from stagescope_service.compare.pairing.taking import (
+from stagescope_service.compare.pairing.token_alignment import (
     COMPARED,
     LENGTHS_DIFFER,
     TOKENS_DIFFER,

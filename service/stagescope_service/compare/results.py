@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope_service.compare.pairing.pieces import Piece
-from stagescope_service.compare.pairing.taking import Location
+from stagescope_service.compare.pairing.token_alignment import Location
 from stagescope_service.compare.tolerances import Floor, Tolerance
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Pairwise

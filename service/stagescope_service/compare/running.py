@@ -6,13 +6,53 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
 from stagescope_service.compare import flow
-from stagescope_service.compare.mappers import Mapper
 from stagescope_service.compare.pairing.shards import JoinTask, Outcome, PairTask, run_tasks
 from stagescope_service.compare.plan import Couple, Match, Unit
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump
+import collections
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Mapper(Protocol):
+    """Calls a function for each task and yields the answers in order."""
+
+    def __call__(self, function: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[R]:
+        """Yield `function(task)` of each task."""
+        ...
+
+
+def threads(count: int | None = None) -> Mapper:
+    """Return a mapper over threads of this process; the kernel lets the others run.
+
+    Args:
+        count: how many, and so how many tasks' tensors are in memory; one a processor, at most 8.
+    """
+    workers = min(os.cpu_count() or 1, 8) if count is None else count
+
+    def run(function: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[R]:
+        if workers <= 1 or len(tasks) <= 1:
+            yield from map(function, tasks)
+            return
+        with ThreadPoolExecutor(workers, "compare") as pool:
+            waiting: collections.deque[Future[Any]] = collections.deque()
+            for task in tasks:
+                waiting.append(pool.submit(function, task))
+                if len(waiting) > workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    return run
+
 
 Progress = Callable[[int, int], None]
 """Told (tasks done, tasks known so far)."""

@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare.flow import LOG_PROBS, LOSSES, NAMED, is_structural
 from stagescope_service.statistics.pairwise import Pairwise
 

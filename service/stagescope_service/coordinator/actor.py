@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import ray
 
-from stagescope.captures import validate_capture
+from stagescope.wire.captures import validate_capture
 from stagescope.engines.registry import check_engine
-from stagescope.errors import NotReady, StagescopeError
+from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.coordinator import control_socket
 from stagescope_service.core import operator_tables
 from stagescope_service.coordinator.arguments import (
@@ -47,7 +47,7 @@ from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.state import State
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.settings import Settings
-from stagescope_service.store.base import Delete, Snapshot
+from stagescope_service.store.contract import Delete, Snapshot
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.triggers.rules import Rules

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import pydantic
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 
 P = ParamSpec("P")
 R = TypeVar("R")

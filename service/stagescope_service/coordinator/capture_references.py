@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
-from stagescope.errors import Conflict
-from stagescope.schema import PART_FIELDS
+from stagescope.wire.errors import Conflict
+from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.catalogue import Catalogue
 import math

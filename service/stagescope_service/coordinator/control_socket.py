@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import StagescopeError, error_of_code
+from stagescope.wire.errors import StagescopeError, error_of_code
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.errors import InvalidEvent, NotFound
-from stagescope.schema import FINISH, Event, Sender
+from stagescope.wire.errors import InvalidEvent, NotFound
+from stagescope.wire.schema import FINISH, Event, Sender
 from stagescope_service.core import departures
 from stagescope_service.core import reports
 from stagescope_service.core.instructions import Floor
@@ -40,7 +40,7 @@ from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
 from stagescope_service.core.hang_detection import StuckRules
-from stagescope_service.store.base import Store
+from stagescope_service.store.contract import Store
 
 logger = logging.getLogger(__name__)
 

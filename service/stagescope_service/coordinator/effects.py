@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 from ray import exceptions
-from stagescope.errors import StagescopeError, StoreError
+from stagescope.wire.errors import StagescopeError, StoreError
 from stagescope_service.core.operator_tables import refusal
 from stagescope_service.core.findings import NOT_AGGREGATED, finding
 from stagescope_service.ingest.actor import Ingestors
@@ -39,7 +39,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.pins import Pinned
 from stagescope_service.triggers.watch import REACH
 from typing import Any
-from stagescope.errors import Unreachable
+from stagescope.wire.errors import Unreachable
 
 
 

@@ -7,8 +7,8 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from stagescope.errors import NotReady
-from stagescope.keeping import read_keep, wanted_by
+from stagescope.wire.errors import NotReady
+from stagescope.wire.keep import read_keep, wanted_by
 from stagescope_service.core.instructions import Floor
 from stagescope_service.core.instructions import (
     Ask,
@@ -25,7 +25,7 @@ from stagescope_service.core.instructions import (
 )
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.state import State
-from stagescope_service.store.base import Store
+from stagescope_service.store.contract import Store
 
 logger = logging.getLogger(__name__)
 

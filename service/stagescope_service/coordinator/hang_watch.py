@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
-from stagescope.errors import InvalidEvent
-from stagescope.schema import Work
+from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.schema import Work
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.coordinator.unresponsive import Silence

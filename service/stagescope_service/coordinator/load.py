@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
-from stagescope.errors import NotReady
+from stagescope.wire.errors import NotReady
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State

@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from stagescope.errors import InvalidEvent, NotFound
-from stagescope.names import closest_word
-from stagescope.schema import (
+from stagescope.wire.errors import InvalidEvent, NotFound
+from stagescope.wire.names import closest_word
+from stagescope.wire.schema import (
     BEGIN,
     END,
     END_STEP,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part, Work
+from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, Part, Work
 from stagescope_service.core import stage_timing
 from stagescope_service.core import steps
 from stagescope_service.core import spans
@@ -33,7 +33,7 @@ from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.core.registry import RESTORED, reading_settings, role_names
 from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.state import State
-from stagescope_service.store.base import Snapshot
+from stagescope_service.store.contract import Snapshot
 
 Row = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from stagescope.errors import StagescopeError
+from stagescope.wire.errors import StagescopeError
 from stagescope_service.core.findings import NOT_KEPT
 from stagescope_service.core.instructions import Put
 from stagescope_service.store.catalogue import Catalogue

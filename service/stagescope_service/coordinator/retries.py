@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from typing import Final, Generic, TypeVar
 
-from stagescope.errors import CatalogueUnavailable, NotReady
+from stagescope.wire.errors import CatalogueUnavailable, NotReady
 from stagescope_service.core.findings import describe
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
-from stagescope.errors import Conflict, NotReady, StagescopeError
+from stagescope.wire.errors import Conflict, NotReady, StagescopeError
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.catalogue_rows import digest
@@ -19,7 +19,7 @@ from stagescope_service.triggers.spending import ORDERED_BY, spent
 from collections.abc import Mapping
 from typing import Any, Final
 import httpx
-from stagescope import nonfinite
+from stagescope.wire import nonfinite
 
 
 

@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from stagescope.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
+from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.coordinator.retries import retried
 from stagescope_service.core.catalogue_rows import digest

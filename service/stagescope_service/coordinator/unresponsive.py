@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from stagescope.errors import Forbidden
-from stagescope.stacks import read_watchdog
+from stagescope.wire.errors import Forbidden
+from stagescope.wire.stacks import read_watchdog
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import ReadWatchdogs
 from stagescope_service.core.state import State

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, Final
 
-from stagescope.schema import LAYOUT_COLUMNS, Work
+from stagescope.wire.schema import LAYOUT_COLUMNS, Work
 from stagescope_service.core.entities import Attempt, Process, Span
 from stagescope_service.core.instructions import PayloadKey, Put
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stagescope.schema import Work
+from stagescope.wire.schema import Work
 from stagescope_service.core import operator_tables
 from stagescope_service.core import payloads
 from stagescope_service.core import steps

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
-from stagescope.schema import Part, Work
+from stagescope.wire.schema import Part, Work
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.core.hang_detection import Pace
 

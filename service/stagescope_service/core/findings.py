@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.catalogue_rows import digest
-from stagescope.errors import StagescopeError
+from stagescope.wire.errors import StagescopeError
 
 
 

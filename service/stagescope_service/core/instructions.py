@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from stagescope_service.store.base import Delete, Put
+from stagescope_service.store.contract import Delete, Put
 from typing import Protocol
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope.errors import StagescopeError
-from stagescope.schema import PART_FIELDS, Event, Work
+from stagescope.wire.errors import StagescopeError
+from stagescope.wire.schema import PART_FIELDS, Event, Work
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Digest, DumpKey, Instruction, Put

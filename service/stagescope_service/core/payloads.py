@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stagescope.names import misspelt
-from stagescope.schema import Event, Work
+from stagescope.wire.names import misspelt
+from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.entities import (
     ANNOUNCED,

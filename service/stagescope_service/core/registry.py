@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope.schema import LAYOUT_COLUMNS, Event, Sender
+from stagescope.wire.schema import LAYOUT_COLUMNS, Event, Sender
 from stagescope_service.core.entities import Attempt, Introduction, Process, RankAge, leaves
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.catalogue_rows import (

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
-from stagescope.names import closest_stage
-from stagescope.schema import STAGES, Event, Work
+from stagescope.wire.names import closest_stage
+from stagescope.wire.schema import STAGES, Event, Work
 from stagescope_service.core import operator_tables
 from stagescope_service.core import steps
 from stagescope_service.core.entities import Attempt, Process

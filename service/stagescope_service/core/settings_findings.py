@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput
-from stagescope.keeping import misspelt_words, validate_keep
-from stagescope.names import closest_by_words, misspelt_streams
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.keep import misspelt_words, validate_keep
+from stagescope.wire.names import closest_by_words, misspelt_streams
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import Instruction
@@ -23,7 +23,7 @@ KNOWN: Final[Mapping[str, str]] = {
     "capture": "'auto': rules may order captures within capture_budget",
     "capture_budget": "{'captures': n, 'bytes': n, 'share': of the step time}",
     "producers": "{stream or tensor: who computes it}",
-    "keep": "see stagescope.keeping.KEEP_FIELDS",
+    "keep": "see stagescope.wire.keep.KEEP_FIELDS",
     "rollout_is": "'token' or 'sequence'",
     "rollout_is_threshold": "U, or 'L_U'",
     "rollout_is_batch_normalize": "a bool",

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final
 
-from stagescope.schema import Event, Sender, Work
+from stagescope.wire.schema import Event, Sender, Work
 from stagescope_service.core.entities import (
     FAILED,
     OK,

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from stagescope.errors import InvalidEvent, InvalidInput
-from stagescope.schema import STACKS, Work
-from stagescope.stacks import MOST_CHARACTERS, MOST_THREADS, PROBE, WATCHDOG
+from stagescope.wire.errors import InvalidEvent, InvalidInput
+from stagescope.wire.schema import STACKS, Work
+from stagescope.wire.stacks import MOST_CHARACTERS, MOST_THREADS, PROBE, WATCHDOG
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Ask, Instruction, Put

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stagescope.schema import Sender
+from stagescope.wire.schema import Sender
 from stagescope_service.core.entities import Process, Span, Step
 from stagescope_service.core.catalogue_rows import number
 from stagescope_service.core.hang_detection import Pace, Place

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope.errors import InvalidEvent
-from stagescope.schema import (
+from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.schema import (
     BEGIN,
     DUMP,
     END,

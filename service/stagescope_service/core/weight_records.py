@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from stagescope.errors import InvalidEvent
-from stagescope.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
+from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
 from stagescope_service.core.entities import Process
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.catalogue_rows import integer, text

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.batch import Batch, Gap
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles

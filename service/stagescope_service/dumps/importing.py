@@ -14,8 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope import schema
-from stagescope.errors import StagescopeError
+from stagescope.wire import schema
+from stagescope.wire.errors import StagescopeError
 from stagescope_service.dumps.formats.msprobe_directory import MARKS, OPERATOR_FILES, rank_dumps
 from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
 from stagescope_service.store.artifacts import make_directory, step_directory
@@ -60,7 +60,7 @@ class Call:
     Attributes:
         sender: `Sender.wire()`.
         events: each `Event.wire()`.
-        payloads: by the seq of the END event, as `stagescope.schema` says.
+        payloads: by the seq of the END event, as `stagescope.wire.schema` says.
         problems: files of it that could not be read.
     """
 

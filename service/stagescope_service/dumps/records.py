@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from stagescope.errors import Forbidden, NotFound
-from stagescope.schema import Part
+from stagescope.wire.errors import Forbidden, NotFound
+from stagescope.wire.schema import Part
 from stagescope_service.store.tensorfile import WireTensor
 
 SECTIONS: Final[Mapping[str, str]] = {

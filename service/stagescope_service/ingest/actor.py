@@ -20,7 +20,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.errors import StagescopeError
+from stagescope.wire.errors import StagescopeError
 from stagescope_service.coordinator.unresponsive import read_watchdogs
 from stagescope_service.ingest import kept_files
 from stagescope_service.ingest.reader import Intake

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import NotFound, StagescopeError, StoreError
+from stagescope.wire.errors import NotFound, StagescopeError, StoreError
 from stagescope_service.compare.operators.non_finite import RankNonFinite, non_finite_of_rank
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_service.core.operator_tables import (
@@ -24,7 +24,7 @@ from stagescope_service.core.operator_tables import (
 )
 from stagescope_service.core.findings import finding
 from stagescope_service.store.artifacts import confine, file_checksum
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 
 TABLE: Final = "operators.parquet"
 _READ: Final = ("dump.json", "debug.json", "stack.json", "construct.json", "DONE.json")

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import InvalidEvent, InvalidTensor
-from stagescope.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN, SCHEMA
+from stagescope.wire.errors import InvalidEvent, InvalidTensor
+from stagescope.wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN, SCHEMA
 from stagescope_service.statistics import WireTensor
 
 _MAX_DIMENSIONS: Final = 8

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from stagescope.errors import InvalidTensor, StagescopeError
-from stagescope.schema import STREAM_TENSORS
+from stagescope.wire.errors import InvalidTensor, StagescopeError
+from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.ingest.reader import (
     COPIES,
     Intake,

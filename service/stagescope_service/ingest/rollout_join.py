@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics import TokenBatch, WireTensor
 from stagescope_service.statistics.summarise import widened
 

@@ -15,7 +15,7 @@ from stagescope_service.statistics.part import PartRecord, RankRow, Restate
 from stagescope_service.statistics.settings import Settings
 from stagescope_service.statistics.summarise import summarise, warm
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.statistics.whole import (
+from stagescope_service.statistics.step_summary import (
     NOISE_PAIR,
     Whole,
     assemble,

@@ -13,9 +13,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidTensor
-from stagescope.names import misspelt
-from stagescope.schema import PAIRS, STREAM_TENSORS
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.names import misspelt
+from stagescope.wire.schema import PAIRS, STREAM_TENSORS
 
 WireTensor = tuple[str, tuple[int, ...], npt.NDArray[Any], "npt.NDArray[Any] | None"]
 """(dtype tag, shape, flat or shaped buffer, offsets int64 [rows + 1] or None)."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW, ROW_1

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.schema import PART_FIELDS, Part
+from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.summary import UNKNOWN, Summary

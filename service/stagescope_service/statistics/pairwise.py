@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics.jit import announced
 from stagescope_service.statistics.pair_cell import AT as _AT
 from stagescope_service.statistics.pair_cell import WIDTH

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope.schema import ROLES, Part
+from stagescope.wire.schema import ROLES, Part
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.summary import Summary
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics.cell import CLAMP
 
 KEPT_TOKENS: Final = 64

@@ -19,7 +19,7 @@ from stagescope_service.statistics import codec
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.exact import unequal_tokens
 from stagescope_service.statistics.mismatch import publish, publish_cell
-from stagescope_service.statistics.whole import Whole
+from stagescope_service.statistics.step_summary import Whole
 
 VERSION: Final = 1
 """Raised when a published number gets another name or formula: older rows are not read then."""

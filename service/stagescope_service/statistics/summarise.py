@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics import blocks, kernel, segments
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.batch import TokenBatch

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from stagescope.errors import Forbidden, NotFound
-from stagescope.schema import DUMP_MARKER, Part
+from stagescope.wire.errors import Forbidden, NotFound
+from stagescope.wire.schema import DUMP_MARKER, Part
 from stagescope_service.store.tensorfile import (
     TensorFile,
     WireTensor,

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagescope.errors import CatalogueUnavailable
-from stagescope_service.store import connect, migrate, overview
-from stagescope_service.store.base import Row
-from stagescope_service.store.reads.captures import CaptureReads
-from stagescope_service.store.reads.files import FileReads
-from stagescope_service.store.reads.measured import MeasuredReads
-from stagescope_service.store.reads.noticed import NoticedReads
-from stagescope_service.store.reads.reader import LIMIT
-from stagescope_service.store.reads.runs import RunReads
-from stagescope_service.store.reads.weights import WeightReads
+from stagescope.wire.errors import CatalogueUnavailable
+from stagescope_service.store import connect, migrate
+from stagescope_service.store.queries import overview
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.captures import CaptureReads
+from stagescope_service.store.queries.files import FileReads
+from stagescope_service.store.queries.measurements import MeasuredReads
+from stagescope_service.store.queries.findings import NoticedReads
+from stagescope_service.store.queries.reader import LIMIT
+from stagescope_service.store.queries.runs import RunReads
+from stagescope_service.store.queries.weights import WeightReads
 from stagescope_service.store.snapshot import rows
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
-from stagescope.errors import CatalogueUnavailable
+from stagescope.wire.errors import CatalogueUnavailable
 
 BUSY_SECONDS: Final = 5.0
 """How long a statement waits for a lock of another process before it is refused."""

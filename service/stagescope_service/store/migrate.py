@@ -7,7 +7,7 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from stagescope.errors import CatalogueUnavailable
+from stagescope.wire.errors import CatalogueUnavailable
 
 HEAD: Final = "0007"
 """The newest revision in migrations/versions; a test holds the two equal."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS, Part
+from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, Part
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.summary import Summary
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope.errors import InvalidTensor, NotFound, StagescopeError
-from stagescope_service.store.base import Health
+from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope_service.store.contract import Health
 from stagescope_service.store.pins import MOST, SUFFIX, Pinned, Pins
 from stagescope_service.store.tensorfile import (
     TensorFile,

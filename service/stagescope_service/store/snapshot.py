@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 
 import sqlalchemy as sa
 
-from stagescope_service.store.base import Row, Snapshot
+from stagescope_service.store.contract import Row, Snapshot
 from stagescope_service.store.tables import (
     attempts,
     captures,

@@ -18,9 +18,9 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from stagescope.errors import CatalogueUnavailable, StoreError
+from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.store import connect, migrate
-from stagescope_service.store.base import Health, Snapshot, Write
+from stagescope_service.store.contract import Health, Snapshot, Write
 from stagescope_service.store.snapshot import read_snapshot
 from stagescope_service.store.upsert import Batch, check
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope.errors import InvalidTensor, NotFound, StoreError
+from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
 from stagescope.tensorfile import (
     Entry,
     TensorFile,

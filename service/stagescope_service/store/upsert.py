@@ -10,8 +10,8 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stagescope.errors import StoreError
-from stagescope_service.store.base import Put, Write
+from stagescope.wire.errors import StoreError
+from stagescope_service.store.contract import Put, Write
 from stagescope_service.store.columns import Flag, StrictJson, dump_json, nonfinite_name
 from stagescope_service.store.tables import TABLES
 

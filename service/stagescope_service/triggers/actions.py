@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 from stagescope_service.triggers import fields
 
 SEVERITIES: Final = ("info", "warning", "error")
@@ -24,7 +24,7 @@ _CAPTURE_FIELDS: Final = (
 class Template:
     """A capture to order: of the stage concerned unless `stages` names others, from the next step.
 
-    `order` holds the fields of `stagescope.captures.CAPTURE_FIELDS` as they were given. With
+    `order` holds the fields of `stagescope.wire.captures.CAPTURE_FIELDS` as they were given. With
     `if_allowed` it is ordered where the run has a budget, and nothing is said where it has none.
     """
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 from stagescope_service.triggers import fields
 
 

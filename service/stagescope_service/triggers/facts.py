@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics.part import PartRecord
-from stagescope_service.statistics.whole import MISMATCH_PAIRS, NOISE_PAIR, Whole, assemble
+from stagescope_service.statistics.step_summary import MISMATCH_PAIRS, NOISE_PAIR, Whole, assemble
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 
 
 def wrong(field: str, value: object, expected: str) -> InvalidPlan:

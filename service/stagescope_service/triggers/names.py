@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.histogram import Histogram
@@ -18,7 +18,7 @@ from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.settings import Settings
 from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens
-from stagescope_service.statistics.whole import MISMATCH_PAIRS
+from stagescope_service.statistics.step_summary import MISMATCH_PAIRS
 
 MISSING_RANKS: Final = "missing_ranks"
 STAGE_SECONDS: Final = "stage_seconds"

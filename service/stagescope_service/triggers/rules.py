@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import yaml
 from yaml.composer import ComposerError
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 from stagescope_service.triggers import fields, names
 from stagescope_service.triggers.actions import Actions
 from stagescope_service.triggers.budget import Budget, parse_permissions

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.mismatch import Metrics, publish, publish_cell
-from stagescope_service.statistics.whole import Whole
+from stagescope_service.statistics.step_summary import Whole
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule

@@ -23,7 +23,7 @@ from stagescope.engines.registry import (
     check_engine,
     engine_name,
 )
-from stagescope.errors import EngineError, InvalidInput, NotFound, Unauthorized
+from stagescope.wire.errors import EngineError, InvalidInput, NotFound, Unauthorized
 
 KEY = "a-key-of-the-tests"
 

@@ -12,7 +12,7 @@ from tests.support.answering import serving
 from tests.support.engine_servers import EngineServer, is_close, scores
 
 from stagescope.engines import HttpEngine, Sampling, connect
-from stagescope.errors import EngineError, InvalidInput
+from stagescope.wire.errors import EngineError, InvalidInput
 
 PROMPT = [0, 5, 9, 3]
 KINDS = ("vllm", "openai", "sglang", "old sglang")

@@ -15,13 +15,14 @@ from examples.countdown.batch import Batch
 from examples.countdown.environment import Puzzle
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
-from stagescope.keeping import read_keep, wanted_by
+from stagescope.wire.keep import read_keep, wanted_by
 from stagescope_service.ingest.reader import Intake
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.store.kept import Kept, read_kept
 from stagescope_service.store.ring import Ring
-from stagescope_workers import Probe, introduction
-from stagescope_workers.options import checked_options
+from stagescope_workers import Probe
+from stagescope_workers.transport import handshake
+from stagescope_workers.probe.options import checked_options
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from examples.countdown.rollout import Rollout
 from examples.countdown.train import Job
 from examples.countdown.trainer import Trainer
 from stagescope.batch import BatchPart, Tensor
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_workers import Probe
 
 SETTINGS = Settings(groups=2, world_size=1, warmup_steps=2, warmup_rows=4)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 from tests.support.api import Service, service
 
-from stagescope.errors import Forbidden, InvalidInput
+from stagescope.wire.errors import Forbidden, InvalidInput
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Caller, Tokens, check_bind, token_path
 from stagescope_service.settings import Settings

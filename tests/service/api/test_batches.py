@@ -17,9 +17,9 @@ from tests.support.step_dumps import WholeStep
 
 import stagescope
 from stagescope.batch import Batch
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 from stagescope_service.ingest.reader import Intake
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import Ring
 
 deserialize: Callable[[bytes], Any] = safetensors.deserialize

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.api import Service, service
 
-from stagescope import schema
+from stagescope.wire import schema
 from stagescope_service.api.bodies import BodyPools
 
 EVENTS = {

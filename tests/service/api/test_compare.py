@@ -15,8 +15,8 @@ from tests.support.dump_files import nexrl_directory
 from tests.support.step_dumps import WholeStep
 
 import stagescope
-from stagescope.errors import Forbidden, InvalidInput, NotFound
-from stagescope.keeping import SECTIONS
+from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
+from stagescope.wire.keep import SECTIONS
 from stagescope_service.ingest.reader import Intake
 from stagescope_service.store.ring import Ring
 

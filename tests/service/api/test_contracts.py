@@ -11,9 +11,9 @@ from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
 import stagescope
-from stagescope import schema
-from stagescope.errors import Forbidden, NotFound, Unauthorized, Unreachable
-from stagescope_workers.http_link import HttpLink
+from stagescope.wire import schema
+from stagescope.wire.errors import Forbidden, NotFound, Unauthorized, Unreachable
+from stagescope_workers.transport.http_link import HttpLink
 
 STAGE = "actor_compute_log_prob"
 Link = Callable[[str | None], HttpLink]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stagescope.errors import InvalidPlan, NotReady, StagescopeError, Unreachable
+from stagescope.wire.errors import InvalidPlan, NotReady, StagescopeError, Unreachable
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")

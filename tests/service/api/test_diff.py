@@ -11,7 +11,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 
 import stagescope
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 
 
 def start(running: Service, run: str, key: str, torch: str, **config: Any) -> None:

@@ -14,7 +14,7 @@ from tests.support.engine_servers import EngineServer
 
 from stagescope import attach
 from stagescope.engines import Sampling
-from stagescope.errors import EngineError, Forbidden, NotFound
+from stagescope.wire.errors import EngineError, Forbidden, NotFound
 from stagescope_service.api import engine_health
 
 

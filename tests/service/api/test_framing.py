@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from stagescope import schema
-from stagescope.errors import InvalidInput, TooLarge
+from stagescope.wire import schema
+from stagescope.wire.errors import InvalidInput, TooLarge
 from stagescope_service.api import framing
 
 SENDER = list(schema.Sender("inc", "r", "a", "actor", 0).wire())

@@ -15,7 +15,7 @@ from tests.support.command_line import invoke
 from tests.support.step_dumps import WholeStep
 
 import stagescope
-from stagescope.keeping import SECTIONS
+from stagescope.wire.keep import SECTIONS
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.importing import import_key
 from stagescope_service.ingest.reader import Intake

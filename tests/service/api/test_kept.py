@@ -13,7 +13,7 @@ from tests.support.measure import payload
 
 import stagescope
 from stagescope.cli import main
-from stagescope.errors import Forbidden
+from stagescope.wire.errors import Forbidden
 from stagescope.session import Session
 from stagescope_service.ingest.reader import Intake
 from stagescope_service.core.instructions import PayloadKey, Put

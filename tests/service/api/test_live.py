@@ -16,7 +16,7 @@ from tests.support.measure import payload
 from tests.support.stores import eventually
 
 import stagescope
-from stagescope import schema
+from stagescope.wire import schema
 from stagescope_service.api import health
 from stagescope_service.api.framing import MEDIA_TYPE
 from stagescope_service.api.prometheus import Counts

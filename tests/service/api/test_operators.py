@@ -15,8 +15,8 @@ from tests.support.dumps import ExtraCall, capture, dumped
 from tests.support.small_decoder import SmallDecoder, small_decoder
 
 import stagescope
-from stagescope.errors import InvalidInput, NotReady
-from stagescope_service.api.comparisons import AT_ONCE, Comparisons
+from stagescope.wire.errors import InvalidInput, NotReady
+from stagescope_service.api.dependencies import AT_ONCE, Comparisons
 from stagescope_service.api.operator_files import OperatorFiles
 
 STAGE = "actor_update"

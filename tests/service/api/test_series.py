@@ -14,10 +14,10 @@ from tests.support.measure import payload
 from tests.support.stores import training
 
 import stagescope
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.series import sparkline
 from stagescope_service.statistics import step_metrics as stored
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 
 STAGE = "actor_compute_log_prob"
 K3 = "rollout_corr/k3_kl"

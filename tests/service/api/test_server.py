@@ -9,8 +9,8 @@ import pytest
 from fastapi import FastAPI
 from tests.support.api import Service, service
 
-from stagescope import schema
-from stagescope.errors import Conflict, InvalidInput
+from stagescope.wire import schema
+from stagescope.wire.errors import Conflict, InvalidInput
 from stagescope_service.api.server import ApiServer, bind
 
 

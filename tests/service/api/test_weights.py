@@ -11,7 +11,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 
 import stagescope
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import STATIONS, order, station
 from stagescope_service.compare.results import PairResult

@@ -17,9 +17,9 @@ from tests.support.dump_files import hostile_torch_file, nexrl_directory
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
 from stagescope.compared import as_lines, findings_of
-from stagescope.errors import ComparisonFailed, InvalidInput
+from stagescope.wire.errors import ComparisonFailed, InvalidInput
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.mappers import threads
+from stagescope_service.compare.running import threads
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.report.html import as_html
 from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict

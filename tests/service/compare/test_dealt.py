@@ -17,8 +17,8 @@ from tests.support import dump_files
 from tests.support.batches import wire
 from tests.support.dump_files import Batch, make_batch, nexrl_directory
 
-from stagescope.keeping import sections_of
-from stagescope.schema import Part
+from stagescope.wire.keep import sections_of
+from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import is_structural
 from stagescope_service.compare.results import Comparison, Finding, Verdict

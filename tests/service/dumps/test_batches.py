@@ -16,8 +16,8 @@ from tests.support.mutated import mutated
 from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
 
 from stagescope.batch import Batch, Tensor
-from stagescope.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.batches import read_batch

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagescope.errors import InvalidTensor
-from stagescope.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 from stagescope_service.dumps.importing import Call, calls, import_key
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
 

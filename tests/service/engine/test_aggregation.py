@@ -13,7 +13,7 @@ import pytest
 from tests.support.dumps import capture
 from tests.support.triggering import Bench, rule, rules_of, run, training
 
-from stagescope.errors import CatalogueUnavailable, StoreError
+from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.api.completeness import gaps
 from stagescope_service.coordinator import retries
 from stagescope_service.core.operator_tables import again

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trainings import Bench, Rank
 
-from stagescope.captures import matches, validate_capture
-from stagescope.errors import Conflict
+from stagescope.wire.captures import matches, validate_capture
+from stagescope.wire.errors import Conflict
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import Agreement, Crew, Member, resolve, start_step
 from stagescope_service.core.captures.requests import Orders

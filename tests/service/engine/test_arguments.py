@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.errors import InvalidInput, NotReady
+from stagescope.wire.errors import InvalidInput, NotReady
 from stagescope_service.coordinator.actor import DebugCoordinator
 
 anything = st.recursive(

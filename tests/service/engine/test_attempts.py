@@ -7,8 +7,8 @@ import itertools
 import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
-from stagescope.errors import InvalidEvent
-from stagescope.schema import Event
+from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.schema import Event
 from stagescope_service.core.instructions import Assemble, Ingest
 
 

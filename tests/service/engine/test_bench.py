@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.support.stores import url_of, write
 
-from stagescope.captures import validate_capture
-from stagescope.errors import Conflict, Forbidden, InvalidPlan
+from stagescope.wire.captures import validate_capture
+from stagescope.wire.errors import Conflict, Forbidden, InvalidPlan
 from stagescope_service.coordinator.capture_references import with_bench
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import pytest
 from tests.support.stores import rows_of, url_of
 
-from stagescope.errors import InvalidInput, NotFound
-from stagescope.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
+from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
 from stagescope_service.api.stuck import stuck_rows
 from stagescope_service.core import stack_requests
 from stagescope_service.core.instructions import (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.measure import payload
 
-from stagescope.schema import Event, Part, Work
+from stagescope.wire.schema import Event, Part, Work
 from stagescope_service.core import payloads
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.ingest.reader import Intake, Outcome

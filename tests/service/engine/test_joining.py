@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.batches import bfloat16, from_bfloat16
 from tests.support.parallel import Sample, Span, make_samples, payload_of, zigzag
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.ingest import rollout_join
 from stagescope_service.ingest.rollout_join import (
     Joined,

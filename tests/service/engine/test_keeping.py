@@ -12,7 +12,7 @@ import pytest
 import safetensors
 from tests.support.measure import payload
 
-from stagescope.errors import InvalidTensor, NotFound
+from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.ingest.reader import Intake, Outcome
 from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.core.instructions import PayloadKey

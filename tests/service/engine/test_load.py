@@ -10,8 +10,8 @@ import pytest
 from tests.service.engine.test_reception import NoFloor
 from tests.support.stores import rows_of, url_of
 
-from stagescope.errors import NotReady
-from stagescope.schema import BEGIN, HELLO, Event, Sender
+from stagescope.wire.errors import NotReady
+from stagescope.wire.schema import BEGIN, HELLO, Event, Sender
 from stagescope_service.core.instructions import Put
 from stagescope_service.coordinator.load import (
     BEHIND_SECONDS,

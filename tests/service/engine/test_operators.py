@@ -11,11 +11,11 @@ import torch
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
-from stagescope.schema import DUMP_MARKER
+from stagescope.wire.schema import DUMP_MARKER
 from stagescope_service.dumps.msprobe.operator_query import read_operators
 from stagescope_service.ingest.operator_tables import TABLE, digest_dump
 from stagescope_service.store.artifacts import file_checksum
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 
 
 def job(path: Path, **said: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from tests.support.triggering import rule, rules_of, run, training
 
 from stagescope_service.coordinator.trigger_actions import gone_of
 from stagescope_service.settings import Settings
-from stagescope_service.store.base import Put
-from stagescope_service.store.reads.reader import LIMIT
+from stagescope_service.store.contract import Put
+from stagescope_service.store.queries.reader import LIMIT
 from stagescope_service.store.ring import Ring, RingKey
 from stagescope_service.store.sql import SqlStore
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 import pytest
 from tests.support.stores import eventually, rows_of, url_of
 
-from stagescope.captures import validate_capture
-from stagescope.errors import InvalidEvent, NotFound, NotReady
-from stagescope.schema import Sender
+from stagescope.wire.captures import validate_capture
+from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
+from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import coordinator
 from stagescope_service.core.instructions import (
     Assemble,
@@ -29,7 +29,7 @@ from stagescope_service.core.instructions import (
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.coordinator.coordinator import Reception
 from stagescope_service.core.state import State
-from stagescope_service.store.base import Store
+from stagescope_service.store.contract import Store
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")

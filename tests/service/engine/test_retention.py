@@ -12,7 +12,7 @@ import pytest
 from tests.support.measure import payload
 from tests.support.stores import url_of
 
-from stagescope.errors import Unreachable
+from stagescope.wire.errors import Unreachable
 from stagescope_service.ingest import kept_files
 from stagescope_service.ingest.reader import Intake
 from stagescope_service.ingest.kept_files import Keeper

@@ -14,7 +14,7 @@ from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import State
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 
 
 @pytest.fixture

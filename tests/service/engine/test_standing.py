@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stagescope.errors import InvalidInput, InvalidPlan
+from stagescope.wire.errors import InvalidInput, InvalidPlan
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.keep_policy import (
     parse_standing,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_service.core.hang_detection import (
     GONE,
     LIVE,

@@ -13,11 +13,11 @@ import pytest
 from tests.support.measure import payload
 from tests.support.triggering import Bench, hook, rule, rules_of, run, training
 
-from stagescope.errors import Conflict
+from stagescope.wire.errors import Conflict
 from stagescope_service.api.groups import outcomes
 from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.core.captures import agreement
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
 from stagescope_service.triggers import spending
 from stagescope_service.triggers.replay import replay

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trainings import check_memory
 
-from stagescope.errors import InvalidEvent
-from stagescope.schema import KINDS, WORK_FIELDS, Event, Sender
+from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.schema import KINDS, WORK_FIELDS, Event, Sender
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import State

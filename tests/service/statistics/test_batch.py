@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams, wire
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.ingest.payload_values import to_wire
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
 

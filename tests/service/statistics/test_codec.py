@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import Field, Summary, codec, publish, summarise
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.kernel import ROW_1

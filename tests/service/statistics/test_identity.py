@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.batches import batch_of, bfloat16, wire
 
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.statistics import (
     Field,
@@ -24,7 +24,7 @@ from stagescope_service.statistics import (
     skip_of,
     summarise,
 )
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 
 Array = npt.NDArray[Any]
 

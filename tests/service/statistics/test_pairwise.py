@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics.pair_cell import PairField
 from stagescope_service.statistics.pair_values import KINDS
 from stagescope_service.statistics.pairwise import Pairwise, Spot, compare_values, warm

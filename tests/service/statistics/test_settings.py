@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import Settings, Summary, publish, summarise
 
 

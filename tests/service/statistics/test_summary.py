@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.batches import batch_of, bfloat16, from_bfloat16, random_streams
 from tests.support.mismatch_reference import reference, tails, tokens_of
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import (
     Field,
     Settings,

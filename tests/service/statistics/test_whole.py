@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.service.statistics.test_summary import assert_same
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.errors import InvalidInput
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import Part
 from stagescope_service.statistics import (
     NOISE_PAIR,
     PartRecord,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.errors import Forbidden
-from stagescope.schema import DUMP_MARKER, Part
+from stagescope.wire.errors import Forbidden
+from stagescope.wire.schema import DUMP_MARKER, Part
 from stagescope_service.store.artifacts import (
     attempt_directory,
     confine,

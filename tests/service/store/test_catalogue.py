@@ -11,11 +11,12 @@ import pytest
 from sqlalchemy import exc
 from tests.support.stores import stage_row, training, url_of, write
 
-from stagescope.errors import CatalogueUnavailable
-from stagescope_service.store import connect, overview
-from stagescope_service.store.base import Put
+from stagescope.wire.errors import CatalogueUnavailable
+from stagescope_service.store import connect
+from stagescope_service.store.queries import overview
+from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.reads.measured import _scalar_names
+from stagescope_service.store.queries.measurements import _scalar_names
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 

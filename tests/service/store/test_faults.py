@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from tests.support.stores import eventually, fill, rows_of, stage_row, url_of, write
 
-from stagescope.errors import CatalogueUnavailable
+from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 
 _WRITER = """
 import sys, threading
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 
 store = SqlStore(sys.argv[1])

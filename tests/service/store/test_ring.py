@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.stores import fill
 
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 from stagescope_service.store.ring import Ring, RingKey
 from stagescope_service.store.tensorfile import WireTensor, size_of
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from sqlalchemy.schema import CreateTable
 from tests.support.stores import url_of
 
-from stagescope.errors import CatalogueUnavailable
-from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS
+from stagescope.wire.errors import CatalogueUnavailable
+from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tables import TABLES, metadata

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.stores import fill
 
-from stagescope.errors import InvalidTensor, NotFound, StagescopeError, StoreError
-from stagescope.schema import DTYPE_BYTES
+from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError, StoreError
+from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.store.tensorfile import (
     WireTensor,
     check_file,

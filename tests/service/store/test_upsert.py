@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.stores import url_of
 
-from stagescope.errors import StoreError
+from stagescope.wire.errors import StoreError
 from stagescope_service.store import connect, migrate
-from stagescope_service.store.base import Delete, Put, Write
+from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.upsert import Batch, _upsert, check

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 from stagescope_service.triggers.budget import Budget, Spent
 from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
 

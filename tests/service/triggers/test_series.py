@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_service.statistics import PartRecord, Whole, assemble, publish, summarise
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.triggers.facts import Facts, Needs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import ArmedCapture, Capturer
 
 

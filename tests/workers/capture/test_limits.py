@@ -14,13 +14,13 @@ import torch
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
-from stagescope.captures import validate_capture
+from stagescope.wire.captures import validate_capture
 from stagescope_workers.capture import capture_estimate
 from stagescope_workers.capture.capture_estimate import Estimate, History, ModelSize
 from stagescope_workers.capture.msprobe_config import MsprobeConfig
 from stagescope_workers.capture.reckoning import Models, reckon
 from stagescope_workers.device import PinnedPool
-from stagescope_workers.draft import Draft
+from stagescope_workers.probe.draft import Draft
 
 
 def test_the_byte_cap_ends_a_dump_midway(captures: Captures) -> None:
@@ -80,7 +80,7 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         import json, resource, signal, sys
         sys.path[:0] = ["client", "workers", "."]
         import torch
-        from stagescope.schema import Part
+        from stagescope.wire.schema import Part
         from stagescope_workers.capture.msprobe_capture import Capturer
         from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 

@@ -39,7 +39,7 @@ def in_process(script: str, *arguments: str, **environment: str) -> str:
 def test_nothing_heavy_is_imported_before_a_capture() -> None:
     printed = in_process(
         """
-        import stagescope_workers.capture.local_captures
+        import stagescope_workers.probe.plan
         import stagescope_workers.capture.msprobe_capture
         import stagescope_workers.capture.verl_blocks
         print(json.dumps([name for name in ("torch", "msprobe", "ray") if name in sys.modules]))
@@ -50,7 +50,7 @@ def test_nothing_heavy_is_imported_before_a_capture() -> None:
 
 CAPTURE = """
 import torch
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import Capturer
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 model = small_decoder()
@@ -94,7 +94,7 @@ def _rank(rank: int, world_size: int, directory: str) -> None:
     from tests.support.small_decoder import forward_backward, small_decoder, token_ids
     from torch.nn.parallel import DistributedDataParallel
 
-    from stagescope.schema import Part
+    from stagescope.wire.schema import Part
     from stagescope_workers.capture.msprobe_capture import Capturer
 
     torch.set_num_threads(1)

@@ -11,8 +11,8 @@ import torch
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
-from stagescope.errors import CaptureError, InvalidPlan
-from stagescope.schema import Part
+from stagescope.wire.errors import CaptureError, InvalidPlan
+from stagescope.wire.schema import Part
 from stagescope_workers.capture import msprobe_capture, msprobe_patches
 from stagescope_workers.capture.msprobe_capture import Capturer
 

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stagescope.errors import InvalidPlan  # noqa: E402
+from stagescope.wire.errors import InvalidPlan  # noqa: E402
 from stagescope_workers.capture.shards import Shards, local_shard, size_of  # noqa: E402
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from stagescope.errors import InvalidPlan
-from stagescope_workers.capture.local_captures import captures_from_yaml
+from stagescope.wire.errors import InvalidPlan
+from stagescope_workers.probe.plan import captures_from_yaml
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 
 # The blocks of verl's guide.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stagescope.engines import Generation
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_workers.consistency.answers import Marking, compare_answers
 from stagescope_workers.consistency.prompts import Item
 

@@ -17,7 +17,7 @@ from tests.support.tiny_llama import write_gguf
 
 from stagescope import attach, cli
 from stagescope.engines import Sampling, connect
-from stagescope.errors import EngineError
+from stagescope.wire.errors import EngineError
 from stagescope_workers.consistency.command import consistency
 
 

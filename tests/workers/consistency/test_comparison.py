@@ -12,7 +12,7 @@ import pytest
 from tests.support.engine_servers import log_prob_of
 
 from stagescope.engines import EngineInfo, Generation, Sampling
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_workers.consistency.comparison import Options, compare
 from stagescope_workers.consistency.prompts import Item
 

@@ -13,7 +13,7 @@ from tests.support.engine_servers import EngineServer
 
 from stagescope import cli
 from stagescope.engines import Sampling
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_workers.consistency.command import consistency
 
 pytest.importorskip("transformers")

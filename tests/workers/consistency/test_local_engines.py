@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stagescope.engines import Engine, Sampling
-from stagescope.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 
 PROMPTS = [[0, 5, 9, 22], [0, 7], [0, *range(10, 40)]]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stagescope.errors import Forbidden, InvalidInput
+from stagescope.wire.errors import Forbidden, InvalidInput
 from stagescope_workers.consistency.prompts import Item, data_url, read_items, token_ids
 
 PNG = b"\x89PNG\r\n\x1a\nrest"

@@ -32,7 +32,7 @@ class Report:
     """Path of a YAML file with captures that are in force without the service."""
     resumed_from_step: int | None = None
     keep: Mapping[str, Any] | None = None
-    """What the service is to keep: `stagescope.keeping.KEEP_FIELDS`."""
+    """What the service is to keep: `stagescope.wire.keep.KEEP_FIELDS`."""
 
 
 class RankActor:

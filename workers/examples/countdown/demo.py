@@ -37,8 +37,8 @@ from examples.countdown.demo_report import (
     show_rounds,
     show_stages,
 )
-from stagescope.errors import StagescopeError
-from stagescope.schema import STAGES
+from stagescope.wire.errors import StagescopeError
+from stagescope.wire.schema import STAGES
 from stagescope.session import Session, attach
 
 ROOT: Final = Path(__file__).resolve().parents[3] / ".demo"

@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import CaptureError
-from stagescope.schema import DUMP_MARKER, Part
+from stagescope.wire.errors import CaptureError
+from stagescope.wire.schema import DUMP_MARKER, Part
 
 OWNER_FILE: Final = ".stagescope-attempt"
 _MSPROBE_PATH: Final = re.compile(r"[A-Za-z0-9_.:/-]+\Z")

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
-from stagescope.schema import Part
+from stagescope.wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
+from stagescope.wire.schema import Part
 from stagescope_workers.capture import capture_estimate, dump_paths
 from stagescope_workers.capture.capture_estimate import Estimate, ModelSize
 from stagescope_workers.capture.msprobe_config import (
@@ -116,7 +116,7 @@ class Capturer:
 
         Args:
             capture: the order; whether it concerns this stage, step and rank is the caller's
-                question (`stagescope.captures.matches`). Beside its own fields, `force` arms it
+                question (`stagescope.wire.captures.matches`). Beside its own fields, `force` arms it
                 although the estimate does not fit, and `limits` may hold `reserve_bytes` (kept
                 free on the disk, 256 MB by default) and `tokens` (of the stage, for the estimate).
             run, attempt_key, stage, step, part, role, rank: the work that is captured.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 
 TASKS: Final = ("statistics", "tensor", "structure", "acc_check", "diff_check", "nan_check")
 LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")

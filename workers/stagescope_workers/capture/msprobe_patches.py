@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
-from stagescope.errors import CaptureError
+from stagescope.wire.errors import CaptureError
 
 _MISSING: Final = object()
 _DUMP_CODE: Final = ("msprobe.pytorch.dump", "msprobe.core.dump")

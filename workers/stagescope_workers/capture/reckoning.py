@@ -12,8 +12,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+from stagescope.wire.captures import orders_msprobe
+from collections.abc import Mapping
+from typing import Any
+from stagescope.wire.schema import DUMP, Work
+from stagescope_workers.transport.outbox import Outbox
 
-from stagescope.captures import orders_msprobe
+
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -139,3 +144,31 @@ def _free_bytes(capture: Mapping[str, Any], data_root: str | None, reserve: int)
     except OSError:
         return None
     return max(0, status.f_bavail * status.f_frsize - reserve)
+
+
+class OrderAnswers:
+    """Answers orders that came too late, and those that are asked what they would take."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.models = Models()
+        self._outbox = outbox
+
+    def missed(self, capture: Mapping[str, Any], step: int, stage: str) -> None:
+        """Say that a capture came too late for a stage."""
+        fields = Work(step, None, stage).fields()
+        error = "the capture arrived after this stage had begun here"
+        fields |= {"capture_id": capture["capture_id"], "state": "missed", "error": error}
+        self._outbox.put(DUMP, fields)
+
+    def estimate(self, capture: Mapping[str, Any], data_dir: str | None) -> None:
+        """Say what an order would take here; in the background thread."""
+        try:
+            said = reckon(capture, self.models, data_dir)
+            error = None
+        except Exception as failure:  # the order may be what cannot be carried out
+            said = [(str(capture["stages"][0]), {"basis": "unknown"})]
+            error = f"{type(failure).__name__}: {failure}"[:2000]
+        for stage, estimate in said:
+            fields = Work(None, None, stage).fields()
+            fields |= {"capture_id": capture["capture_id"], "state": "estimated"}
+            self._outbox.put(DUMP, {**fields, "estimate": estimate, "error": error})

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 
 MOST_TENSORS: Final = 1000
 """Tensors that one stage hands over this way."""

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from stagescope.errors import InvalidPlan
+from stagescope.wire.errors import InvalidPlan
 from stagescope_workers.capture.msprobe_config import load_config
 
 _log = logging.getLogger(__name__)

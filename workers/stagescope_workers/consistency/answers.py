@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from stagescope.engines import Generation
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_workers.consistency.prompts import Item
 
 MATCHES: Final = ("exact", "contains", "regex")

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagescope.engines import Engine, EngineInfo, Generation, Sampling, multimodal_warning
 from stagescope.engines.base import Prompt
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_workers.consistency.alignment import (
     Check,
     check_bos,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
 from stagescope.engines.base import check_ids
-from stagescope.errors import EngineError, InvalidInput, MissingExtra, NotFound
+from stagescope.wire.errors import EngineError, InvalidInput, MissingExtra, NotFound
 
 try:
     import ctranslate2

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import Forbidden, InvalidInput
+from stagescope.wire.errors import Forbidden, InvalidInput
 
 MOST_BYTES: Final = 256 << 20
 MOST_ROWS: Final = 100_000

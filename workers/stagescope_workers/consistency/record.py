@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from stagescope import discovery
-from stagescope.errors import Unreachable
+from stagescope.wire.errors import Unreachable
 from stagescope_workers.consistency.comparison import Comparison
-from stagescope_workers.lifecycle import init
+from stagescope_workers.probe.lifecycle import init
 
 STAGE = "rollout_generate"
 ROLE = "rollout"

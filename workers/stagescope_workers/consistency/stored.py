@@ -11,7 +11,7 @@ import numpy as np
 import stagescope
 from stagescope.batch import Batch
 from stagescope.engines import Engine, EngineInfo, Sampling
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope.targets import read_target
 from stagescope.trajectories import Trajectory, trajectories
 from stagescope_workers.consistency.alignment import Check, check_shift

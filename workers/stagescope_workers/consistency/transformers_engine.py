@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling, vision_part
 from stagescope.engines.base import check_ids, check_prompt
-from stagescope.errors import InvalidInput, MissingExtra, NotFound
+from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound
 
 try:
     import torch

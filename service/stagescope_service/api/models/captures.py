@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stagescope.captures import CAPTURE_FIELDS
+from stagescope.wire.captures import CAPTURE_FIELDS
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,

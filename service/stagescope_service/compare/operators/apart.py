@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope import errors
-from stagescope.errors import NotReady, StagescopeError
+from stagescope.wire import errors
+from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import first_divergent
 from stagescope_service.compare.operators.non_finite import first_non_finite

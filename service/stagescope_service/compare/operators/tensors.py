@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput, MissingExtra, NotFound, TooLarge
+from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound, TooLarge
 from stagescope_service.compare.operators.msprobe_compare import MISSING
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 from stagescope_service.store.tensorfile import disk_errors

@@ -26,7 +26,7 @@ from stagescope_service.compare.pairing.index import (
 )
 from stagescope_service.compare.pairing.pieces import Box
 from stagescope_service.compare.pairing.shards import Part
-from stagescope_service.compare.pairing.taking import Pairing
+from stagescope_service.compare.pairing.token_alignment import Pairing
 from stagescope_service.dumps.records import Place
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.layout import Layout
 from stagescope_service.compare.pairing.rows import Rows
-from stagescope_service.compare.pairing.taking import (
+from stagescope_service.compare.pairing.token_alignment import (
     LENGTHS_DIFFER,
     Finder,
     Layouts,

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.compare.flow import MASKS, NAMED, TARGETS, TEXTS, TOKENS, is_structural
 from stagescope_service.compare.pairing.layout import (
     Layout,

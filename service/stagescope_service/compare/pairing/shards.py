@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import ComparisonFailed, InvalidTensor, StagescopeError
+from stagescope.wire.errors import ComparisonFailed, InvalidTensor, StagescopeError
 from stagescope_service.compare.flow import NAMED
 from stagescope_service.compare.pairing.index import (
     RESPONSE,
@@ -39,7 +39,7 @@ from stagescope_service.compare.pairing.pieces import (
     noise_floor,
 )
 from stagescope_service.compare.pairing.rows import WHOLE, Rows
-from stagescope_service.compare.pairing.taking import Pairing
+from stagescope_service.compare.pairing.token_alignment import Pairing
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump, Entry, Problem, Record
 from stagescope_service.statistics.pairwise import Pairwise

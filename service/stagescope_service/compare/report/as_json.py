@@ -1,6 +1,6 @@
 """A comparison as plain values, ready for strict JSON; `comparison.schema.json` describes them.
 
-Non-finite numbers are floats here; `stagescope.nonfinite` spells them where JSON is written.
+Non-finite numbers are floats here; `stagescope.wire.nonfinite` spells them where JSON is written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope_service.compare.pairing.taking import COMPARED, Location
+from stagescope_service.compare.pairing.token_alignment import COMPARED, Location
 from stagescope_service.compare.results import (
     Comparison,
     Finding,

@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.errors import StagescopeError
+from stagescope.wire.errors import StagescopeError
 from stagescope.render import counted
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.compare.plan import COUNTERPARTS
 from stagescope_service.dumps.formats.nexrl_rows import widened

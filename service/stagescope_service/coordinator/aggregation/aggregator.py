@@ -16,16 +16,16 @@ from stagescope_service.core.instructions import Assemble, Delete, PayloadKey, P
 from stagescope_service.coordinator.aggregation import assembly as wholes
 from stagescope_service.statistics import Restate
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.rollouts import TRAINER_STAGES
+from stagescope_service.store.queries.rollouts import TRAINER_STAGES
 from stagescope_service.triggers.evidence import ranks_text
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
-from stagescope.schema import STREAM_TENSORS
+from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.ingest.recompute import Source
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.coordinator.aggregation.assembly import Forming
-from stagescope_service.store.rollouts import TRAINER_STAGES, side_by_side
+from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
 
 
 

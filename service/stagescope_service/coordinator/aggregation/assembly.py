@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import NOT_AGGREGATED, finding
 from stagescope_service.core.instructions import Delete
@@ -16,14 +16,14 @@ from stagescope_service.statistics.comparability import Check, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.store.base import Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
 from collections.abc import Mapping
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.statistics import Whole
-from stagescope_service.statistics.whole import OTHER_STREAMS, PARTIAL
+from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
 
 
 

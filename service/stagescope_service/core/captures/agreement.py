@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from stagescope.captures import matches_rank
+from stagescope.wire.captures import matches_rank
 
 ASKED: Final = "asked"
 AGREED: Final = "agreed"

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stagescope.errors import InvalidInput, InvalidPlan
-from stagescope.keeping import validate_keep
+from stagescope.wire.errors import InvalidInput, InvalidPlan
+from stagescope.wire.keep import validate_keep
 from stagescope_service.triggers.rules import load_yaml
 
 Standing = Mapping[str, Mapping[str, Any]]

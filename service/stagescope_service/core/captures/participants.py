@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from stagescope.captures import needs_ranks, unmatched_ranks
-from stagescope.errors import Conflict
-from stagescope.keeping import misspelt_words
-from stagescope.names import closest_by_words, closest_stage
-from stagescope.schema import STAGES
+from stagescope.wire.captures import needs_ranks, unmatched_ranks
+from stagescope.wire.errors import Conflict
+from stagescope.wire.keep import misspelt_words
+from stagescope.wire.names import closest_by_words, closest_stage
+from stagescope.wire.schema import STAGES
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import Crew

@@ -11,9 +11,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from stagescope.captures import CAPTURE_FIELDS, matches, validate_capture
-from stagescope.errors import Conflict, NotFound
-from stagescope.keeping import wanted_by, words_of
+from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
+from stagescope.wire.errors import Conflict, NotFound
+from stagescope.wire.keep import wanted_by, words_of
 from stagescope_service.core.captures.agreement import ASKED, Agreement
 from stagescope_service.core.captures.keep_policy import Standing, standing_of
 
@@ -172,7 +172,7 @@ class Plan:
         """Return the words by which the plan keeps something of this payload, without repeats.
 
         Sections, names of tensors, and `parameter/*` and `gradient/*` for all that a rank took of
-        its model for a capture; see `stagescope.keeping`.
+        its model for a capture; see `stagescope.wire.keep`.
         """
         words: dict[str, None] = {}
         for capture in self.for_run(run):

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from stagescope.captures import needs_ranks
-from stagescope.errors import Conflict
+from stagescope.wire.captures import needs_ranks
+from stagescope.wire.errors import Conflict
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.captures import agreement as agreeing

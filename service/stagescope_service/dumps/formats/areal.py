@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidTensor, NotFound
+from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, collect_rows
 from stagescope_service.dumps.formats.content import first_values, read_whole
 from stagescope_service.dumps.formats.listing import (

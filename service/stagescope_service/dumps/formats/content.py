@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
+from stagescope.wire.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
 from stagescope_service.dumps.pickles.pickle_scan import peek
 from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, read_torch_file
 from stagescope_service.store.tensorfile import (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope.errors import NotFound, StagescopeError, TooLarge
-from stagescope.schema import Part
+from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.records import SECTIONS, Entry, Problem, Record
 from stagescope_service.store.artifacts import confine

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.errors import NotFound
-from stagescope.schema import Part
+from stagescope.wire.errors import NotFound
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.listing import (

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput, InvalidTensor, NotFound
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.columns import Columns, collect_rows, flatten, name_samples
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
 from stagescope_service.dumps.formats.listing import (

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidTensor
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.records import Place
 from stagescope_service.store.tensorfile import disk_errors
 

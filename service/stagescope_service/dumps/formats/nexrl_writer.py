@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import Conflict, InvalidInput, NotFound, StagescopeError
-from stagescope.schema import Part
+from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.nexrl_places import write_places
 from stagescope_service.dumps.formats.nexrl_rows import (
     SAID_OF_A_TRAJECTORY,

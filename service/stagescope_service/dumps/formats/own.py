@@ -2,7 +2,7 @@
 
 `{run}/{attempt key}/step_N/{stage}[/part]/{role}_rank{r}_{identity}_{seq}.safetensors`, one file a
 payload, or the files that the catalogue lists. Each section of a file is an entry: those that the
-file names (`store.kept`), or those of its stage (`stagescope.keeping`); masks are in each.
+file names (`store.kept`), or those of its stage (`stagescope.wire.keep`); masks are in each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     Found,

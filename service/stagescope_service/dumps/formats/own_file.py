@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope import nonfinite
-from stagescope.errors import InvalidTensor
-from stagescope.keeping import family, sections_of
-from stagescope.schema import PART_FIELDS, Part
+from stagescope.wire import nonfinite
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.keep import family, sections_of
+from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
 from stagescope_service.dumps.records import SECTIONS, Entry, Place, Record
 from stagescope_service.store.tensorfile import WireTensor, map_tensors

@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Tensor
-from stagescope.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.keeping import sections_of
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.wire.keep import sections_of
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
 from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import (

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import InvalidTensor, NotFound
+from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, collect_rows, unique_samples
 from stagescope_service.dumps.formats.content import first_values, read_whole
 from stagescope_service.dumps.formats.listing import (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidTensor, NotFound
+from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import collect_rows
 from stagescope_service.dumps.formats.content import damage_of, first_values, read_content
 from stagescope_service.dumps.formats.listing import FileDump, Found, entry_order, files_of, unknown

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagescope.errors import StagescopeError
+from stagescope.wire.errors import StagescopeError
 from stagescope_service.dumps.formats.own_file import place_of, read_whole
 from stagescope_service.dumps.records import Entry, Problem, Record
 from stagescope_service.store.tensorfile import describe_file, disk_errors

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.schema import Part
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.joining.columns import Int64
 from stagescope_service.dumps.joining.fragments import PLACES
 from stagescope_service.dumps.records import Entry, Record

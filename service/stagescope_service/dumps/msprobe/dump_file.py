@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Final
 
-from stagescope.errors import TooLarge
+from stagescope.wire.errors import TooLarge
 from stagescope_service.dumps.msprobe.json_window import CHUNK_BYTES, MOST_VALUE, Cut, JsonWindow
 
 HEADER: Final = ("task", "level", "framework", "dump_data_dir")

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from stagescope.errors import InvalidInput, NotFound, TooLarge
+from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
 from stagescope_service.store.tensorfile import disk_errors
 
 CHUNK_BYTES: Final = 1 << 20

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from stagescope.errors import InvalidInput, NotFound, StoreError
+from stagescope.wire.errors import InvalidInput, NotFound, StoreError
 from stagescope_service.dumps.msprobe.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
 
 MOST_ROWS: Final = 10_000

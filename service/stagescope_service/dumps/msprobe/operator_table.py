@@ -3,7 +3,7 @@
 Rows stand in the order of dump.json (APIs when they were called, modules when they were done). The
 file is written row group by row group, so that a dump of any size takes the same memory, and is
 there whole or not at all. Its metadata hold the summary (`stagescope.operators`, JSON) and every
-stack by its id (`stagescope.stacks`, JSON).
+stack by its id (`stagescope.wire.stacks`, JSON).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stagescope.errors import NotFound
+from stagescope.wire.errors import NotFound
 from stagescope_service.dumps.msprobe.dump_file import DumpFile
 from stagescope_service.dumps.msprobe.json_window import open_file
 from stagescope_service.dumps.msprobe.names import parse_name
@@ -31,7 +31,7 @@ from stagescope_service.store.tensorfile import disk_errors, sync_directory
 SCHEMA_VERSION: Final = 1
 ROW_GROUP: Final = 16_384
 SUMMARY_KEY: Final = b"stagescope.operators"
-STACKS_KEY: Final = b"stagescope.stacks"
+STACKS_KEY: Final = b"stagescope.wire.stacks"
 
 _CALL_COLUMNS: Final = (
     ("order", pa.int32()), ("name", pa.string()), ("kind", pa.string()), ("operator", pa.string()),

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from stagescope.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput
 
 __all__ = ["Leaf", "clean_text", "leaves", "non_finite_kind"]
 

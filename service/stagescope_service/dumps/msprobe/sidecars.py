@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import NotFound, StagescopeError
+from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.msprobe.json_window import Cut, JsonWindow, open_file
 from stagescope_service.dumps.msprobe.names import forward_name
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.errors import InvalidTensor, NotFound
+from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.store.tensorfile import MOST_BYTES, disk_errors
 
 MOST_PICKLE_BYTES: Final = 512 << 20

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.schema import DTYPE_BYTES
+from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.dumps.pickles.torch_stand_ins import (
     STAND_INS,
     Array,

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.errors import Forbidden, InvalidTensor, MissingExtra
-from stagescope.schema import DTYPE_BYTES
+from stagescope.wire.errors import Forbidden, InvalidTensor, MissingExtra
+from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.dumps.pickles.pickle_scan import check_zip, globals_of, size_of_file
 from stagescope_service.dumps.pickles.plain_torch_file import NotPlain, read_plain
 from stagescope_service.dumps.pickles.torch_stand_ins import (

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Final
 
-from stagescope.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
+from stagescope.wire.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
 from stagescope_service.dumps.formats.content import write_content
 from stagescope_service.dumps.formats.listing import files_of
 from stagescope_service.dumps.pickles.torch_file import load_running_code, read_torch_file

@@ -7,7 +7,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
-from stagescope.schema import LAYOUT_COLUMNS, PART_FIELDS
+from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 from stagescope_service.store.columns import Int, Text
 
 metadata: Final = sa.MetaData(

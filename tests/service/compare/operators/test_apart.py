@@ -11,7 +11,7 @@ import torch
 from tests.support.dumps import table
 from tests.support.small_decoder import small_decoder
 
-from stagescope.errors import NotFound, NotReady, StagescopeError
+from stagescope.wire.errors import NotFound, NotReady, StagescopeError
 from stagescope_service.compare.operators import apart
 from stagescope_service.compare.operators.differences import Thresholds
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.dump_files import areal_batch, areal_file, make_batch
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.discover import open_dump
 
 

@@ -7,8 +7,8 @@ import torch
 from tests.support.dump_files import own_directory
 from tests.support.dumps import capture
 
-from stagescope.errors import Forbidden, NotFound
-from stagescope.schema import Part
+from stagescope.wire.errors import Forbidden, NotFound
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 
 

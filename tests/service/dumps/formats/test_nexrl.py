@@ -12,8 +12,8 @@ import torch
 from tests.support.batches import from_bfloat16
 from tests.support.dump_files import GROUP, make_batch, nexrl_directory
 
-from stagescope.errors import InvalidInput, InvalidTensor, NotFound
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of
 from stagescope_service.dumps.records import Dump, Entry, Place, Record

@@ -19,8 +19,8 @@ from tests.support.dump_files import (
 )
 from tests.support.step_dumps import MemoryDump
 
-from stagescope.errors import Conflict, InvalidInput, InvalidTensor
-from stagescope.schema import Part
+from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor
+from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump

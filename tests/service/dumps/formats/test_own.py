@@ -10,8 +10,8 @@ import pytest
 from tests.support.batches import wire
 from tests.support.dump_files import make_batch, nexrl_directory, own_directory
 
-from stagescope.errors import InvalidInput, InvalidTensor, NotFound
-from stagescope.schema import Part
+from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.records import Dump, Place, Record

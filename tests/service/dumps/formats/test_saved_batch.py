@@ -21,7 +21,7 @@ from tests.support.dump_files import (
 from tests.support.step_batches import step_batch
 
 from stagescope.batch import Batch, Gap, Tensor
-from stagescope.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.batches import read_batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.dump_files import GROUP, Batch, make_batch, slime_rollout_file, slime_train_file
 
-from stagescope.errors import InvalidTensor, NotFound
+from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Dump, Record
 

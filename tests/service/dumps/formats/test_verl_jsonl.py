@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.support.dump_files import GROUP, make_batch, verl_directory
 
-from stagescope.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.discover import open_dump
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stagescope.errors import InvalidInput, NotFound, TooLarge
+from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
 from stagescope_service.dumps.msprobe.dump_file import DumpFile
 from stagescope_service.dumps.msprobe.json_window import open_file
 

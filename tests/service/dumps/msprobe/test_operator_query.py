@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.dumps import Masked, table
 
-from stagescope.errors import InvalidInput, NotFound, StoreError
+from stagescope.wire.errors import InvalidInput, NotFound, StoreError
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
     iterate_rows,

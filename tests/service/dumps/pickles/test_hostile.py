@@ -19,7 +19,7 @@ from tests.support.dump_files import (
     zip_bomb,
 )
 
-from stagescope.errors import Forbidden, InvalidTensor, TooLarge
+from stagescope.wire.errors import Forbidden, InvalidTensor, TooLarge
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats import listing
 from stagescope_service.dumps.records import Dump, Entry

@@ -18,7 +18,7 @@ import torch
 from tests.support.batches import from_bfloat16
 from tests.support.dump_files import Runs, areal_file, hostile_torch_file, make_batch, zip_bomb
 
-from stagescope.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
+from stagescope.wire.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
 from stagescope_service.dumps.pickles.pickle_scan import globals_of, peek
 from stagescope_service.dumps.pickles.plain_torch_file import NotPlain, read_plain
 from stagescope_service.dumps.pickles.torch_file import (

@@ -26,7 +26,7 @@ from tests.support.dump_files import (
     slime_train_file,
 )
 
-from stagescope.errors import Conflict, InvalidInput, InvalidTensor, NotFound
+from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor, NotFound
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.pickles import unpickling

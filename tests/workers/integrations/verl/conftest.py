@@ -7,8 +7,9 @@ import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
-from stagescope.schema import END, Event
-from stagescope_workers import introduction, lifecycle
+from stagescope.wire.schema import END, Event
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.transport import handshake
 from stagescope_workers.integrations.verl import (
     driver,
     guard,
@@ -20,7 +21,7 @@ from stagescope_workers.integrations.verl import (
 )
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE, Mode
 from stagescope_workers.integrations.verl.patches import APPLIED
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe.probe import Probe
 
 
 class Ended(NamedTuple):

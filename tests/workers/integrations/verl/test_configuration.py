@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support import verl_fakes
 
-from stagescope.schema import check_run_name
+from stagescope.wire.schema import check_run_name
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 from stagescope_workers.integrations.verl import configuration, context
 from stagescope_workers.integrations.verl.context import Context

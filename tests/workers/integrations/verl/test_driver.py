@@ -15,10 +15,10 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope.schema import END_STEP, FINISH, HELLO, LOG
+from stagescope.wire.schema import END_STEP, FINISH, HELLO, LOG
 from stagescope_workers.integrations.verl import configuration, context, trainer_calls
 from stagescope_workers.integrations.verl.modes import FLOAT32
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe.probe import Probe
 
 Modules = dict[str, Any]
 Read = Callable[..., list[Ended]]

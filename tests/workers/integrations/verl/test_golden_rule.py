@@ -15,26 +15,15 @@ import torch
 from tests.support import verl_fakes
 from tests.support.verl_fakes import Seen, fake_modules
 
-from stagescope_workers.integrations.verl import (
-    batches,
-    configuration,
-    context,
-    driver,
-    hooks,
-    layout,
-    meeting,
-    minibatches,
-    processes,
-    ranks,
-    rollout,
-    trainer_calls,
-)
+from stagescope_workers.integrations.verl import batches, configuration, context, driver, hooks, minibatches, processes, ranks, rollout, trainer_calls
+from stagescope_workers.integrations.verl import ranks
+from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import FLOAT32, Mode
 from stagescope_workers.metrics_feed import MetricsFeed
-from stagescope_workers.options import checked_options
-from stagescope_workers.probe import Probe
-from stagescope_workers.stage import Stage
+from stagescope_workers.probe.options import checked_options
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
 
 Call = Callable[[], Any]
 
@@ -68,7 +57,7 @@ PARTS: list[tuple[Any, str]] = [
     ),
     *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "at")),
     (layout, "describe"),
-    *((meeting.Meeting, name) for name in ("__init__", "add", "take")),
+    *((minibatches.Meeting, name) for name in ("__init__", "add", "take")),
     *((minibatches.Minibatches, name) for name in ("advance", "_known")),
 ]
 """What is broken in turn; parts that a wrapper must reach are broken where it finds them."""

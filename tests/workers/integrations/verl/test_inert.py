@@ -13,18 +13,12 @@ from tests.support import verl_fakes
 from tests.support.coordinators import wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
-from stagescope_workers import link as links
-from stagescope_workers.integrations.verl import (
-    context,
-    driver,
-    environment,
-    hooks,
-    rollout,
-    trainer_calls,
-)
-from stagescope_workers.integrations.verl import service as services
+from stagescope_workers.transport import link as links
+from stagescope_workers.integrations.verl import context, driver, hooks, rollout, trainer_calls
+from stagescope_workers.integrations.verl import modes
+from stagescope_workers.integrations.verl import processes as services
 from stagescope_workers.integrations.verl.modes import VARIABLE, Mode
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe.probe import Probe
 
 Modules = dict[str, Any]
 
@@ -201,4 +195,4 @@ def test_variables_are_brought_to_the_job_s_processes(
         "STAGESCOPE_TOKEN_FILE": str(Path("operate.token").absolute()),  # where it is, no token
         VARIABLE: mode,
     }
-    assert "STAGESCOPE_TOKEN" not in environment.CARRIED
+    assert "STAGESCOPE_TOKEN" not in modes.CARRIED

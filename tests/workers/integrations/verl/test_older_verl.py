@@ -14,7 +14,8 @@ from tests.support import verl_fakes
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope_workers.integrations.verl import context, hooks, left_out, older_workers
+from stagescope_workers.integrations.verl import context, hooks, older_workers
+from stagescope_workers.integrations.verl import patches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 
@@ -104,7 +105,7 @@ def test_what_another_module_serves_is_not_left_out(
     without: str, installed: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(*of_all(without))
-    left_out.say(hooks.patches(Mode("all")))
+    patches.say(hooks.patches(Mode("all")))
     assert caplog.records == []
 
 
@@ -115,10 +116,10 @@ def test_what_no_module_serves_is_said_in_one_line(
 ) -> None:
     installed(*(module for module in of_all("precision") if "tracking" not in module))
     monkeypatch.setenv("RANK", "3")
-    left_out.say(hooks.patches(Mode("all")))
+    patches.say(hooks.patches(Mode("all")))
     assert caplog.records == []
     monkeypatch.setenv("RANK", "0")
-    left_out.say(hooks.patches(Mode("all")))
+    patches.say(hooks.patches(Mode("all")))
     [record] = caplog.records
     assert record.getMessage() == (
         "not reported with verl 0.7.9: numbers in verl's log, and verl's scalars; "

@@ -10,7 +10,7 @@ import pytest
 from tests.support import verl_fakes
 from tests.support.verl_fakes import Register, Seen, fake_modules
 
-from stagescope_workers.integrations.verl.registered import inside
+from stagescope_workers.integrations.verl.hooks import inside
 
 Modules = dict[str, Any]
 

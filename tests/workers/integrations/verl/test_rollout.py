@@ -14,9 +14,9 @@ from tests.support.coordinators import FakeCoordinator
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope.schema import HELLO
+from stagescope.wire.schema import HELLO
 from stagescope_workers.integrations.verl import configuration, managers, rollout
-from stagescope_workers.probe import Probe
+from stagescope_workers.probe.probe import Probe
 
 Modules = dict[str, Any]
 Read = Callable[..., list[Ended]]

@@ -16,12 +16,13 @@ from tests.support.coordinators import FakeCoordinator
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope.errors import CaptureError
-from stagescope.schema import BEGIN, END, HELLO
-from stagescope_workers.integrations.verl import context, precision, ranks
+from stagescope.wire.errors import CaptureError
+from stagescope.wire.schema import BEGIN, END, HELLO
+from stagescope_workers.integrations.verl import context, ranks
+from stagescope_workers.integrations.verl import hooks
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.probe import Probe
-from stagescope_workers.stage import Stage
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
 
 Modules = dict[str, Any]
 Read = Callable[..., list[Ended]]
@@ -345,6 +346,6 @@ def test_verl_s_own_debugger_steps_aside_for_ours(verl: Modules, seen: Seen) -> 
     seen.outcomes["update_actor"] = annotate
     worker.update_actor(data(stages=False))  # ours will not capture it
     annotated.append(profiler.annotate(role="train_batch"))  # verl raises there where strict
-    theirs, ours = "the result of annotate", precision._alone
+    theirs, ours = "the result of annotate", hooks._alone
     assert annotated == [theirs, ours, ours, theirs, ours]
-    assert precision._alone(annotate) is annotate
+    assert hooks._alone(annotate) is annotate

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope_workers.identity import hide, visible_arguments
+from stagescope_workers.probe.identity import hide, visible_arguments
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie", re.I)

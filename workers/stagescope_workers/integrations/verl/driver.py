@@ -11,11 +11,11 @@ from stagescope_workers.integrations.verl import batches, configuration, context
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.managers import watch_manager
 from stagescope_workers.integrations.verl.modes import Mode
-from stagescope_workers.integrations.verl.service import is_there, warn_if_absent
-from stagescope_workers.lifecycle import finish
+from stagescope_workers.integrations.verl.processes import is_there, warn_if_absent
+from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.metrics_feed import MetricsFeed
-from stagescope_workers.probe import Probe
-from stagescope_workers.stage import Stage
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
 
 _FINISH_SECONDS: Final = 10.0
 _FAILED_SECONDS: Final = 3.0

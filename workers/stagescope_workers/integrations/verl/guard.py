@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterator
 from typing import Final
 
-from stagescope.errors import StagescopeError
-from stagescope_workers.stage import Stage
+from stagescope.wire.errors import StagescopeError
+from stagescope_workers.probe.stage import Stage
 
 _log = logging.getLogger("stagescope.verl")
 _said: Final[set[str]] = set()

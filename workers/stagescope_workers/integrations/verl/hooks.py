@@ -10,19 +10,84 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
-
-from stagescope_workers.integrations.verl import (
-    environment,
-    loss,
-    older_workers,
-    precision,
-    ranks,
-    rollout,
-    trainer_calls,
-)
+from stagescope_workers.integrations.verl import older_workers, ranks, rollout, trainer_calls
+from stagescope_workers.integrations.verl import modes
+from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode
 from stagescope_workers.integrations.verl.patches import Patch
-from stagescope_workers.integrations.verl.registered import inside, outside
+import functools
+import inspect
+from typing import Any
+from stagescope_workers.capture.verl_blocks import VERL_STAGES
+from stagescope_workers.integrations.verl import ranks
+from stagescope_workers.integrations.verl.guard import guarded
+
+
+
+def run_annotate(function: Function) -> Function:
+    """Return `PrecisionDebuggerProfiler.annotate`, which leaves alone what is not its own."""
+
+    def run(profiler: Any, *args: Any, **kwargs: Any) -> Any:
+        steps_aside = False
+        with guarded("stepping in for verl's precision debugger"):
+            steps_aside = ranks.is_active() or kwargs.get("role") not in VERL_STAGES
+        return _alone if steps_aside else function(profiler, *args, **kwargs)
+
+    return run
+
+
+def _alone(function: Function) -> Function:
+    return function
+
+
+_LAYERS: Final = ("single_controller/base/decorator.py", "utils/transferqueue_utils.py")
+
+
+def inside(wrap: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Return `wrap` for registered methods: what it returns is registered as the method was.
+
+    The returned function raises LookupError where a method was not registered, or as another
+    version of verl does it.
+    """
+
+    def rewrap(method: Function) -> Function:
+        from verl.single_controller.base.decorator import MAGIC_ATTR, register  # pyright: ignore[reportMissingImports]
+
+        attributes = getattr(method, MAGIC_ATTR, None)
+        if not isinstance(attributes, dict):
+            raise LookupError("the method is not registered with the single controller")
+        inner = _peel(method)
+        replacement = functools.wraps(inner)(wrap(inner))
+        known = inspect.signature(register).parameters
+        options = {name: value for name, value in attributes.items() if name in known}
+        if set(options) != set(attributes):
+            raise LookupError(f"registered with {sorted(attributes)}")
+        registered: Function = register(**options)(replacement)
+        return registered
+
+    return rewrap
+
+
+def outside(wrap: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Return `wrap` so that what it makes is known by the original's name."""
+
+    def rewrap(function: Function) -> Function:
+        return functools.wraps(function)(wrap(function))
+
+    return rewrap
+
+
+def _peel(method: Function) -> Function:
+    layer: Any = method
+    while hasattr(layer, "__wrapped__") and _is_layer(layer):
+        layer = layer.__wrapped__
+    return layer  # type: ignore[no-any-return]
+
+
+def _is_layer(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.replace("\\", "/").endswith(_LAYERS)
+
 
 Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
@@ -47,7 +112,7 @@ def _job() -> list[Patch]:
     return [
         # Also when off: the other processes of the job must hear of it.
         Patch("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env",
-              outside(environment.run_runtime_env), "STAGESCOPE_* in the job's other processes",
+              outside(modes.run_runtime_env), "STAGESCOPE_* in the job's other processes",
               frozenset({OFF, METRICS, STAGES, ALL})),
     ]  # fmt: skip
 
@@ -86,7 +151,7 @@ def _numbers() -> list[Patch]:
               "V1's perplexities in float32, where asked", _WITH_METRICS),
         Patch("verl.utils.tracking", "Tracking.log", outside(trainer_calls.run_log),
               "numbers in verl's log, and verl's scalars", _ANY),
-        Patch("verl.workers.utils.losses", "ppo_loss", outside(loss.run_ppo_loss),
+        Patch("verl.workers.utils.losses", "ppo_loss", outside(minibatches.run_ppo_loss),
               "the log-probs of bypass mode", _WITH_METRICS),
     ]  # fmt: skip
 
@@ -111,7 +176,7 @@ def _workers() -> list[Patch]:
         Patch(_WORKERS, f"{inner}.train_batch", inside(ranks.run_train_batch),
               "the mini-batches of an update", _ANY),
         Patch("verl.utils.profiler.precision_debugger_profile",
-              "PrecisionDebuggerProfiler.annotate", outside(precision.run_annotate),
+              "PrecisionDebuggerProfiler.annotate", outside(run_annotate),
               "verl's precision_debugger block", _WITH_STAGES),
     ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.guard import guarded
-from stagescope_workers.stage import Stage
+from stagescope_workers.probe.stage import Stage
 
 _log = logging.getLogger("stagescope.verl")
 

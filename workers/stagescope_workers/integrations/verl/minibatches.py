@@ -8,14 +8,54 @@ import numbers
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
-
-from stagescope.errors import StagescopeError
+from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded
-from stagescope_workers.integrations.verl.meeting import Meeting
-from stagescope_workers.probe import Probe
-from stagescope_workers.stage import Stage
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+from typing import Any
+import torch
+from collections.abc import Callable
+from stagescope_workers.integrations.verl import context as contexts
+
+
+
+class Meeting:
+    """What the loss of a mini-batch's micro-batches had in hand."""
+
+    def __init__(self) -> None:
+        self._tensors: list[dict[str, torch.Tensor]] = []
+        self._ids: list[str] | None = []
+
+    def add(self, tensors: dict[str, torch.Tensor], ids: list[str] | None) -> None:
+        """Take a micro-batch: tensors [rows, tokens] on the model's device, ids of the rows."""
+        self._tensors.append(tensors)
+        if ids is None or self._ids is None:
+            self._ids = None
+        else:
+            self._ids += ids
+
+    def take(self) -> dict[str, Any]:
+        """Return what was added as one packed payload, and begin anew."""
+        tensors, self._tensors = self._tensors, []
+        ids, self._ids = self._ids, []
+        if not tensors:
+            return {}
+        # Packed: a copy to the host for each name, and not for each row or micro-batch.
+        lengths = [width for item in tensors for width in _widths(item["response_mask"])]
+        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        names = set.intersection(*(set(item) for item in tensors))
+        packed: dict[str, Any] = {
+            name: torch.cat([item[name].reshape(-1) for item in tensors]) for name in sorted(names)
+        }
+        return {**packed, "cu_seqlens": ends, "sample_ids": ids or None}
+
+
+def _widths(tensor: torch.Tensor) -> list[int]:
+    rows, width = tensor.shape
+    return [int(width)] * int(rows)
+
 
 _current: Final[contextvars.ContextVar[Minibatches | None]] = contextvars.ContextVar(
     "stagescope_minibatches", default=None
@@ -146,3 +186,36 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         for name, value in metrics.items()
         if isinstance(value, numbers.Real) and not isinstance(value, bool)
     }
+
+
+def run_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return verl's `ppo_loss` that hands over what met in it."""
+
+    def run(config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(config, model_output, data, *args, **kwargs)
+        with guarded("the log-probs of the loss"):
+            _collect(model_output, data)
+        return result
+
+    return run
+
+
+def _collect(model_output: Any, data: Any) -> None:
+    update = current()
+    if update is None or update.meeting is None or not update.is_first_epoch:
+        return
+    from verl.workers.utils.padding import no_padding_2_padding  # pyright: ignore[reportMissingImports]
+
+    held = [name for name in ("rollout_log_probs", "responses") if name in data.keys()]  # noqa: SIM118
+    with torch.no_grad():
+        padded = data.select("response_mask", "old_log_probs", *held).to_padded_tensor()
+        mask = padded["response_mask"]
+        rollout = padded["rollout_log_probs" if "rollout_log_probs" in held else "old_log_probs"]
+        tensors = {
+            "log_probs": no_padding_2_padding(model_output["log_probs"].detach(), data),
+            "rollout_log_probs": rollout,
+            "response_mask": mask,
+        }
+        if "responses" in held and padded["responses"].shape == mask.shape:
+            tensors["responses"] = padded["responses"]
+    update.meeting.add(tensors, contexts.rows_of(data, contexts.SAMPLES))

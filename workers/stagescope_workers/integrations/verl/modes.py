@@ -6,6 +6,12 @@ import dataclasses
 import logging
 import os
 from typing import Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+from stagescope_workers.integrations.verl.guard import guarded
+
+
 
 _log = logging.getLogger("stagescope.verl")
 
@@ -52,3 +58,30 @@ def chosen() -> Mode:
 def wants_float32() -> bool:
     """Say whether verl's own numbers are to be upcast; by default none of them is changed."""
     return os.environ.get(FLOAT32, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+Function = Callable[..., Any]
+
+_PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE")
+# No token: Ray shows a job's variables to whoever may look at the job. Where a token lies is no
+# secret, and each process reads it there.
+CARRIED: Final = (
+    VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", *_PATHS
+)  # fmt: skip
+
+
+def run_runtime_env(function: Function) -> Function:
+    """Return `get_ppo_ray_runtime_env` with the plugin's variables among verl's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        environment = function(*args, **kwargs)
+        with guarded("the variables of the job's processes"):
+            held = environment["env_vars"]
+            for name in CARRIED:
+                value = os.environ.get(name)
+                if value is not None:
+                    absolute = str(Path(value).expanduser().absolute())
+                    held.setdefault(name, absolute if value and name in _PATHS else value)
+        return environment
+
+    return run

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from stagescope_workers.integrations.verl import hooks, left_out
+from stagescope_workers.integrations.verl import hooks
+from stagescope_workers.integrations.verl import patches
 from stagescope_workers.integrations.verl.modes import chosen
 from stagescope_workers.integrations.verl.patches import Patches
 
@@ -21,7 +22,7 @@ def _install() -> Patches | None:
     try:
         installed = Patches(hooks.patches(chosen()))
         installed.install()
-        left_out.say(installed)
+        patches.say(installed)
     except Exception as error:  # whatever it is, verl must come up
         _log.warning("stagescope is not attached to verl: %r", error, exc_info=True)
         return None

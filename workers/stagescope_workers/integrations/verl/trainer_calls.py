@@ -12,7 +12,7 @@ from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.driver import Driver
 from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.modes import chosen, wants_float32
-from stagescope_workers.stage import Stage
+from stagescope_workers.probe.stage import Stage
 
 Function = Callable[..., Any]
 

@@ -1,0 +1,390 @@
+"""The words on the wire: what a training process and the service say to each other.
+
+Everything sent is a tuple, list or dict of built-in types with a schema number in front, so that
+a service that lives for months understands jobs that bring other versions. Unknown fields are
+kept; an unknown schema number is refused for that event alone.
+
+A batch is `record_events(sender=Sender(...).wire(), events=[event, ...], payloads={seq: payload})`:
+
+* sender: `(schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, clock_error,
+  started)`
+* event: `(schema, kind, seq, wall, mono, fields)`; `seq` counts from 1 inside an incarnation,
+  `wall` is Unix time and `mono` the process's monotonic clock, both in seconds
+* payload: one Ray object ref (or the value) of `{"schema": 1, "tensors": {name: tensor},
+  "strings": {name: [str, ...]}, "meta": {...}}`, or of a raw caller `{name: ref or array}`
+* tensor: `(dtype tag, shape, flat or shaped numpy buffer, offsets or None)`; bfloat16 travels as
+  uint16, offsets (int64 [rows + 1]) make a packed tensor of rows (cu_seqlens, jagged, lists)
+
+The fields of each kind are listed at the constants below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope.wire.errors import InvalidEvent, InvalidInput
+
+SCHEMA: Final = 1
+
+# --- kinds of events, with the fields of each -----------------------------------------------
+HELLO: Final = "hello"
+"""world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
+resumed_from_step, pid, watchdog (path of the file that `stagescope.wire.stacks` describes). Unknown is
+absent."""
+BEGIN: Final = "begin"
+"""work fields (WORK_FIELDS), device_time."""
+END: Final = "end"
+"""work fields, begin_seq (the seq of the BEGIN that this ends: of a part that is done twice, each
+end finds its own), begin_wall, begin_mono, status 'ok' | 'failed', error_type, error_message,
+scalars {name: float}, payload (PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors}
+where the process had to let the payload go, device_seconds."""
+LOG: Final = "log"
+"""work fields (stage may be None: a scalar of the step), scalars {name: float}."""
+END_STEP: Final = "end_step"
+"""step."""
+FINISH: Final = "finish"
+"""The process takes leave; everything that it announced was sent before."""
+DROPPED: Final = "dropped"
+"""what 'event' | 'payload' | 'scalar', count, bytes, reason, and, where known, work fields."""
+REFUSED: Final = "refused"
+"""A call with bad input in the training process: what, message, severity, work fields."""
+DUMP: Final = "dump"
+"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' |
+'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str],
+estimate {...}."""
+STACKS: Final = "stacks"
+"""work fields of the stage that the training thread is in, request_id (`Sender.incarnation` and it
+name the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
+truncated."""
+
+WEIGHTS: Final = "weights"
+"""work fields (policy_version: the version of these weights), side (WEIGHT_SIDES), kind
+(WEIGHT_KINDS), tensors [(name, checksum, dtype, shape, shard), ...], device {device_kind,
+device_index, device_serial} where they lie. checksum: an int from 0 below 2**64, or None where it
+could not be taken. shard: None; 'copy' (every rank of the side holds the same); 'tp copy' (every
+tensor-parallel rank does); or, of a DTensor, (global shape, offsets or None, placement, names of
+the mesh's dimensions), with `shape` the local one."""
+
+KINDS: Final = frozenset(
+    {HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP, STACKS, WEIGHTS}
+)
+
+PART_FIELDS: Final = ("occurrence", "epoch", "minibatch", "microbatch")
+WORK_FIELDS: Final = ("step", "policy_version", "stage", *PART_FIELDS)
+PAYLOAD_FIELDS: Final = ("tensors", "bytes", "meta", "reported")
+"""tensors {name: [dtype tag, shape, rows or None]}, bytes (all tensors), meta {...} as recorded;
+reported: what is wrong with its tensors, by their shapes and dtypes, comes as REFUSED events."""
+
+ROLES: Final = ("actor", "ref", "critic", "reward_model", "rollout")
+STAGES: Final = (
+    "rollout_generate",
+    "actor_compute_log_prob",
+    "ref_compute_log_prob",
+    "compute_values",
+    "compute_rm_score",
+    "critic_update",
+    "actor_update",
+    "weight_sync",
+)
+WHOLE_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
+"""The order in which the stage of a step's whole is chosen: the first that has both streams."""
+
+DUMP_MARKER: Final = ".stagescope-dump"
+"""Lies in each directory that a capture has made: what is in it may be read wherever it lies."""
+
+WEIGHT_SIDES: Final = ("trainer", "rollout")
+WEIGHT_KINDS: Final = ("exchanged", "held")
+"""exchanged: as they were sent, or received, before fusion and quantisation; held: as they lie in
+the process."""
+
+LAYOUT_COLUMNS: Final = (
+    "cluster", "node", "host", "device_kind", "device_index", "device_serial",
+    "dp_rank", "dp_size", "tp_rank", "tp_size", "pp_rank", "pp_size", "vpp_rank", "vpp_size",
+    "cp_rank", "cp_size", "sp_rank", "sp_size", "ep_rank", "ep_size", "etp_rank", "etp_size",
+    "engine", "engine_version", "framework", "framework_version",
+)  # fmt: skip
+
+STREAM_TENSORS: Final[Mapping[str, str]] = {
+    "rollout": "rollout_log_probs",
+    "old": "old_log_probs",
+    "current": "log_probs",
+    "ref": "ref_log_probs",
+    "recomputed": "recomputed_log_probs",
+}
+"""Stream -> the name of its tensor in a payload (`ref_log_prob` is read as `ref_log_probs`)."""
+
+PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"))
+"""(p, q) of the statistics that a payload gives, in order of preference: mismatch from the first
+pair that is there, the noise floor from ('old', 'recomputed')."""
+
+PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
+    "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
+    "responses": "token ids, as wide as the mask",
+    "positions": "position of each token in its sample (context-parallel parts, zigzag)",
+    "round_ids": "round of each token, where the mask alone cannot tell it (split samples)",
+    "turn_ids": "true turn of each token",
+    "versions": "policy version of each token ([rows, tokens]) or sample ([rows])",
+    "token_offset": "[rows] position of a row's first token in its sample",
+    "round_offset": "[rows] round of a row's first run in its sample",
+    "rewards": "[rows] or as wide as the mask",
+    "advantages": "as wide as the mask",
+    "cu_seqlens": "[rows + 1] makes every other tensor of the payload packed [tokens]",
+    "tokens": "token ids of whole trajectories, prompt included",
+    "prompts": "token ids of the prompts",
+    "loss_mask": "as wide as `tokens`: 1 = model token",
+    "entropy": "of the distribution at each token, as wide as the mask",
+    "values": "the critic's, as wide as the mask",
+    "returns": "as wide as the mask",
+    "prob_ratio": "exp(log_probs - old_log_probs) as the importance-sampling loss has it",
+    "elementwise_loss": "that loss at each token, before it is summed or averaged",
+    "effective_valid": "1 = this token counts in that loss",
+    "input_ids": "what the model was given, [rows, tokens] or packed",
+    "attention_mask": "as `input_ids`",
+    "position_ids": "as `input_ids`",
+}
+"""Names that are known; any other tensor may be recorded, too, and kept by its name."""
+PER_TOKEN: Final = (
+    *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
+    "round_ids", "turn_ids", "advantages",
+)  # fmt: skip
+"""Tensors with one value a token: all of a payload have the same rows and tokens."""
+INTEGER_TENSORS: Final = frozenset(
+    {
+        "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset",
+        "round_offset", "cu_seqlens", "tokens", "prompts", "input_ids", "attention_mask",
+        "position_ids",
+    }
+)  # fmt: skip
+"""Tensors of integers: an empty list of one of these names holds integers, too."""
+RECENT_TENSORS: Final = frozenset(
+    {
+        *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
+        "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards",
+        "advantages", "cu_seqlens",
+    }
+)  # fmt: skip
+"""What statistics read, and the ring holds of the last steps without any order."""
+PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
+    "sample_ids": "sample_uid of each row: unique in a step",
+    "group_ids": "group_id of each row",
+    "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id)",
+}
+"""Lists of one id a row; other lists of texts (answers, prompts) may be recorded, too."""
+
+WRITTEN: Final = "written_after_hand_over"
+"""In a payload's metadata: tensors that are missing since their owner wrote them too early."""
+
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+_INT64: Final = 1 << 63
+_RUN_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
+
+
+def check_run_name(run: object) -> str:
+    """Return `run` if it is a valid name of a run, else raise `InvalidInput`."""
+    if isinstance(run, str) and _RUN_NAME.match(run) and run not in {".", ".."}:
+        return run
+    raise InvalidInput(f"run name {run!r} is not valid", expected="1 to 100 of A-Z a-z 0-9 . _ -")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sender:
+    """Who sends a batch; said with every batch, so that a lost `hello` loses nothing else."""
+
+    incarnation: str
+    run: str
+    attempt_key: str | None
+    role: str
+    rank: int
+    node_id: str | None = None
+    clock_offset: float | None = None
+    """Service's wall clock minus this process's, in seconds, from poll round trips."""
+    clock_error: float | None = None
+    """Half of the best round trip, in seconds: the offset is known to within it."""
+    started: float | None = None
+    """Wall clock at which this incarnation began: of two that did the same work, the later
+    answers."""
+
+    def wire(self) -> tuple[Any, ...]:
+        """Return the tuple that travels."""
+        return (SCHEMA, *(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @classmethod
+    def parse(cls, wire: object) -> Sender:
+        """Read what `wire()` made, also of a later version that appended fields.
+
+        Raises:
+            InvalidEvent: not a sender of this schema.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(wire, tuple | list) or len(wire) < 6 or wire[0] != SCHEMA:
+            raise InvalidEvent(
+                f"sender {wire!r:.200} cannot be read",
+                expected=f"({SCHEMA}, {', '.join(names)})",
+            )
+        values = dict(zip(names, wire[1:], strict=False))
+        run, role, rank = check_run_name(values["run"]), values["role"], values["rank"]
+        if not _is_name(role, 100) or not _is_int(rank, 0, 1 << 31):
+            raise InvalidEvent(
+                f"sender with role {role!r:.200} and rank {rank!r:.200}",
+                expected="a role's name and a rank from 0",
+            )
+        for name, needed in (("incarnation", True), ("attempt_key", False), ("node_id", False)):
+            value = values.get(name)
+            if not (_is_name(value, 500) or (value is None and not needed)):
+                raise InvalidEvent(
+                    f"sender with {name} {values.get(name)!r:.200}",
+                    expected="a printable text of 1 to 500 characters",
+                )
+        for name in ("clock_offset", "clock_error", "started"):
+            if values.get(name) is not None and not _is_time(values[name]):
+                raise InvalidEvent(
+                    f"sender with {name} {values[name]!r:.200}", expected="seconds, or None"
+                )
+        return cls(**{**values, "run": run})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One event as the service reads it; `fields` keeps what this version does not know."""
+
+    kind: str
+    seq: int
+    wall: float
+    mono: float
+    fields: Mapping[str, Any]
+
+    def wire(self) -> tuple[Any, ...]:
+        """Return the tuple that travels."""
+        return (SCHEMA, self.kind, self.seq, self.wall, self.mono, dict(self.fields))
+
+    @classmethod
+    def parse(cls, wire: object) -> Event:
+        """Read one event.
+
+        Raises:
+            InvalidEvent: malformed, of an unknown schema number or of an unknown kind.
+        """
+        if not isinstance(wire, tuple | list) or len(wire) < 6:
+            raise InvalidEvent(
+                f"event {wire!r:.200} cannot be read",
+                expected="(schema, kind, seq, wall, mono, fields)",
+            )
+        schema, kind, seq, wall, mono, fields = wire[:6]
+        if schema != SCHEMA:
+            raise InvalidEvent(
+                f"event {seq!r:.200} has schema number {schema!r:.200}",
+                expected=f"schema number {SCHEMA}",
+                advice="bring the service and the job to versions that share a schema",
+            )
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise InvalidEvent(
+                f"event {seq!r:.200} is of kind {kind!r:.200}", expected=f"one of {sorted(KINDS)}"
+            )
+        numbers_ok = _is_int(seq, 0, _INT64) and _is_time(wall) and _is_time(mono)
+        if not numbers_ok or not isinstance(fields, dict):
+            raise InvalidEvent(
+                f"event {wire!r:.200} has fields of wrong types",
+                expected="seq an int from 0, wall and mono finite floats, fields a dict",
+            )
+        return cls(kind, seq, float(wall), float(mono), fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Which piece of a stage: (occurrence, epoch, minibatch, microbatch), each from 0."""
+
+    occurrence: int = 0
+    epoch: int = 0
+    minibatch: int = 0
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.occurrence}.{self.epoch}.{self.minibatch}.{self.microbatch}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What a process worked on: one part of one stage of one step (or policy version)."""
+
+    step: int | None
+    policy_version: int | None
+    stage: str | None
+    part: Part = Part()
+    key: str = dataclasses.field(init=False, repr=False, compare=False)
+    """The identity of this work inside a process: `step|policy_version|stage|part`."""
+
+    def __post_init__(self) -> None:
+        step = "" if self.step is None else self.step
+        # A step is the clock where there is one; the version then is a property, not identity.
+        version = self.policy_version if self.step is None else None
+        key = f"{step}|{'' if version is None else version}|{self.stage or ''}|{self.part}"
+        object.__setattr__(self, "key", key)
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Work:
+        """Read the work fields of an event.
+
+        Raises:
+            InvalidEvent: a step, version or part that is not an int (of 64 bits, a step or part
+                from 0), or a stage that is no name.
+        """
+        try:
+            return _parse_work(*map(fields.get, WORK_FIELDS))
+        except TypeError:  # not even hashable
+            values = {name: fields.get(name) for name in WORK_FIELDS}
+            raise InvalidEvent(
+                f"work fields are {values!r:.400}", expected="ints and a stage's name"
+            ) from None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the work fields of an event."""
+        part = self.part
+        return {
+            "step": self.step,
+            "policy_version": self.policy_version,
+            "stage": self.stage,
+            "occurrence": part.occurrence,
+            "epoch": part.epoch,
+            "minibatch": part.minibatch,
+            "microbatch": part.microbatch,
+        }
+
+
+@functools.lru_cache(maxsize=8192, typed=True)  # typed: True is no step
+def _parse_work(step: Any, policy_version: Any, stage: Any, *part: Any) -> Work:
+    # All ranks of a step say the same work: one object serves them all.
+    if step is not None and not _is_int(step, 0, _INT64):
+        raise InvalidEvent(f"step is {step!r:.200}", expected="an int from 0, or None")
+    if policy_version is not None and not _is_int(policy_version, -_INT64, _INT64):
+        raise InvalidEvent(f"policy_version is {policy_version!r:.200}", expected="an int, or None")
+    for name, value in zip(PART_FIELDS, part, strict=True):
+        if value is not None and not _is_int(value, 0, _INT64):
+            raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int from 0, or None")
+    if stage is not None and not _is_name(stage, 200):
+        raise InvalidEvent(
+            f"stage is {stage!r:.200}", expected="a printable name of 1 to 200 characters"
+        )
+    return Work(step, policy_version, stage, Part(*(value or 0 for value in part)))
+
+
+def _is_int(value: object, least: int, below: int) -> bool:
+    # A number that the catalogue cannot hold must not come so far that it spoils a whole batch.
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < below
+
+
+def _is_time(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return False
+    return abs(value) < 1e300  # also false for NaN
+
+
+def _is_name(value: object, most: int) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= most and value.isprintable()

@@ -1,0 +1,426 @@
+"""A step's whole: the parts of one stage put together so that every token counts once.
+
+Where parts carry sample ids, a token is (sample, position), and what counted before does not count
+again: not a replica, not a second epoch, not the driver's copy of what the ranks hold. Rows that
+share an id and are of different samples are told apart (`identity`). A part that repeats only some
+tokens is named in `Whole.restate`; the caller takes its statistics again with `skip_of(...)` and
+assembles again. Without ids the layout decides: of the ranks that hold the same
+rows (data_rank, else dp and cp rank) the one with tp 0 and the last pp counts, in the lowest epoch.
+
+Which of several equal parts counts depends on (epoch, occurrence, minibatch, microbatch, role,
+rank) alone, never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
+
+On every step: tokens that count + tokens left out with a reason = tokens sent (`Whole.sent`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import PAIRS, ROLES, WHOLE_STAGES
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics import codec
+from stagescope_service.statistics.batch import TokenBatch
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
+from stagescope_service.statistics.ledger import Claim, Ledger
+from stagescope_service.statistics.part import PartRecord, RankRow, Restate, role_order
+from stagescope_service.statistics.summary import Summary
+
+MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
+NOISE_PAIR: Final = ("old", "recomputed")
+
+REPLICA: Final = "replica"
+REPEATED: Final = "repeated"
+OTHER_ROLE: Final = "other role"
+LATER_EPOCH: Final = "later epoch"
+PARTIAL: Final = "restate"
+OTHER_STREAMS: Final = "other streams"
+ELSEWHERE: Final = (REPLICA, REPEATED, OTHER_ROLE, LATER_EPOCH)
+"""Why tokens are left out that count elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A step's statistics, from one stage.
+
+    Attributes:
+        stage: The stage that it is taken from.
+        summary: The merged summary; `publish(whole.summary)` names its numbers.
+        ranks: Each rank's own cell, by (role, rank).
+        counted: Keys of the parts that counted.
+        left_out: Key -> why it did not count.
+        tokens_left_out: Reason -> tokens under the mask that do not count for it.
+        sent: Tokens under the mask of all parts; None where an earlier release wrote it.
+        contradictions: Ids that name several samples, which count each for itself.
+        differing: (key, key of the counted replica) of replicas whose numbers differ.
+        restate: Parts to take again; until then their tokens are missing.
+        restate_ranks: The same for the numbers of single ranks; stored nowhere.
+        fragmented: Sequences in pieces that nobody placed: their sequence and round values
+            describe the pieces.
+    """
+
+    stage: str
+    summary: Summary
+    ranks: tuple[RankRow, ...]
+    counted: tuple[str, ...]
+    left_out: Mapping[str, str]
+    tokens_left_out: Mapping[str, int]
+    differing: tuple[tuple[str, str], ...]
+    restate: tuple[Restate, ...]
+    fragmented: int
+    sent: int | None = None
+    contradictions: tuple[Contradiction, ...] = ()
+    restate_ranks: tuple[Restate, ...] = ()
+
+    @property
+    def total(self) -> Cell:
+        """The cell of all counted tokens."""
+        return self.summary.total
+
+    @property
+    def duplicates(self) -> int:
+        """Tokens that were left out since they counted elsewhere."""
+        return sum(self.tokens_left_out.get(why, 0) for why in ELSEWHERE)
+
+    @property
+    def unaccounted(self) -> int | None:
+        """Tokens sent that neither count nor are left out with a reason: 0, else it is a fault."""
+        if self.sent is None:
+            return None
+        return self.sent - self.total.masked - sum(self.tokens_left_out.values())
+
+    def besides(self, tokens: Mapping[str, int]) -> Whole:
+        """Return the same with tokens that were sent and are in no part, by reason."""
+        if self.sent is None or not tokens:
+            return self
+        left_out = dict(Counter(self.tokens_left_out) + Counter(tokens))
+        return dataclasses.replace(
+            self, sent=self.sent + sum(tokens.values()), tokens_left_out=left_out
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the whole as the bytes of a safetensors file with JSON metadata."""
+        arrays, document = codec.flatten(self.summary)
+        vectors = [row.cell.vector for row in self.ranks]
+        arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)
+        ranks = [[row.role, row.rank, row.parts, row.counted_parts] for row in self.ranks]
+        return codec.save(
+            arrays,
+            {
+                "kind": "whole",
+                "version": codec.VERSION,
+                "cell": cells.VERSION,
+                "summary": document,
+                "ranks": ranks,
+                "stage": self.stage,
+                "counted": list(self.counted),
+                "left_out": dict(self.left_out),
+                "duplicates": self.duplicates,
+                "tokens_left_out": dict(self.tokens_left_out),
+                "sent": self.sent,
+                "contradictions": [
+                    [found.sample, [list(holder) for holder in found.holders]]
+                    for found in self.contradictions
+                ],
+                "differing": [list(pair) for pair in self.differing],
+                "restate": [[r.key, [list(skip) for skip in r.skips]] for r in self.restate],
+                "fragmented": self.fragmented,
+            },
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Whole:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            InvalidInput: not such bytes, or of another version; nothing in them is trusted.
+        """
+        arrays, document = codec.load(data, "whole", codec.VERSION)
+        try:
+            vectors = arrays.pop("rank_cells")
+            if vectors.dtype != np.float64 or len(vectors) != len(document["ranks"]):
+                raise ValueError(f"rank_cells are {vectors.dtype} {vectors.shape}")
+            vectors = cells.upgrade(vectors, document["cell"])
+            return cls(
+                stage=str(document["stage"]),
+                summary=codec.restore(arrays, document["summary"]),
+                ranks=tuple(
+                    RankRow(str(role), int(rank), Cell(vector), int(parts), int(counted))
+                    for (role, rank, parts, counted), vector in zip(
+                        document["ranks"], vectors, strict=True
+                    )
+                ),
+                counted=tuple(str(key) for key in document["counted"]),
+                left_out={str(k): str(why) for k, why in document["left_out"].items()},
+                tokens_left_out=_tokens_left_out(document),
+                sent=None if document.get("sent") is None else int(document["sent"]),
+                contradictions=tuple(
+                    Contradiction(str(sample), tuple((str(r), int(n)) for r, n in holders))
+                    for sample, holders in document.get("contradictions", ())
+                ),
+                differing=tuple((str(a), str(b)) for a, b in document["differing"]),
+                restate=tuple(
+                    Restate(str(key), tuple((int(r), int(a), int(b)) for r, a, b in skips))
+                    for key, skips in document["restate"]
+                ),
+                fragmented=int(document["fragmented"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInput(
+                f"these bytes are no whole ({type(error).__name__}: {error})",
+                expected=f"a whole of version {codec.VERSION}",
+            ) from error
+
+
+def assemble(
+    parts: Sequence[PartRecord],
+    *,
+    stage: str | None = None,
+    pairs: Sequence[tuple[str, str]] = MISMATCH_PAIRS,
+    unavailable: Collection[str] = (),
+) -> Whole:
+    """Put the parts of one stage together.
+
+    Args:
+        parts: Parts of a step, of any stages and pairs, in any order.
+        stage: The stage to take; default the first of `schema.WHOLE_STAGES` that is there.
+        pairs: Which pair to take, in order of preference; `[NOISE_PAIR]` for the noise floor.
+        unavailable: Keys of parts that cannot be taken again: where only some of their tokens are
+            new, others count first.
+
+    Raises:
+        InvalidInput: no part has such a pair.
+    """
+    stage, chosen, others = _choose(parts, stage, pairs)
+    main_role = min((record.role for record in chosen), key=role_order)
+    identities = resolve(record for record in chosen if record.has_ids)
+    books = _Books(main_role, identities)
+    for record in sorted(chosen, key=lambda record: (record.key in unavailable, record.order)):
+        books.enter(record)
+    if others:
+        books.tokens_left_out[OTHER_STREAMS] += sum(map(_sent, others))
+    if books.counted:
+        summary = Summary.merge([_counted(record, identities) for record in books.counted])
+        summary = dataclasses.replace(summary, empty_samples=empty_samples(chosen, identities))
+    else:
+        raise InvalidInput("no part of the step counts", expected="at least one new token")
+    ranks, restate_ranks = _rank_rows(chosen, {r.key for r in books.counted}, identities)
+    return Whole(
+        stage=stage,
+        summary=summary,
+        ranks=ranks,
+        counted=tuple(record.key for record in books.counted),
+        left_out=books.left_out | dict.fromkeys((r.key for r in others), OTHER_STREAMS),
+        tokens_left_out=dict(+books.tokens_left_out),
+        differing=tuple(books.differing),
+        restate=tuple(books.restate),
+        fragmented=int(summary.sequences.fragmented().sum()),
+        sent=sum(map(_sent, [*chosen, *others])),
+        contradictions=identities.contradictions,
+        restate_ranks=restate_ranks,
+    )
+
+
+def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint8]:
+    """Return the `skip` array [tokens] of a batch for (row, first, last) positions."""
+    skip = np.zeros(batch.tokens, np.uint8)
+    for row, first, last in skips:
+        begin, end = batch.row_offsets[row], batch.row_offsets[row + 1]
+        if batch.positions is not None:
+            here = batch.positions[begin:end]
+            skip[begin:end] |= ((here >= first) & (here < last)).astype(np.uint8)
+        else:
+            shift = begin - (0 if batch.token_offset is None else batch.token_offset[row])
+            skip[max(first + shift, begin) : max(min(last + shift, end), begin)] = 1
+    return skip
+
+
+def _counted(record: PartRecord, identities: Identities) -> Summary:
+    """Return what a part adds to the step, under the names that its samples count under."""
+    renamed = identities.renamed(record.key, record.summary)
+    nothing = np.empty((0, 3), np.int64)
+    # What tells samples apart has done its work.
+    bare = dataclasses.replace(
+        renamed.sequences, cover=nothing, marks=nothing, mark_values=np.empty(0, np.float32)
+    )
+    return dataclasses.replace(renamed, sequences=bare).named(record.key)
+
+
+def _sent(record: PartRecord) -> int:
+    handed = record.handed or record.summary
+    return handed.total.masked + sum(handed.left_out.values())
+
+
+def _tokens_left_out(document: Mapping[str, Any]) -> dict[str, int]:
+    known = document.get("tokens_left_out")
+    if known is None:  # an earlier release knew one reason
+        known = {REPEATED: document["duplicates"]} if document["duplicates"] else {}
+    return {str(why): int(tokens) for why, tokens in known.items()}
+
+
+class _Books:
+    """Decides, record by record in the fixed order, what counts."""
+
+    def __init__(self, main_role: str, identities: Identities) -> None:
+        self._main_role = main_role
+        self._identities = identities
+        self._ledger = Ledger()
+        self._holders: dict[tuple[Any, ...], PartRecord] = {}
+        self._epochs: dict[tuple[Any, ...], int] = {}
+        self._digests: dict[tuple[Any, ...], str] = {}
+        self._sampled: dict[tuple[Any, ...], tuple[bytes, str]] = {}
+        self.counted: list[PartRecord] = []
+        self.left_out: dict[str, str] = {}
+        self.tokens_left_out = Counter[str]()
+        self.differing: list[tuple[str, str]] = []
+        self.restate: list[Restate] = []
+
+    def enter(self, record: PartRecord) -> None:
+        """Count a record, leave it out, or ask for a restatement."""
+        handed = record.handed or record.summary
+        self.tokens_left_out.update(handed.left_out)
+        if not len(handed.sequences):
+            # Rows without a model token name no sample: the layout tells replicas apart.
+            holder = self._holders.setdefault((*record.group, record.part), record)
+            if holder is record and record.part.epoch == 0:
+                self.counted.append(record)
+            else:
+                self.left_out[record.key] = REPLICA if holder is not record else LATER_EPOCH
+            return
+        if record.has_ids:
+            why, claim = self._by_sample(record)
+        else:
+            why, claim = self._by_layout(record), None
+        holder = self._holders.setdefault((*record.group, record.part), record)
+        if why is None:
+            self.counted.append(record)
+            if claim is not None:
+                self.tokens_left_out[REPEATED] += _repeated(claim, handed, record.summary)
+                self._other_numbers(record)
+            return
+        self.left_out[record.key] = why
+        missing = min(claim.fresh, handed.total.masked) if why == PARTIAL and claim else 0
+        self.tokens_left_out[why] += missing
+        self.tokens_left_out[REPEATED if why == PARTIAL else why] += handed.total.masked - missing
+        if why not in (REPLICA, REPEATED):
+            return
+        if record.has_ids:
+            other = self._other_numbers(record)
+        else:
+            other = holder.key if holder.digest != record.digest else None
+        if other is not None:
+            self.differing.append((record.key, other))
+
+    def _other_numbers(self, record: PartRecord) -> str | None:
+        """Note a record's samples; name a part of the same pass that has other numbers for one."""
+        summary, part = record.handed or record.summary, record.part
+        places = self._identities.places_of(record.key, summary)
+        cover = summary.sequences.cover
+        firsts = cover[np.searchsorted(cover[:, 0], np.arange(len(places))), 1].tolist()
+        found = None
+        for place, first, values in zip(places, firsts, summary.sequences.values, strict=True):
+            piece = (place.sample, first + place.shift, record.cp_rank)
+            key = (*piece, record.role, part.epoch, part.occurrence)
+            content, owner = self._sampled.setdefault(key, (values.tobytes(), record.key))
+            if owner != record.key and content != values.tobytes():
+                found = found or owner
+        return found
+
+    def _by_sample(self, record: PartRecord) -> tuple[str | None, Claim | None]:
+        if self._identities.contradictions and record.role not in (self._main_role, *ROLES):
+            # A driver's ids cannot be those of ranks that do not agree on them.
+            return OTHER_ROLE, None
+        handed = record.handed or record.summary
+        places = self._identities.places_of(record.key, handed)
+        claim = self._ledger.claim(handed, record.cp_rank, places)
+        if claim.everything:
+            held = (*record.group, record.part) in self._holders
+            return (REPLICA if held else REPEATED), claim
+        if claim.skips and claim.skips != record.skipped:
+            self.restate.append(Restate(record.key, claim.skips))
+            return PARTIAL, claim
+        return None, claim
+
+    def _by_layout(self, record: PartRecord) -> str | None:
+        if record.role != self._main_role:
+            return OTHER_ROLE
+        if (*record.group, record.part) in self._holders:
+            return REPLICA
+        if record.part.epoch > self._epochs.setdefault(record.group, record.part.epoch):
+            return LATER_EPOCH
+        content = (*record.group, record.summary.digest)
+        if record.part.occurrence and content in self._digests:
+            return REPEATED
+        self._digests[content] = record.key
+        return None
+
+
+def _choose(
+    parts: Sequence[PartRecord], stage: str | None, pairs: Sequence[tuple[str, str]]
+) -> tuple[str, list[PartRecord], list[PartRecord]]:
+    """Return the stage, its parts that have the pair to take, and those that have another only."""
+    usable = [record for record in parts if record.summary.pair in pairs]
+    there = {record.stage for record in usable}
+    order = [name for name in WHOLE_STAGES if name in there] + sorted(there - set(WHOLE_STAGES))
+    if stage is None and order:
+        stage = order[0]
+    if stage is None or stage not in there:
+        raise InvalidInput(
+            f"no part of {'any stage' if stage is None else f'stage {stage}'} has both streams",
+            expected=f"one of the pairs {list(pairs)}",
+        )
+    of_stage = [record for record in usable if record.stage == stage]
+    found = {record.summary.pair for record in of_stage}
+    pair = next(pair for pair in pairs if pair in found)
+    chosen = [record for record in of_stage if record.summary.pair == pair]
+    keys = {record.key for record in chosen}
+    return stage, chosen, [record for record in of_stage if record.key not in keys]
+
+
+def _repeated(claim: Claim, handed: Summary, counted: Summary) -> int:
+    """Return how many of a counted part's tokens count elsewhere."""
+    cover = handed.sequences.cover
+    if int((cover[:, 2] - cover[:, 1]).sum()) != handed.total.masked:
+        # Of a mask that flickers not every stretch is kept.
+        return handed.total.masked - counted.total.masked
+    return claim.repeated
+
+
+def _rank_rows(
+    records: Sequence[PartRecord], counted: set[str], identities: Identities
+) -> tuple[tuple[RankRow, ...], tuple[Restate, ...]]:
+    """Return each rank's own numbers, and the parts to take again for them."""
+    by_rank: dict[tuple[tuple[int, str], int], list[PartRecord]] = {}
+    for record in sorted(records, key=lambda record: record.order):
+        by_rank.setdefault((role_order(record.role), record.rank), []).append(record)
+    rows: list[RankRow] = []
+    restate: list[Restate] = []
+    for (role, rank), own in sorted(by_rank.items()):
+        ledger, epoch = Ledger(), min(record.part.epoch for record in own)
+        vectors = []
+        for record in own:
+            summary = record.ranked or record.handed or record.summary
+            if not record.has_ids:
+                if record.part.epoch == epoch:
+                    vectors.append(summary.total.vector)
+                continue
+            places = identities.places_of(record.key, summary)
+            own_places = [dataclasses.replace(place, dropped=False) for place in places]
+            claim = ledger.claim(summary, record.cp_rank, own_places)
+            if claim.skips and not claim.everything:
+                restate.append(Restate(record.key, claim.skips))
+            elif not claim.everything:
+                vectors.append(summary.total.vector)
+        cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
+        rows.append(
+            RankRow(role[1], rank, cell, len(own), sum(record.key in counted for record in own))
+        )
+    return tuple(rows), tuple(restate)

@@ -1,0 +1,139 @@
+"""Files that are kept, and the steps that hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+import sqlalchemy as sa
+from stagescope_service.store import connect
+from stagescope_service.store.queries import overview
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.tables import TABLES
+from typing import Any, TypeAlias
+from stagescope_service.store.tables import artifacts, steps
+
+
+
+Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
+
+_THERE = (artifacts.c.kind == "kept") & artifacts.c.deleted_wall.is_(None)
+_OLDEST_FIRST = (artifacts.c.wall, artifacts.c.step, artifacts.c.artifact_id)
+
+
+def kept_bytes() -> Query:
+    """Select `node_id`, `files` and `bytes` of what each node holds."""
+    size = sa.func.coalesce(sa.func.sum(artifacts.c.bytes), 0).label("bytes")
+    return (
+        sa.select(artifacts.c.node_id, sa.func.count().label("files"), size)
+        .where(_THERE)
+        .group_by(artifacts.c.node_id)
+    )
+
+
+def kept_places() -> Query:
+    """Select `artifact_id`, `node_id` and `path` of every kept file that is there."""
+    return sa.select(artifacts.c.artifact_id, artifacts.c.node_id, artifacts.c.path).where(_THERE)
+
+
+def kept_files(
+    *,
+    node_id: str | None = None,
+    before_wall: float | None = None,
+    attempt_id: int | None = None,
+    before_step: int | None = None,
+) -> Query:
+    """Select the kept files that may go, the oldest first: those of no pinned step.
+
+    Args:
+        node_id: only this node's.
+        before_wall: only those written before.
+        attempt_id: only this attempt's.
+        before_step: only those of earlier steps.
+    """
+    where = [_THERE, sa.func.coalesce(steps.c.pinned, sa.false()) == sa.false()]
+    if node_id is not None:
+        where.append(artifacts.c.node_id == node_id)
+    if before_wall is not None:
+        where.append(artifacts.c.wall < before_wall)
+    if attempt_id is not None:
+        where.append(artifacts.c.attempt_id == attempt_id)
+    if before_step is not None:
+        where.append(artifacts.c.step < before_step)
+    of_step = (steps.c.attempt_id == artifacts.c.attempt_id) & (steps.c.step == artifacts.c.step)
+    names = ("artifact_id", "node_id", "path", "bytes", "attempt_id", "step")
+    columns = [artifacts.c[name] for name in names]
+    return (
+        sa.select(*columns)
+        .select_from(artifacts.outerjoin(steps, of_step))
+        .where(*where)
+        .order_by(*_OLDEST_FIRST)
+    )
+
+
+def newest_kept_steps(attempt_id: int) -> Query:
+    """Select the steps of an attempt of which something is kept, the newest first."""
+    return (
+        sa.select(artifacts.c.step)
+        .where(_THERE, artifacts.c.attempt_id == attempt_id, artifacts.c.step.is_not(None))
+        .distinct()
+        .order_by(artifacts.c.step.desc())
+    )
+
+
+class FileReads(Reader):
+    """Questions about kept files and pinned steps."""
+
+    def artifacts(
+        self,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        rank: Filter = None,
+        kind: Filter = None,
+        node_id: Filter = None,
+        incarnation: Filter = None,
+        deleted: bool | None = False,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return files that are kept, by step and rank; deleted ones only when asked."""
+        where = conditions("artifacts", locals())
+        if deleted is not None:
+            column = TABLES["artifacts"].c.deleted_wall
+            where.append(column.is_not(None) if deleted else column.is_(None))
+        return self._page("artifacts", where, "step stage rank artifact_id", limit, offset)
+
+    def kept_steps(self, attempt_id: int) -> list[int]:
+        """Return the steps of which payload files are there, the newest first."""
+        table = TABLES["artifacts"].c
+        query = (
+            sa.select(table.step)
+            .where(table.attempt_id == attempt_id, table.step.is_not(None))
+            .where(table.kind.in_(("kept", "ring")), table.deleted_wall.is_(None))
+            .distinct()
+            .order_by(table.step.desc())
+        )
+        with connect.explained(self._where), self._connect() as connection:
+            return [int(step) for step in connection.scalars(query)]
+
+    def pinned_steps(self, run: str | None = None) -> list[Row]:
+        """Return run, attempt and step of the steps whose payloads are pinned, newest first."""
+        return self._rows(overview.pinned_steps(run))
+
+    def kept_bytes(self) -> list[Row]:
+        """Return `node_id`, `files` and `bytes` of the kept files of each node."""
+        return self._rows(kept_bytes())
+
+    def kept_places(self) -> list[Row]:
+        """Return `artifact_id`, `node_id` and `path` of every kept file that is there."""
+        return self._rows(kept_places())
+
+    def kept_files(self, *, limit: int = LIMIT, **which: Any) -> list[Row]:
+        """Return kept files that may go, the oldest first; `which` as `retention.kept_files`."""
+        return self._rows(kept_files(**which).limit(limit))
+
+    def newest_kept_steps(self, attempt_id: int, *, limit: int) -> list[int]:
+        """Return the newest steps of an attempt of which something is kept, newest first."""
+        found = self._rows(newest_kept_steps(attempt_id).limit(limit))
+        return [row["step"] for row in found]

@@ -1,0 +1,335 @@
+"""What ranks handed over: numbers, payloads and what was read in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import sqlalchemy as sa
+
+from stagescope_service.store.queries import rollouts
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.tables import TABLES
+
+_STEP_STATE: Final = (
+    "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
+    "parts_mark", "whole_mark",
+)  # fmt: skip
+
+
+class MeasuredReads(Reader):
+    """Questions about scalars, payloads, summaries, streams and samples."""
+
+    def scalars(
+        self,
+        attempt_id: Filter,
+        step: Filter = None,
+        *,
+        name: Filter = None,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        nonfinite: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return scalars by step, name and rank; `value` is a float again, also nan and inf.
+
+        Those of stages that a newer incarnation or report replaced are left out.
+        """
+        found = self._page(
+            "scalars",
+            [*conditions("scalars", locals()), _answers(), *self._of_newest(attempt_id)],
+            "step name role rank work_key",
+            limit,
+            offset,
+        )
+        for row in found:
+            if row["nonfinite"]:
+                row["value"] = float(row["nonfinite"])
+        return found
+
+    def scalar_names(self, attempts: Sequence[int]) -> dict[str, int | None]:
+        """Return the names of the scalars of attempts, and the last step of each.
+
+        None where it was logged outside of steps alone.
+        """
+        found: dict[str, int | None] = {}
+        for attempt_id in attempts:
+            for row in self._rows(_scalar_names(attempt_id)):
+                name, last = str(row["name"]), found.get(row["name"])
+                found[name] = row["last"] if last is None else max(last, row["last"] or last)
+        return dict(sorted(found.items()))
+
+    def oldest_but(self, attempt_id: int, step: int, keep: int) -> int | None:
+        """Return the step that lies `keep` steps of the attempt below `step`; None: there is none.
+
+        Numbers of steps may have gaps.
+        """
+        table = TABLES["steps"]
+        lower = [table.c.attempt_id == attempt_id, table.c.step < step]
+        query = sa.select(table.c.step).where(*lower).order_by(table.c.step.desc())
+        found = self._rows(query.limit(1).offset(keep - 1))
+        return int(found[0]["step"]) if found else None
+
+    def summarised_steps(self, attempt_id: int, *, through: int) -> list[int]:
+        """Return the steps up to `through` of which summaries of parts are kept, the first ones."""
+        table = TABLES["summaries"]
+        where = [table.c.attempt_id == attempt_id, table.c.step <= through]
+        query = sa.select(table.c.step).where(*where).distinct().order_by(table.c.step)
+        return [int(row["step"]) for row in self._rows(query.limit(LIMIT))]
+
+    def step_metrics(
+        self,
+        attempts: Sequence[int],
+        *,
+        version: int,
+        first: int | None = None,
+        last: int | None = None,
+        numbers: Literal["metrics", "slices"] | None = "metrics",
+    ) -> Iterator[Row]:
+        """Yield every step of attempts, the newest step and attempt first, with its numbers.
+
+        Each as `steps` has it without the blob, with `has_whole`, and of `step_metrics` `stage`,
+        `verdict`, `suspects`, its counts of tokens and its `numbers`, of the step or of its slices
+        (None: neither); null where the step has no numbers of this `version`, or they are out of
+        date.
+        """
+        steps, found = TABLES["steps"], TABLES["step_metrics"]
+        current = sa.and_(
+            found.c.attempt_id == steps.c.attempt_id,
+            found.c.step == steps.c.step,
+            found.c.whole_wall == steps.c.whole_wall,
+            found.c.version == version,
+        )
+        counts = ("tokens", "masked_tokens", "unequal_tokens")
+        wanted = ("stage", "verdict", "suspects", *counts, *([numbers] if numbers else []))
+        query = (
+            sa.select(
+                *(steps.c[name] for name in _STEP_STATE),
+                steps.c.whole.is_not(None).label("has_whole"),
+                *(found.c[name] for name in wanted),
+            )
+            .outerjoin(found, current)
+            .where(steps.c.attempt_id.in_(list(attempts)), *_between(steps.c.step, first, last))
+            .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
+        )
+        yield from self._each(query)
+
+    def scalar_values(
+        self,
+        attempts: Sequence[int],
+        name: str,
+        *,
+        by_rank: bool,
+        first: int | None = None,
+        last: int | None = None,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+    ) -> Iterator[Row]:
+        """Yield a scalar by step, stage and role (and rank): over its ranks and parts.
+
+        `mean`, `low` and `high` are of the finite values (null: there is none), `count` is of all,
+        `nan`, `posinf` and `neginf` count the others. The newest step first.
+        """
+        table = TABLES["scalars"]
+        of = ["attempt_id", "step", "stage", "role", *(["rank"] if by_rank else [])]
+        kinds = {"nan": "nan", "posinf": "inf", "neginf": "-inf"}
+        query = (
+            sa.select(
+                *(table.c[column] for column in of),
+                sa.func.avg(table.c.value).label("mean"),
+                sa.func.min(table.c.value).label("low"),
+                sa.func.max(table.c.value).label("high"),
+                sa.func.count().label("count"),
+                *(
+                    sa.func.sum(sa.case((table.c.nonfinite == text, 1), else_=0)).label(kind)
+                    for kind, text in kinds.items()
+                ),
+            )
+            .where(
+                table.c.attempt_id.in_(list(attempts)),
+                table.c.name == name,
+                _answers(),
+                *self._of_newest(attempts),
+                *_between(table.c.step, first, last),
+                *conditions("scalars", {"stage": stage, "role": role, "rank": rank}),
+            )
+            .group_by(*(table.c[column] for column in of))
+            .order_by(table.c.step.desc(), table.c.attempt_id.desc())
+        )
+        yield from self._each(query)
+
+    def _of_newest(self, attempts: Filter) -> list[sa.ColumnElement[bool]]:
+        """Return the condition that a scalar outside a stage is not of a replaced process.
+
+        Where a newer incarnation of a rank logged the same in an attempt, the newer answers. There
+        is no condition where no rank of the attempts has two: most often.
+        """
+        table = TABLES["processes"]
+        is_probe = sa.or_(table.c.raw.is_(None), table.c.raw == sa.false())
+        rank = (table.c.attempt_id, table.c.role, table.c.rank)
+        where = [*conditions("processes", {"attempt_id": attempts}), is_probe]
+        twice = sa.select(rank[0]).where(*where).group_by(*rank).having(sa.func.count() > 1)
+        if self._first(twice) is None:
+            return []
+        scalars, other = TABLES["scalars"].c, TABLES["scalars"].alias().c
+        own, newer = table.alias().c, table.alias().c
+        replaced = sa.exists().where(
+            own.incarnation == scalars.incarnation,
+            *(newer[column.name] == own[column.name] for column in rank),
+            sa.or_(
+                newer.first_wall > own.first_wall,
+                sa.and_(newer.first_wall == own.first_wall, newer.incarnation > own.incarnation),
+            ),
+            other.incarnation == newer.incarnation,
+            other.work_key == scalars.work_key,
+            other.name == scalars.name,
+        )
+        return [sa.or_(scalars.stage.is_not(None), ~replaced)]
+
+    def payloads(
+        self,
+        attempt_id: Filter = None,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        state: Filter = None,
+        consumed_step: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return payloads in the order in which they were announced."""
+        return self._page(
+            "payloads",
+            conditions("payloads", locals()),
+            "announced_wall incarnation seq",
+            limit,
+            offset,
+        )
+
+    def payload_states(
+        self, attempts: Sequence[int], steps: Sequence[int], *, whole: Collection[int] = ()
+    ) -> list[Row]:
+        """Return `attempt_id`, `step`, `state`, `replaced`, `count` and a `reason` of payloads.
+
+        Args:
+            attempts: of these attempts.
+            steps: of these steps.
+            whole: of these steps those alone that were not ingested: they are few.
+        """
+        columns, stages = TABLES["payloads"].c, TABLES["stages"].c
+        replaced = sa.exists().where(
+            stages.incarnation == columns.incarnation,
+            stages.work_key == columns.work_key,
+            stages.end_seq == columns.seq,
+            stages.superseded == sa.true(),
+        )
+        chosen = (
+            sa.select(
+                columns.attempt_id,
+                columns.step,
+                columns.state,
+                columns.reason,
+                replaced.label("replaced"),
+            )
+            .where(
+                columns.attempt_id.in_(list(attempts)),
+                columns.step.in_(list(steps)),
+                sa.or_(columns.state != "ingested", columns.step.not_in(list(whole))),
+            )
+            .subquery()
+        ).c
+        by = (chosen.attempt_id, chosen.step, chosen.state, chosen.replaced)
+        query = sa.select(
+            *by, sa.func.count().label("count"), sa.func.min(chosen.reason).label("reason")
+        )
+        return self._rows(query.group_by(*by).order_by(*by))
+
+    def summaries(
+        self,
+        attempt_id: int,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        pair: Filter = None,
+        policy_version: Filter = None,
+    ) -> list[Row]:
+        """Return the summaries of payloads with their blobs, by stage, rank and part."""
+        return self._page(
+            "summaries",
+            conditions("summaries", locals()),
+            "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair",
+        )
+
+    def streams(self, attempt_id: int, *, stage: Filter = None) -> list[Row]:
+        """Return what is known of an attempt's log-prob streams."""
+        return self._page("streams", conditions("streams", locals()), "stream role stage")
+
+    def samples(
+        self,
+        attempt_id: int,
+        step: Filter = None,
+        *,
+        sample_uid: Filter = None,
+        group_id: Filter = None,
+        prompt_hash: Filter = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return samples by step and sample_uid."""
+        return self._page(
+            "samples", conditions("samples", locals()), "step sample_uid clock", limit, offset
+        )
+
+    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[Row]:
+        """Return the rows of samples that a step consumed and another process made."""
+        return self._rows(rollouts.consumed_samples(attempts, attempt_id, step))
+
+    def rollout_payloads(
+        self, attempts: Sequence[int], step: int, versions: Collection[int | None]
+    ) -> list[Row]:
+        """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
+        return self._rows(rollouts.rollout_payloads(attempts, step, versions))
+
+
+def _answers() -> sa.ColumnElement[bool]:
+    """Return the condition that a scalar's stage was not replaced, as far as is known."""
+    scalars, stages = TABLES["scalars"].c, TABLES["stages"].c
+    own = (stages.incarnation == scalars.incarnation) & (stages.work_key == scalars.work_key)
+    replaced = stages.superseded == sa.true()
+    answering = stages.superseded.is_(None) | (stages.superseded == sa.false())
+    return sa.or_(~sa.exists().where(own, replaced), sa.exists().where(own, answering))
+
+
+def _between(column: sa.Column[Any], first: int | None, last: int | None) -> list[Any]:
+    """Return the conditions of a range of steps, both ends included."""
+    bounds = [column >= first] if first is not None else []
+    return bounds + ([column <= last] if last is not None else [])
+
+
+def _scalar_names(attempt_id: int) -> Any:
+    """Select the distinct `name`s of an attempt's scalars, and the `last` step of each.
+
+    A loose index scan: each name is looked up behind the one before, however many rows bear it.
+    """
+    table = TABLES["scalars"].c
+    first = sa.select(sa.func.min(table.name).label("name")).where(table.attempt_id == attempt_id)
+    names = first.cte("names", recursive=True)
+    following = sa.select(sa.func.min(table.name)).where(
+        table.attempt_id == attempt_id, table.name > names.c.name
+    )
+    there = names.c.name.is_not(None)
+    names = names.union_all(sa.select(following.scalar_subquery()).where(there))
+    last = sa.select(sa.func.max(table.step)).where(
+        table.attempt_id == attempt_id, table.name == names.c.name
+    )
+    return sa.select(names.c.name, last.scalar_subquery().label("last")).where(
+        names.c.name.is_not(None)
+    )

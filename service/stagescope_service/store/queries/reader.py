@@ -1,0 +1,89 @@
+"""One read transaction a question: the connection, filters and pages that all questions share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import sqlalchemy as sa
+
+from stagescope_service.store import connect
+from stagescope_service.store.contract import Row
+from stagescope_service.store.snapshot import rows
+from stagescope_service.store.tables import TABLES
+
+Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
+
+LIMIT: Final = 1000
+_AT_ONCE: Final = 200
+
+
+class Reader:
+    """Opens the catalogue at a URL, again where another file lies there, and cannot write."""
+
+    def __init__(self, url: str) -> None:
+        self._where = connect.shown(url)
+        self._path: Path | None = connect.sqlite_path(url)
+        self._file = connect.file_id(self._path) if self._path else None
+        self._engine = connect.reader_engine(url)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+    def _connect(self) -> Any:
+        if self._path and (found := connect.file_id(self._path)) != self._file:
+            self._engine.dispose()  # another file lies there now
+            self._file = found
+        return self._engine.begin()
+
+    def _rows(self, query: Any) -> list[Row]:
+        with connect.explained(self._where), self._connect() as connection:
+            return rows(connection, query)
+
+    def _each(self, query: Any) -> Iterator[Row]:
+        """Yield a question's rows as they are read: they need not fit into memory at once."""
+        with connect.explained(self._where), self._connect() as connection:
+            streaming = connection.execution_options(yield_per=_AT_ONCE)
+            # Closed before the connection goes back, also where not all is read: what Python 3.10
+            # frees of an unclosed cursor later on resets the statement that another one runs, and
+            # that one reads its first rows again.
+            with streaming.execute(query) as found:
+                for row in found.mappings():
+                    yield dict(row)
+
+    def _first(self, query: Any) -> Row | None:
+        found = self._rows(query.limit(1))
+        return found[0] if found else None
+
+    def _one(self, name: str, **key: Any) -> Row | None:
+        return self._first(sa.select(TABLES[name]).where(*conditions(name, key)))
+
+    def _page(
+        self,
+        name: str,
+        where: list[Any],
+        order: str,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> list[Row]:
+        table = TABLES[name]
+        by = [
+            table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
+            for column in order.split()
+        ]
+        query = sa.select(table).where(*where).order_by(*by)
+        return self._rows(query.limit(limit).offset(offset) if limit is not None else query)
+
+
+def conditions(name: str, filters: dict[str, Any]) -> list[Any]:
+    """Return conditions for those of `filters` that are columns of the table and not None."""
+    columns = TABLES[name].columns
+    return [
+        columns[key].in_(list(value))
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else columns[key] == value
+        for key, value in filters.items()
+        if key in columns and value is not None
+    ]

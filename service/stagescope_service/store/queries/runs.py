@@ -1,0 +1,181 @@
+"""Runs, their attempts and steps, and who worked in which stage of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import sqlalchemy as sa
+from stagescope_service.store.queries import overview
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.tables import TABLES
+from stagescope.wire.schema import PART_FIELDS
+from stagescope_service.store.snapshot import Query
+from stagescope_service.store.tables import stages
+
+
+
+def paces(attempt_id: int, steps: Sequence[int]) -> Query:
+    """Select per step, role, stage and part: `first` and `last` begin, `longest` seconds.
+
+    `first` and `last` are Unix seconds of the service's clock, `longest` is monotonic; superseded
+    stages do not count.
+    """
+    place = [stages.c[name] for name in ("step", "role", "stage", *PART_FIELDS)]
+    begun = stages.c.begin_wall + sa.func.coalesce(stages.c.clock_offset, 0.0)
+    return (
+        sa.select(
+            *place,
+            sa.func.min(begun).label("first"),
+            sa.func.max(begun).label("last"),
+            sa.func.max(stages.c.end_mono - stages.c.begin_mono).label("longest"),
+        )
+        .where(
+            stages.c.attempt_id == attempt_id,
+            stages.c.step.in_(list(steps)),
+            sa.func.coalesce(stages.c.superseded, sa.false()) == sa.false(),
+        )
+        .group_by(*place)
+    )
+
+
+class RunReads(Reader):
+    """Questions about runs, attempts, steps, stages and processes."""
+
+    def runs(self, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
+        """Return the runs, last active first.
+
+        Each with `attempts` (how many), `attempt_id`, `attempt` and `attempt_key` of the newest,
+        `last_wall` (of its last process to be heard) and `live`.
+        """
+        return self._rows(overview.runs().limit(limit).offset(offset))
+
+    def run(self, run: str) -> Row | None:
+        """Return one run as `runs` does, or None."""
+        return self._first(overview.runs(run))
+
+    def live_runs(self, since: float = 0.0) -> list[Row]:
+        """Return, as `runs` does, those with a process that was heard at `since` or later.
+
+        Processes that finished or lapsed do not count.
+        """
+        return [
+            row
+            for row in self._rows(overview.runs())
+            if row["live"] and (row["last_wall"] or 0.0) >= since
+        ]
+
+    def attempts(self, run: str | None = None) -> list[Row]:
+        """Return attempts, newest first, with `last_wall`, `processes` and `live`."""
+        return self._rows(overview.attempts(run))
+
+    def attempt(self, attempt_id: int) -> Row | None:
+        """Return one attempt as `attempts` does, or None."""
+        return self._first(overview.attempts(attempt_id=attempt_id))
+
+    def find_attempt(self, run: str, number: int | None = None) -> Row | None:
+        """Return attempt `number` of a run, the newest where it is None; None if there is none."""
+        return self._first(overview.attempts(run, number=number))
+
+    def training_attempt(self) -> Row | None:
+        """Return the attempt whose training stage began last, of all runs; None at the start."""
+        return self._first(overview.training_attempt())
+
+    def attempt_of_step(self, run: str, step: int) -> Row | None:
+        """Return the newest attempt of a run that has `step`, or None."""
+        return self._first(overview.attempts(run, step=step))
+
+    def steps(
+        self,
+        attempt_id: int | None = None,
+        *,
+        run: str | None = None,
+        before: int | None = None,
+        limit: int = LIMIT,
+    ) -> list[Row]:
+        """Return steps, newest first, with `run`, `attempt`, `losses`, `has_whole` (not the blob).
+
+        Args:
+            attempt_id: of this attempt; None for all attempts of `run`.
+            run: of this run; None for all.
+            before: only steps smaller than this: the last step of the page before.
+            limit: how many.
+        """
+        return self._rows(overview.steps(attempt_id, run, before).limit(limit))
+
+    def step(self, attempt_id: int, step: int) -> Row | None:
+        """Return one step with its blob `whole`, or None."""
+        return self._one("steps", attempt_id=attempt_id, step=step)
+
+    def newest_whole(self, run: str | None) -> Row | None:
+        """Return the newest step of a run's newest attempt that has a whole, with its blob.
+
+        Args:
+            run: the run; None for the one that trained last.
+        """
+        return self._first(overview.newest_whole(run))
+
+    def parts_mark(self, attempt_id: int, step: int) -> int | None:
+        """Return what a step's whole must hold (`steps.parts_mark`), None where nothing."""
+        table = TABLES["steps"]
+        chosen = (table.c.attempt_id == attempt_id) & (table.c.step == step)
+        found = self._rows(sa.select(table.c.parts_mark).where(chosen))
+        return found[0]["parts_mark"] if found else None
+
+    def stages(
+        self,
+        attempt_id: int,
+        step: Filter = None,
+        *,
+        stage: Filter = None,
+        role: Filter = None,
+        rank: Filter = None,
+        policy_version: Filter = None,
+        superseded: bool | None = False,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return stages in the order in which they began; superseded ones only when asked."""
+        where = conditions("stages", {**locals(), "superseded": True if superseded else None})
+        if superseded is False:
+            where.append(_not_superseded())
+        return self._page("stages", where, "begin_wall rank work_key", limit, offset)
+
+    def count_stages(
+        self, attempt_id: int, step: int, *, stage: Filter = None
+    ) -> dict[tuple[str, str, int], int]:
+        """Return (stage, role, rank) -> how many parts of the stage it did in a step."""
+        table = TABLES["stages"]
+        where = [*conditions("stages", locals()), _not_superseded()]
+        key = (table.c.stage, table.c.role, table.c.rank)
+        query = sa.select(*key, sa.func.count().label("parts")).where(*where).group_by(*key)
+        rows = self._rows(query)
+        return {(row["stage"], row["role"], row["rank"]): int(row["parts"]) for row in rows}
+
+    def replaced(self, attempt_id: int, step: Filter = None) -> set[tuple[str, int | None]]:
+        """Return (incarnation, seq) of payloads whose stage something newer replaced."""
+        columns = TABLES["stages"].c
+        where = conditions("stages", {"attempt_id": attempt_id, "step": step, "superseded": True})
+        chosen = sa.select(columns.incarnation, columns.end_seq).where(*where)
+        return {(row["incarnation"], row["end_seq"]) for row in self._rows(chosen)}
+
+    def open_stages(self, attempt_id: Filter = None, *, limit: int = LIMIT) -> list[Row]:
+        """Return stages that began and did not end, oldest first."""
+        table = TABLES["stages"]
+        where = [*conditions("stages", {"attempt_id": attempt_id}), table.c.end_wall.is_(None)]
+        where.append(sa.func.coalesce(table.c.status, "open") == "open")
+        return self._page("stages", where, "begin_wall rank", limit, 0)
+
+    def processes(
+        self, attempt_id: Filter = None, *, role: Filter = None, rank: Filter = None
+    ) -> list[Row]:
+        """Return the processes of an attempt by role, rank and time: also those that are gone."""
+        return self._page("processes", conditions("processes", locals()), "role rank first_wall")
+
+    def paces(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
+        """Return how ranks went through each part of steps; see `paces.paces`."""
+        return self._rows(paces(attempt_id, steps))
+
+
+def _not_superseded() -> sa.ColumnElement[bool]:
+    column = TABLES["stages"].c.superseded
+    return column.is_(None) | (column == sa.false())  # null is unknown, and that is not superseded

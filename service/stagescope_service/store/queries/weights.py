@@ -1,0 +1,95 @@
+"""The checksums of weights that ranks recorded, and what became of each version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import sqlalchemy as sa
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.reader import LIMIT, Reader, conditions
+from stagescope_service.store.tables import TABLES
+from typing import Any, TypeAlias
+
+
+
+Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
+
+_records = TABLES["weights"]
+_verdicts = TABLES["weight_verdicts"]
+
+
+def newest_version(attempt_id: int) -> Query:
+    """Select the highest version that an attempt recorded, as `version` (null: none)."""
+    highest = sa.func.max(_records.c.version).label("version")
+    return sa.select(highest).where(_records.c.attempt_id == attempt_id)
+
+
+def versions_of_step(attempt_id: int, step: int) -> Query:
+    """Select the versions that were recorded at a step, the highest first."""
+    of_step = (_records.c.attempt_id == attempt_id) & (_records.c.step == step)
+    return sa.select(_records.c.version).where(of_step).distinct().order_by(sa.desc("version"))
+
+
+def incomplete(attempt_id: int, before: int) -> Query:
+    """Select the versions below `before` whose verdict was not complete."""
+    unsettled = (_verdicts.c.attempt_id == attempt_id) & (_verdicts.c.version < before)
+    return sa.select(_verdicts.c.version).where(unsettled, _verdicts.c.complete == sa.false())
+
+
+def unweighed() -> Query:
+    """Select (attempt_id, version) of which more was recorded than the verdict rests on."""
+    recorded = (
+        sa.select(_records.c.attempt_id, _records.c.version, sa.func.count().label("records"))
+        .group_by(_records.c.attempt_id, _records.c.version)
+        .subquery()
+    )
+    same = (_verdicts.c.attempt_id == recorded.c.attempt_id) & (
+        _verdicts.c.version == recorded.c.version
+    )
+    return (
+        sa.select(recorded.c.attempt_id, recorded.c.version)
+        .outerjoin(_verdicts, same)
+        .where(sa.func.coalesce(_verdicts.c.records, 0) < recorded.c.records)
+        .order_by(recorded.c.attempt_id, recorded.c.version)
+    )
+
+
+class WeightReads(Reader):
+    """Questions about recorded weights, their verdicts and odd replicas."""
+
+    def weights(self, attempt_id: int, version: int) -> list[Row]:
+        """Return the records of a version, in the order in which they were made."""
+        return self._page(
+            "weights", conditions("weights", locals()), "wall side role rank incarnation seq"
+        )
+
+    def weight_manifests(self, manifests: Sequence[str]) -> dict[str, bytes]:
+        """Return digest -> manifest, packed, of those that are there."""
+        table = TABLES["weight_manifests"]
+        found = self._rows(sa.select(table).where(table.c.manifest.in_(manifests)))
+        return {row["manifest"]: row["tensors"] for row in found}
+
+    def newest_weights(self, attempt_id: int) -> int | None:
+        """Return the highest version of weights that an attempt recorded, or None."""
+        version: int | None = self._rows(newest_version(attempt_id))[0]["version"]
+        return version
+
+    def weight_versions(self, attempt_id: int, step: int) -> list[int]:
+        """Return the versions of weights that were recorded at a step, the highest first."""
+        return [row["version"] for row in self._rows(versions_of_step(attempt_id, step))]
+
+    def weight_verdicts(self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
+        """Return what became of each version of an attempt, the newest first."""
+        where = conditions("weight_verdicts", {"attempt_id": attempt_id})
+        return self._page("weight_verdicts", where, "-version", limit, offset)
+
+    def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
+        """Return the versions below `before` of which somebody was still expected."""
+        return [row["version"] for row in self._rows(incomplete(attempt_id, before))]
+
+    def unweighed(self) -> list[tuple[int, int]]:
+        """Return (attempt_id, version) of which more was recorded than was compared."""
+        return [(row["attempt_id"], row["version"]) for row in self._rows(unweighed())]
+
+    def odd_replicas(self) -> list[Row]:
+        """Return each time that a rank's weights were not its replicas', the last first."""
+        return self._page("odd_replicas", [], "-wall attempt_id version side role rank")

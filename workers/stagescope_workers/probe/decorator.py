@@ -1,0 +1,132 @@
+"""Functions as stages: the step is found where trainers keep it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+
+if TYPE_CHECKING:
+    from stagescope_workers.probe.stage import Stage
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+STEP_NAMES: Final = ("global_steps", "global_step")
+
+
+class StageMaker(Protocol):
+    """What of a Probe a decorated function needs."""
+
+    def stage(self, name: str, *, step: int | None = None, model: object = None) -> Stage:
+        """Return a stage for `with`."""
+        ...
+
+
+def as_stage(
+    name: str,
+    *,
+    model: object = None,
+    step: int | None = None,
+    probe: Callable[[], StageMaker | None],
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that runs a function, also an async one, as the stage `name`.
+
+    Args:
+        name: the stage.
+        model: the module that runs, or, as a string, where it is found from the function's first
+            argument (`"actor.actor_module"`).
+        step: the step, where it is not to be found in the arguments.
+        probe: asked at each call; None lets the function run alone.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        def stage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Stage | None:
+            maker = probe()
+            if maker is None:
+                return None
+            found = find_step(args, kwargs) if step is None else step
+            return maker.stage(name, step=found, model=_find_model(model, args))
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def call_async(*args: Any, **kwargs: Any) -> Any:
+                entered = stage(args, kwargs)
+                if entered is None:
+                    return await function(*args, **kwargs)
+                with entered:
+                    return await function(*args, **kwargs)
+
+            return cast("_Function", call_async)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            entered = stage(args, kwargs)
+            if entered is None:
+                return function(*args, **kwargs)
+            with entered:
+                return function(*args, **kwargs)
+
+        return cast("_Function", call)
+
+    return decorate
+
+
+def find_step(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the global step that a call is about, or None.
+
+    Looked for in this order: `meta_info["global_steps"]` of any argument (verl's DataProto), or
+    its `extra_info` (KVBatchMeta); a plain dict or TensorDict among the arguments; the attributes
+    `global_steps` and `global_step` of the first argument (the worker).
+    """
+    values = (*args, *kwargs.values())
+    mappings = [_attribute(value, name) for value in values for name in ("meta_info", "extra_info")]
+    for mapping in (*mappings, *values):
+        found = _step_in(mapping)
+        if found is not None:
+            return found
+    for name in STEP_NAMES:
+        found = _as_step(kwargs.get(name))
+        if found is None and args:
+            found = _as_step(_attribute(args[0], name))
+        if found is not None:
+            return found
+    return None
+
+
+def _attribute(value: object, name: str) -> object:
+    try:
+        return getattr(value, name, None)
+    except Exception:  # a property of a stranger may raise anything
+        return None
+
+
+def _step_in(mapping: Any) -> int | None:
+    if not isinstance(mapping, Mapping) and type(mapping).__name__ != "TensorDict":
+        return None
+    for name in STEP_NAMES:
+        try:
+            found = _as_step(mapping.get(name, None))
+        except Exception:  # a TensorDict may refuse a key it holds in another form
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _as_step(value: Any) -> int | None:
+    value = getattr(value, "data", value) if type(value).__name__ == "NonTensorData" else value
+    try:
+        return None if value is None or isinstance(value, bool | float) else int(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _find_model(model: object, args: tuple[Any, ...]) -> object:
+    if not isinstance(model, str):
+        return model
+    found: object = args[0] if args else None
+    for name in model.split("."):
+        found = _attribute(found, name)
+    return found

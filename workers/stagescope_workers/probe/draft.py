@@ -1,0 +1,260 @@
+"""What one stage has handed over so far: its tensors, strings and metadata, each owned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope.wire.names import misspelt, misspelt_streams
+from stagescope.wire.schema import (
+    DTYPE_BYTES,
+    PAYLOAD_STRINGS,
+    PAYLOAD_TENSORS,
+    PER_TOKEN,
+    SCHEMA,
+    STREAM_TENSORS,
+    WRITTEN,
+)
+from stagescope_workers.device import HostCopy, LentTensor, PinnedPool, lend_tensor, take_tensor
+from stagescope_workers.payload import Spec, WireTensor, describe, is_tensor_like, strings_of
+from stagescope_workers.payload import spec_of as wire_spec
+
+STREAM_NAMES: Final = (*STREAM_TENSORS.values(), "ref_log_prob")
+_KNOWN_TENSORS: Final = frozenset({*STREAM_NAMES, *PAYLOAD_TENSORS})
+_FLOATS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+_BY_TOKEN: Final = frozenset({*PER_TOKEN, "tokens", "loss_mask", "input_ids", "attention_mask"})
+_MAX_META_ITEMS: Final = 1000
+_MAX_META_TEXT: Final = 10_000
+
+
+class Draft:
+    """Accumulates what `Stage.record` is given; nothing in it is shared with the caller."""
+
+    def __init__(self, pool: PinnedPool) -> None:
+        self._pool = pool
+        self._tensors: dict[str, WireTensor | HostCopy | LentTensor] = {}
+        self._specs: dict[str, Spec] = {}
+        self._strings: dict[str, list[str]] = {}
+        self._meta: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tensors or self._strings or self._meta)
+
+    def add(self, values: Mapping[str, object], *, lent: bool = False) -> Iterator[StagescopeError]:
+        """Take `values` in; yield what is wrong with single ones, the others are taken.
+
+        Args:
+            values: names and values.
+            lent: nobody writes them from now on: tensors of the host are not copied here.
+        """
+        for name, value in values.items():
+            try:
+                self._add(name, value, lent)
+            except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
+                yield error
+            except Exception as error:  # out of memory, or a tensor of a kind unknown here
+                yield InvalidInput(
+                    f"{name} is {describe(value)} and could not be copied: {error!r:.300}",
+                    expected="a tensor whose data can be read",
+                )
+
+    def _add(self, name: str, value: object, lent: bool) -> None:
+        if value is None:
+            return
+        if name in self._tensors or name in self._strings:
+            raise InvalidInput(
+                f"{name} was recorded twice in one stage",
+                expected="each name once in a stage",
+                advice="give each piece a stage of its own, with microbatch= or minibatch=",
+            )
+        # Names that hold one string a row are read first: numpy arrays of objects are such lists.
+        strings = strings_of(name, value)
+        if strings is not None:
+            self._strings[name] = strings
+        elif name in _KNOWN_TENSORS or is_tensor_like(value):
+            take = lend_tensor if lent else take_tensor
+            taken = self._tensors[name] = take(name, value, self._pool)
+            self._specs[name] = wire_spec(taken) if isinstance(taken, tuple) else taken.spec
+        else:
+            self._meta[name] = plain(value)
+
+    def specs(self) -> Mapping[str, Spec]:
+        """Return the description of each tensor."""
+        return self._specs
+
+    def copies(self) -> list[HostCopy]:
+        """Return the tensors that a device is still writing."""
+        return [item for item in self._tensors.values() if isinstance(item, HostCopy)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that this holds until the payload's receipt."""
+        texts = sum(len(text) for texts in self._strings.values() for text in texts)
+        return texts + sum(
+            spec.nbytes + 8 * ((spec.rows or 0) + 1) for spec in self._specs.values()
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a tensor with a value a token has; 0 where there is none."""
+        shapes = (spec.shape for name, spec in self._specs.items() if name in _BY_TOKEN)
+        return max(map(math.prod, shapes), default=0)
+
+    def description(self, *, reported: bool = False) -> dict[str, Any]:
+        """Return the PAYLOAD_FIELDS of an END event; see there for `reported`."""
+        told = {"reported": True} if reported else {}
+        return told | {
+            "tensors": {
+                name: [tag, list(shape), rows] for name, (tag, shape, rows) in self._specs.items()
+            },
+            "bytes": sum(spec.nbytes for spec in self._specs.values()),
+            "meta": dict(self._meta),
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Return the payload as it travels; waits for a device that still writes.
+
+        A tensor that was written after it was handed over is left out, and named in the metadata.
+        """
+        tensors: dict[str, WireTensor] = {}
+        written = []
+        for name, item in self._tensors.items():
+            wire = item if isinstance(item, tuple) else item.finish()
+            if wire is None:
+                written.append(name)
+            else:
+                tensors[name] = wire
+        meta = {**self._meta, **({WRITTEN: written} if written else {})}
+        return {"schema": SCHEMA, "tensors": tensors, "strings": dict(self._strings), "meta": meta}
+
+    def problems(self) -> list[InvalidTensor]:
+        """Return what is wrong between the tensors, by their shapes and dtypes alone."""
+        specs = self._specs
+        found = list(_wrong_dtypes(specs))
+        streams = [name for name in STREAM_NAMES if name in specs]
+        if self._lacks_mask():
+            shapes = ", ".join(f"{name} {_form(specs[name])}" for name in streams)
+            advice = "record it in the same stage: 1 = model token, 0 = anything else"
+            for name, meant in self._misspelt():
+                if meant == "response_mask":
+                    advice = f"rename {name}, which no statistic reads, in stage.record"
+            found.append(
+                InvalidTensor(
+                    f"response_mask is missing beside {shapes}",
+                    expected=f"response_mask of the same shape as {streams[0]}",
+                    advice=advice,
+                )
+            )
+        found.extend(_wrong_shapes(specs))
+        found.extend(self._wrong_ids(specs))
+        return found
+
+    def misspelt(self) -> Iterator[tuple[str, InvalidTensor]]:
+        """Yield (name, what is wrong) of names that no statistic reads, but for their spelling.
+
+        One that is the reason of what `problems` says stands there.
+        """
+        for name, meant in self._misspelt():
+            if meant == "response_mask" and self._lacks_mask():
+                continue
+            yield (
+                name,
+                InvalidTensor(
+                    f"{name} is kept, but no statistic reads it: there is no such name",
+                    expected=f"{meant}, which is the closest",
+                    advice="rename it in stage.record",
+                ),
+            )
+        for field in ("producers", "streams"):
+            said = self._meta.get(field)
+            for name, meant in misspelt_streams(said if isinstance(said, Mapping) else ()):
+                yield (
+                    f"{field}.{name}",
+                    InvalidTensor(
+                        f"{field} names {name:.100}, which is no stream",
+                        expected=f"{meant}, which is the closest",
+                        advice=f"rename it there: until then {field} says nothing of that stream",
+                    ),
+                )
+
+    def _misspelt(self) -> Iterator[tuple[str, str]]:
+        return misspelt([*self._tensors, *self._strings])
+
+    def _lacks_mask(self) -> bool:
+        """Say whether streams are to be held against each other and nothing says by which mask."""
+        streams = [name for name in STREAM_NAMES if name in self._specs]
+        return len(streams) > 1 and "response_mask" not in self._specs
+
+    def _wrong_ids(self, specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
+        rows = _row_count(specs)
+        for name in PAYLOAD_STRINGS:
+            ids = self._strings.get(name)
+            if ids is not None and rows is not None and len(ids) != rows:
+                yield InvalidTensor(f"{name} has {len(ids)} ids", expected=f"one a row: {rows}")
+
+
+def _wrong_dtypes(specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
+    for name in STREAM_NAMES:
+        if name in specs and specs[name].tag not in _FLOATS:
+            yield InvalidTensor(
+                f"{name} is {specs[name].tag}", expected=f"log-probs as one of {sorted(_FLOATS)}"
+            )
+    for name in ("responses", "positions", "round_ids", "turn_ids", "cu_seqlens"):
+        if name in specs and specs[name].tag in _FLOATS:
+            integers = sorted(set(DTYPE_BYTES) - _FLOATS - {"bool"})
+            yield InvalidTensor(f"{name} is {specs[name].tag}", expected=f"one of {integers}")
+
+
+def _wrong_shapes(specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
+    names = [name for name in PER_TOKEN if name in specs]
+    reference = "response_mask" if "response_mask" in names else next(iter(names), None)
+    if reference is None:
+        return
+    wanted = specs[reference]
+    packed = "cu_seqlens" in specs
+    for name in names:
+        spec = specs[name]
+        if spec.shape != wanted.shape or (spec.rows != wanted.rows and not packed):
+            yield InvalidTensor(
+                f"{name} is {_form(spec)} and {reference} is {_form(wanted)}",
+                expected="the same rows and tokens in both",
+            )
+
+
+def _row_count(specs: Mapping[str, Spec]) -> int | None:
+    if "cu_seqlens" in specs and len(specs["cu_seqlens"].shape) == 1:
+        return specs["cu_seqlens"].shape[0] - 1
+    for name in PER_TOKEN:
+        if name in specs:
+            spec = specs[name]
+            if spec.rows is not None:
+                return spec.rows
+            return spec.shape[0] if len(spec.shape) == 2 else None
+    return None
+
+
+def _form(spec: Spec) -> str:
+    rows = "" if spec.rows is None else f" in {spec.rows} rows"
+    return f"{spec.tag}{list(spec.shape)}{rows}"
+
+
+def plain(value: object, depth: int = 6) -> Any:
+    """Return `value` as built-in types, which every version of the service can read."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value[:_MAX_META_TEXT]
+    if isinstance(value, np.generic):
+        return value.item()
+    if depth > 0 and isinstance(value, Mapping):
+        items = list(value.items())[:_MAX_META_ITEMS]
+        return {str(key): plain(item, depth - 1) for key, item in items}
+    if depth > 0 and isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, depth - 1) for item in list(value)[:_MAX_META_ITEMS]]
+    if hasattr(value, "shape"):
+        return describe(value)
+    return str(value)[:_MAX_META_TEXT]

@@ -1,0 +1,199 @@
+"""Who a process is: its attempt key, its fingerprint and its place in the layout.
+
+Everything here is gathered in the background thread, bounded in time, and never raises: what
+cannot be read is absent, not guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope import versions
+from stagescope.wire.schema import LAYOUT_COLUMNS
+
+PACKAGES: Final = (
+    "stagescope", "numpy", "torch", "torch_npu", "ray", "transformers", "verl", "areal", "slime",
+    "trl", "vllm", "vllm-ascend", "sglang", "megatron-core", "mindspeed", "deepspeed", "accelerate",
+    "flash-attn", "triton", "ctranslate2", "mindstudio-probe", "tensordict", "peft", "datasets",
+)  # fmt: skip
+
+_SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie|session", re.I)
+# What shapes a training or its numbers. A list of what may be shown, for no list of what must not
+# be is ever complete.
+_SHOWN: Final = re.compile(
+    r"(ACCELERATE|ACL|ASCEND|ATB|CANN|CONDA|CT2|CUBLAS|CUDA|CUDNN|DEEPSPEED|FLASH|FSDP|GLOO|GOMP|"
+    r"GPU|HABANA|HCCL|HCOMM|HF|HIP|HYDRA|KMP|LD|LOCAL|MASTER|MEGATRON|MINDSPEED|MKL|MSPROBE|NCCL|"
+    r"NEURON|NPU|NUMBA|NUMEXPR|NVIDIA|NVTE|OMP|OPENBLAS|PYTHON|PYTORCH|RANK|RAY|ROCM|ROCR|SGLANG|"
+    r"SLURM|STAGESCOPE|TASK|TBE|TE|TF32|TOKENIZERS|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VERL|"
+    r"VLLM|WEAVER|WORLD|XDG|XLA)(_|$|[A-Z0-9])"
+)
+# An address may carry a password, whatever its variable is called: https://user:password@host
+_SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
+_GIT_SECONDS: Final = 2.0
+_MAX_VALUE: Final = 2000
+_MAX_VARIABLES: Final = 500
+_MAX_ARGUMENTS: Final = 100
+
+
+def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what made this process what it is: code, packages, driver, environment, settings."""
+    parts: dict[str, Callable[[], Any]] = {
+        "git": lambda: git_state(Path.cwd()),
+        "config": lambda: dict(settings),
+        "python": platform.python_version,
+        "platform": platform.platform,
+        "argv": lambda: visible_arguments(sys.argv[:_MAX_ARGUMENTS]),
+        "packages": package_versions,
+        "versions": version_remarks,
+        "drivers": driver_versions,
+        "environment": lambda: visible_environment(os.environ),
+    }
+    found: dict[str, Any] = {}
+    for name, read in parts.items():
+        with contextlib.suppress(Exception):
+            found[name] = read()
+    return found
+
+
+def visible_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that shape a training, none that may hold a secret by name or value."""
+    shown = (name for name in environment if _SHOWN.match(name) and not _SECRET.search(name))
+    names = sorted(shown)[:_MAX_VARIABLES]
+    values = {name: environment[name][:_MAX_VALUE] for name in names}
+    return {name: value for name, value in values.items() if not _SECRET_VALUE.search(value)}
+
+
+def visible_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without what may be a secret: `--api-key=x`, `--api-key x`."""
+    shown: list[str] = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        secret = before.startswith("-") and "=" not in before and _SECRET.search(before)
+        value = secret and not argument.startswith("-")
+        shown.append("..." if value else hide(argument)[:_MAX_VALUE])
+    return shown
+
+
+def visible_line(line: str) -> str:
+    """Return a command line, as one text, without what may be a secret; see `visible_arguments`."""
+    try:
+        arguments = shlex.split(line)
+    except ValueError:  # Ray joins arguments by spaces, quotes and all
+        arguments = line.split()
+    return " ".join(visible_arguments(arguments[:_MAX_ARGUMENTS]))[:_MAX_VALUE]
+
+
+def hide(argument: str) -> str:
+    """Return a command line argument without the value of an option that may be a secret."""
+    name, separator, _ = argument.partition("=")
+    if separator and _SECRET.search(name):
+        return f"{name}=..."
+    return _SECRET_VALUE.sub("://...@", argument)
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Return {commit, dirty} of the repository around `directory`; None where there is none."""
+    git = shutil.which("git")
+    if git is None or not any((up / ".git").exists() for up in (directory, *directory.parents)):
+        return None
+
+    def ask(*arguments: str) -> str | None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run(
+                [git, "-C", str(directory), *arguments],
+                capture_output=True,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                timeout=_GIT_SECONDS,
+                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            )
+            return answer.stdout.strip()
+        return None
+
+    commit = ask("rev-parse", "HEAD")
+    changes = ask("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the installed packages that decide numbers."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def version_remarks() -> dict[str, list[str]]:
+    """Return a line for each package that is not supported, or newer than what was tried."""
+    said: dict[str, list[str]] = {"unsupported": [], "untried": []}
+    for remark in versions.remarks():
+        said["unsupported" if remark.is_unsupported else "untried"].append(str(remark))
+    return said
+
+
+def driver_versions() -> dict[str, str]:
+    """Return the versions of CUDA, its driver and CANN that can be read without a device."""
+    found = {}
+    build = getattr(sys.modules.get("torch"), "version", None)
+    for name in ("cuda", "hip", "cann"):
+        version = getattr(build, name, None)
+        if isinstance(version, str):
+            found[name] = version
+    cann = os.environ.get("ASCEND_TOOLKIT_HOME") or "/usr/local/Ascend/ascend-toolkit/latest"
+    files = {
+        "nvidia_driver": Path("/proc/driver/nvidia/version"),
+        "ascend_driver": Path("/usr/local/Ascend/driver/version.info"),
+        "cann_toolkit": Path(cann) / "version.cfg",
+    }
+    for name, path in files.items():
+        with contextlib.suppress(OSError):
+            found[name] = path.read_text(errors="replace")[:500].strip()
+    return found
+
+
+def detect_layout(given: Mapping[str, Any], *, node: str | None) -> dict[str, Any]:
+    """Return the layout: what the caller said, and what the process itself can see.
+
+    Args:
+        given: the caller's columns; they win. Unknown names are kept.
+        node: Ray's id of this node, where there is one.
+    """
+    layout: dict[str, Any] = {"host": socket.gethostname(), "node": node}
+    with contextlib.suppress(Exception):
+        layout.update(device_in_use())
+    layout.update(given)
+    known = {name: layout[name] for name in LAYOUT_COLUMNS if layout.get(name) is not None}
+    others = {name: value for name, value in given.items() if name not in LAYOUT_COLUMNS}
+    return {**known, **others}
+
+
+def device_in_use() -> dict[str, Any]:
+    """Return kind, index and serial of the device in use; a device is never brought up for it."""
+    torch = sys.modules.get("torch")
+    for kind in ("npu", "cuda"):
+        backend = getattr(torch, kind, None)
+        if backend is None or not backend.is_available():
+            continue
+        found: dict[str, Any] = {"device_kind": kind}
+        if backend.is_initialized():
+            index = int(backend.current_device())
+            found["device_index"] = index
+            serial = getattr(backend.get_device_properties(index), "uuid", None)
+            found["device_serial"] = None if serial is None else str(serial)
+        elif os.environ.get("LOCAL_RANK", "").isdigit():
+            found["device_index"] = int(os.environ["LOCAL_RANK"])
+        return found
+    return {"device_kind": "cpu"} if torch is not None else {}

@@ -1,0 +1,140 @@
+"""What `init` was told, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.keep import validate_keep
+from stagescope.wire.schema import check_run_name
+from stagescope_workers.device import DEFAULT_PINNED_BYTES
+from stagescope_workers.transport.link import NAMESPACE
+from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
+from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
+
+_YEAR: Final = 365 * 86400.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """What `stagescope_workers.init` was told; see there."""
+
+    run: str
+    role: str = "actor"
+    rank: int = 0
+    world_size: int | None = None
+    data_rank: int | None = None
+    attempt_key: str | None = None
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    resumed_from_step: int | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    plan: str | Path | Mapping[str, Any] | None = None
+    keep: Mapping[str, Any] | None = None
+    captures: bool | str = True
+    expects: Sequence[str] = ()
+    data_root: str | None = None
+    strict: bool = False
+    url: str | None = None
+    token: str | None = None
+    max_pending_bytes: int = DEFAULT_MAX_BYTES
+    max_pending_events: int = DEFAULT_MAX_EVENTS
+    max_pinned_bytes: int = DEFAULT_PINNED_BYTES
+    device_events: bool = False
+    watchdog: float = DEFAULT_SECONDS
+    namespace: str = NAMESPACE
+    problem: InvalidInput | None = None
+    """What was refused of it while the rest is in force."""
+
+
+def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
+    """Return the options of a probe; what the environment says stands in for what is None.
+
+    Raises:
+        InvalidInput: a name or number that cannot be right.
+        InvalidPlan: what is to be kept cannot be carried out.
+    """
+    options = {**given, "run": check_run_name(given["run"])}
+    stand_ins = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "attempt_key": "STAGESCOPE_ATTEMPT",
+        "data_root": "STAGESCOPE_DATA_DIR",
+        "watchdog": "STAGESCOPE_WATCHDOG",
+    }
+    for name, variable in stand_ins.items():
+        if options.get(name) is None:
+            options[name] = os.environ.get(variable) or None
+    if options["rank"] is None:
+        options["rank"] = 0
+    for name in ("rank", "world_size", "data_rank", "resumed_from_step"):
+        value: Any = options.get(name)
+        options[name] = index(name, int(value) if _is_digits(value) else value)
+    role, rank = options.get("role", "actor"), options["rank"]
+    if not isinstance(role, str) or not role or rank < 0:
+        raise InvalidInput(
+            f"role {role!r} and rank {rank!r}", expected="a role's name and a rank from 0"
+        )
+    size = options["world_size"]
+    if size is not None and rank >= size:
+        # Its data is good all the same; how many ranks there are is then unknown.
+        options["world_size"] = None
+        options["problem"] = InvalidInput(
+            f"rank {rank} is not one of the {size} ranks that world_size says",
+            expected=f"a rank from 0 to {size - 1}" if size > 0 else "a world_size from 1",
+            advice="both are those of the role; the variables RANK and WORLD_SIZE stand in for "
+            "what is not given. This world_size is not taken",
+        )
+    options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
+    for name in ("layout", "settings"):
+        options[name] = dict(options.get(name) or {})
+    if options.get("keep") is not None:
+        # With the settings it reaches the service, which keeps.
+        options["keep"] = options["settings"]["keep"] = validate_keep(options["keep"])
+    return ProbeOptions(**options)
+
+
+def _seconds(name: str, value: object, default: float) -> float:
+    try:
+        seconds = default if value is None else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < _YEAR:
+        raise InvalidInput(f"{name} is {value!r:.100}", expected="seconds; 0 switches it off")
+    return seconds
+
+
+def _is_digits(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdigit()
+
+
+def step_index(value: object) -> int | None:
+    """Return a trainer's step as an int, or None.
+
+    Raises:
+        InvalidInput: it is no whole number, or negative.
+    """
+    step = index("step", value)
+    if step is not None and step < 0:
+        raise InvalidInput(f"step is {step}", expected="an int from 0, or None")
+    return step
+
+
+def index(name: str, value: object) -> int | None:
+    """Return `value` as an int (numpy ints and tensors of one int too), or None.
+
+    Raises:
+        InvalidInput: it is no whole number.
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"{name} is {value!r:.200}", expected="an int, or None") from error
