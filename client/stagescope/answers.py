@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope import render
-from stagescope.wire import nonfinite
 from stagescope.frames import Table, begun_again, context, gaps_of, no_column, tokens_of
+from stagescope.wire import nonfinite
 
 if TYPE_CHECKING:
     import pandas

@@ -9,8 +9,11 @@ from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 from stagescope import discovery
-from stagescope.wire import nonfinite
 from stagescope.columns import COLUMNS, Kinds
+from stagescope.findings import GROUP_ORDER, Noticed
+from stagescope.frames import Table
+from stagescope.transport import Transport
+from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     CatalogueUnavailable,
     InvalidInput,
@@ -18,9 +21,6 @@ from stagescope.wire.errors import (
     StagescopeError,
     Unreachable,
 )
-from stagescope.findings import GROUP_ORDER, Noticed
-from stagescope.frames import Table
-from stagescope.transport import Transport
 
 _Asking = TypeVar("_Asking", bound="Asking")
 

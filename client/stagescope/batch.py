@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from stagescope import batch_file, render
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.flow import order_of
 from stagescope.frames import context, no_column
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import STAGES, Part
 
 if TYPE_CHECKING:

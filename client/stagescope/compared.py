@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope.wire import nonfinite
 from stagescope.answers import Record
 from stagescope.changes import change_lines
-from stagescope.wire.errors import InvalidInput
 from stagescope.render import counted, format_bytes, printable, wrapped
+from stagescope.wire import nonfinite
+from stagescope.wire.errors import InvalidInput
 
 SHOWN: Final = 8
 """Places, samples or items of a list that are shown, unless all are asked for."""

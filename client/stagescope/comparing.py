@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from stagescope import render
 from stagescope.asking import LIMIT, Asking
 from stagescope.changes import CHANGE_ORDER, Changes
 from stagescope.compared import Compared
-from stagescope.wire.errors import InvalidInput
 from stagescope.frames import Table
 from stagescope.operators import Divergence
-from typing import Any, Final
-from stagescope import render
 from stagescope.render import wrapped
-
-
+from stagescope.wire.errors import InvalidInput
 
 ORDER: Final = (
     "name", "cosine", "max_abs_error", "max_relative_error", "euclidean_distance",

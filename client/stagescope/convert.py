@@ -14,8 +14,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope.wire import nonfinite
 from stagescope.columns import Kinds
+from stagescope.wire import nonfinite
 from stagescope.wire.errors import MissingExtra
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from stagescope import convert, render
-from stagescope.wire import nonfinite
 from stagescope.columns import Kinds
+from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:

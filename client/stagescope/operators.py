@@ -11,11 +11,11 @@ from itertools import groupby
 from typing import Any, Final
 
 from stagescope import render
-from stagescope.wire import nonfinite
 from stagescope.answers import Record
-from stagescope.wire.errors import InvalidInput
 from stagescope.frames import Table
 from stagescope.render import wrapped
+from stagescope.wire import nonfinite
+from stagescope.wire.errors import InvalidInput
 
 SIDE_FIELDS: Final = ("run", "attempt", "step", "stage", "role", "rank", "part", "capture_id")
 """What names one side of a comparison."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
 import numpy as np
+
 from stagescope import render
-from stagescope.batch import Batch, Tensor, check_rows
-from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.batch import Batch, Tensor, check_rows, widened
 from stagescope.flow import order_of
 from stagescope.frames import Table
 from stagescope.rollouts import batch_of
-import sys
-from typing import Any, Final, NamedTuple
-from stagescope.batch import Tensor, widened
-from stagescope.wire.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from stagescope.step import Step

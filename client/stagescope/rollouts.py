@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from stagescope.batch import Batch
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 from stagescope.trajectories import Trajectory, trajectories
+from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from stagescope.step import Step

@@ -5,18 +5,14 @@ from __future__ import annotations
 import html
 import math
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
 from stagescope import render
-from stagescope.wire import nonfinite
-from stagescope.frames import Table, begun_again_steps
-import textwrap
-from collections.abc import Mapping
-from typing import Any
 from stagescope.answers import Record
-from stagescope.frames import Table
-
-
+from stagescope.frames import Table, begun_again_steps
+from stagescope.wire import nonfinite
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN: Final = "_.-=+*%#"

@@ -23,16 +23,15 @@ from stagescope.asking import LIMIT, segment, step_word
 from stagescope.columns import COLUMNS
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
-from stagescope.wire.errors import NotFound
-from stagescope.series import Exact
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, Noticed
 from stagescope.frames import Table
-from stagescope.wire.framing import MEDIA_TYPE, Taken, pack_batch
 from stagescope.hangs import Stacks
 from stagescope.orders import Orders
-from stagescope.series import Series
+from stagescope.series import Exact, Series
 from stagescope.step import Step
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
+from stagescope.wire.errors import NotFound
+from stagescope.wire.framing import MEDIA_TYPE, Taken, pack_batch
 
 if TYPE_CHECKING:
     from stagescope.engines import HttpEngine

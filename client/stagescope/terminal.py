@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final, Protocol
+
 import click
+
 from stagescope import render
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
@@ -20,11 +23,6 @@ from stagescope.wire.errors import (
     Unauthorized,
     Unreachable,
 )
-import re
-from collections.abc import Container
-from typing import Final
-
-
 
 _PATH: Final = re.compile(
     r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<of>[^\s/;,]+)/)?(?P<noun>[a-z-]+)"

@@ -23,8 +23,8 @@ from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api.server import bind
 from stagescope_service.api_actor import ApiServer
 from stagescope_service.coordinator.actor import NAME, NAMESPACE, DebugCoordinator
-from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.core.captures.keep_policy import read_standing
+from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.settings import Settings
 from stagescope_service.triggers.rules import read_yaml
 

@@ -34,10 +34,10 @@ import torch
 from tests.benchmarks import nexrl_reference
 
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.running import threads
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.report.nexrl import as_nexrl
 from stagescope_service.compare.results import Verdict
+from stagescope_service.compare.running import threads
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.kept import Kept, write_kept
 

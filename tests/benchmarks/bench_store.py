@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stagescope_service.store.contract import Put
 from stagescope_service.store.connect import catalogue_url
+from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 
 ROWS = 40_000

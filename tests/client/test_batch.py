@@ -21,8 +21,8 @@ from tests.support.step_batches import step_batch
 
 from stagescope.batch import Batch, Tensor
 from stagescope.batch_file import describe
-from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound
 from stagescope.trajectories import keys_of, trajectories
+from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound
 
 
 def bits(batch: Batch) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class OtherPoint:
 def test_a_service_command_without_its_extra_says_how_to_install(
     monkeypatch: pytest.MonkeyPatch, points: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(plugins, "_entry_points", lambda: points)
+    monkeypatch.setattr(common, "_entry_points", lambda: points)
     result = invoke("serve", "--port", "1")
     assert result.exit_code == 1
     assert "pip install 'stagescope[service]'" in result.stderr

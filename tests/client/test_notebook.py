@@ -9,12 +9,12 @@ import pytest
 
 import stagescope
 from stagescope.answers import MATTER, Metrics, Record, Status
-from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope.frames import Table
 from stagescope.operators import Stack
 from stagescope.orders import Orders
 from stagescope.progress import Progress
 from stagescope.step import Step
+from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
 
 WALL = 1_795_320_000.0
 

@@ -17,9 +17,9 @@ from tests.support.small_decoder import small_decoder
 
 import stagescope
 from stagescope import Session
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.frames import Table
 from stagescope.operators import Divergence, NonFiniteOperators, Operators, read_side
+from stagescope.wire.errors import InvalidInput, NotFound
 
 BROKEN = "Module.blocks.1.down.Linear.forward.0"
 CHANGED = "Module.blocks.0.up.Linear.forward.0"

@@ -10,8 +10,8 @@ from tests.support.command_line import invoke
 
 from stagescope.answers import Metrics, Record
 from stagescope.compared import as_lines
-from stagescope.wire.errors import NotFound
 from stagescope.frames import Table
+from stagescope.wire.errors import NotFound
 
 PATH = "/data/stagescope/qwen3-8b-countdown/key-1/step_120/actor_update/0.0.1.0/rank3/dump.json"
 

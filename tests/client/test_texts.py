@@ -10,9 +10,9 @@ from stagescope import Metrics, Table, render
 from stagescope.answers import Status
 from stagescope.asking import segment, step_word
 from stagescope.changes import Changes
-from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
+from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.schema import STAGES
 from stagescope_service.api.requests import step_number
 from stagescope_service.core.captures.plan import Plan

@@ -13,9 +13,9 @@ from tests.support.step_batches import step_batch
 
 import stagescope
 from stagescope import Session
-from stagescope.wire import errors
 from stagescope.discovery import Place
 from stagescope.transport import Transport
+from stagescope.wire import errors
 
 NOT_READY = (503, {"code": "not_ready", "wrong": "the catalogue is being opened"})
 UNAVAILABLE = (503, {"code": "catalogue_unavailable", "wrong": "the disk is full"})

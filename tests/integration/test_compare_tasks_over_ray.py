@@ -15,8 +15,8 @@ from tests.support.memory_dumps import MemoryDump, batch, split
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import ComparisonFailed
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.running import threads
 from stagescope_service.compare.report import as_json
+from stagescope_service.compare.running import threads
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Entry, Record
 

@@ -16,8 +16,8 @@ from tests.support.cluster import Service, answer, eventually
 from tests.support.hanging import Trainer
 
 import stagescope
-from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope.hangs import Stacks
+from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.store.catalogue import Catalogue
 
 FLOOR = 2.0

@@ -11,9 +11,9 @@ from tests.support.measure import payload
 
 from stagescope.wire.errors import NotFound, Unreachable
 from stagescope_workers import init
-from stagescope_workers.transport.link import RayLink
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport.link import RayLink
 
 ray = pytest.importorskip("ray")
 from tests.support.cluster import SECONDS, Service, eventually  # noqa: E402

@@ -16,8 +16,8 @@ from tests.support.coordinators import wait_for
 
 from stagescope.wire.schema import Event, Sender
 from stagescope_workers.probe import lifecycle
-from stagescope_workers.transport.link import RayLink, ray_place
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport.link import RayLink, ray_place
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray

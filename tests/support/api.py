@@ -18,8 +18,9 @@ from stagescope.wire.errors import InvalidEvent, Unreachable
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer
-from stagescope_service.ingest.reader import Intake
-from stagescope_service.ingest.operator_tables import digest_dump
+from stagescope_service.coordinator.weight_comparer import judge
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.captures.requests import Orders
 from stagescope_service.core.instructions import (
     Assemble,
     Digest,
@@ -29,16 +30,15 @@ from stagescope_service.core.instructions import (
     Settled,
     Weigh,
 )
-from stagescope_service.core.captures.requests import Orders
-from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.reports import refused_in_part
 from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
-from stagescope_service.coordinator.weight_comparer import judge
+from stagescope_service.ingest.operator_tables import digest_dump
+from stagescope_service.ingest.reader import Intake
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
-from stagescope_service.store.contract import Delete
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Delete
 from stagescope_service.store.sql import SqlStore
 
 

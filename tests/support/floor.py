@@ -12,9 +12,9 @@ from typing import Any
 from tests.support.parallel import Said
 
 from stagescope.wire.errors import StagescopeError
-from stagescope_service.ingest.reader import Intake
-from stagescope_service.ingest.rollout_join import RolloutRows
-from stagescope_service.ingest.recompute import Retake, Source
+from stagescope_service.coordinator.aggregation.aggregator import Former
+from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
     Assemble,
     Delete,
@@ -25,13 +25,13 @@ from stagescope_service.core.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.core.captures.plan import Plan
-from stagescope_service.coordinator.coordinator import Reception
 from stagescope_service.core.state import State
-from stagescope_service.coordinator.aggregation.aggregator import Former
+from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.recompute import Retake, Source
+from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.store.artifacts import ring_directory
-from stagescope_service.store.contract import Store
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Store
 from stagescope_service.store.ring import Ring
 
 

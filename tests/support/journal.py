@@ -18,9 +18,9 @@ from tests.support.trainings import Delivery, Rank, check_memory
 
 from stagescope.wire.schema import Work
 from stagescope_service.api.completeness import gaps
-from stagescope_service.core.instructions import Assemble
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.instructions import Assemble
 from stagescope_service.core.state import State
 from stagescope_service.statistics import Whole
 from stagescope_service.store.catalogue import Catalogue

@@ -12,10 +12,10 @@ from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.statistics.batch import TokenBatch, available_pairs
 from stagescope_service.statistics.comparability import examine
 from stagescope_service.statistics.step_metrics import step_metrics
-from stagescope_service.statistics.summarise import summarise
 from stagescope_service.statistics.step_summary import MISMATCH_PAIRS, assemble
-from stagescope_service.store.contract import Put
+from stagescope_service.statistics.summarise import summarise
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_records
 
 

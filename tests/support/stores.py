@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.connect import catalogue_url
+from stagescope_service.store.contract import Put
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES

@@ -21,6 +21,7 @@ from stagescope.wire.schema import (
     Event,
     Sender,
 )
+from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.entities import Attempt, Span, Step
 from stagescope_service.core.instructions import (
     Assemble,
@@ -31,7 +32,6 @@ from stagescope_service.core.instructions import (
     Put,
     Settled,
 )
-from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import TABLES

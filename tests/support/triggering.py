@@ -19,11 +19,10 @@ from tests.support.stores import opened
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
-from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
+from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, Webhooks, gone_of
 from stagescope_service.coordinator.trigger_watch import Triggers
-from stagescope_service.coordinator.trigger_actions import Webhooks
-from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.triggers.rules import Rules
 

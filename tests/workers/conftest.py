@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService
 
-from stagescope_workers.transport import handshake
 from stagescope_workers.probe.options import checked_options
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport import handshake
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def make_probe(
     service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Probe]]:
     """Make probes that find `service`; they are closed at the end."""
-    monkeypatch.setattr(introduction, "find_link", service.find)
+    monkeypatch.setattr(handshake, "find_link", service.find)
     made: list[Probe] = []
 
     def make(**options: Any) -> Probe:

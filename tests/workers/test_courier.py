@@ -12,8 +12,8 @@ import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.wire.errors import InvalidEvent
-from stagescope_workers.transport import sender as courier_module
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport import sender as courier_module
 
 MakeProbe = Callable[..., Probe]
 

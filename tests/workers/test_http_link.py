@@ -23,14 +23,14 @@ from stagescope.wire import framing
 from stagescope.wire.errors import Unauthorized, Unreachable
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.api import framing as api_framing
-from stagescope_workers.probe import lifecycle
-from stagescope_workers.transport import sender
-from stagescope_workers.transport import link as links
 from stagescope_workers.device import PinnedPool
+from stagescope_workers.payload import owned_tensor
+from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.draft import Draft
+from stagescope_workers.transport import link as links
+from stagescope_workers.transport import sender
 from stagescope_workers.transport.http_link import HttpLink
 from stagescope_workers.transport.link import find_link
-from stagescope_workers.payload import owned_tensor
 
 
 def write_service_file(monkeypatch: pytest.MonkeyPatch, home: Path, url: str, token: str) -> None:
@@ -312,7 +312,7 @@ def test_nothing_connected_is_said_once_and_finish_is_false(
     monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.setattr(links, "_warned_in", set())
-    monkeypatch.setattr(courier, "UNCONNECTED_SECONDS", 0.05)
+    monkeypatch.setattr(sender, "UNCONNECTED_SECONDS", 0.05)
     for rank in (0, 1):
         probe = lifecycle.init("alone", rank=rank)
     assert "looking for a service" in repr(probe) or caplog.records

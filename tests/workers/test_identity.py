@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagescope_workers.probe import identity
-from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe import identity, lifecycle
 from stagescope_workers.transport.calls import Clock
 
 

@@ -15,8 +15,8 @@ from stagescope.wire.schema import BEGIN, END, FINISH, HELLO
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
 from stagescope_workers.probe import lifecycle
-from stagescope_workers.transport import handshake
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport import handshake
 
 Init = Callable[..., Probe]
 
@@ -24,7 +24,7 @@ Init = Callable[..., Probe]
 @pytest.fixture
 def init(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Init]:
     """Call the real `init`, for probes that find `service`."""
-    monkeypatch.setattr(introduction, "find_link", service.find)
+    monkeypatch.setattr(handshake, "find_link", service.find)
     made: set[Probe] = set()
 
     def call(**options: Any) -> Probe:

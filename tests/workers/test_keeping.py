@@ -11,8 +11,8 @@ import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 
 from stagescope.wire.errors import InvalidPlan, InvalidTensor
-from stagescope_workers.payload import datum_columns
 from stagescope_workers.device import PinnedPool
+from stagescope_workers.payload import datum_columns
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.options import checked_options
 from stagescope_workers.probe.probe import Probe

@@ -18,11 +18,10 @@ import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor
-from stagescope_workers.probe import identity
-from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe import identity, lifecycle
+from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport import handshake
 from stagescope_workers.transport.link import Link
-from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
 
@@ -403,7 +402,7 @@ def test_close_joins_no_cluster_any_more_and_takes_the_address(
         waited.append(said["waited"])
         return service.find() if math.isinf(said["waited"]) else None  # as `find_link` does it
 
-    monkeypatch.setattr(introduction, "find_link", find)
+    monkeypatch.setattr(handshake, "find_link", find)
     probe = make_probe()
     with probe.stage("s", step=1):
         pass
@@ -471,7 +470,7 @@ def test_repr_says_no_service_only_after_a_search(
         searched.wait(30.0)
         return service.find(*args, **named)
 
-    monkeypatch.setattr(introduction, "find_link", search)
+    monkeypatch.setattr(handshake, "find_link", search)
     probe = make_probe()
     assert repr(probe).endswith("not connected yet, looking for a service>")
     searched.set()

@@ -27,7 +27,6 @@ from stagescope.wire.stacks import (
     watchdog_header,
 )
 from stagescope_workers.probe import watchdog
-from stagescope_workers.probe import watchdog
 from stagescope_workers.probe.options import checked_options
 from stagescope_workers.probe.probe import Probe
 
@@ -116,7 +115,7 @@ def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = next(t for t in said["threads"] if t["ident"] == threading.get_ident())
     assert mine["stack"].count("in deep") == MOST_FRAMES - 1
     assert mine["stack"].splitlines()[-2].endswith("in take_stacks")  # the innermost are kept
-    monkeypatch.setattr(stacks, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(watchdog, "MOST_CHARACTERS", 100)
     said = deep(5)
     assert sum(len(thread["stack"]) for thread in said["threads"]) <= 100
     assert said["truncated"]

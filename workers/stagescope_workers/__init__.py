@@ -18,8 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stagescope_workers.probe.lifecycle import as_stage, current, finish, init
 from stagescope_workers.payload import host_tensor
+from stagescope_workers.probe.lifecycle import as_stage, current, finish, init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 

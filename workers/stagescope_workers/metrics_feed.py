@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import NotFound
-from stagescope_workers.transport.calls import Backoff
-from stagescope_workers.transport.link import Link
 from stagescope_workers.probe.options import index
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport.calls import Backoff
+from stagescope_workers.transport.link import Link
 
 _log = logging.getLogger("stagescope.workers")
 

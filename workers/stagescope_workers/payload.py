@@ -13,16 +13,14 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
+
 import numpy as np
+
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
 from stagescope_workers.buffers import POOL
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
-
-
 
 WireTensor: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any], IntArray | None]"
 Array: TypeAlias = "np.ndarray[Any, Any]"

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Final
+
 import click
+
 from stagescope.answers import Record
-from stagescope.wire.captures import LATE, read_ranks, read_steps
 from stagescope.cli.common import (
     LIMIT,
     RUN,
     json_file,
     question,
+    text_file,
     words,
 )
 from stagescope.frames import Table
 from stagescope.progress import Progress
 from stagescope.render import printable
 from stagescope.session import Session
-from stagescope.cli.common import (
-    LIMIT,
-    question,
-    text_file,
-)
-
+from stagescope.wire.captures import LATE, read_ranks, read_steps
 
 
 @question(RUN)

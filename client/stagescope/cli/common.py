@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
 import click
+
 from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
-from stagescope.wire.errors import InvalidInput
 from stagescope.findings import Noticed
 from stagescope.frames import Table
 from stagescope.session import Session, StepWord, attach
 from stagescope.step import Step
-from collections.abc import Mapping
-from importlib import metadata
-from typing import Any, Final
-from stagescope import terminal
-from stagescope.wire.errors import StagescopeError
-
-
+from stagescope.wire.errors import InvalidInput, StagescopeError
 
 GROUP: Final = "stagescope.commands"
 SERVICE_COMMANDS: Final = ("serve", "stop")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+
 import click
+
 from stagescope.answers import Record
 from stagescope.cli.common import (
     ATTEMPT,
@@ -18,33 +20,12 @@ from stagescope.cli.common import (
     STEP,
     noun,
     question,
+    read_step,
 )
 from stagescope.frames import Table
 from stagescope.operators import read_side
 from stagescope.session import Session, StepWord
 from stagescope.wire.captures import read_ranks
-from stagescope.cli.common import (
-    ATTEMPT,
-    LIMIT,
-    RANK,
-    ROLE,
-    RUN,
-    STAGE,
-    STEP,
-    noun,
-    question,
-    read_step,
-)
-from stagescope.cli.common import (
-    ATTEMPT,
-    LIMIT,
-    RUN,
-    noun,
-    question,
-    read_step,
-)
-from stagescope.session import Session
-
 
 
 @question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)

@@ -15,9 +15,9 @@ from stagescope.engines.registry import (
     addresses_in_log,
     registration,
 )
-from stagescope.wire.errors import EngineError
 from stagescope.frames import Table
 from stagescope.session import Session
+from stagescope.wire.errors import EngineError
 
 
 @question(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+from pathlib import Path
 from typing import Any
+
 import click
+
 from stagescope import terminal
 from stagescope.answers import Metrics, Record
+from stagescope.batch import Batch
+from stagescope.changes import Changes
 from stagescope.cli.common import (
     ATTEMPT,
     LIMIT,
@@ -19,21 +24,12 @@ from stagescope.cli.common import (
     STEP,
     noun,
     question,
+    words,
 )
-from stagescope.wire.errors import NotFound
 from stagescope.frames import Table, meant
 from stagescope.session import Session, StepWord
-from pathlib import Path
-from stagescope.answers import Record
-from stagescope.batch import Batch
-from stagescope.cli.common import ATTEMPT, MEASURED, RUN, question, words
-from stagescope.cli.common import ATTEMPT, LIMIT, RANK, ROLE, RUN, STAGE, STEP, noun, question
-from stagescope.frames import Table
+from stagescope.wire.errors import NotFound
 from stagescope.wire.keep import SECTIONS
-from stagescope.changes import Changes
-from stagescope.cli.common import question
-from stagescope.session import Session
-
 
 
 @question()

@@ -23,8 +23,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope.wire.nonfinite import spell
 from stagescope.tensorfile import CODES
+from stagescope.wire.nonfinite import spell
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.api.step_summaries import Measured
 from stagescope_service.api.rows import layout_of
+from stagescope_service.api.step_summaries import Measured
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell

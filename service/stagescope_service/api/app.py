@@ -37,15 +37,13 @@ from stagescope_service.api import (
 )
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
 from stagescope_service.api.bodies import BodyPools
-from stagescope_service.api.dependencies import Commands
-from stagescope_service.api.dependencies import Comparisons
-from stagescope_service.api.dependencies import Desk
+from stagescope_service.api.dependencies import Commands, Comparisons, Desk
 from stagescope_service.api.engine_health import EngineHealth
-from stagescope_service.api.step_summaries import Measures
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import Answer, check_query
+from stagescope_service.api.step_summaries import Measures
 from stagescope_service.api.target import Finder
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
+
+import numpy as np
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
+
 from stagescope.batch import Batch, Gap
 from stagescope.batch_file import pieces
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.render import counted
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import PART_FIELDS, RECENT_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import AtDesk, Desk, Row, StepTarget
@@ -22,13 +28,7 @@ from stagescope_service.api.steps import stages_of
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
-import math
-import mmap
-import os
-from typing import Any
-import numpy as np
 from stagescope_service.store.tensorfile import disk_errors
-
 
 
 class Scratch:

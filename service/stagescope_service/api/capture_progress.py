@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
-from stagescope.wire.captures import needs_ranks
+
+from stagescope.wire.captures import matches_rank, needs_ranks, unmatched_ranks
 from stagescope.wire.schema import PART_FIELDS
+from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import Agreement
 from stagescope_service.store.catalogue import Catalogue
-from collections.abc import Iterable
-from typing import Any
-from stagescope.wire.captures import matches_rank, needs_ranks, unmatched_ranks
-from stagescope_service.api import rows as shape
-
-
 
 Row = dict[str, Any]
 RoleRank: TypeAlias = tuple[str, int]

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Path, Query, Request
 from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.auth import caller_of
+from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import AtDesk, Desk, Row
 from stagescope_service.api.models import captures as models
 from stagescope_service.api.problems import check_ready
-from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.core.captures.agreement import AGREED, DONE
 from stagescope_service.core.captures.plan import validate_capture

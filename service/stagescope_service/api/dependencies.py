@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Any, Final
-from fastapi import Depends, Path, Query, Request
-from stagescope_service.api.engine_health import EngineHealth
-from stagescope_service.api.step_summaries import Measures
-from stagescope_service.api.operator_files import OperatorFiles
-from stagescope_service.api.prometheus import Counts
-from stagescope_service.api.requests import pattern, step_number
-from stagescope_service.api.target import Finder, Target
-from stagescope_service.settings import Settings
-from stagescope_service.store.catalogue import Catalogue
 import asyncio
+import dataclasses
 import functools
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
+
+from fastapi import Depends, Path, Query, Request
+
 from stagescope.wire.errors import NotReady
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-
+from stagescope_service.api.engine_health import EngineHealth
+from stagescope_service.api.operator_files import OperatorFiles
+from stagescope_service.api.prometheus import Counts
+from stagescope_service.api.requests import pattern, step_number
+from stagescope_service.api.step_summaries import Measures
+from stagescope_service.api.target import Finder, Target
+from stagescope_service.settings import Settings
+from stagescope_service.store.catalogue import Catalogue
 
 Reply = dict[str, Any]
 

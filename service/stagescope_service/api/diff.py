@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from stagescope.wire.errors import InvalidInput
 from stagescope.targets import read_target
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.dependencies import AtDesk, Desk
 from stagescope_service.api.models import comparisons as models
 from stagescope_service.api.requests import Answer, PageOf, pattern

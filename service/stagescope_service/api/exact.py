@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple
 from fastapi import APIRouter
 
 from stagescope_service.api.dependencies import AtDesk, AttemptNumber, Desk, Row, Run
-from stagescope_service.api.step_summaries import Measured
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
+from stagescope_service.api.step_summaries import Measured
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.parts import incarnation_of

@@ -25,8 +25,8 @@ from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, Page, PageOf, read_json
 from stagescope_service.api.stuck import stuck_rows
-from stagescope_service.core.stack_requests import ANSWERED, ASKED
 from stagescope_service.core.hang_detection import StuckRules
+from stagescope_service.core.stack_requests import ANSWERED, ASKED
 
 router = APIRouter(tags=["hangs"])
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Query
 
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.frames import meant
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api.completeness import begun_again, failures, is_behind
 from stagescope_service.api.dependencies import (
     AtDesk,
@@ -21,10 +21,10 @@ from stagescope_service.api.dependencies import (
     Run,
     Stage,
 )
-from stagescope_service.api.step_summaries import Measured
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
+from stagescope_service.api.step_summaries import Measured
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.triggers.evidence import ranks_text

@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.wire.errors import Forbidden, InvalidInput, NotFound, StagescopeError
-from stagescope.wire.keep import sections_of
 from stagescope.render import counted
-from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope.targets import Target as Asked
 from stagescope.targets import read_target
+from stagescope.wire.errors import Forbidden, InvalidInput, NotFound, StagescopeError
+from stagescope.wire.keep import sections_of
+from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Desk, Row
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.target import Target
 from stagescope_service.compare.causes import BROKE_OFF
+from stagescope_service.core.completeness import PARTIAL
+from stagescope_service.core.steps import ENDED
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
-from stagescope_service.core.completeness import PARTIAL
-from stagescope_service.core.steps import ENDED
 from stagescope_service.store.artifacts import confine
 
 MOST_STEPS: Final = 50

@@ -7,10 +7,12 @@ too, every token counts once.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import STREAM_TENSORS, WHOLE_STAGES
@@ -26,12 +28,6 @@ from stagescope_service.statistics.step_summary import (
 )
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
-
-
 
 Value = TypeVar("Value")
 

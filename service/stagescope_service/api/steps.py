@@ -9,11 +9,20 @@ from fastapi import APIRouter, Query
 from stagescope_service.api import answers
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival, begun_again, gaps
-from stagescope_service.api.dependencies import AtDesk, Desk, Rank, Role, Round, Row, Stage, StepTarget
-from stagescope_service.api.step_summaries import Measured, Slice
+from stagescope_service.api.dependencies import (
+    AtDesk,
+    Desk,
+    Rank,
+    Role,
+    Round,
+    Row,
+    Stage,
+    StepTarget,
+)
 from stagescope_service.api.models import numbers
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.api.step_summaries import Measured, Slice
 from stagescope_service.api.target import Target
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])

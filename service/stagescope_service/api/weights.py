@@ -13,6 +13,7 @@ from stagescope_service.api.dependencies import AtDesk, AttemptTarget, Desk, Row
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target
+from stagescope_service.coordinator.weight_comparer import Weighed, renaming, weigh
 from stagescope_service.core.weights import (
     DIFFERS,
     MISSING,
@@ -20,7 +21,6 @@ from stagescope_service.core.weights import (
     Comparison,
     Tensor,
 )
-from stagescope_service.coordinator.weight_comparer import Weighed, renaming, weigh
 
 router = APIRouter(tags=["weights"])
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stagescope import discovery, terminal
-from stagescope.wire import nonfinite
 from stagescope.compared import as_lines
+from stagescope.render import counted
+from stagescope.targets import read_target
+from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     ComparisonFailed,
     InvalidInput,
@@ -25,8 +27,6 @@ from stagescope.wire.errors import (
     StoreError,
     Unreachable,
 )
-from stagescope.render import counted
-from stagescope.targets import read_target
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.records import Dump

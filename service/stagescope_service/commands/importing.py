@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stagescope import discovery, render, terminal
+from stagescope.session import Session, attach
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import check_run_name
-from stagescope.session import Session, attach
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.records import Dump

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
-from stagescope.wire.errors import InvalidInput
-from stagescope.render import counted
-from stagescope_service.compare.assemble import heaviest
-from stagescope_service.compare.running import Mapper, threads
-from stagescope_service.compare.results import Comparison, PairResult, SideResult, Verdict
-from stagescope_service.compare.running import Progress
-from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Dump
-from stagescope_service.statistics import pairwise
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
+
+from stagescope.compared import ALONE, SIDES
+from stagescope.render import counted
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare import flow
 from stagescope_service.compare.assemble import assemble, heaviest, with_totals
 from stagescope_service.compare.causes import likely
 from stagescope_service.compare.derived import judge_derived
-from stagescope_service.compare.running import Mapper
 from stagescope_service.compare.notes import Notes
 from stagescope_service.compare.pairing.align import is_in_place, join
-from stagescope_service.compare.pairing.row_assignment import Dealt
 from stagescope_service.compare.pairing.index import ROW, ShardIndex
 from stagescope_service.compare.pairing.pieces import Piece
+from stagescope_service.compare.pairing.row_assignment import Dealt
 from stagescope_service.compare.pairing.shards import JoinTask, Outcome
 from stagescope_service.compare.pairing.token_alignment import COMPARED
 from stagescope_service.compare.plan import Couple, Match, Unit, plan
-from stagescope_service.compare.results import PairResult, Verdict
-from stagescope_service.compare.running import Progress, Runner, UnitKey, Work
+from stagescope_service.compare.results import (
+    Comparison,
+    Finding,
+    First,
+    PairResult,
+    SideResult,
+    TensorResult,
+    Verdict,
+)
+from stagescope_service.compare.running import Mapper, Progress, Runner, UnitKey, Work, threads
 from stagescope_service.compare.tolerances import Floor, Tolerances, declared_floor
 from stagescope_service.dumps.records import Dump, Place, Problem
+from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
-from stagescope.compared import ALONE, SIDES
-from stagescope_service.compare.results import Finding, First, TensorResult, Verdict
-
 
 
 def first_difference(tensors: Sequence[TensorResult], findings: Sequence[Finding]) -> First | None:

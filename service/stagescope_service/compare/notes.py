@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from stagescope.render import counted
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.align import Join
-from stagescope_service.compare.pairing.row_assignment import Dealt
 from stagescope_service.compare.pairing.index import ROW
 from stagescope_service.compare.pairing.pieces import Piece
+from stagescope_service.compare.pairing.row_assignment import Dealt
 from stagescope_service.compare.pairing.shards import Outcome
 from stagescope_service.compare.plan import Couple, Match, of_a_part
 from stagescope_service.compare.results import Finding, Verdict

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.shards import JoinTask, Outcome, PairTask, run_tasks
 from stagescope_service.compare.plan import Couple, Match, Unit
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump
-import collections
-import os
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
-
-
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -17,11 +17,10 @@ from typing import Any, Final
 
 import ray
 
-from stagescope.wire.captures import validate_capture
 from stagescope.engines.registry import check_engine
+from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.coordinator import control_socket
-from stagescope_service.core import operator_tables
 from stagescope_service.coordinator.arguments import (
     AttemptId,
     Fields,
@@ -34,21 +33,21 @@ from stagescope_service.coordinator.arguments import (
     check_batch,
     checked,
 )
-from stagescope_service.coordinator.effects import RayFloor
-from stagescope_service.core.instructions import Assemble, Put
-from stagescope_service.coordinator.load import Memory, resident_bytes
-from stagescope_service.coordinator.capture_references import with_bench
-from stagescope_service.core.captures.plan import Plan
-from stagescope_service.core.captures.keep_policy import Standing, read_standing
-from stagescope_service.coordinator.capture_references import with_ranks
-from stagescope_service.core.findings import describe
+from stagescope_service.coordinator.capture_references import with_bench, with_ranks
 from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.effects import RayFloor
+from stagescope_service.coordinator.load import Memory, resident_bytes
 from stagescope_service.coordinator.restore import restore
-from stagescope_service.core.state import State
+from stagescope_service.core import operator_tables
+from stagescope_service.core.captures.keep_policy import Standing, read_standing
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.findings import describe
 from stagescope_service.core.hang_detection import StuckRules
+from stagescope_service.core.instructions import Assemble, Put
+from stagescope_service.core.state import State
 from stagescope_service.settings import Settings
-from stagescope_service.store.contract import Delete, Snapshot
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Delete, Snapshot
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.triggers.rules import Rules
 

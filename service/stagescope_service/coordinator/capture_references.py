@@ -6,19 +6,16 @@ the checksums that both dumps have (summary_mode md5).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
 from stagescope.wire.errors import Conflict
 from stagescope.wire.schema import PART_FIELDS
+from stagescope_service.statistics import Whole, publish_cell
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.catalogue import Catalogue
-import math
-from collections.abc import Mapping
-from typing import Any
-from stagescope_service.statistics import Whole, publish_cell
-
-
 
 _MOST_DUMPS: Final = 100_000
 

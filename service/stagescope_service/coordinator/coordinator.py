@@ -18,28 +18,27 @@ from typing import Any, Final
 
 from stagescope.wire.errors import InvalidEvent, NotFound
 from stagescope.wire.schema import FINISH, Event, Sender
-from stagescope_service.core import departures
-from stagescope_service.core import reports
-from stagescope_service.core.instructions import Floor
-from stagescope_service.core.entities import Process
 from stagescope_service.coordinator.executor import Executor
-from stagescope_service.core.findings import finding
 from stagescope_service.coordinator.hang_watch import HangWatch
+from stagescope_service.coordinator.load import Load
+from stagescope_service.coordinator.raw_calls import RawCalls
+from stagescope_service.core import departures, reports
+from stagescope_service.core.captures.agreement import ASKED
+from stagescope_service.core.captures.plan import Entry, Plan
+from stagescope_service.core.captures.requests import Orders
+from stagescope_service.core.entities import Process
+from stagescope_service.core.findings import finding
+from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
     Delete,
+    Floor,
     Instruction,
     PayloadKey,
     Put,
     Settled,
 )
-from stagescope_service.coordinator.load import Load
-from stagescope_service.core.captures.agreement import ASKED
-from stagescope_service.core.captures.requests import Orders
-from stagescope_service.core.captures.plan import Entry, Plan
-from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
-from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.store.contract import Store
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,25 @@ import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
+
 from ray import exceptions
-from stagescope.wire.errors import StagescopeError, StoreError
-from stagescope_service.core.operator_tables import refusal
-from stagescope_service.core.findings import NOT_AGGREGATED, finding
-from stagescope_service.ingest.actor import Ingestors
+
+from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
+from stagescope_service.coordinator.aggregation import assembly as wholes
+from stagescope_service.coordinator.aggregation.aggregator import Former
+from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.retention import Limits, Retention
+from stagescope_service.coordinator.retries import RetriedWork
+from stagescope_service.coordinator.trigger_actions import (
+    Acting,
+    Order,
+    PinAnswer,
+    Webhooks,
+    gone_of,
+)
+from stagescope_service.coordinator.trigger_watch import Triggers, Turns
+from stagescope_service.coordinator.weight_comparer import Weigher
+from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
 from stagescope_service.core.instructions import (
     Assemble,
     Delete,
@@ -23,24 +37,12 @@ from stagescope_service.core.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.core.findings import describe
-from stagescope_service.coordinator.coordinator import Reception
-from stagescope_service.coordinator.retention import Limits, Retention
-from stagescope_service.coordinator.retries import RetriedWork
-from stagescope_service.coordinator.trigger_actions import Acting, Order, PinAnswer, gone_of
-from stagescope_service.coordinator.trigger_watch import Triggers
-from stagescope_service.coordinator.trigger_watch import Turns
-from stagescope_service.coordinator.trigger_actions import Webhooks
-from stagescope_service.coordinator.weight_comparer import Weigher
-from stagescope_service.coordinator.aggregation import assembly as wholes
-from stagescope_service.coordinator.aggregation.aggregator import Former
+from stagescope_service.core.operator_tables import refusal
+from stagescope_service.ingest.actor import Ingestors
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.pins import Pinned
 from stagescope_service.triggers.watch import REACH
-from typing import Any
-from stagescope.wire.errors import Unreachable
-
 
 
 class RayDisks:

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from stagescope.wire.errors import NotReady
 from stagescope.wire.keep import read_keep, wanted_by
-from stagescope_service.core.instructions import Floor
+from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
     Ask,
     Assemble,
     Delete,
     Digest,
+    Floor,
     Ingest,
     Instruction,
     PayloadKey,
@@ -23,7 +24,6 @@ from stagescope_service.core.instructions import (
     Settled,
     Weigh,
 )
-from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store
 

@@ -8,44 +8,38 @@ watchdog is read on its node.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
+
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import Work
-from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import finding
 from stagescope_service.coordinator.unresponsive import Silence
-from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.catalogue_rows import digest
-from stagescope_service.core.state import State
-from stagescope_service.core.steps import FINISHED
+from stagescope_service.core.entities import FAILED, OK, Attempt, Process, Span
+from stagescope_service.core.findings import finding
 from stagescope_service.core.hang_detection import (
     BETWEEN,
     GONE,
-    NOT_ENDED,
-    SILENT_KIND,
-    Role,
-    Stuck,
-    StuckRules,
-    judge,
-)
-import functools
-from collections.abc import Collection, Iterator, Mapping
-from stagescope_service.core.entities import FAILED, OK, Attempt, Process, Span
-from stagescope_service.core.hang_detection import (
-    GONE,
     LIVE,
+    NOT_ENDED,
     SILENT,
+    SILENT_KIND,
     UNHEARD,
     History,
     Pace,
     Place,
     Role,
     Standing,
+    Stuck,
+    StuckRules,
     history,
+    judge,
 )
-
+from stagescope_service.core.instructions import Instruction, Put
+from stagescope_service.core.state import State
+from stagescope_service.core.steps import FINISHED
 
 
 def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str, Role]]:

@@ -24,14 +24,12 @@ from stagescope.wire.schema import (
     Work,
     check_run_name,
 )
-from stagescope_service.core import reports
-from stagescope_service.core import steps
-from stagescope_service.core import spans
 from stagescope_service.coordinator.executor import Executor
+from stagescope_service.core import reports, spans, steps
+from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
-from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import State
 

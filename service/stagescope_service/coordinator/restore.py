@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, Part, Work
-from stagescope_service.core import stage_timing
-from stagescope_service.core import steps
-from stagescope_service.core import spans
+from stagescope_service.core import spans, stage_timing, steps
+from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.completeness import UNKNOWN
 from stagescope_service.core.entities import (
     ANNOUNCED,
@@ -31,7 +30,6 @@ from stagescope_service.core.entities import (
 )
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.core.registry import RESTORED, reading_settings, role_names
-from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Snapshot
 

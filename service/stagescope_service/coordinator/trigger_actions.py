@@ -7,21 +7,19 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
+
+import httpx
+
+from stagescope.wire import nonfinite
 from stagescope.wire.errors import Conflict, NotReady, StagescopeError
+from stagescope_service.core.catalogue_rows import digest
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
-from stagescope_service.core.catalogue_rows import digest
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.budget import Budget
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.series import shown
 from stagescope_service.triggers.spending import ORDERED_BY, spent
-from collections.abc import Mapping
-from typing import Any, Final
-import httpx
-from stagescope.wire import nonfinite
-
-
 
 SECONDS: Final = 10.0
 """Time limit of one try, from the connection to the answer's head."""

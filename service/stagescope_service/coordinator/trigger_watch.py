@@ -8,19 +8,21 @@ coordinator restarts in between. No Ray in here: `Hands` reaches the ingestors.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import functools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
 from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
-from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.coordinator.retries import retried
-from stagescope_service.core.catalogue_rows import digest
 from stagescope_service.coordinator.trigger_actions import Act, Acting, finding_of, finding_place
+from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
@@ -28,9 +30,6 @@ from stagescope_service.triggers.replay import Fired, Reader
 from stagescope_service.triggers.rules import Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
 from stagescope_service.triggers.watch import REACH, At, Changes, Standing, Watch
-import bisect
-from collections.abc import Iterable
-
 
 
 class Turns:

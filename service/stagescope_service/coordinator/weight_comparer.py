@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import re
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
-from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Delete, Put, Weigh
+
+from stagescope_service.coordinator.retries import RetriedWork, retried
 from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.findings import describe, finding
+from stagescope_service.core.instructions import Delete, Put, Weigh
 from stagescope_service.core.weight_records import manifest_of, record_of
 from stagescope_service.core.weights import (
     AGREES,
@@ -26,14 +31,6 @@ from stagescope_service.core.weights import (
     odd_replicas,
 )
 from stagescope_service.store.catalogue import Catalogue
-import asyncio
-import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from stagescope_service.core.findings import describe
-from stagescope_service.coordinator.retries import RetriedWork, retried
-
-
 
 Row = dict[str, Any]
 

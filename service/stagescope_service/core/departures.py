@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from stagescope.wire.schema import Work
-from stagescope_service.core import operator_tables
-from stagescope_service.core import payloads
-from stagescope_service.core import steps
-from stagescope_service.core import spans
+from stagescope_service.core import operator_tables, payloads, spans, steps
+from stagescope_service.core.catalogue_rows import digest, loss_row, process_row
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry
-from stagescope_service.core.catalogue_rows import digest, loss_row, process_row
 
 
 def leave(

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from stagescope.wire.schema import Part, Work
-from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.core.hang_detection import Pace
+from stagescope_service.core.instructions import PayloadKey, Put
 
 RECENT_STEPS: Final = 8
 """Closed steps of an attempt that stay in memory, for events that arrive late."""

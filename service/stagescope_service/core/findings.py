@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
-from stagescope_service.core.instructions import Put
-from stagescope_service.core.catalogue_rows import digest
+
 from stagescope.wire.errors import StagescopeError
-
-
+from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.instructions import Put
 
 NOT_KEPT: Final = "not_kept"
 """Of an attempt: what is to be kept of payloads is not; over with the next file that is."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
 from stagescope_service.store.contract import Delete, Put
-from typing import Protocol
-
-
 
 __all__ = [
     "Ask",

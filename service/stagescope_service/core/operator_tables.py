@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import PART_FIELDS, Event, Work
+from stagescope_service.core.catalogue_rows import loss_row
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Digest, DumpKey, Instruction, Put
-from stagescope_service.core.catalogue_rows import loss_row
 
 ARMED: Final = "armed"
 TRUNCATED: Final = "truncated"

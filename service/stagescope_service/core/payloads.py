@@ -11,6 +11,16 @@ from typing import Any
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
+from stagescope_service.core.catalogue_rows import (
+    digest,
+    integer,
+    loss_row,
+    numbers,
+    payload_row,
+    plain,
+    text,
+    work_columns,
+)
 from stagescope_service.core.entities import (
     ANNOUNCED,
     DROPPED,
@@ -22,16 +32,6 @@ from stagescope_service.core.entities import (
 )
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Delete, Ingest, Instruction, PayloadKey, Settled
-from stagescope_service.core.catalogue_rows import (
-    digest,
-    integer,
-    loss_row,
-    numbers,
-    payload_row,
-    plain,
-    text,
-    work_columns,
-)
 from stagescope_service.statistics import available_pairs
 
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.wire.schema import LAYOUT_COLUMNS, Event, Sender
-from stagescope_service.core.entities import Attempt, Introduction, Process, RankAge, leaves
-from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.catalogue_rows import (
     attempt_row,
     integer,
@@ -21,6 +19,8 @@ from stagescope_service.core.catalogue_rows import (
     process_row,
     text,
 )
+from stagescope_service.core.entities import Attempt, Introduction, Process, RankAge, leaves
+from stagescope_service.core.instructions import Instruction, Put
 
 UNKEYED: Final = "unkeyed"
 RESTART_MARK: Final = "~"

@@ -11,11 +11,7 @@ from typing import Any, Final
 
 from stagescope.wire.names import closest_stage
 from stagescope.wire.schema import STAGES, Event, Work
-from stagescope_service.core import operator_tables
-from stagescope_service.core import steps
-from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import BEGUN_AGAIN, by_message, finding, moved
-from stagescope_service.core.instructions import Delete, Instruction, Put
+from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
     digest,
     integer,
@@ -27,6 +23,9 @@ from stagescope_service.core.catalogue_rows import (
     text,
     work_columns,
 )
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.findings import BEGUN_AGAIN, by_message, finding, moved
+from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.settings_findings import of_settings
 
 DUMPS_REMEMBERED: Final = 1024

@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from stagescope.wire.schema import Event, Sender, Work
+from stagescope_service.core.catalogue_rows import integer, number, span_row, text
 from stagescope_service.core.entities import (
     FAILED,
     OK,
@@ -35,7 +36,6 @@ from stagescope_service.core.entities import (
 )
 from stagescope_service.core.findings import BEGUN_AGAIN, finding
 from stagescope_service.core.instructions import Instruction
-from stagescope_service.core.catalogue_rows import integer, number, span_row, text
 
 RAW_SEQ: Final = 1 << 60
 """From here on a seq is a raw call's delivery identity, which says nothing about order."""

@@ -13,10 +13,10 @@ from typing import Any, Final
 from stagescope.wire.errors import InvalidEvent, InvalidInput
 from stagescope.wire.schema import STACKS, Work
 from stagescope.wire.stacks import MOST_CHARACTERS, MOST_THREADS, PROBE, WATCHDOG
+from stagescope_service.core.catalogue_rows import integer, text, work_columns
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Ask, Instruction, Put
-from stagescope_service.core.catalogue_rows import integer, text, work_columns
 
 ASKED, ANSWERED, NOT_ANSWERED = "asked", "answered", "not answered"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagescope.wire.schema import Sender
-from stagescope_service.core.entities import Process, Span, Step
 from stagescope_service.core.catalogue_rows import number
+from stagescope_service.core.entities import Process, Span, Step
 from stagescope_service.core.hang_detection import Pace, Place
 
 

@@ -24,13 +24,16 @@ from stagescope.wire.schema import (
     Sender,
     Work,
 )
-from stagescope_service.core import weight_records
-from stagescope_service.core import stage_timing
-from stagescope_service.core import departures
-from stagescope_service.core import reports
-from stagescope_service.core import payloads
-from stagescope_service.core import steps
-from stagescope_service.core import spans
+from stagescope_service.core import (
+    departures,
+    payloads,
+    reports,
+    spans,
+    stage_timing,
+    steps,
+    weight_records,
+)
+from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
     OPEN,
     UNFINISHED,
@@ -47,7 +50,6 @@ from stagescope_service.core.instructions import (
     Weigh,
 )
 from stagescope_service.core.registry import Registry
-from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.stack_requests import StackRequests, request_of
 
 FINDINGS_REMEMBERED: Final = 10_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from stagescope_service.core.catalogue_rows import attempt_row, process_row
 from stagescope_service.core.completeness import (
     NOT_BEGUN,
     expect,
@@ -27,7 +28,6 @@ from stagescope_service.core.entities import (
 )
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Assemble, Instruction, PayloadKey, Put
-from stagescope_service.core.catalogue_rows import attempt_row, process_row
 
 WENT_ON: Final = "everyone went on"
 ENDED: Final = "attempt ended"

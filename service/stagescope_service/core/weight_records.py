@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
+from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Process
 from stagescope_service.core.instructions import Put
-from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.weights import COPY, TP_COPY, Record, Shard, Tensor
 
 MOST_TENSORS: Final = 1_000_000

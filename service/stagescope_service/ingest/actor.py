@@ -22,13 +22,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.coordinator.unresponsive import read_watchdogs
-from stagescope_service.ingest import kept_files
-from stagescope_service.ingest.reader import Intake
-from stagescope_service.ingest.rollout_join import RolloutRows
-from stagescope_service.ingest.kept_files import Keeper
-from stagescope_service.ingest.recompute import Retake, Source
-from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.core.findings import describe
+from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.ingest import kept_files
+from stagescope_service.ingest.kept_files import Keeper
+from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.recompute import Retake, Source
+from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory

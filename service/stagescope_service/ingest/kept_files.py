@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from stagescope.wire.errors import Forbidden, StagescopeError
-from stagescope.wire.schema import PART_FIELDS
-from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.store.artifacts import confine, file_checksum, is_kept_path
-from stagescope_service.store.kept import read_kept
-import shutil
-from collections.abc import Iterator, Mapping
-from stagescope.wire.errors import StagescopeError, StoreError
+
+from stagescope.wire.errors import Forbidden, StagescopeError, StoreError
 from stagescope.wire.keep import kept_sections
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.core.findings import NOT_KEPT, finding
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.payload_values import Payload
-from stagescope_service.store.artifacts import kept_path, step_directory
+from stagescope_service.store.artifacts import (
+    confine,
+    file_checksum,
+    is_kept_path,
+    kept_path,
+    step_directory,
+)
 from stagescope_service.store.contract import Put
-from stagescope_service.store.kept import Kept, bytes_of, write_kept
+from stagescope_service.store.kept import Kept, bytes_of, read_kept, write_kept
 from stagescope_service.store.ring import DEFAULT_RESERVE
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
-
-
 
 _ORDERS: Final = ("keep", "no_room")
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from stagescope.wire.errors import NotFound, StagescopeError, StoreError
 from stagescope_service.compare.operators.non_finite import RankNonFinite, non_finite_of_rank
-from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
+from stagescope_service.core.findings import finding
 from stagescope_service.core.operator_tables import (
     TABLE_WRITTEN,
     UNREACHABLE,
@@ -22,7 +22,7 @@ from stagescope_service.core.operator_tables import (
     part_of,
     refusal,
 )
-from stagescope_service.core.findings import finding
+from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.contract import Put
 

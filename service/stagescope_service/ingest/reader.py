@@ -7,23 +7,27 @@ be used is refused with a reason, and what can be kept of it is kept all the sam
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
 import numpy as np
 import numpy.typing as npt
+
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN
 from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.payload_values import Payload, read_value
-from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.statistics import (
     PartRecord,
     Settings,
     TokenBatch,
+    WireTensor,
     available_pairs,
     skip_of,
     summarise,
@@ -32,18 +36,13 @@ from stagescope_service.statistics.batch import producer_of
 from stagescope_service.statistics.identity import Place, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
+from stagescope_service.statistics.step_summary import REPEATED
 from stagescope_service.statistics.summarise import MOST_ROUNDS
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.statistics.step_summary import REPEATED
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key
-from stagescope_service.store.ring import Ring, RingKey
-import hashlib
-from stagescope_service.ingest.payload_values import Payload
-from stagescope_service.statistics import WireTensor
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES
-
-
+from stagescope_service.store.ring import Ring, RingKey
 
 Row = dict[str, Any]
 Skips = tuple[tuple[int, int, int], ...]

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.schema import STREAM_TENSORS
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.reader import (
     COPIES,
     Intake,
@@ -28,7 +29,6 @@ from stagescope_service.ingest.rollout_join import (
     skip_rows,
     stream_of,
 )
-from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.parts import pair_name, part_key

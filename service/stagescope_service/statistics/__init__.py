@@ -13,14 +13,14 @@ from stagescope_service.statistics.comparability import Comparability, examine, 
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.part import PartRecord, RankRow, Restate
 from stagescope_service.statistics.settings import Settings
-from stagescope_service.statistics.summarise import summarise, warm
-from stagescope_service.statistics.summary import Summary
 from stagescope_service.statistics.step_summary import (
     NOISE_PAIR,
     Whole,
     assemble,
     skip_of,
 )
+from stagescope_service.statistics.summarise import summarise, warm
+from stagescope_service.statistics.summary import Summary
 
 __all__ = [
     "NOISE_PAIR",

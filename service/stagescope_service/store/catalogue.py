@@ -13,12 +13,12 @@ from typing import Any
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect, migrate
-from stagescope_service.store.queries import overview
 from stagescope_service.store.contract import Row
+from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.captures import CaptureReads
 from stagescope_service.store.queries.files import FileReads
-from stagescope_service.store.queries.measurements import MeasuredReads
 from stagescope_service.store.queries.findings import NoticedReads
+from stagescope_service.store.queries.measurements import MeasuredReads
 from stagescope_service.store.queries.reader import LIMIT
 from stagescope_service.store.queries.runs import RunReads
 from stagescope_service.store.queries.weights import WeightReads

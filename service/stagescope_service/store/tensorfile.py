@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
 from stagescope.tensorfile import (
     Entry,
     TensorFile,
@@ -31,6 +30,7 @@ from stagescope.tensorfile import (
     read_header,
     read_metadata,
 )
+from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
 
 __all__ = [
     "MOST_BYTES",

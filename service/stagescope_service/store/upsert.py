@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from stagescope.wire.errors import StoreError
-from stagescope_service.store.contract import Put, Write
 from stagescope_service.store.columns import Flag, StrictJson, dump_json, nonfinite_name
+from stagescope_service.store.contract import Put, Write
 from stagescope_service.store.tables import TABLES
 
 _COLUMNS: Final = {name: frozenset(table.columns.keys()) for name, table in TABLES.items()}

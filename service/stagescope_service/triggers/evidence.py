@@ -10,8 +10,8 @@ from typing import Any, Final
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.statistics.comparability import causes_of_ranks
 from stagescope_service.statistics.mismatch import publish_cell
-from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 from stagescope_service.statistics.step_summary import Whole
+from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts

@@ -17,8 +17,8 @@ from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.settings import Settings
-from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens
 from stagescope_service.statistics.step_summary import MISMATCH_PAIRS
+from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens
 
 MISSING_RANKS: Final = "missing_ranks"
 STAGE_SECONDS: Final = "stage_seconds"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from stagescope_service.store.contract import Row
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Row
 from stagescope_service.triggers.evidence import Evidence, explain
 from stagescope_service.triggers.facts import Facts, Needs, read
 from stagescope_service.triggers.rules import Rule, Rules

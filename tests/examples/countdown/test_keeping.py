@@ -16,19 +16,19 @@ from examples.countdown.environment import Puzzle
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
 from stagescope.wire.keep import read_keep, wanted_by
-from stagescope_service.ingest.reader import Intake
 from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.ingest.reader import Intake
 from stagescope_service.store.kept import Kept, read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_workers import Probe
-from stagescope_workers.transport import handshake
 from stagescope_workers.probe.options import checked_options
+from stagescope_workers.transport import handshake
 
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> FakeCoordinator:
     service = FakeService(FakeCoordinator())
-    monkeypatch.setattr(introduction, "find_link", service.find)
+    monkeypatch.setattr(handshake, "find_link", service.find)
     assert service.coordinator is not None
     return service.coordinator
 

@@ -9,8 +9,8 @@ from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
 from stagescope.series import Exact
-from stagescope_service.coordinator.trigger_actions import Act, finding_of
 from stagescope_service.coordinator.aggregation import assembly
+from stagescope_service.coordinator.trigger_actions import Act, finding_of
 from stagescope_service.store.contract import Put
 from stagescope_service.triggers.replay import replay
 from stagescope_service.triggers.rules import read_yaml

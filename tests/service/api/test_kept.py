@@ -13,10 +13,10 @@ from tests.support.measure import payload
 
 import stagescope
 from stagescope.cli import main
-from stagescope.wire.errors import Forbidden
 from stagescope.session import Session
-from stagescope_service.ingest.reader import Intake
+from stagescope.wire.errors import Forbidden
 from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.ingest.reader import Intake
 from stagescope_service.store.ring import Ring
 
 STEP = 5

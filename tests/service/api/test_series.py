@@ -14,8 +14,8 @@ from tests.support.measure import payload
 from tests.support.stores import training
 
 import stagescope
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.series import sparkline
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.statistics import step_metrics as stored
 from stagescope_service.store.contract import Put
 

@@ -19,10 +19,10 @@ from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 from stagescope.compared import as_lines, findings_of
 from stagescope.wire.errors import ComparisonFailed, InvalidInput
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.running import threads
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.report.html import as_html
 from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict
+from stagescope_service.compare.running import threads
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Dump, Entry, Problem, Record

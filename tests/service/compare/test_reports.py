@@ -16,8 +16,8 @@ from tests.support.command_line import invoke
 from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
-from stagescope.wire import nonfinite
 from stagescope.compared import Compared, as_lines
+from stagescope.wire import nonfinite
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import SCHEMA_FILE, as_json
 from stagescope_service.compare.report.html import as_html

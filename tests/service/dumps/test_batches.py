@@ -20,12 +20,12 @@ from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.records import Record
 from stagescope_service.ingest.reader import Intake
-from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
 

@@ -15,19 +15,18 @@ from tests.support.triggering import Bench, rule, rules_of, run, training
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.api.completeness import gaps
-from stagescope_service.coordinator import retries
+from stagescope_service.coordinator import effects, retries
+from stagescope_service.coordinator.aggregation import assembly
+from stagescope_service.coordinator.aggregation.aggregator import Former
+from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
+from stagescope_service.core.instructions import Assemble, Put
 from stagescope_service.core.operator_tables import again
 from stagescope_service.ingest.operator_tables import TABLE, digest_dump
-from stagescope_service.core.instructions import Assemble, Put
-from stagescope_service.coordinator.aggregation import assembly
-from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
-from stagescope_service.coordinator.aggregation.aggregator import Former
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
 from ray import exceptions
 
-from stagescope_service.coordinator import effects
 from stagescope_service.core.findings import NOT_AGGREGATED
 
 STEP = Assemble(1, 1)
@@ -100,7 +99,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broken]:
     nodes = OneNode(tmp_path)
-    monkeypatch.setattr(floor, "Ingestors", lambda settings: nodes)
+    monkeypatch.setattr(effects, "Ingestors", lambda settings: nodes)
     with training(tmp_path) as bench:
         found = Broken(tmp_path, bench, nodes)
         form = Former.form

@@ -14,8 +14,8 @@ from stagescope.wire.captures import matches, validate_capture
 from stagescope.wire.errors import Conflict
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import Agreement, Crew, Member, resolve, start_step
-from stagescope_service.core.captures.requests import Orders
 from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.captures.requests import Orders
 
 
 def order(**changes: Any) -> dict[str, Any]:

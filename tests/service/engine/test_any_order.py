@@ -18,8 +18,8 @@ from tests.support.generated import (
 )
 from tests.support.trainings import Bench, Delivery, Rank, Rows, check_memory
 
-from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.coordinator.restore import restore
+from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.sql import SqlStore

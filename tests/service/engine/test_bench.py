@@ -12,8 +12,8 @@ from tests.support.stores import url_of, write
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import Conflict, Forbidden, InvalidPlan
 from stagescope_service.coordinator.capture_references import with_bench
-from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 
 ORDER: dict[str, Any] = {"stages": ["actor_update"], "steps": [9], "task": "tensor"}

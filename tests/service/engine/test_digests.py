@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.support.trainings import Bench, Delivery, Rank
 
-from stagescope_service.core.operator_tables import again, outcome
 from stagescope_service.core.instructions import Digest, Instruction
+from stagescope_service.core.operator_tables import again, outcome
 
 STAGE = "actor_update"
 PATH = "/data/r/a1/step_1/actor_update/step0/rank0"

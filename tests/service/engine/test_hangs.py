@@ -14,7 +14,12 @@ from tests.support.stores import rows_of, url_of
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
 from stagescope_service.api.stuck import stuck_rows
+from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.load import FEWEST_CALLS
+from stagescope_service.coordinator.restore import restore
 from stagescope_service.core import stack_requests
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
     Assemble,
     Digest,
@@ -22,12 +27,7 @@ from stagescope_service.core.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.coordinator.load import FEWEST_CALLS
-from stagescope_service.core.captures.plan import Plan
-from stagescope_service.coordinator.coordinator import Reception
-from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.state import State
-from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.support.measure import payload
 
 from stagescope.wire.schema import Event, Part, Work
+from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core import payloads
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.ingest.reader import Intake, Outcome
-from stagescope_service.ingest.recompute import Retake
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.core.registry import reading_settings
-from stagescope_service.coordinator.aggregation import assembly
+from stagescope_service.ingest.reader import Intake, Outcome
+from stagescope_service.ingest.recompute import Retake
 from stagescope_service.statistics import PartRecord, Summary, assemble
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring

@@ -15,6 +15,7 @@ from tests.support.parallel import Sample, Span, make_samples, payload_of, zigza
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope_service.ingest import rollout_join
+from stagescope_service.ingest.recompute import producers_of
 from stagescope_service.ingest.rollout_join import (
     Joined,
     RolloutRows,
@@ -22,7 +23,6 @@ from stagescope_service.ingest.rollout_join import (
     rollout_rows,
     stream_of,
 )
-from stagescope_service.ingest.recompute import producers_of
 from stagescope_service.statistics import TokenBatch, WireTensor
 
 TRAINED = ("old_log_probs", "response_mask", "responses", "positions")

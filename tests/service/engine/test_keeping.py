@@ -13,9 +13,9 @@ import safetensors
 from tests.support.measure import payload
 
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.ingest.reader import Intake, Outcome
-from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.ingest.kept_files import Keeper
+from stagescope_service.ingest.reader import Intake, Outcome
 from stagescope_service.store.kept import read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors

@@ -12,7 +12,7 @@ from tests.support.stores import rows_of, url_of
 
 from stagescope.wire.errors import NotReady
 from stagescope.wire.schema import BEGIN, HELLO, Event, Sender
-from stagescope_service.core.instructions import Put
+from stagescope_service.coordinator.coordinator import Reception
 from stagescope_service.coordinator.load import (
     BEHIND_SECONDS,
     FEWEST_CALLS,
@@ -25,7 +25,7 @@ from stagescope_service.coordinator.load import (
     resident_bytes,
 )
 from stagescope_service.core.captures.plan import Plan
-from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
 from stagescope_service.store.sql import SqlStore
 

@@ -12,6 +12,7 @@ import pytest
 from tests.support.stores import write
 from tests.support.triggering import rule, rules_of, run, training
 
+from stagescope_service.coordinator import effects
 from stagescope_service.coordinator.trigger_actions import gone_of
 from stagescope_service.settings import Settings
 from stagescope_service.store.contract import Put
@@ -20,7 +21,6 @@ from stagescope_service.store.ring import Ring, RingKey
 from stagescope_service.store.sql import SqlStore
 
 pytest.importorskip("ray")
-from stagescope_service.coordinator import effects
 
 STEP = 5
 
@@ -60,7 +60,7 @@ def test_a_pin_reaches_payloads_beyond_the_first_page(
         place = {"stage": "actor_update", "rank": 0, "kind": "ring", "node_id": node}
         gone = {} if path else {"deleted_wall": 1.0}
         write(store, Put("artifacts", {**row, **place, **gone}))
-    monkeypatch.setattr(floor, "Ingestors", lambda settings: Nodes(rings))
+    monkeypatch.setattr(effects, "Ingestors", lambda settings: Nodes(rings))
     reaching = effects.RayFloor(settings, order=None)  # type: ignore[arg-type]
     answer = asyncio.run(reaching.pin(1, STEP))
     store.close()

@@ -18,6 +18,8 @@ from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
 from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import coordinator
+from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
     Assemble,
     Digest,
@@ -26,8 +28,6 @@ from stagescope_service.core.instructions import (
     ReadWatchdogs,
     Weigh,
 )
-from stagescope_service.core.captures.plan import Plan
-from stagescope_service.coordinator.coordinator import Reception
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store
 from stagescope_service.store.sql import SqlStore
@@ -496,7 +496,7 @@ def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
 ) -> None:
     async def train() -> dict[str, Any]:
         live(desk)
-        monkeypatch.setattr(reception, "_LEAVE_SECONDS", 0.05)
+        monkeypatch.setattr(coordinator, "_LEAVE_SECONDS", 0.05)
         await Trainer(desk, 0).say("hello", world_size=1)
         return await desk.reception.drain(None, 30.0, "a")
 
@@ -555,7 +555,7 @@ def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
 ) -> None:
     async def train() -> None:
         live(desk)
-        monkeypatch.setattr(reception, "_LEAVE_SECONDS", 0.05)
+        monkeypatch.setattr(coordinator, "_LEAVE_SECONDS", 0.05)
         rank = Trainer(desk, 0)
         await rank.say("hello", world_size=1)
         await rank.say("begin", step=1, stage="actor_update")

@@ -13,11 +13,11 @@ from tests.support.measure import payload
 from tests.support.stores import url_of
 
 from stagescope.wire.errors import Unreachable
-from stagescope_service.ingest import kept_files
-from stagescope_service.ingest.reader import Intake
-from stagescope_service.ingest.kept_files import Keeper
-from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.coordinator.retention import Limits, Retention
+from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.ingest import kept_files
+from stagescope_service.ingest.kept_files import Keeper
+from stagescope_service.ingest.reader import Intake
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from stagescope.wire.errors import InvalidInput, InvalidPlan
-from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.keep_policy import (
     parse_standing,
     read_standing,
     standing_of,
 )
+from stagescope_service.core.captures.plan import Plan
 
 FILE = """
 runs:

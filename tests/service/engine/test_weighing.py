@@ -19,12 +19,11 @@ from tests.support.trainings import Delivery, Rank
 
 from stagescope.wire.errors import CatalogueUnavailable, InvalidEvent, StoreError
 from stagescope_service.coordinator import retries
+from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, Weigher, judge
 from stagescope_service.core.instructions import Delete, Put, Weigh
 from stagescope_service.core.state import State
-from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, Weigher
-from stagescope_service.coordinator.weight_comparer import judge
-from stagescope_service.store.contract import Row
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Row
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 

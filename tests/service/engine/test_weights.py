@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagescope_service.coordinator.weight_comparer import renaming
 from stagescope_service.core.weights import (
     AGREES,
     COPY,
@@ -26,7 +27,6 @@ from stagescope_service.core.weights import (
     newest,
     odd_replicas,
 )
-from stagescope_service.coordinator.weight_comparer import renaming
 
 Weights = Mapping[str, int | None]
 

@@ -13,9 +13,9 @@ from tests.support.stores import stage_row, training, url_of, write
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
-from stagescope_service.store.queries import overview
-from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Put
+from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.measurements import _scalar_names
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES

@@ -11,8 +11,8 @@ import pytest
 from tests.support.stores import eventually, keyed, rows_of, stage_row, training, url_of, write
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
-from stagescope_service.store.contract import Delete, Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Delete, Put
 from stagescope_service.store.sql import SqlStore
 
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from stagescope.wire.errors import InvalidPlan
-from stagescope_workers.probe.plan import captures_from_yaml
 from stagescope_workers.capture.verl_blocks import captures_from_verl
+from stagescope_workers.probe.plan import captures_from_yaml
 
 # The blocks of verl's guide.
 GUIDE = """

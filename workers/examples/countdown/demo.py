@@ -37,9 +37,9 @@ from examples.countdown.demo_report import (
     show_rounds,
     show_stages,
 )
+from stagescope.session import Session, attach
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import STAGES
-from stagescope.session import Session, attach
 
 ROOT: Final = Path(__file__).resolve().parents[3] / ".demo"
 _LOCK: Final = ROOT / "lock"

@@ -116,8 +116,8 @@ class Capturer:
 
         Args:
             capture: the order; whether it concerns this stage, step and rank is the caller's
-                question (`stagescope.wire.captures.matches`). Beside its own fields, `force` arms it
-                although the estimate does not fit, and `limits` may hold `reserve_bytes` (kept
+                question (`stagescope.wire.captures.matches`). Beside its own fields, `force` arms
+                it although the estimate does not fit, and `limits` may hold `reserve_bytes` (kept
                 free on the disk, 256 MB by default) and `tokens` (of the stage, for the estimate).
             run, attempt_key, stage, step, part, role, rank: the work that is captured.
             model: the module (or list of modules) that runs in the stage; levels L0 and mix need

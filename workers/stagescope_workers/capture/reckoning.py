@@ -12,13 +12,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
 from stagescope.wire.captures import orders_msprobe
-from collections.abc import Mapping
-from typing import Any
 from stagescope.wire.schema import DUMP, Work
 from stagescope_workers.transport.outbox import Outbox
-
-
 
 _log = logging.getLogger("stagescope.workers")
 

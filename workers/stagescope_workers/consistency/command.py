@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
 import click
+
+import stagescope
 from stagescope import terminal
-from stagescope.engines import Engine, Sampling
-from stagescope.wire.errors import MissingExtra, NotFound, StagescopeError, Unreachable
+from stagescope.engines import Engine, Sampling, connect
+from stagescope.wire.errors import (
+    InvalidInput,
+    MissingExtra,
+    NotFound,
+    StagescopeError,
+    Unreachable,
+)
 from stagescope_workers.consistency.answers import MATCHES, Marking
 from stagescope_workers.consistency.comparison import Comparison, Options, compare
 from stagescope_workers.consistency.prompts import Item, built_in, read_items
 from stagescope_workers.consistency.report import Report
 from stagescope_workers.consistency.stored import STORED, read_batch, rescore
-import json
-from collections.abc import Mapping
-from typing import Any, Final
-import stagescope
-from stagescope.engines import Engine, connect
-from stagescope.wire.errors import InvalidInput
-
-
 
 EXPECTED: Final = (
     "URL, HOST:PORT, a registered engine's name, ctranslate2:DIR, transformers[:dtype]"

@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope_workers.probe import decorator
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
-from stagescope_workers.transport.link import NAMESPACE, Link, find_link, ray_place, warn_unconnected
+from stagescope_workers.probe import decorator
 from stagescope_workers.probe.options import ProbeOptions, checked_options
-from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport.link import (
+    NAMESPACE,
+    Link,
+    find_link,
+    ray_place,
+    warn_unconnected,
+)
+from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 
 _log = logging.getLogger("stagescope.workers")
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import PART_FIELDS, Part, Work
 from stagescope_workers.probe.options import index, step_index
-from typing import Final, NamedTuple
-from stagescope.wire.schema import Work
-from stagescope_workers.transport.sender import Courier
+from stagescope_workers.probe.stage_tracker import Standing
 from stagescope_workers.transport.handshake import Introduction
 from stagescope_workers.transport.outbox import Outbox
-from stagescope_workers.probe.stage_tracker import Standing
-
-
+from stagescope_workers.transport.sender import Courier
 
 _COUNTED_STEPS: Final = 64  # steps whose occurrences are remembered
 

@@ -13,9 +13,9 @@ from stagescope.wire.errors import InvalidInput
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.schema import check_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
+from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
 from stagescope_workers.transport.link import NAMESPACE
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
-from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
 
 _YEAR: Final = 365 * 86400.0
 

@@ -7,15 +7,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
 from stagescope.wire.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.keep import read_keep, shard_capture, wanted_by, words_of
-from collections.abc import Mapping
-from stagescope.wire.captures import validate_capture
 from stagescope_workers.capture.msprobe_config import check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
-
-
 
 _FILE_FIELDS: Final = ("capture_id", "by", "created", "source")
 _MOST_BYTES: Final = 1 << 20

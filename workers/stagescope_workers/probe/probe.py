@@ -22,22 +22,27 @@ from stagescope.wire.schema import (
     REFUSED,
     Work,
 )
-from stagescope_workers.capture.reckoning import OrderAnswers
-from stagescope_workers.capture.reckoning import Models
-from stagescope_workers.transport.sender import Courier
-from stagescope_workers.probe.decorator import as_stage
+from stagescope_workers.capture.reckoning import Models, OrderAnswers
 from stagescope_workers.device import PinnedPool
+from stagescope_workers.probe.decorator import as_stage
 from stagescope_workers.probe.draft import Draft
-from stagescope_workers.transport.handshake import Introduction
-from stagescope_workers.transport.link import Link
-from stagescope_workers.probe.numbering import Numbering
+from stagescope_workers.probe.numbering import (
+    BEGUN_AGAIN,
+    BEGUN_AGAIN_ADVICE,
+    Numbering,
+    Start,
+    StepOrder,
+    why_not,
+)
 from stagescope_workers.probe.options import ProbeOptions, index, step_index
-from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.probe.plan import PlanWatch, read_plan
 from stagescope_workers.probe.stage import Stage, log_scalars
 from stagescope_workers.probe.stage_tracker import Standing
-from stagescope_workers.probe.numbering import BEGUN_AGAIN, BEGUN_AGAIN_ADVICE, Start, StepOrder, why_not
 from stagescope_workers.probe.weights import NamedTensors, Names, record_weights
+from stagescope_workers.transport.handshake import Introduction
+from stagescope_workers.transport.link import Link
+from stagescope_workers.transport.outbox import Outbox
+from stagescope_workers.transport.sender import Courier
 
 _log = logging.getLogger("stagescope.workers")
 

@@ -14,11 +14,10 @@ from stagescope.wire.captures import orders_msprobe
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.keep import is_wanted, kept_sections
 from stagescope.wire.schema import BEGIN, DUMP, END, LOG, Work
-from stagescope_workers.payload import datum_columns
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
+from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.transport.outbox import Awaited
-from stagescope_workers.payload import describe, is_torch
 
 if TYPE_CHECKING:
     from stagescope_workers.capture.msprobe_capture import ArmedCapture

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.wire.schema import FINISH, STACKS, Work
+from stagescope_workers.probe.watchdog import Watchdog, open_watchdog, take_stacks
 from stagescope_workers.transport.outbox import Outbox
-from stagescope_workers.probe.watchdog import take_stacks
-from stagescope_workers.probe.watchdog import Watchdog, open_watchdog
 
 _MOST_INSIDE: Final = 1024
 _MOST_ANSWERED: Final = 256

@@ -22,20 +22,25 @@ import logging
 import math
 import os
 import secrets
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, Final
-from stagescope.wire.stacks import read_watchdog, watchdog_directory, watchdog_header
-import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any
-from stagescope.wire.stacks import MOST_CHARACTERS, MOST_FRAMES, MOST_THREADS, PROBE
+from typing import IO, Any, Final
 
+from stagescope.wire.stacks import (
+    MOST_CHARACTERS,
+    MOST_FRAMES,
+    MOST_THREADS,
+    PROBE,
+    read_watchdog,
+    watchdog_directory,
+    watchdog_header,
+)
 
 
 def take_stacks(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, WEIGHTS, Work
-from stagescope_workers.probe import identity
 from stagescope_workers.checksum import checksum, unsigned
 from stagescope_workers.device import HostCopy, take_tensor
-from stagescope_workers.probe.options import index, step_index
 from stagescope_workers.payload import describe, is_torch
+from stagescope_workers.probe import identity
+from stagescope_workers.probe.options import index, step_index
 
 if TYPE_CHECKING:
     from stagescope_workers.probe.probe import Probe

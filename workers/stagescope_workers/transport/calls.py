@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final
-import collections
-from typing import Final, NamedTuple
-
-
+from typing import Any, Final, NamedTuple
 
 MOST_BACKOFF: Final = 2.0
 """Seconds; the service may be back any moment, and ranks must not come back all at once."""

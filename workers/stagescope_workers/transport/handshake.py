@@ -11,8 +11,10 @@ from typing import Any
 
 from stagescope.wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
-from stagescope_workers.transport.calls import Clock
 from stagescope_workers.probe.draft import plain
+from stagescope_workers.probe.options import ProbeOptions
+from stagescope_workers.probe.stage_tracker import Standing
+from stagescope_workers.transport.calls import Clock
 from stagescope_workers.transport.link import (
     Link,
     RayLink,
@@ -22,9 +24,7 @@ from stagescope_workers.transport.link import (
     ray_place,
     warn_unconnected,
 )
-from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.transport.outbox import Entry, Outbox
-from stagescope_workers.probe.stage_tracker import Standing
 
 _log = logging.getLogger("stagescope.workers")
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from stagescope.wire.errors import StagescopeError, Unauthorized
-from stagescope_workers.transport.calls import MOST_BACKOFF, Backoff, Call
-from stagescope_workers.transport.calls import Clock
 from stagescope_workers.device import PinnedPool
+from stagescope_workers.transport.calls import MOST_BACKOFF, Backoff, Call, Clock
 from stagescope_workers.transport.link import Link
 from stagescope_workers.transport.outbox import BATCH_EVENTS, Entry, Outbox
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import html
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
 from stagescope.changes import change_lines
 from stagescope.compared import (
     SIDES,
@@ -19,19 +29,8 @@ from stagescope.compared import (
     title_of,
     worst_first,
 )
-from stagescope_service.compare.figures import COLOURS, MOST_DETAILED, pictures
-import base64
-import functools
-import hashlib
-import json
-import re
-from collections.abc import Mapping
-from pathlib import Path
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 from stagescope.wire import nonfinite
-
-
+from stagescope_service.compare.figures import COLOURS, MOST_DETAILED, pictures
 
 _HERE: Final = Path(__file__).parent
 _Figure = Mapping[str, Any]

@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import StagescopeError
 from stagescope.render import counted
+from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.compare.plan import COUNTERPARTS

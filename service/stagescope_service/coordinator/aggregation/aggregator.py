@@ -6,28 +6,23 @@ No Ray in here: `Hands` reaches the ingestors.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+from stagescope.wire.schema import STREAM_TENSORS
+from stagescope_service.coordinator.aggregation import assembly as wholes
+from stagescope_service.coordinator.aggregation.assembly import Forming
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Assemble, Delete, PayloadKey, Put
-from stagescope_service.coordinator.aggregation import assembly as wholes
+from stagescope_service.ingest.recompute import Source
 from stagescope_service.statistics import Restate
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.queries.rollouts import TRAINER_STAGES
-from stagescope_service.triggers.evidence import ranks_text
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple
-from stagescope.wire.schema import STREAM_TENSORS
-from stagescope_service.ingest.recompute import Source
-from stagescope_service.core.instructions import PayloadKey, Put
-from stagescope_service.coordinator.aggregation.assembly import Forming
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
-
-
+from stagescope_service.triggers.evidence import ranks_text
 
 NOT_KEPT: Final = "a payload that the ring no longer holds"
 
@@ -71,7 +66,7 @@ class JoinPlan:
         return rows
 
 
-def plan(
+def plan_join(
     catalogue: Catalogue, run: str, forming: Forming, again: Collection[PayloadKey] = ()
 ) -> JoinPlan | None:
     """Return what to join in a step, None where nothing is lacking and nothing was consumed.
@@ -257,7 +252,7 @@ class Former:
         """
         waiting = self._waiting.pop(order, None)
         again = frozenset() if waiting is None else waiting.keys
-        plan = await asyncio.to_thread(plan, self._catalogue, run, forming, again)
+        plan = await asyncio.to_thread(plan_join, self._catalogue, run, forming, again)
         alone = Counter[str]()
         if plan is None:
             return False, alone

@@ -6,26 +6,20 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
 from stagescope.wire.errors import InvalidInput
+from stagescope_service.core.catalogue_rows import digest
 from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import NOT_AGGREGATED, finding
-from stagescope_service.core.instructions import Delete
-from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
 from stagescope_service.statistics.comparability import Check, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
+from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.store.contract import Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
-from collections.abc import Mapping
-from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Delete, Put
-from stagescope_service.statistics import Whole
-from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
-
-
 
 _LISTED: Final = 50
 """Ids that a finding lists."""

@@ -12,10 +12,10 @@ from stagescope.wire.errors import Conflict
 from stagescope.wire.keep import misspelt_words
 from stagescope.wire.names import closest_by_words, closest_stage
 from stagescope.wire.schema import STAGES
-from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import Crew
 from stagescope_service.core.captures.plan import Entry
+from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.registry import Registry
 
 _RUNS_NAMED: Final = 20

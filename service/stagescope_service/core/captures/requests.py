@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
-from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Put
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import Agreement, Crew
 from stagescope_service.core.captures.participants import (
@@ -26,6 +24,8 @@ from stagescope_service.core.captures.participants import (
     run_of,
 )
 from stagescope_service.core.captures.plan import Entry, Plan
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
 
 _ESTIMATED: Final = "estimated"

@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
-from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.flow import order_of
+from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.joining.columns import Allocate, Array, Column, Piece, piece_of
 from stagescope_service.dumps.joining.fragments import PLACES, Assembly, Spots, spots_of
 from stagescope_service.dumps.joining.parts import find_parts

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.batch import Gap
-from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.flow import order_of
+from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.schema import STAGES
 from stagescope_service.dumps.joining.columns import Array
 from stagescope_service.dumps.joining.fragments import PLACES, digest, spots_of

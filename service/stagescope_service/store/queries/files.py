@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-import sqlalchemy as sa
-from stagescope_service.store import connect
-from stagescope_service.store.queries import overview
-from stagescope_service.store.contract import Row
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
-from stagescope_service.store.tables import TABLES
 from typing import Any, TypeAlias
-from stagescope_service.store.tables import artifacts, steps
 
+import sqlalchemy as sa
 
+from stagescope_service.store import connect
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries import overview
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.tables import TABLES, artifacts, steps
 
 Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
 

@@ -7,8 +7,8 @@ from typing import Any, Final, Literal
 
 import sqlalchemy as sa
 
-from stagescope_service.store.queries import rollouts
 from stagescope_service.store.contract import Row
+from stagescope_service.store.queries import rollouts
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
 from stagescope_service.store.tables import TABLES
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import sqlalchemy as sa
-from stagescope_service.store.queries import overview
-from stagescope_service.store.contract import Row
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
-from stagescope_service.store.tables import TABLES
-from stagescope.wire.schema import PART_FIELDS
-from stagescope_service.store.snapshot import Query
-from stagescope_service.store.tables import stages
 
+import sqlalchemy as sa
+
+from stagescope.wire.schema import PART_FIELDS
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries import overview
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.snapshot import Query
+from stagescope_service.store.tables import TABLES, stages
 
 
 def paces(attempt_id: int, steps: Sequence[int]) -> Query:

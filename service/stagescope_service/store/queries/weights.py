@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
+
 import sqlalchemy as sa
+
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries.reader import LIMIT, Reader, conditions
 from stagescope_service.store.tables import TABLES
-from typing import Any, TypeAlias
-
-
 
 Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
 

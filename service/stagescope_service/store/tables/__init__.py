@@ -10,24 +10,35 @@ from __future__ import annotations
 
 from typing import Final
 
+from stagescope_service.store.tables.declare import metadata
+from stagescope_service.store.tables.findings import (
+    findings,
+    firings,
+    losses,
+    stacks,
+    trigger_rules,
+)
 from stagescope_service.store.tables.measurements import (
     odd_replicas,
-    weight_manifests,
-    weight_verdicts,
-    weights,
-)
-from stagescope_service.store.tables.declare import metadata
-from stagescope_service.store.tables.measurements import (
     payloads,
     samples,
     scalars,
     step_metrics,
     streams,
     summaries,
+    weight_manifests,
+    weight_verdicts,
+    weights,
 )
-from stagescope_service.store.tables.findings import findings, firings, losses, stacks, trigger_rules
-from stagescope_service.store.tables.service import captures, dumps, operators
-from stagescope_service.store.tables.service import artifacts, audit, engines, meta
+from stagescope_service.store.tables.service import (
+    artifacts,
+    audit,
+    captures,
+    dumps,
+    engines,
+    meta,
+    operators,
+)
 from stagescope_service.store.tables.training import attempts, processes, runs, stages, steps
 
 __all__ = [

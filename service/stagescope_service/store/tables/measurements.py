@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from sqlalchemy import Column, Index
+
 from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import columns, key, partial_index, place, table
-from stagescope_service.store.tables.declare import columns, key, table
-
-
 
 scalars = table(
     "scalars",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from sqlalchemy import Column, Index
+
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
-from stagescope_service.store.tables.declare import columns, key, table
 from stagescope_service.store.tables.declare import columns, key, partial_index, place, table
-
-
 
 captures = table(
     "captures",

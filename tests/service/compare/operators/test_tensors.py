@@ -10,9 +10,9 @@ import torch
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.frames import Table
 from stagescope.comparing import Tensors
+from stagescope.frames import Table
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.compare.operators import tensors
 from stagescope_service.compare.operators.tensors import COLUMNS, compare_tensors, read_table
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table

@@ -8,8 +8,6 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
 from stagescope.wire.schema import END, Event
-from stagescope_workers.probe import lifecycle
-from stagescope_workers.transport import handshake
 from stagescope_workers.integrations.verl import (
     driver,
     guard,
@@ -21,7 +19,9 @@ from stagescope_workers.integrations.verl import (
 )
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE, Mode
 from stagescope_workers.integrations.verl.patches import APPLIED
+from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport import handshake
 
 
 class Ended(NamedTuple):
@@ -65,7 +65,7 @@ def probes(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
         made.append(lifecycle.init(run, **options))
         return made[-1]
 
-    monkeypatch.setattr(introduction, "find_link", service.find)
+    monkeypatch.setattr(handshake, "find_link", service.find)
     monkeypatch.setattr(processes, "init", init)
     yield made
     processes.forget()

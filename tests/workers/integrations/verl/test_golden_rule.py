@@ -15,9 +15,18 @@ import torch
 from tests.support import verl_fakes
 from tests.support.verl_fakes import Seen, fake_modules
 
-from stagescope_workers.integrations.verl import batches, configuration, context, driver, hooks, minibatches, processes, ranks, rollout, trainer_calls
-from stagescope_workers.integrations.verl import ranks
-from stagescope_workers.integrations.verl import minibatches
+from stagescope_workers.integrations.verl import (
+    batches,
+    configuration,
+    context,
+    driver,
+    hooks,
+    minibatches,
+    processes,
+    ranks,
+    rollout,
+    trainer_calls,
+)
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import FLOAT32, Mode
 from stagescope_workers.metrics_feed import MetricsFeed
@@ -56,7 +65,7 @@ PARTS: list[tuple[Any, str]] = [
         for name in ("run_name", "attempt_key", "is_bypass", "settings", "shaping")
     ),
     *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "at")),
-    (layout, "describe"),
+    (ranks, "describe"),
     *((minibatches.Meeting, name) for name in ("__init__", "add", "take")),
     *((minibatches.Minibatches, name) for name in ("advance", "_known")),
 ]

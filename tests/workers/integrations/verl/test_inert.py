@@ -13,12 +13,18 @@ from tests.support import verl_fakes
 from tests.support.coordinators import wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
-from stagescope_workers.transport import link as links
-from stagescope_workers.integrations.verl import context, driver, hooks, rollout, trainer_calls
-from stagescope_workers.integrations.verl import modes
+from stagescope_workers.integrations.verl import (
+    context,
+    driver,
+    hooks,
+    modes,
+    rollout,
+    trainer_calls,
+)
 from stagescope_workers.integrations.verl import processes as services
 from stagescope_workers.integrations.verl.modes import VARIABLE, Mode
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.transport import link as links
 
 Modules = dict[str, Any]
 

@@ -14,8 +14,7 @@ from tests.support import verl_fakes
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope_workers.integrations.verl import context, hooks, older_workers
-from stagescope_workers.integrations.verl import patches
+from stagescope_workers.integrations.verl import context, hooks, older_workers, patches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 

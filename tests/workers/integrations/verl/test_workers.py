@@ -18,8 +18,7 @@ from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope.wire.errors import CaptureError
 from stagescope.wire.schema import BEGIN, END, HELLO
-from stagescope_workers.integrations.verl import context, ranks
-from stagescope_workers.integrations.verl import hooks
+from stagescope_workers.integrations.verl import context, hooks, ranks
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage

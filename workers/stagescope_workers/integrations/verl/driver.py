@@ -12,8 +12,8 @@ from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.managers import watch_manager
 from stagescope_workers.integrations.verl.modes import Mode
 from stagescope_workers.integrations.verl.processes import is_there, warn_if_absent
-from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.metrics_feed import MetricsFeed
+from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 

@@ -7,21 +7,24 @@ alone, and 0.7 also has workers of an older kind, a class for each role, in `fsd
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
-from stagescope_workers.integrations.verl import older_workers, ranks, rollout, trainer_calls
-from stagescope_workers.integrations.verl import modes
-from stagescope_workers.integrations.verl import minibatches
+
+from stagescope_workers.capture.verl_blocks import VERL_STAGES
+from stagescope_workers.integrations.verl import (
+    minibatches,
+    modes,
+    older_workers,
+    ranks,
+    rollout,
+    trainer_calls,
+)
+from stagescope_workers.integrations.verl.guard import guarded
 from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode
 from stagescope_workers.integrations.verl.patches import Patch
-import functools
-import inspect
-from typing import Any
-from stagescope_workers.capture.verl_blocks import VERL_STAGES
-from stagescope_workers.integrations.verl import ranks
-from stagescope_workers.integrations.verl.guard import guarded
-
 
 
 def run_annotate(function: Function) -> Function:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
+
+import torch
+
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations.verl import batches
+from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
-from typing import Any
-import torch
-from collections.abc import Callable
-from stagescope_workers.integrations.verl import context as contexts
-
 
 
 class Meeting:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from typing import Final
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
 from stagescope_workers.integrations.verl.guard import guarded
-
-
 
 _log = logging.getLogger("stagescope.verl")
 

@@ -9,12 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
-from collections.abc import Iterable
-from pathlib import Path
-
-
 
 _log = logging.getLogger("stagescope.verl")
 

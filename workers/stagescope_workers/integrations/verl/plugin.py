@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from stagescope_workers.integrations.verl import hooks
-from stagescope_workers.integrations.verl import patches
+from stagescope_workers.integrations.verl import hooks, patches
 from stagescope_workers.integrations.verl.modes import chosen
 from stagescope_workers.integrations.verl.patches import Patches
 

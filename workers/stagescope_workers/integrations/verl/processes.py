@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Final
+from urllib.parse import urlsplit
+
+from stagescope import discovery
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
-import contextlib
-import socket
-import time
-from concurrent.futures import Future
-from urllib.parse import urlsplit
-from stagescope import discovery
 from stagescope_workers.transport.calls import in_thread
 from stagescope_workers.transport.link import NAMESPACE, RayLink, warn_unconnected
-
-
 
 _LOOK_AGAIN_SECONDS: Final = 5.0
 _WARN_SECONDS: Final = 10.0

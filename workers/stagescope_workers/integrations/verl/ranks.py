@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
+
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches
@@ -18,10 +21,6 @@ from stagescope_workers.integrations.verl.minibatches import Minibatches
 from stagescope_workers.integrations.verl.processes import probe_of
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
-import importlib.metadata
-import sys
-
-
 
 _MEGATRON: Final = {
     "tp_rank": "get_tensor_model_parallel_rank",

@@ -16,8 +16,7 @@ from typing import Any, Final
 from stagescope_workers.integrations.verl import configuration
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded, running
-from stagescope_workers.integrations.verl.processes import probe_of
-from stagescope_workers.integrations.verl.processes import is_there
+from stagescope_workers.integrations.verl.processes import is_there, probe_of
 from stagescope_workers.probe.stage import Stage
 
 Function = Callable[..., Any]
