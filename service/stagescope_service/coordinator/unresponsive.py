@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Collection, Iterable
+from typing import Final
 
-from stagescope.wire.errors import Forbidden
-from stagescope.wire.stacks import read_watchdog
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import ReadWatchdogs
 from stagescope_service.core.state import State
-
-logger = logging.getLogger(__name__)
 
 READ_SECONDS: Final = 90.0
 """For so long a silent process's file is looked at: its watchdog goes off some time after."""
@@ -84,17 +79,3 @@ class Silence:
 
     def _quiet_for(self, process: Process, now: float) -> float:
         return now - (process.lease_until - self._state.lease_seconds)
-
-
-def read_watchdogs(paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return what watchdogs wrote, by incarnation; for those who run on the node of the files."""
-    found: dict[str, dict[str, Any]] = {}
-    for incarnation, path in paths.items():
-        try:
-            fields = read_watchdog(path)
-        except (Forbidden, OSError) as error:
-            logger.warning("the watchdog's file of %s cannot be read: %s", incarnation, error)
-            continue
-        if fields is not None:
-            found[incarnation] = fields
-    return found

@@ -20,8 +20,8 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.wire.errors import StagescopeError
-from stagescope_service.coordinator.unresponsive import read_watchdogs
+from stagescope.wire.errors import Forbidden, StagescopeError
+from stagescope.wire.stacks import read_watchdog
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest import kept_files
@@ -166,7 +166,7 @@ class Ingestor:
 
     async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return what the watchdogs of processes of this node wrote; without those that did not."""
-        return await asyncio.to_thread(read_watchdogs, paths)
+        return await asyncio.to_thread(_read_watchdogs, paths)
 
     async def read_artifact(self, path: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes of a file of this node that lies in an allowed root.
@@ -353,3 +353,17 @@ class Ingestors:
     def all(self) -> dict[str, Any]:
         """Return the handles by node id."""
         return dict(self._handles)
+
+
+def _read_watchdogs(paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return what watchdogs wrote, by incarnation; for those who run on the node of the files."""
+    found: dict[str, dict[str, Any]] = {}
+    for incarnation, path in paths.items():
+        try:
+            fields = read_watchdog(path)
+        except (Forbidden, OSError) as error:
+            logger.warning("the watchdog's file of %s cannot be read: %s", incarnation, error)
+            continue
+        if fields is not None:
+            found[incarnation] = fields
+    return found

@@ -17,7 +17,7 @@ from tests.support.stores import eventually, rows_of, url_of
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
 from stagescope.wire.schema import Sender
-from stagescope_service.coordinator import coordinator
+from stagescope_service.coordinator import coordinator as coordinator_module
 from stagescope_service.coordinator.coordinator import Reception
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
@@ -384,7 +384,7 @@ def test_a_step_is_due_while_its_last_payload_is_written(desk: Desk) -> None:
 
 async def published(reception: Reception) -> None:
     """Wait until every rank is told an order's agreed step."""
-    while coordinator.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
+    while reception.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.002)
 
 
@@ -394,24 +394,24 @@ def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
 
     async def miss() -> None:
         reception = desk.reception
-        await coordinator.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
+        await reception.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture({**spec, "again": 1}, allowed_roots=())
-        entry = coordinator.orders.add(valid, by="me", mono=0.0, wall=0.0)
-        await coordinator.order([coordinator.orders.row(entry)])
-        await coordinator.poll(sender, coordinator.plan.revision, [], 0.0)  # it acknowledges
+        entry = reception.orders.add(valid, by="me", mono=0.0, wall=0.0)
+        await reception.order([reception.orders.row(entry)])
+        await reception.poll(sender, reception.plan.revision, [], 0.0)  # it acknowledges
         capture = {"capture_id": entry.capture_id}
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
-        await coordinator.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
-        await coordinator.look()
+        await reception.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
+        await reception.look()
         # The poll has it looked at, too, and may still be writing.
         await asyncio.wait_for(published(reception), 30)
-        (agreed,) = coordinator.plan.for_run("r")
+        (agreed,) = reception.plan.for_run("r")
         assert (agreed["phase"], agreed["agreement"]) == ("agreed", 1)
-        known = coordinator.plan.revision
+        known = reception.plan.revision
         missed = {"step": agreed["steps"][0], "stage": "actor_update", **capture}
-        await coordinator.record(sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})])
-        news = await coordinator.poll(sender, known, [], 0.0)
+        await reception.record(sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})])
+        news = await reception.poll(sender, known, [], 0.0)
         (asked,) = news["plan"]["captures"]
         assert (asked["phase"], asked["agreement"], asked["steps"]) == ("asked", 2, [])
         (finding,) = rows_of(desk.store, "findings")
@@ -496,7 +496,7 @@ def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
 ) -> None:
     async def train() -> dict[str, Any]:
         live(desk)
-        monkeypatch.setattr(coordinator, "_LEAVE_SECONDS", 0.05)
+        monkeypatch.setattr(coordinator_module, "_LEAVE_SECONDS", 0.05)
         await Trainer(desk, 0).say("hello", world_size=1)
         return await desk.reception.drain(None, 30.0, "a")
 
@@ -555,7 +555,7 @@ def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
 ) -> None:
     async def train() -> None:
         live(desk)
-        monkeypatch.setattr(coordinator, "_LEAVE_SECONDS", 0.05)
+        monkeypatch.setattr(coordinator_module, "_LEAVE_SECONDS", 0.05)
         rank = Trainer(desk, 0)
         await rank.say("hello", world_size=1)
         await rank.say("begin", step=1, stage="actor_update")
