@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from stagescope import discovery
 from stagescope.columns import COLUMNS, Kinds
-from stagescope.findings import GROUP_ORDER, Noticed
+from stagescope.findings import GROUP_ORDER, FindingRows
 from stagescope.frames import Table
 from stagescope.transport import Transport
 from stagescope.wire import nonfinite
@@ -146,7 +146,7 @@ class Asking:
 
     def _noticed(
         self, path: str, params: Mapping[str, Any], title: str, order: Sequence[str], limit: int
-    ) -> Noticed:
+    ) -> FindingRows:
         """Return the rows of a list and of its groups."""
         rows, groups = (
             self.table(each, params, title=title, order=first, columns=COLUMNS[noun], limit=limit)
@@ -155,7 +155,7 @@ class Asking:
                 (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),
             )
         )
-        return Noticed.of_answers(rows, groups)
+        return FindingRows.of_answers(rows, groups)
 
     def _patiently(self, path: str, body: Any, wait: float) -> Any:
         """Ask a long question again until it is answered, for `wait` seconds at most."""

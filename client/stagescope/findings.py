@@ -29,7 +29,7 @@ _SHOWN: Final = 50
 Say = Callable[[str], str]
 
 
-class Noticed(Table):
+class FindingRows(Table):
     """Findings, losses or firings: a row each; `groups` holds a row for what lasts.
 
     Text and HTML show the groups, the most severe and most specific first.
@@ -47,7 +47,7 @@ class Noticed(Table):
     _say: Say
 
     @classmethod
-    def of_answers(cls, rows: Table, groups: Table) -> Noticed:
+    def of_answers(cls, rows: Table, groups: Table) -> FindingRows:
         """Return the rows of a list, shown by the rows of its `/groups`."""
         found = cls.of(rows)
         found._groups = groups
@@ -59,7 +59,7 @@ class Noticed(Table):
         """One row for what lasts over steps and ranks; see `GET /findings/groups`."""
         return self._groups
 
-    def saying(self, say: Say) -> Noticed:
+    def saying(self, say: Say) -> FindingRows:
         """Return the same, its advice in other words (the command line's)."""
         found = self.of_answers(self, self._groups)
         found._say = say

@@ -9,9 +9,9 @@ from urllib.parse import urlencode
 
 from stagescope.answers import Record
 from stagescope.asking import LIMIT, Asking, segment, step_word
-from stagescope.findings import FIRING_ORDER, Noticed
+from stagescope.findings import FIRING_ORDER, FindingRows
 from stagescope.frames import Table
-from stagescope.progress import Ordered, Progress
+from stagescope.progress import CaptureProgress, Progress
 from stagescope.triggers import Triggers, dry_run
 
 _BETWEEN_QUESTIONS: Final = 0.5
@@ -20,7 +20,7 @@ _PLAN_ORDER: Final = (
 )  # fmt: skip
 
 
-class Orders(Asking):
+class CaptureRequests(Asking):
     """What changes while a run is live; most of it needs the operate token."""
 
     def plan(self, run: str | None = None) -> Table:
@@ -69,7 +69,7 @@ class Orders(Asking):
         timeout: float | None = None,
         late: Literal["wait", "go_on", "give_up"] | None = None,
         again: int | None = None,
-    ) -> Ordered:
+    ) -> CaptureProgress:
         """Order a capture on a live run; needs the operate token.
 
         Without `steps` it is of the next, and without a word of what it is msprobe's statistics.
@@ -117,7 +117,7 @@ class Orders(Asking):
             "again": again,
         }  # fmt: skip
         spec = {name: value for name, value in given.items() if value is not None}
-        return Ordered(self._transport.change("POST", "/captures", spec) or {})
+        return CaptureProgress(self._transport.change("POST", "/captures", spec) or {})
 
     def progress(self, capture_id: str) -> Progress:
         """Return how far a capture has come.
@@ -211,7 +211,7 @@ class Orders(Asking):
         *,
         only: str | None = None,
         limit: int = LIMIT,
-    ) -> Noticed:
+    ) -> FindingRows:
         """Return what fired, the last first, with what became of its actions.
 
         It is shown by `groups`: one for what a rule said of a stage. `only` holds patterns of

@@ -18,7 +18,7 @@ _DUMPS: Final = ("attempt", "step", "stage", "role", "rank", "part", "state", "b
 _NAMED: Final = 8
 
 
-class Ordered(Record):
+class CaptureProgress(Record):
     """What `POST /captures` answers: the order with its id, as far as it is agreed on."""
 
     __slots__ = ()

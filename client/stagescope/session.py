@@ -23,10 +23,10 @@ from stagescope.asking import LIMIT, segment, step_word
 from stagescope.columns import COLUMNS
 from stagescope.comparing import Comparing
 from stagescope.engine_registry import EngineRegistry
-from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, Noticed
+from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.frames import Table
 from stagescope.hangs import Stacks
-from stagescope.orders import Orders
+from stagescope.orders import CaptureRequests
 from stagescope.series import Exact, Series
 from stagescope.step import Step
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
@@ -90,7 +90,7 @@ def attach(url: str | None = None, *, token: str | None = None, timeout: float =
     return session
 
 
-class Session(Orders, Comparing, EngineRegistry):
+class Session(CaptureRequests, Comparing, EngineRegistry):
     """What the service knows, a method a noun; usable from several threads.
 
     Each answer names the run and attempt that it is about. Without `run` that is the run whose
@@ -270,7 +270,7 @@ class Session(Orders, Comparing, EngineRegistry):
         *,
         only: str | None = None,
         limit: int = LIMIT,
-    ) -> Noticed:
+    ) -> FindingRows:
         """Return what was announced and never arrived, with the reasons; see `findings`."""
         params = {"run": run, "attempt": attempt, "only": only}
         return self._noticed("/losses", params, "losses", LOSS_ORDER, limit)
@@ -282,7 +282,7 @@ class Session(Orders, Comparing, EngineRegistry):
         *,
         only: str | None = None,
         limit: int = LIMIT,
-    ) -> Noticed:
+    ) -> FindingRows:
         """Return what the service noticed to be wrong, a row each, the last seen first.
 
         It is shown by `groups`: one for what lasts over steps and ranks, the most severe first.

@@ -17,7 +17,7 @@ from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.weights import WEIGHT_ORDER, Weights
 
 if TYPE_CHECKING:
-    from stagescope.orders import Orders
+    from stagescope.orders import CaptureRequests
 
 # Columns that are shown first: a table in 80 columns leaves out the last.
 _ROUND_ORDER: Final = (
@@ -54,7 +54,7 @@ class Step:
 
     def __init__(
         self,
-        session: Orders,
+        session: CaptureRequests,
         step: int,
         *,
         run: str | None,

@@ -18,7 +18,7 @@ from stagescope_service import service_file
 from stagescope_service.api import steps
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
-from stagescope_service.api.dependencies import Desk
+from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
@@ -264,7 +264,7 @@ class ApiServer:
                 f"the API does not serve: {self._problem or 'it is being started anew'}",
                 advice="the same call may be made again",
             )
-        desk: Desk = server.app.state.desk
+        desk: Dependencies = server.app.state.desk
         target = desk.finder.step(run, None, step, key=attempt_key)
         return encode(steps.metrics_of(desk, target))
 

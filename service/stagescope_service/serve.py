@@ -23,7 +23,7 @@ from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api.server import bind
 from stagescope_service.api_actor import ApiServer
 from stagescope_service.coordinator.actor import NAME, NAMESPACE, DebugCoordinator
-from stagescope_service.core.captures.keep_policy import read_standing
+from stagescope_service.core.captures.keep_policy import read_keep_policy
 from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.settings import Settings
 from stagescope_service.triggers.rules import read_yaml
@@ -75,7 +75,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
     check_bind(settings, tokens)
     _check_triggers(settings)
     if settings.keep is not None:
-        read_standing(settings.keep)
+        read_keep_policy(settings.keep)
     before = clusters.of_home(settings)
     with (
         service_file.kept_on_failure(settings),

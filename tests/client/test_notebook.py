@@ -11,7 +11,7 @@ import stagescope
 from stagescope.answers import MATTER, Metrics, Record, Status
 from stagescope.frames import Table
 from stagescope.operators import Stack
-from stagescope.orders import Orders
+from stagescope.orders import CaptureRequests
 from stagescope.progress import Progress
 from stagescope.step import Step
 from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
@@ -105,10 +105,10 @@ def test_names_complete_in_a_notebook() -> None:
 
 
 def test_signatures_name_what_can_be_given() -> None:
-    for method in (Orders.capture, Step.stack):
+    for method in (CaptureRequests.capture, Step.stack):
         kinds = {one.kind for one in inspect.signature(method).parameters.values()}
         assert inspect.Parameter.VAR_KEYWORD not in kinds
-    given = set(inspect.signature(Orders.capture).parameters) - {"self"}
+    given = set(inspect.signature(CaptureRequests.capture).parameters) - {"self"}
     assert given == {*CAPTURE_FIELDS, *SHORTHANDS}
 
 

@@ -15,7 +15,7 @@ from tests.support.api import Service, service
 from tests.support.floor import LocalFloor
 from tests.support.parallel import CP, DP, PP, TP, Said, Training, whole_batch
 
-from stagescope_service.statistics import Field, Summary, Whole, publish, summarise
+from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.kernel import ROW_1
 
@@ -71,13 +71,13 @@ def mixed(said: Iterable[Said], seed: int) -> list[Said]:
     return [queues[name].pop(0) for name in order]
 
 
-def whole_of(live: Service, step: int) -> Whole:
+def whole_of(live: Service, step: int) -> StepSummary:
     row = live.catalogue.step(attempt_of(live, step), step)
     assert row is not None
     assert row["closed_wall"] is not None
     assert row["completeness"] == "complete", row["missing"]
     assert row["whole"] is not None
-    return Whole.from_bytes(row["whole"])
+    return StepSummary.from_bytes(row["whole"])
 
 
 def assert_whole(whole: Summary, expected: Summary) -> None:
@@ -240,7 +240,7 @@ def test_samples_without_a_rollout_are_said(live: Service) -> None:
 
     asyncio.run(run())
     there = training.samples(1)[::2]
-    whole = Whole.from_bytes(live.catalogue.step(attempt_of(live, 1), 1)["whole"])  # type: ignore[index]
+    whole = StepSummary.from_bytes(live.catalogue.step(attempt_of(live, 1), 1)["whole"])  # type: ignore[index]
     assert_whole(whole.summary, summarise(whole_batch(there, training.version(1))))
     (found,) = live.catalogue.findings(run=RUN, kind="rollout_not_joined")
     lost = {s.uid for s in training.samples(1)[1::2]}

@@ -11,8 +11,8 @@ from tests.support.api import Service, service
 from tests.support.floor import LocalFloor
 from tests.support.parallel import Training
 
-from stagescope_service.core.instructions import Assemble
-from stagescope_service.statistics import Whole, publish, summarise
+from stagescope_service.core.instructions import Aggregate
+from stagescope_service.statistics import StepSummary, publish, summarise
 
 STEPS = 12
 """More than stay in memory: the oldest are known to the catalogue alone."""
@@ -27,10 +27,10 @@ def live(tmp_path: Path) -> Iterator[Service]:
 class DyingFloor(LocalFloor):
     """A coordinator's floor that takes payloads in and dies before it forms any whole."""
 
-    def assemble(self, order: Assemble) -> None:
+    def assemble(self, order: Aggregate) -> None:
         self.owed.append(order)
 
-    owed: list[Assemble]
+    owed: list[Aggregate]
 
 
 def test_what_was_not_formed_before_a_crash_is_formed_after(live: Service) -> None:
@@ -46,7 +46,7 @@ def test_what_was_not_formed_before_a_crash_is_formed_after(live: Service) -> No
 
     async def form() -> None:
         for place in unformed:
-            LocalFloor.assemble(floor, Assemble(*place))
+            LocalFloor.assemble(floor, Aggregate(*place))
         await floor.work()
 
     asyncio.run(form())
@@ -54,7 +54,7 @@ def test_what_was_not_formed_before_a_crash_is_formed_after(live: Service) -> No
     for step in (1, STEPS):
         row = live.catalogue.step(attempt_id, step)
         assert row is not None
-        found = publish(Whole.from_bytes(row["whole"]).summary)
+        found = publish(StepSummary.from_bytes(row["whole"]).summary)
         assert found == pytest.approx(publish(summarise(training.unsplit(step))), rel=1e-9)
 
 

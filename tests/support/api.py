@@ -20,21 +20,21 @@ from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer
 from stagescope_service.coordinator.weight_comparer import judge
 from stagescope_service.core.captures.plan import Plan
-from stagescope_service.core.captures.requests import Orders
+from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.instructions import (
-    Assemble,
-    Digest,
+    Aggregate,
+    BuildOperatorTable,
+    CompareWeights,
     Ingest,
     PayloadKey,
     Put,
     Settled,
-    Weigh,
 )
 from stagescope_service.core.reports import refused_in_part
 from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
-from stagescope_service.ingest.operator_tables import digest_dump
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.operator_tables import build_operator_table
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.catalogue import Catalogue
@@ -50,14 +50,14 @@ class LocalEngine:
         self.catalogue = catalogue
         self.state = State()
         self.in_force = Plan()
-        self.orders = Orders(self.in_force, self.state)
+        self.orders = CaptureRequests(self.in_force, self.state)
         self.not_ready: str | None = None
         self.receipts: dict[PayloadKey, str] = {}
         self.changed = asyncio.Event()
         self.audit: list[tuple[str, str]] = []
         self.weight_names: Sequence[tuple[str, str]] = ()
         self.nodes: dict[str, Path] = {}
-        self.intake: Intake | None = None
+        self.intake: PayloadReader | None = None
         self.keep: tuple[str, ...] = ()
         self.roots: list[Path] = []
         self._lock = threading.Lock()
@@ -110,13 +110,13 @@ class LocalEngine:
                 found = measure.summary_rows(item.key, item.job, payload)
                 self.store.submit(found).result(30)
                 self._carry_out(self.state.settle(item.key, "ingested", None, time.time()))
-            elif isinstance(item, Weigh):
+            elif isinstance(item, CompareWeights):
                 self.store.submit(judge(self.catalogue, item, self.weight_names)).result(30)
-            elif isinstance(item, Digest):
-                self.store.submit(digest_dump(item.job, self.roots, "here")).result(30)
+            elif isinstance(item, BuildOperatorTable):
+                self.store.submit(build_operator_table(item.job, self.roots, "here")).result(30)
             elif isinstance(item, Settled):
                 self.receipts[item.key] = item.state
-            elif isinstance(item, Assemble):
+            elif isinstance(item, Aggregate):
                 found = measure.whole_rows(self.catalogue, item.attempt_id, item.step)
                 self.store.submit(found).result(30)
 

@@ -12,22 +12,22 @@ from typing import Any
 from tests.support.parallel import Said
 
 from stagescope.wire.errors import StagescopeError
-from stagescope_service.coordinator.aggregation.aggregator import Former
-from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.aggregation.aggregator import Aggregator
+from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
-    Assemble,
+    Aggregate,
+    BuildOperatorTable,
+    CompareWeights,
     Delete,
-    Digest,
     Ingest,
     PayloadKey,
     Put,
     ReadWatchdogs,
-    Weigh,
 )
 from stagescope_service.core.state import State
-from stagescope_service.ingest.reader import Intake
-from stagescope_service.ingest.recompute import Retake, Source
+from stagescope_service.ingest.reader import PayloadReader
+from stagescope_service.ingest.recompute import Recomputer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.store.artifacts import ring_directory
 from stagescope_service.store.catalogue import Catalogue
@@ -49,15 +49,15 @@ class LocalFloor:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._data_dir, self._ring_bytes = data_dir, ring_bytes
-        self._intakes: dict[str | None, Intake] = {}
-        self._former = Former(catalogue, self, self._write)
-        self._orders: list[tuple[Ingest, object] | Assemble] = []
+        self._intakes: dict[str | None, PayloadReader] = {}
+        self._former = Aggregator(catalogue, self, self._write)
+        self._orders: list[tuple[Ingest, object] | Aggregate] = []
         self.dead: set[str] = set()
         """Incarnations whose process is gone, and with it what it owned and nobody has read."""
         self.joined: list[PayloadKey] = []
         self.restated: list[PayloadKey] = []
-        self.formed: list[Assemble] = []
-        self.reception = Reception(
+        self.formed: list[Aggregate] = []
+        self.reception = Coordinator(
             State() if state is None else state,
             store,
             Plan(),
@@ -72,16 +72,16 @@ class LocalFloor:
     def ingest(self, order: Ingest, payload: object) -> None:
         self._orders.append((order, payload))
 
-    def assemble(self, order: Assemble) -> None:
+    def assemble(self, order: Aggregate) -> None:
         self._orders.append(order)
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         raise AssertionError(f"nobody falls silent here: {order}")
 
-    def digest(self, order: Digest) -> None:
+    def digest(self, order: BuildOperatorTable) -> None:
         raise AssertionError(f"nobody dumps here: {order}")
 
-    def weigh(self, order: Weigh) -> None:
+    def weigh(self, order: CompareWeights) -> None:
         raise AssertionError(f"nobody records weights here: {order}")
 
     async def hear(self, said: Iterable[Said], batch: int = 40) -> None:
@@ -105,7 +105,7 @@ class LocalFloor:
         while self._orders and most > 0:
             most -= 1
             order = self._orders.pop(0)
-            if isinstance(order, Assemble):
+            if isinstance(order, Aggregate):
                 attempt = self.reception.state.attempt(order.attempt_id)
                 assert attempt is not None
                 forgotten = order.step not in attempt.steps
@@ -134,7 +134,7 @@ class LocalFloor:
     ) -> bytes | None:
         self.restated.append(key)
         try:
-            return Retake(self._node(node_id)).restate(key, job, pair, skips)
+            return Recomputer(self._node(node_id)).restate(key, job, pair, skips)
         except StagescopeError:
             return None
 
@@ -146,12 +146,12 @@ class LocalFloor:
         sources: Sequence[tuple[Any, ...]],
     ) -> dict[str, Any] | None:
         self.joined.append(key)
-        mine = Retake(self._node(node_id))
+        mine = Recomputer(self._node(node_id))
         found: list[RolloutRows] = []
         try:
             wanted = mine.samples(key, job)
             for source in (Source(*fields) for fields in sources):
-                found += Retake(self._node(source.node_id)).rollouts([source], wanted)
+                found += Recomputer(self._node(source.node_id)).rollouts([source], wanted)
             return mine.join(key, job, found)
         except StagescopeError:
             return None
@@ -160,8 +160,8 @@ class LocalFloor:
         await asyncio.sleep(0)
         await self.reception.write(rows)
 
-    def _node(self, node_id: str | None) -> Intake:
+    def _node(self, node_id: str | None) -> PayloadReader:
         if node_id not in self._intakes:
             ring = Ring(ring_directory(self._data_dir, str(node_id)), self._ring_bytes)
-            self._intakes[node_id] = Intake(self._data_dir, str(node_id), ring)
+            self._intakes[node_id] = PayloadReader(self._data_dir, str(node_id), ring)
         return self._intakes[node_id]

@@ -19,10 +19,10 @@ from tests.support.trainings import Delivery, Rank, check_memory
 from stagescope.wire.schema import Work
 from stagescope_service.api.completeness import gaps
 from stagescope_service.coordinator.restore import restore
-from stagescope_service.core.catalogue_rows import digest
-from stagescope_service.core.instructions import Assemble
+from stagescope_service.core.catalogue_rows import fingerprint
+from stagescope_service.core.instructions import Aggregate
 from stagescope_service.core.state import State
-from stagescope_service.statistics import Whole
+from stagescope_service.statistics import StepSummary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.sql import SqlStore
@@ -153,7 +153,7 @@ class World:
             self.store, self.catalogue, self.folder, state=state, clock=lambda: self.wall
         )
         for pair in snapshot.unformed:
-            self.floor.assemble(Assemble(*pair))
+            self.floor.assemble(Aggregate(*pair))
 
     # --- the training ---------------------------------------------------------------------
     def start_driver(self, step: int, key: str | None = None) -> None:
@@ -293,7 +293,7 @@ class World:
         if lost - self._losses(row):
             return f"lost without a word: {lost - self._losses(row)}"
         sent = self.sent(processes, row["step"])
-        whole = Whole.from_bytes(row["whole"]) if row["whole"] else None
+        whole = StepSummary.from_bytes(row["whole"]) if row["whole"] else None
         counted = {*whole.counted} if whole else set()
         if counted - sent:
             return f"counted too much: {counted - sent}"
@@ -330,7 +330,7 @@ class World:
             part_key(name, seq)
             for (name, seq), each in self.heard.items()
             if each.has_payload
-            and digest(name, Work.parse(each.event.fields).key, "payload", seq) in listed
+            and fingerprint(name, Work.parse(each.event.fields).key, "payload", seq) in listed
         }
 
     def sent(self, processes: set[str], step: int) -> set[str]:

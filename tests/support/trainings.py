@@ -24,7 +24,7 @@ from stagescope.wire.schema import (
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.entities import Attempt, Span, Step
 from stagescope_service.core.instructions import (
-    Assemble,
+    Aggregate,
     Delete,
     Ingest,
     Instruction,
@@ -251,7 +251,7 @@ class Bench:
         self.now = 0.0
         self.ingests: list[Ingest] = []
         self.settled: list[Settled] = []
-        self.assembled: list[Assemble] = []
+        self.assembled: list[Aggregate] = []
 
     def carry_out(self, out: Sequence[Instruction]) -> list[Instruction]:
         self.rows.apply(out)
@@ -260,7 +260,7 @@ class Bench:
                 self.ingests.append(order)
             elif isinstance(order, Settled):
                 self.settled.append(order)
-            elif isinstance(order, Assemble):
+            elif isinstance(order, Aggregate):
                 self.assembled.append(order)
         return list(out)
 

@@ -60,7 +60,7 @@ class HostCopy:
         return self._wire
 
 
-class LentTensor:
+class BorrowedTensor:
     """A tensor on the host whose owner promised not to write it: copied when there is time."""
 
     def __init__(self, name: str, tensor: Any) -> None:
@@ -81,7 +81,9 @@ class LentTensor:
         return self._wire
 
 
-def lend_tensor(name: str, value: object, pool: PinnedPool) -> WireTensor | HostCopy | LentTensor:
+def lend_tensor(
+    name: str, value: object, pool: PinnedPool
+) -> WireTensor | HostCopy | BorrowedTensor:
     """Hold a dense torch tensor of the host without a copy; of anything else own one.
 
     Raises:
@@ -91,7 +93,7 @@ def lend_tensor(name: str, value: object, pool: PinnedPool) -> WireTensor | Host
         return take_tensor(name, value, pool)
     check_torch(name, value)
     tag = dtype_tag(getattr(value, "dtype", None))
-    return LentTensor(name, value) if tag in DTYPE_BYTES else take_tensor(name, value, pool)
+    return BorrowedTensor(name, value) if tag in DTYPE_BYTES else take_tensor(name, value, pool)
 
 
 class PinnedPool:

@@ -13,7 +13,7 @@ import click
 
 from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
-from stagescope.findings import Noticed
+from stagescope.findings import FindingRows
 from stagescope.frames import Table
 from stagescope.session import Session, StepWord, attach
 from stagescope.step import Step
@@ -216,7 +216,7 @@ def _print(
         terminal.show(answer, wide=wide or columns is not None)
     elif isinstance(answer, Table):
         said = {**answer.about, "truncated": answer.truncated, "rows": answer.to_dicts()}
-        if isinstance(answer, Noticed):
+        if isinstance(answer, FindingRows):
             said["groups"] = answer.groups.to_dicts()
         terminal.show_json(said)
     elif isinstance(answer, Metrics):

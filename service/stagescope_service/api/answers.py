@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.rows import layout_of
-from stagescope_service.api.step_summaries import Measured
+from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell
@@ -57,7 +57,7 @@ def cell_row(cell: Cell, summary: Summary) -> Row:
     return {**row, "comparable": found.verdict, "cause": found.cause}
 
 
-def said_of(measured: Measured) -> Row:
+def said_of(measured: MeasuredStep) -> Row:
     """Return what every answer about a step's numbers says beside them."""
     whole = measured.whole
     return {
@@ -82,7 +82,7 @@ def comparability(found: Comparability) -> Row:
     }
 
 
-def metrics(measured: Measured, number: int | None = None) -> Row:
+def metrics(measured: MeasuredStep, number: int | None = None) -> Row:
     """Return the published numbers of a step, or of one of its rounds, and what they rest on.
 
     Raises:
@@ -103,7 +103,7 @@ def metrics(measured: Measured, number: int | None = None) -> Row:
     }
 
 
-def coverage(measured: Measured) -> Row:
+def coverage(measured: MeasuredStep) -> Row:
     """Return what the numbers cover: payloads by their end, tokens, and what was left out.
 
     `tokens` + all of `tokens_left_out` (reason -> tokens) = `tokens_sent`, the tokens under the
@@ -173,7 +173,7 @@ def slice_rows(summary: Summary, by: str) -> list[Row]:
     return [{by: key, **cell_row(cell, summary)} for key, cell in slices.items()]
 
 
-def rank_rows(measured: Measured, processes: Iterable[Row]) -> list[Row]:
+def rank_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[Row]:
     """Return each rank's own numbers, whether or not they count in the whole, and where it ran."""
     newest: dict[tuple[str, int], Row] = {}
     counted = {incarnation_of(key) for key in (*measured.whole.counted, *measured.whole.left_out)}
@@ -197,7 +197,7 @@ def rank_rows(measured: Measured, processes: Iterable[Row]) -> list[Row]:
     return rows
 
 
-def token_rows(measured: Measured, processes: Iterable[Row]) -> list[Row]:
+def token_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[Row]:
     """Return the worst tokens, |d| descending, then the non-finite ones."""
     summary = measured.whole.summary
     places = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
@@ -251,7 +251,7 @@ def _round(summary: Summary, number: int) -> Cell:
     return cell
 
 
-def _roles(measured: Measured) -> str | None:
+def _roles(measured: MeasuredStep) -> str | None:
     """Return the role whose parts counted: one, or several joined by a comma."""
     roles = dict.fromkeys(rank.role for rank in measured.whole.ranks if rank.counted_parts)
     return ",".join(roles) or None

@@ -37,13 +37,13 @@ from stagescope_service.api import (
 )
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
 from stagescope_service.api.bodies import BodyPools
-from stagescope_service.api.dependencies import Commands, Comparisons, Desk
+from stagescope_service.api.dependencies import Commands, Comparisons, Dependencies
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import Answer, check_query
-from stagescope_service.api.step_summaries import Measures
+from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.api.target import Finder
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -109,13 +109,13 @@ def make_app(
     app.state.slots = asyncio.Semaphore(settings.max_bodies)
     # Threads of their own: a hung catalogue may hold every shared one, and events go on.
     app.state.readers = ThreadPoolExecutor(settings.max_bodies, "api-events")
-    app.state.desk = Desk(
+    app.state.desk = Dependencies(
         catalogue=catalogue,
         commands=commands,
         settings=settings,
         clock=clock,
         finder=Finder(catalogue),
-        measures=Measures(catalogue, settings.cache_steps),
+        measures=StepSummaries(catalogue, settings.cache_steps),
         operator_files=OperatorFiles(commands, settings.data_path / "copies"),
         comparisons=Comparisons(),
         long_comparisons=Comparisons(1),

@@ -21,7 +21,7 @@ from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import PART_FIELDS, RECENT_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.dependencies import AtDesk, Desk, Row, StepTarget
+from stagescope_service.api.dependencies import Dependencies, Deps, Row, StepTarget
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.requests import pattern
 from stagescope_service.api.steps import stages_of
@@ -91,7 +91,7 @@ _FILE: Final = {"type": "string", "format": "binary", "description": "A safetens
     responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
 )
 async def batch(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     names: Annotated[
         str | None,
@@ -128,7 +128,7 @@ async def batch(
 
 
 def batch_of(
-    desk: Desk, target: Target, names: Sequence[str] | None, stages: Sequence[str] | None
+    desk: Dependencies, target: Target, names: Sequence[str] | None, stages: Sequence[str] | None
 ) -> Batch:
     """Put a step's batch together.
 
@@ -166,7 +166,7 @@ def batch_of(
 
 
 def _files(
-    desk: Desk, target: Target, rows: Sequence[Row], numbers: Numbers, copies: Path
+    desk: Dependencies, target: Target, rows: Sequence[Row], numbers: Numbers, copies: Path
 ) -> tuple[list[PayloadFile], list[Gap]]:
     found: list[PayloadFile] = []
     gaps: list[Gap] = []
@@ -186,7 +186,7 @@ def _part(row: Row) -> _Part:
     return (row["incarnation"], row["stage"], *(row.get(name) or 0 for name in PART_FIELDS))
 
 
-def _scalars(desk: Desk, target: Target) -> Numbers:
+def _scalars(desk: Dependencies, target: Target) -> Numbers:
     """Return the numbers of each part of a stage of a process."""
     found: dict[_Part, dict[str, float]] = {}
     for row in desk.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS):
@@ -213,7 +213,7 @@ def _numbers_alone(
 
 
 def _known_gaps(
-    desk: Desk,
+    desk: Dependencies,
     target: Target,
     rows: Sequence[Row],
     names: Sequence[str] | None,

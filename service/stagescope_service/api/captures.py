@@ -11,7 +11,7 @@ from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.capture_progress import progress
-from stagescope_service.api.dependencies import AtDesk, Desk, Row
+from stagescope_service.api.dependencies import Dependencies, Deps, Row
 from stagescope_service.api.models import captures as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
@@ -43,7 +43,7 @@ CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")
 
 
 @router.get("/plan", response_model=models.Plan)
-async def plan(desk: AtDesk) -> Answer:
+async def plan(desk: Deps) -> Answer:
     """Return the plan in force: its revision and its captures.
 
     `state` of each is that of `GET /captures/{capture_id}`: one whose steps by number are over is
@@ -59,7 +59,7 @@ async def plan(desk: AtDesk) -> Answer:
 
 @router.get("/captures", response_model=models.Captures)
 def captures(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Annotated[
         str | None, Query(max_length=100, description="Only those ordered for this run.")
@@ -77,7 +77,7 @@ def captures(
 
 
 @router.get("/captures/{capture_id}", response_model=models.Capture)
-def capture(desk: AtDesk, capture_id: CaptureId) -> Answer:
+def capture(desk: Deps, capture_id: CaptureId) -> Answer:
     """Say how far a capture has come: who acknowledged it, who collected, missed or failed.
 
     `state` is `asked` (not every rank has acknowledged), `agreed` (it starts at
@@ -98,7 +98,7 @@ def capture(desk: AtDesk, capture_id: CaptureId) -> Answer:
 )
 async def add_capture(
     request: Request,
-    desk: AtDesk,
+    desk: Deps,
     wait: Annotated[
         float,
         Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the ranks to agree."),
@@ -127,7 +127,7 @@ async def add_capture(
 
 
 @router.delete("/captures/{capture_id}", response_model=models.OrderedCapture)
-async def remove_capture(request: Request, desk: AtDesk, capture_id: CaptureId) -> Answer:
+async def remove_capture(request: Request, desk: Deps, capture_id: CaptureId) -> Answer:
     """Withdraw a capture and return it; what it has collected stays. Needs the operate token.
 
     `GET /captures/{capture_id}` then says which ranks have acknowledged that it is gone.
@@ -143,7 +143,7 @@ async def remove_capture(request: Request, desk: AtDesk, capture_id: CaptureId) 
     return Answer(check_ready(reply))
 
 
-def _already_over(desk: Desk, row: Row) -> NotFound:
+def _already_over(desk: Dependencies, row: Row) -> NotFound:
     """Return the error of a removal of what is no longer in force."""
     capture_id, state = row["capture_id"], progress(desk.catalogue, row)["state"]
     by = f", removed by {row['removed_by']}" if row["removed_by"] else ""
@@ -153,7 +153,7 @@ def _already_over(desk: Desk, row: Row) -> NotFound:
     )
 
 
-def _states(desk: Desk, capture_ids: list[str]) -> dict[str, str]:
+def _states(desk: Dependencies, capture_ids: list[str]) -> dict[str, str]:
     """Return what captures came to so far."""
     rows = [desk.catalogue.capture(capture_id) for capture_id in capture_ids]
     return {
@@ -161,7 +161,7 @@ def _states(desk: Desk, capture_ids: list[str]) -> dict[str, str]:
     }
 
 
-def _default_run(desk: Desk) -> tuple[str | None, list[Row]]:
+def _default_run(desk: Dependencies) -> tuple[str | None, list[Row]]:
     """Return the run that questions without one are about, and the others that are live.
 
     None where it is over or none has reported: the coordinator then says what an order may be for.
@@ -175,6 +175,6 @@ def _default_run(desk: Desk) -> tuple[str | None, list[Row]]:
     return target.run, target.also_live
 
 
-def _validated(desk: Desk, spec: dict[str, Any]) -> dict[str, Any]:
+def _validated(desk: Dependencies, spec: dict[str, Any]) -> dict[str, Any]:
     # In a thread: resolving a path's links may wait for a slow file system.
     return validate_capture(spec, allowed_roots=[str(root) for root in desk.settings.roots])

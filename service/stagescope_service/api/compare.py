@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
 from stagescope.wire.errors import InvalidInput, NotReady
-from stagescope_service.api.dependencies import AtDesk, Desk
+from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.diff import attempts_apart
 from stagescope_service.api.models.comparisons import COMPARISON_RESPONSE
 from stagescope_service.api.operator_tables import check_fields
@@ -66,7 +66,7 @@ _TOLERANCE: Final = rf"[^;=]+={_NUMBER}(,{_NUMBER})?"
 
 
 @router.post("/comparisons", openapi_extra={"requestBody": _BODY}, responses=COMPARISON_RESPONSE)
-async def comparisons(request: Request, desk: AtDesk) -> Answer:
+async def comparisons(request: Request, desk: Deps) -> Answer:
     """Compare what is kept of two or three steps: a verdict, the first difference, likely causes.
 
     A side is `RUN[@ATTEMPT][:STEP]` (without a step: all steps that every side still holds, 50 at
@@ -83,7 +83,7 @@ async def comparisons(request: Request, desk: AtDesk) -> Answer:
 
 @router.get("/comparisons/page", response_class=HTMLResponse)
 async def page(
-    desk: AtDesk,
+    desk: Deps,
     a: _SideText,
     b: _SideText,
     c: Annotated[
@@ -109,7 +109,9 @@ async def page(
     )
 
 
-async def _answer(desk: Desk, said: Mapping[str, Any]) -> tuple[Comparison, dict[str, Any] | None]:
+async def _answer(
+    desk: Dependencies, said: Mapping[str, Any]
+) -> tuple[Comparison, dict[str, Any] | None]:
     began, future = await asyncio.to_thread(_begin, desk, said)
     waiting = asyncio.wrap_future(future)
     done, _ = await asyncio.wait([waiting], timeout=WAIT_SECONDS)
@@ -124,7 +126,7 @@ async def _answer(desk: Desk, said: Mapping[str, Any]) -> tuple[Comparison, dict
 
 
 def _begin(
-    desk: Desk, said: Mapping[str, Any]
+    desk: Dependencies, said: Mapping[str, Any]
 ) -> tuple[float, Future[tuple[Comparison, dict[str, Any] | None]]]:
     texts = said.get("tolerances") or []
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -137,7 +139,7 @@ def _begin(
 
 
 def _compared(
-    desk: Desk, sides: list[Side], tolerances: Tolerances
+    desk: Dependencies, sides: list[Side], tolerances: Tolerances
 ) -> tuple[Comparison, dict[str, Any] | None]:
     root = desk.settings.data_path / "copies"
     root.mkdir(parents=True, exist_ok=True)

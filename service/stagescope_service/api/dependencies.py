@@ -18,7 +18,7 @@ from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import pattern, step_number
-from stagescope_service.api.step_summaries import Measures
+from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.api.target import Finder, Target
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -177,7 +177,7 @@ class Comparisons:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Desk:
+class Dependencies:
     """The collaborators of the routes."""
 
     catalogue: Catalogue
@@ -185,7 +185,7 @@ class Desk:
     settings: Settings
     clock: Callable[[], float]
     finder: Finder
-    measures: Measures
+    measures: StepSummaries
     operator_files: OperatorFiles
     comparisons: Comparisons
     long_comparisons: Comparisons
@@ -193,13 +193,13 @@ class Desk:
     counts: Counts
 
 
-async def desk_of(request: Request) -> Desk:
+async def dependencies_of(request: Request) -> Dependencies:
     """Return the app's desk."""
-    desk: Desk = request.app.state.desk
+    desk: Dependencies = request.app.state.desk
     return desk
 
 
-AtDesk = Annotated[Desk, Depends(desk_of)]
+Deps = Annotated[Dependencies, Depends(dependencies_of)]
 
 RUN_PATTERN: Final = r"^(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}$"
 STEP_PATTERN: Final = "^(latest|-?[0-9]{1,18})$"
@@ -240,7 +240,7 @@ StepWord = Annotated[
 
 
 def step_target(
-    desk: AtDesk,
+    desk: Deps,
     step: StepWord,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -250,7 +250,7 @@ def step_target(
     return desk.finder.step(run, attempt, step_number(step), key=attempt_key)
 
 
-def attempt_target(desk: AtDesk, run: Run = None, attempt: AttemptNumber = None) -> Target:
+def attempt_target(desk: Deps, run: Run = None, attempt: AttemptNumber = None) -> Target:
     """Return the attempt that a query names."""
     return desk.finder.attempt(run, attempt)
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 
 from stagescope.targets import read_target
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.api.dependencies import AtDesk, Desk
+from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.models import comparisons as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.target import Target
@@ -28,7 +28,7 @@ _Side = Annotated[
 
 
 @router.get("/diff", response_model=models.Diff)
-def diff(desk: AtDesk, a: _Side, b: _Side, page: PageOf) -> Answer:
+def diff(desk: Deps, a: _Side, b: _Side, page: PageOf) -> Answer:
     """List what differs between two attempts or runs, what decides numbers first.
 
     Their fingerprints (git, configuration, packages, drivers, environment without secrets) and
@@ -40,7 +40,7 @@ def diff(desk: AtDesk, a: _Side, b: _Side, page: PageOf) -> Answer:
     return Answer({**found, **page.answer(rows[: page.limit], more=len(rows) > page.limit)})
 
 
-def side(desk: Desk, text: str) -> Target:
+def side(desk: Dependencies, text: str) -> Target:
     """Return the attempt that `run[@attempt]` names.
 
     Raises:
@@ -53,7 +53,7 @@ def side(desk: Desk, text: str) -> Target:
     return desk.finder.attempt(asked.run, asked.attempt)
 
 
-def attempts_apart(desk: Desk, a: Target, b: Target) -> dict[str, Any]:
+def attempts_apart(desk: Dependencies, a: Target, b: Target) -> dict[str, Any]:
     """Return what differs between two attempts, as the route answers."""
     sides = {"a": a, "b": b}
     told = {name: _attempt(desk, target) for name, target in sides.items()}
@@ -66,7 +66,7 @@ def attempts_apart(desk: Desk, a: Target, b: Target) -> dict[str, Any]:
     }
 
 
-def _attempt(desk: Desk, target: Target) -> Attempt:
+def _attempt(desk: Dependencies, target: Target) -> Attempt:
     processes = desk.catalogue.processes(target.attempt_id)
     return Attempt(target.attempt["fingerprint"], processes)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.api.dependencies import AtDesk, Desk, Row
+from stagescope_service.api.dependencies import Dependencies, Deps, Row
 from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_tables import (
     Side,
@@ -40,7 +40,7 @@ _BODY: Final[dict[str, Any]] = sides_schema(
 @router.post(
     "/operators/divergence", response_model=models.Divergence, openapi_extra={"requestBody": _BODY}
 )
-async def divergence(request: Request, desk: AtDesk) -> Answer:
+async def divergence(request: Request, desk: Deps) -> Answer:
     """Find the first operator in which two dumps differ: ranks, steps, attempts, runs, devices.
 
     Calls are paired by what they are and where, not by their counters, and compared in the order
@@ -54,7 +54,7 @@ async def divergence(request: Request, desk: AtDesk) -> Answer:
     return Answer(await desk.comparisons.run(_divergence, desk, said))
 
 
-def _divergence(desk: Desk, said: Mapping[str, Any]) -> Row:
+def _divergence(desk: Dependencies, said: Mapping[str, Any]) -> Row:
     of_a, of_b = read_sides(said)
     a = find_side(desk, of_a, "a")
     b = find_side(desk, of_b, "b", like=a)
@@ -78,7 +78,7 @@ def _divergence(desk: Desk, said: Mapping[str, Any]) -> Row:
     }
 
 
-def _device(desk: Desk, side: Side) -> str | None:
+def _device(desk: Dependencies, side: Side) -> str | None:
     row = side.row
     processes = desk.catalogue.processes(row["attempt_id"], role=row["role"], rank=row["rank"])
     kinds = [p["device_kind"] for p in processes if p["incarnation"] == row["incarnation"]]

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Request
 from stagescope.engines.registry import ENGINE_FIELDS, check_engine
 from stagescope.wire.errors import Conflict, NotFound
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.dependencies import AtDesk, Desk, Row
+from stagescope_service.api.dependencies import Dependencies, Deps, Row
 from stagescope_service.api.models import service as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
@@ -40,7 +40,7 @@ Check = Annotated[
 
 
 @router.get("/engines", response_model=models.Engines)
-async def engines(desk: AtDesk, page: PageOf, check: Check = False) -> Answer:
+async def engines(desk: Deps, page: PageOf, check: Check = False) -> Answer:
     """List the registered engines by name, with how each answered last and how long ago.
 
     `used_by` names the runs that registered it as theirs or whose settings name it (`engine`: its
@@ -55,7 +55,7 @@ async def engines(desk: AtDesk, page: PageOf, check: Check = False) -> Answer:
 
 
 @router.get("/engines/{name}", response_model=models.Engine)
-async def engine(desk: AtDesk, name: Name, check: Check = False) -> Answer:
+async def engine(desk: Deps, name: Name, check: Check = False) -> Answer:
     """Return one registered engine by its name, as the list has it."""
     row = await asyncio.to_thread(_row, desk, name)
     if check:
@@ -66,7 +66,7 @@ async def engine(desk: AtDesk, name: Name, check: Check = False) -> Answer:
 @router.post(
     "/engines", response_model=models.RegisteredEngine, openapi_extra={"requestBody": _BODY}
 )
-async def add_engine(request: Request, desk: AtDesk) -> Answer:
+async def add_engine(request: Request, desk: Deps) -> Answer:
     """Register an engine, or register it anew under its name; needs the operate token.
 
     Nothing is asked of it here. The service never sends it anything but `GET /health`, when
@@ -81,14 +81,14 @@ async def add_engine(request: Request, desk: AtDesk) -> Answer:
 
 
 @router.delete("/engines/{name}", response_model=models.UsedEngine)
-async def remove_engine(request: Request, desk: AtDesk, name: Name) -> Answer:
+async def remove_engine(request: Request, desk: Deps, name: Name) -> Answer:
     """Take an engine out of the registry; the engine itself is left alone. Needs operate."""
     row = await asyncio.to_thread(_row, desk, name)
     check_ready(await desk.commands.remove_engine(name=name, by=str(caller_of(request))))
     return Answer(row)
 
 
-def _rows(desk: Desk) -> list[Row]:
+def _rows(desk: Dependencies) -> list[Row]:
     users: dict[str, list[str]] = {}
     for run in desk.catalogue.runs(limit=_RUNS):
         named = (run["settings"] or {}).get("engine")
@@ -102,14 +102,14 @@ def _rows(desk: Desk) -> list[Row]:
     return found
 
 
-def _row(desk: Desk, name: str) -> Row:
+def _row(desk: Dependencies, name: str) -> Row:
     for row in _rows(desk):
         if row["name"] == name:
             return row
     raise NotFound(f"no engine is called {name!r:.100}", advice="see GET /engines")
 
 
-def _health(desk: Desk, row: Row) -> Row:
+def _health(desk: Dependencies, row: Row) -> Row:
     known = desk.engine_health.known(row["url"])
     names = {"wall": "checked_wall", "seconds": "answered_seconds"}
     return {names.get(name, name): value for name, value in known.items()}

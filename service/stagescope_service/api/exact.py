@@ -8,11 +8,11 @@ from typing import Any, Final, NamedTuple
 
 from fastapi import APIRouter
 
-from stagescope_service.api.dependencies import AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, Row, Run
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
-from stagescope_service.api.step_summaries import Measured
+from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.parts import incarnation_of
@@ -41,7 +41,7 @@ class _Judged(NamedTuple):
 
 
 @router.get("/exact", response_model=models.Exact)
-def exact(desk: AtDesk, run: Run = None, attempt: AttemptNumber = None) -> Answer:
+def exact(desk: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     """Say in which steps trainer and rollout agree in every bit, and where they first do not.
 
     `exact` needs streams of two producers that are equal in all tokens; of equal streams of one
@@ -81,7 +81,7 @@ def exact(desk: AtDesk, run: Run = None, attempt: AttemptNumber = None) -> Answe
     return Answer({**target.heading(), **said, "rows": rows, "next": None})
 
 
-def _judge(desk: Desk, lineage: Lineage, row: Row) -> _Judged:
+def _judge(desk: Dependencies, lineage: Lineage, row: Row) -> _Judged:
     """Judge a step by the counts stored of it; where an earlier release stored it, anew."""
     tokens, masked, unequal = (row[f"{name}tokens"] for name in ("", "masked_", "unequal_"))
     verdict = row["verdict"]
@@ -132,7 +132,7 @@ def _reason(why: str, non_finite: int) -> str:
     return f"{neither}; {why}" if why == _ODD else f"{why}; {neither}"
 
 
-def _first(step: int, measured: Measured, processes: Sequence[Row]) -> Row:
+def _first(step: int, measured: MeasuredStep, processes: Sequence[Row]) -> Row:
     found = first_difference(measured.whole.summary)
     if found is None:
         return {"step": step, "text": NOT_KEPT}

@@ -18,7 +18,14 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api import rows as shape
-from stagescope_service.api.dependencies import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.dependencies import (
+    RUN_PATTERN,
+    AttemptNumber,
+    Dependencies,
+    Deps,
+    Row,
+    Run,
+)
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.store.queries.findings import Noticed
@@ -48,7 +55,7 @@ Only = Annotated[
 
 @router.get("/findings/groups", response_model=models.FindingGroups)
 def finding_groups(
-    desk: AtDesk, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
+    desk: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
     """List what was noticed to be wrong, a row a kind of trouble, the most severe first.
 
@@ -82,7 +89,7 @@ def finding_groups(
 
 @router.get("/findings/{finding_id}", response_model=models.Finding)
 def finding(
-    desk: AtDesk,
+    desk: Deps,
     finding_id: Annotated[str, Path(max_length=100, description="Its id, or how it begins.")],
 ) -> Answer:
     """Return one finding whole, and in `group` what others of its attempt say the same."""
@@ -110,7 +117,7 @@ def finding(
 
 @router.get("/losses/groups", response_model=models.LossGroups)
 def loss_groups(
-    desk: AtDesk, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
+    desk: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
     """List what never arrived, a row a kind, reason, stage and role; most lost first."""
     scope, numbers, said = scope_of(desk, run, attempt)
@@ -135,7 +142,7 @@ def loss_groups(
 
 @router.get("/triggers/firings/groups", response_model=models.FiringGroups, tags=["triggers"])
 def firing_groups(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Annotated[
         str | None,
@@ -168,7 +175,9 @@ def firing_groups(
     return Answer({**said, **_counted(found, groups), **page.cut(shape.numbered(rows, numbers))})
 
 
-def scope_of(desk: Desk, run: str | None, attempt: int | None) -> tuple[Row, dict[int, int], Row]:
+def scope_of(
+    desk: Dependencies, run: str | None, attempt: int | None
+) -> tuple[Row, dict[int, int], Row]:
     """Return the filters, attempt_id -> number, and what the answer says first."""
     target = desk.finder.attempt(run, attempt)
     numbers = {row["attempt_id"]: row["number"] for row in desk.catalogue.attempts(target.run)}
@@ -178,7 +187,7 @@ def scope_of(desk: Desk, run: str | None, attempt: int | None) -> tuple[Row, dic
     return {"attempt_id": target.attempt_id}, numbers, said
 
 
-def only_of(desk: Desk, name: Noticed, scope: Row, only: str | None) -> dict[str, Any]:
+def only_of(desk: Dependencies, name: Noticed, scope: Row, only: str | None) -> dict[str, Any]:
     """Return the filters that `only` stands for.
 
     Raises:

@@ -11,9 +11,9 @@ from stagescope.wire.errors import InvalidInput
 from stagescope_service.api import rows as shape
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import (
-    AtDesk,
     AttemptNumber,
-    Desk,
+    Dependencies,
+    Deps,
     Rank,
     Role,
     Row,
@@ -74,7 +74,7 @@ Source = Annotated[
 
 @router.get("/steps/{step}/stuck", response_model=models.Stuck)
 def stuck(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -112,7 +112,7 @@ def stuck(
 
 @router.get("/steps/{step}/stacks", response_model=models.StepStacks)
 def step_stacks(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -141,7 +141,7 @@ def step_stacks(
 
 @router.get("/stacks", response_model=models.Stacks)
 def stacks(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -165,7 +165,7 @@ def stacks(
 
 
 @router.post("/stacks", response_model=models.TakenStacks, openapi_extra={"requestBody": _BODY})
-async def take_stacks(request: Request, desk: AtDesk) -> Answer:
+async def take_stacks(request: Request, desk: Deps) -> Answer:
     """Ask processes for the Python stacks of all their threads; needs the operate token.
 
     Also of a rank that is blocked in a collective. `rows` holds those who answered within `wait`
@@ -204,7 +204,7 @@ _SILENT: Final = (
 )
 
 
-async def _answers(desk: Desk, request_id: str, deadline: float) -> list[Row]:
+async def _answers(desk: Dependencies, request_id: str, deadline: float) -> list[Row]:
     """Return the rows of a request once nobody is left to answer, or at its deadline.
 
     They are looked for in the catalogue: it outlives the coordinator that asked.

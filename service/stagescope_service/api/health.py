@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.api import prometheus
-from stagescope_service.api.dependencies import AtDesk, Desk
+from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer
 
@@ -28,7 +28,7 @@ async def healthz() -> Answer:
 
 
 @router.get("/readyz", response_model=models.Ready)
-async def readyz(desk: AtDesk) -> Answer:
+async def readyz(desk: Deps) -> Answer:
     """Say whether questions and events can be answered, 503 with the reason else; no token."""
     reason = await _not_ready(desk)
     if reason:
@@ -38,7 +38,7 @@ async def readyz(desk: AtDesk) -> Answer:
 
 
 @router.get("/status", response_model=models.Status)
-async def status(desk: AtDesk) -> Answer:
+async def status(desk: Deps) -> Answer:
     """Say how the service is: ready or why not, versions, the coordinator's own state."""
     reason = await _not_ready(desk)
     said: dict[str, Any] = {
@@ -65,13 +65,13 @@ async def status(desk: AtDesk) -> Answer:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-def metrics(desk: AtDesk) -> Response:
+def metrics(desk: Deps) -> Response:
     """Return Prometheus's text: runs, stages, lag, losses, and the latest step's main metrics."""
     text = prometheus.text(desk.catalogue, desk.counts, desk.measures, desk.settings, desk.clock())
     return Response(text, media_type=prometheus.CONTENT_TYPE)
 
 
-async def _not_ready(desk: Desk) -> tuple[str, str] | None:
+async def _not_ready(desk: Dependencies) -> tuple[str, str] | None:
     """Return what is not ready and why, or None."""
     try:
         with anyio.fail_after(READY_SECONDS):

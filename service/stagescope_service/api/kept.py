@@ -12,7 +12,15 @@ from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import SECTIONS
 from stagescope_service.api import rows as shape
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.dependencies import AtDesk, Desk, Rank, Role, Row, Stage, StepTarget
+from stagescope_service.api.dependencies import (
+    Dependencies,
+    Deps,
+    Rank,
+    Role,
+    Row,
+    Stage,
+    StepTarget,
+)
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf
@@ -35,7 +43,7 @@ Section = Annotated[
 
 @router.get("/kept", response_model=models.Kept)
 def kept(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -76,7 +84,7 @@ def kept(
 
 
 @router.put("/pin", response_model=models.Pin)
-async def pin(request: Request, desk: AtDesk, target: StepTarget) -> Answer:
+async def pin(request: Request, desk: Deps, target: StepTarget) -> Answer:
     """Let the kept files and the recent payloads of a step stay until it is unpinned.
 
     Needs the operate token. `payloads` and `bytes` are what it holds now, files included; what
@@ -109,7 +117,7 @@ def _row(row: Row, state: str) -> Row:
     }
 
 
-def _states(desk: Desk, rows: Sequence[Row]) -> list[str]:
+def _states(desk: Dependencies, rows: Sequence[Row]) -> list[str]:
     """Say of each file whether it can be read; a node that does not answer is asked once."""
     silent: set[str | None] = set()
     found = []
@@ -130,7 +138,7 @@ def _states(desk: Desk, rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _asked(desk: Desk, row: Row) -> str:
+def _asked(desk: Dependencies, row: Row) -> str:
     try:
         there = {"node_id": str(row["node_id"]), "path": row["path"]}
         desk.commands.read_artifact(**there, offset=0, size=1)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import Sender, check_run_name
 from stagescope_service.api import framing
-from stagescope_service.api.dependencies import AtDesk
+from stagescope_service.api.dependencies import Deps
 from stagescope_service.api.models import service as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, read_json
@@ -81,7 +81,7 @@ _DRAIN_BODY: Final[dict[str, Any]] = {
     tags=["processes"],
     openapi_extra={"requestBody": _EVENTS_BODY},
 )
-async def events(request: Request, desk: AtDesk) -> Answer:
+async def events(request: Request, desk: Deps) -> Answer:
     """Take in a batch of events, with payloads, of a process without Ray; needs the operate token.
 
     `application/vnd.stagescope.events`: 8 bytes of length (little-endian), that much JSON
@@ -118,7 +118,7 @@ async def events(request: Request, desk: AtDesk) -> Answer:
     tags=["processes"],
     openapi_extra={"requestBody": _POLL_BODY},
 )
-async def poll(request: Request, desk: AtDesk) -> Answer:
+async def poll(request: Request, desk: Deps) -> Answer:
     """Renew a process's lease and wait for news of the plan or of receipts; needs operate.
 
     Ends after `wait` seconds (20 at most), or as soon as the plan's revision differs from
@@ -150,7 +150,7 @@ async def poll(request: Request, desk: AtDesk) -> Answer:
     tags=["processes"],
     openapi_extra={"requestBody": _DRAIN_BODY},
 )
-async def drain(request: Request, desk: AtDesk) -> Answer:
+async def drain(request: Request, desk: Deps) -> Answer:
     """Wait until nothing of `run` (null: of any) is still to be read; needs operate.
 
     Ends after `timeout` seconds (5 at most). With `attempt_key` that start of a training is over:

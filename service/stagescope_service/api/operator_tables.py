@@ -13,10 +13,10 @@ from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import (
-    AtDesk,
     AttemptKey,
     AttemptNumber,
-    Desk,
+    Dependencies,
+    Deps,
     Run,
     StepWord,
     step_target,
@@ -48,7 +48,7 @@ _SHOWN: Final = (
 
 
 def operator_target(
-    desk: AtDesk,
+    desk: Deps,
     step: StepWord,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -74,7 +74,7 @@ def operator_target(
 OperatorTarget = Annotated[Target, Depends(operator_target)]
 
 
-def tables_of(desk: Desk, target: Target, **filters: Any) -> list[Row]:
+def tables_of(desk: Dependencies, target: Target, **filters: Any) -> list[Row]:
     """Return a step's operator tables, the stage that was dumped first first.
 
     Where a rank was made anew inside a step, the newest incarnation's table answers.
@@ -197,7 +197,7 @@ def _read_side(said: Mapping[str, Any], name: str) -> Row:
     return found
 
 
-def find_side(desk: Desk, said: Row, name: str, like: Side | None = None) -> Side:
+def find_side(desk: Dependencies, said: Row, name: str, like: Side | None = None) -> Side:
     """Return the one table that a side names.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request
 
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope_service.api.dependencies import AtDesk, Desk, Rank, Role, Row, Stage
+from stagescope_service.api.dependencies import Dependencies, Deps, Rank, Role, Row, Stage
 from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_tables import (
     OperatorTarget,
@@ -45,7 +45,7 @@ CaptureId = Annotated[str | None, Query(max_length=200, description="Only dumps 
 
 @router.get("/steps/{step}/operators", response_model=models.Operators)
 def operators(
-    desk: AtDesk,
+    desk: Deps,
     target: OperatorTarget,
     page: PageOf,
     stage: Stage = None,
@@ -97,7 +97,7 @@ def operators(
 
 @router.get("/steps/{step}/operators/stack", response_model=models.OperatorStack)
 def stack(
-    desk: AtDesk,
+    desk: Deps,
     target: OperatorTarget,
     stack_id: Annotated[str, Query(max_length=100, description="A row's `stack_id`.")],
     stage: Stage = None,
@@ -119,7 +119,7 @@ def stack(
 @router.get("/steps/{step}/operators/non-finite", response_model=models.NonFiniteOperators)
 async def non_finite(
     request: Request,
-    desk: AtDesk,
+    desk: Deps,
     target: OperatorTarget,
     page: PageOf,
     stage: Stage = None,
@@ -142,7 +142,7 @@ async def non_finite(
 
 
 def _page_of(
-    desk: Desk, tables: list[Row], page: Page, where: OperatorFilter
+    desk: Dependencies, tables: list[Row], page: Page, where: OperatorFilter
 ) -> tuple[list[Row], str | None, dict[int, Row]]:
     """Return rows, the cursor of those that follow, and which tables could not be read."""
     at, offset = (*(max(number, 0) for number in page.at), 0, 0)[:2]
@@ -181,7 +181,7 @@ def _one(rows: list[Row]) -> Row:
 
 
 def _non_finite(
-    desk: Desk, target: Target, chosen: Mapping[str, Any]
+    desk: Dependencies, target: Target, chosen: Mapping[str, Any]
 ) -> tuple[list[Row], Row | None]:
     rows: list[Row] = []
     earliest: Row | None = None
@@ -196,7 +196,7 @@ def _non_finite(
     return rows, earliest
 
 
-def _over_ranks(desk: Desk, tables: list[Row]) -> Row | None:
+def _over_ranks(desk: Dependencies, tables: list[Row]) -> Row | None:
     """Return the answer over the ranks that can be read; None where all is finite everywhere."""
     found = [row for row in tables if row["first_non_finite"] is not None]
     if not found:

@@ -7,7 +7,7 @@ from typing import Final
 
 from stagescope.wire.errors import Forbidden, Unreachable
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.dependencies import Desk, Row
+from stagescope_service.api.dependencies import Dependencies, Row
 from stagescope_service.api.target import Target
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.queries.rollouts import side_by_side
@@ -22,7 +22,7 @@ KINDS: Final = ("kept", "ring")
 """Kinds of artifacts, those that are preferred first."""
 
 
-def payload_artifacts(desk: Desk, target: Target, step: int) -> list[Row]:
+def payload_artifacts(desk: Dependencies, target: Target, step: int) -> list[Row]:
     """Return a step's payload files, kept ones first, and those of rollouts that it consumed.
 
     A rollout of no step stands in it with step None. What a newer incarnation of its rank did
@@ -43,7 +43,7 @@ def payload_artifacts(desk: Desk, target: Target, step: int) -> list[Row]:
     return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["artifact_id"]))
 
 
-def local_file(desk: Desk, row: Row, copies: Path) -> Path:
+def local_file(desk: Dependencies, row: Row, copies: Path) -> Path:
     """Return a local file with an artifact's content: in its place, or fetched from its node.
 
     Args:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import ROLES, STAGES
-from stagescope_service.api.step_summaries import Measures
+from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
@@ -116,7 +116,7 @@ class Counts:
 
 
 def text(
-    catalogue: Catalogue, counts: Counts, measures: Measures, settings: Settings, now: float
+    catalogue: Catalogue, counts: Counts, measures: StepSummaries, settings: Settings, now: float
 ) -> bytes:
     """Return the exposition text.
 
@@ -138,7 +138,7 @@ class _Fixed(Collector):
 
 
 def _families(
-    catalogue: Catalogue, counts: Counts, measures: Measures, settings: Settings, now: float
+    catalogue: Catalogue, counts: Counts, measures: StepSummaries, settings: Settings, now: float
 ) -> Iterator[Metric]:
     runs = catalogue.runs(limit=settings.prometheus_runs)
     names = {str(row["run"]) for row in runs}
@@ -164,7 +164,7 @@ def _families(
 
 
 def _run_families(
-    catalogue: Catalogue, measures: Measures, runs: list[dict[str, Any]], now: float
+    catalogue: Catalogue, measures: StepSummaries, runs: list[dict[str, Any]], now: float
 ) -> Iterator[Metric]:
     live = _gauge("run_live", "1 where a process of the run holds its lease.", "run")
     silence = _gauge("run_silent_seconds", "Time since a process of the run was heard.", "run")

@@ -8,7 +8,14 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, arrival, begun_again, gaps
-from stagescope_service.api.dependencies import RUN_PATTERN, AtDesk, AttemptNumber, Desk, Row, Run
+from stagescope_service.api.dependencies import (
+    RUN_PATTERN,
+    AttemptNumber,
+    Dependencies,
+    Deps,
+    Row,
+    Run,
+)
 from stagescope_service.api.groups import Only, only_of, scope_of
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor, pattern
@@ -20,7 +27,7 @@ StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="O
 
 
 @router.get("/runs", response_model=models.Runs)
-def runs(desk: AtDesk, page: PageOf) -> Answer:
+def runs(desk: Deps, page: PageOf) -> Answer:
     """List the runs, the one that was active last first, each with its newest attempt."""
     found = desk.catalogue.runs(limit=page.limit + 1, offset=page.offset)
     rows = [shape.run_row(row) for row in found[: page.limit]]
@@ -29,7 +36,7 @@ def runs(desk: AtDesk, page: PageOf) -> Answer:
 
 @router.get("/runs/{run}/attempts", response_model=models.Attempts)
 def attempts(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Annotated[
         str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
@@ -49,7 +56,7 @@ def attempts(
 
 @router.get("/steps", response_model=models.Steps)
 def steps(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Run = None,
     attempt: Annotated[
@@ -87,7 +94,7 @@ def steps(
 
 
 def _steps_page(
-    desk: Desk, target: Target, page: Page, attempt: int | None
+    desk: Dependencies, target: Target, page: Page, attempt: int | None
 ) -> tuple[list[Row], str | None]:
     """Return a page of steps and the cursor of the next.
 
@@ -113,7 +120,7 @@ def _steps_page(
 
 @router.get("/losses", response_model=models.Losses)
 def losses(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -133,7 +140,7 @@ def losses(
 
 @router.get("/findings", response_model=models.Findings)
 def findings(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Run = None,
     attempt: AttemptNumber = None,

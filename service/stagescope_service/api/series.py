@@ -12,9 +12,9 @@ from stagescope.frames import meant
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api.completeness import begun_again, failures, is_behind
 from stagescope_service.api.dependencies import (
-    AtDesk,
     AttemptNumber,
-    Desk,
+    Dependencies,
+    Deps,
     Rank,
     Role,
     Row,
@@ -24,7 +24,7 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
-from stagescope_service.api.step_summaries import Measured
+from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.triggers.evidence import ranks_text
@@ -66,7 +66,7 @@ class Point:
 
 @router.get("/series", response_model=models.Series)
 def series(
-    desk: AtDesk,
+    desk: Deps,
     metric: Annotated[
         str, Query(max_length=500, description="A published metric, or a scalar's name.")
     ],
@@ -182,7 +182,7 @@ def _cut(
 
 
 def _metrics(
-    desk: Desk, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
+    desk: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
 ) -> Iterator[Point]:
     """Yield every step, with the metric where it was published."""
     by = asked.by or ("rank" if asked.rank is not None or asked.role is not None else None)
@@ -226,9 +226,9 @@ _WHOLE: Final[Key] = (None, None, None)
 _MISSING: Final = object()
 
 
-def _read_anew(desk: Desk, row: Row, slices: bool) -> Any:
+def _read_anew(desk: Dependencies, row: Row, slices: bool) -> Any:
     """Return the numbers of a step that were stored by an earlier version; None: they are not."""
-    measured: Measured = desk.measures.of(int(row["attempt_id"]), row)
+    measured: MeasuredStep = desk.measures.of(int(row["attempt_id"]), row)
     found = measured.comparability
     row["verdict"], row["stage"] = found.verdict, measured.whole.stage
     row["suspects"] = [check.name for check in found.suspects]
@@ -244,7 +244,7 @@ def _gap(row: Row, failed: str | None) -> str:
 
 
 def _scalars(
-    desk: Desk, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
+    desk: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
 ) -> Iterator[Point]:
     """Yield every step, with the scalar where somebody logged it."""
     if asked.by not in (None, "rank"):
@@ -324,7 +324,7 @@ def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str
     }
 
 
-def _begun_again(desk: Desk, points: Sequence[Point]) -> list[list[Row]]:
+def _begun_again(desk: Dependencies, points: Sequence[Point]) -> list[list[Row]]:
     """Return who began each of the steps again, an entry a step."""
     places = [(int(point.row["attempt_id"]), int(point.row["step"])) for point in points]
     if not places:
@@ -348,7 +348,7 @@ def _numbered(by: By | None, number: int | None) -> str:
     return str(number) if by in (None, "rank") else f"{by} {number}"
 
 
-def _newest_metrics(desk: Desk, ids: Sequence[int]) -> Mapping[str, Any]:
+def _newest_metrics(desk: Dependencies, ids: Sequence[int]) -> Mapping[str, Any]:
     """Return the published numbers of the newest step that has some."""
     rows = desk.catalogue.step_metrics(ids, version=VERSION)
     return next((row["metrics"] for row in rows if row["metrics"]), {})
@@ -377,7 +377,11 @@ def _check_rank(asked: _Asked, there: Collection[tuple[str | None, int | None]])
 
 
 def _check_name(
-    desk: Desk, asked: _Asked, target: Target, ids: Sequence[int], metrics: Mapping[str, Any]
+    desk: Dependencies,
+    asked: _Asked,
+    target: Target,
+    ids: Sequence[int],
+    metrics: Mapping[str, Any],
 ) -> Literal["metric", "scalar"]:
     """Say what was meant where there is no such number; return what it is where it may have been.
 

@@ -16,7 +16,7 @@ from stagescope.wire.errors import Forbidden, InvalidInput, NotFound, Stagescope
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.dependencies import Desk, Row
+from stagescope_service.api.dependencies import Dependencies, Row
 from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.target import Target
 from stagescope_service.compare.causes import BROKE_OFF
@@ -77,7 +77,7 @@ class Side:
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def find_sides(desk: Desk, said: Sequence[Any]) -> list[Side]:
+def find_sides(desk: Dependencies, said: Sequence[Any]) -> list[Side]:
     """Return the sides of a comparison; runs that name no step get the steps that all hold.
 
     Args:
@@ -116,7 +116,7 @@ def find_sides(desk: Desk, said: Sequence[Any]) -> list[Side]:
     return found
 
 
-def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
+def open_side(desk: Dependencies, side: Side, copies: Path) -> Dump:
     """Return a side's dump; files of other nodes are copied to `copies`, which is the caller's."""
     if side.path is not None:
         return open_dump(side.path)
@@ -138,7 +138,7 @@ def open_side(desk: Desk, side: Side, copies: Path) -> Dump:
     return dataclasses.replace(dump, about=about, problems=[*dump.problems, *problems])
 
 
-def _find(desk: Desk, said: Any) -> Side:
+def _find(desk: Dependencies, said: Any) -> Side:
     if isinstance(said, Mapping) and set(said) == {"directory"}:
         try:
             path = confine(str(said["directory"]), desk.settings.roots)
@@ -175,7 +175,7 @@ def _find(desk: Desk, said: Any) -> Side:
     return dataclasses.replace(side, steps=tuple(steps))
 
 
-def _left_out(desk: Desk, target: Target, compared: int, common: int) -> str:
+def _left_out(desk: Dependencies, target: Target, compared: int, common: int) -> str:
     """Return which steps of an attempt are not compared, and where their numbers are."""
     held = len(desk.catalogue.steps(target.attempt_id, limit=ALL_ROWS))
     if compared >= held:
@@ -192,7 +192,7 @@ def _of_steps(side: Side, steps: tuple[int, ...]) -> Side:
     return dataclasses.replace(side, steps=steps, name=name)
 
 
-def _with_files(desk: Desk, side: Side) -> Side:
+def _with_files(desk: Dependencies, side: Side) -> Side:
     """Return the side with the files of its steps.
 
     Raises:
@@ -212,7 +212,7 @@ def _with_files(desk: Desk, side: Side) -> Side:
 
 
 def _logged(
-    desk: Desk, target: Target, step: int
+    desk: Dependencies, target: Target, step: int
 ) -> list[tuple[Place, tuple[tuple[str, float], ...]]]:
     """Return what each part of a stage of a rank logged in a step."""
     found: dict[Place, dict[str, float]] = {}
@@ -271,7 +271,7 @@ def _read(
     return reader(entry) if held is None else Record(entry, numbers=held)
 
 
-def _noise_floor(desk: Desk, side: Side) -> Row:
+def _noise_floor(desk: Dependencies, side: Side) -> Row:
     """Return how far the trainer is from itself, where a run's one step has measured it."""
     if side.target is None or side.target.step is None:
         return {}

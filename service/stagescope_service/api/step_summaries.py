@@ -23,7 +23,7 @@ from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_summary import (
     MISMATCH_PAIRS,
     NOISE_PAIR,
-    Whole,
+    StepSummary,
     assemble,
 )
 from stagescope_service.store.catalogue import Catalogue
@@ -81,11 +81,11 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A whole, or a slice of one, with what is said beside its numbers."""
 
-    whole: Whole
-    noise: Whole | None
+    whole: StepSummary
+    noise: StepSummary | None
     payloads: Row
     """State -> how many payloads of the step."""
     streams: dict[str, Row]
@@ -106,14 +106,14 @@ class Measured:
         return examine(self.whole.summary, self.whole.ranks)
 
 
-class Measures:
+class StepSummaries:
     """Reads and remembers the statistics of steps; usable from many threads."""
 
     def __init__(self, catalogue: Catalogue, size: int) -> None:
         self._catalogue = catalogue
-        self._memory: Lru[Measured] = Lru(size)
+        self._memory: Lru[MeasuredStep] = Lru(size)
 
-    def of(self, attempt_id: int, step: Row, cut: Slice = Slice()) -> Measured:  # noqa: B008
+    def of(self, attempt_id: int, step: Row, cut: Slice = Slice()) -> MeasuredStep:  # noqa: B008
         """Return the statistics of a step (a row of `Catalogue.steps`).
 
         Raises:
@@ -140,17 +140,17 @@ class Measures:
         """
         return self.of(attempt_id, step).comparability if step["has_whole"] else None
 
-    def _closed(self, place: Place, cut: Slice) -> Measured:
+    def _closed(self, place: Place, cut: Slice) -> MeasuredStep:
         row = self._catalogue.step(place.attempt_id, place.step)
         if row is None or row["whole"] is None:
             return self._assembled(place, cut)
-        whole = Whole.from_bytes(row["whole"])
+        whole = StepSummary.from_bytes(row["whole"])
         if cut.role is not None or cut.rank is not None or cut.stage not in (None, whole.stage):
             return self._assembled(place, cut)
         parts = self._parts(place.attempt_id, place.step, pair=NOISE_PAIR)
         return self._measured(place, whole, parts)
 
-    def _assembled(self, place: Place, cut: Slice) -> Measured:
+    def _assembled(self, place: Place, cut: Slice) -> MeasuredStep:
         every = self._parts(place.attempt_id, place.step)
         parts = every
         if cut.stage is None and (cut.role is not None or cut.rank is not None):
@@ -166,14 +166,16 @@ class Measures:
         noise = [part for part in parts if part.summary.pair == NOISE_PAIR]
         return self._measured(place, whole, noise)
 
-    def _measured(self, place: Place, whole: Whole, noise: Sequence[PartRecord]) -> Measured:
+    def _measured(
+        self, place: Place, whole: StepSummary, noise: Sequence[PartRecord]
+    ) -> MeasuredStep:
         own = [part for part in noise if part.stage == whole.stage]
         floor = assemble(own, stage=whole.stage, pairs=[NOISE_PAIR]) if own else None
         payloads = self._catalogue.payloads(place.attempt_id, place.step, limit=ALL_ROWS)
         states = Counter(str(row["state"]) for row in payloads)
-        return Measured(whole, floor, dict(states), self._streams(place.attempt_id, whole))
+        return MeasuredStep(whole, floor, dict(states), self._streams(place.attempt_id, whole))
 
-    def _streams(self, attempt_id: int, whole: Whole) -> dict[str, Row]:
+    def _streams(self, attempt_id: int, whole: StepSummary) -> dict[str, Row]:
         known = {}
         for row in self._catalogue.streams(attempt_id, stage=whole.stage):
             kept = {name: value for name, value in row.items() if value is not None}

@@ -10,8 +10,8 @@ from stagescope_service.api import answers
 from stagescope_service.api import rows as shape
 from stagescope_service.api.completeness import ALL_ROWS, Arrival, arrival, begun_again, gaps
 from stagescope_service.api.dependencies import (
-    AtDesk,
-    Desk,
+    Dependencies,
+    Deps,
     Rank,
     Role,
     Round,
@@ -22,7 +22,7 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.models import numbers
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.requests import Answer, PageOf
-from stagescope_service.api.step_summaries import Measured, Slice
+from stagescope_service.api.step_summaries import MeasuredStep, Slice
 from stagescope_service.api.target import Target
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 @router.get("/stages", response_model=models.Stages)
 def stages(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -70,7 +70,7 @@ def stages(
 
 @router.get("/scalars", response_model=models.Scalars)
 def scalars(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -97,7 +97,7 @@ def scalars(
 
 @router.get("/dumps", response_model=models.Dumps)
 def dumps(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -112,7 +112,7 @@ def dumps(
 
 @router.get("/metrics", response_model=numbers.Metrics)
 def metrics(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     stage: Stage = None,
     role: Role = None,
@@ -132,7 +132,7 @@ def metrics(
 
 @router.get("/rounds", response_model=numbers.Rounds)
 def rounds(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -157,7 +157,7 @@ def rounds(
 
 @router.get("/ranks", response_model=numbers.Ranks)
 def ranks(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -177,7 +177,7 @@ def ranks(
 
 @router.get("/tokens", response_model=numbers.Tokens)
 def tokens(
-    desk: AtDesk,
+    desk: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -203,7 +203,7 @@ ABSENT: Final = "not begun"
 
 
 def metrics_of(
-    desk: Desk,
+    desk: Dependencies,
     target: Target,
     cut: Slice = Slice(),  # noqa: B008
     round: int | None = None,
@@ -218,7 +218,7 @@ def metrics_of(
     return {**_opening(desk, target), **answers.metrics(measured, round)}
 
 
-def stages_of(desk: Desk, target: Target) -> tuple[list[Row], Arrival]:
+def stages_of(desk: Dependencies, target: Target) -> tuple[list[Row], Arrival]:
     """Return a step's stages (not the superseded ones) and who has arrived."""
     assert target.step is not None
     rows = desk.catalogue.stages(target.attempt_id, _number(target), limit=ALL_ROWS)
@@ -226,13 +226,13 @@ def stages_of(desk: Desk, target: Target) -> tuple[list[Row], Arrival]:
 
 
 def _measured(
-    desk: Desk, target: Target, stage: str | None, role: str | None, rank: int | None
-) -> Measured:
+    desk: Dependencies, target: Target, stage: str | None, role: str | None, rank: int | None
+) -> MeasuredStep:
     assert target.step is not None
     return desk.measures.of(target.attempt_id, target.step, Slice(stage, role, rank))
 
 
-def _opening(desk: Desk, target: Target) -> Row:
+def _opening(desk: Dependencies, target: Target) -> Row:
     """Return what answers about numbers begin with: of what, and how complete."""
     assert target.step is not None
     if target.step["closed_wall"] is not None and not target.step["missing"]:
@@ -250,12 +250,12 @@ def _opening(desk: Desk, target: Target) -> Row:
     }
 
 
-def _gap(desk: Desk, target: Target) -> str | None:
+def _gap(desk: Dependencies, target: Target) -> str | None:
     assert target.step is not None
     return gaps(desk.catalogue, [target.step]).get((target.attempt_id, _number(target)))
 
 
-def _begun_again(desk: Desk, target: Target) -> list[Row]:
+def _begun_again(desk: Dependencies, target: Target) -> list[Row]:
     found = begun_again(desk.catalogue, [target.attempt_id], [_number(target)])
     return found.get((target.attempt_id, _number(target)), [])
 

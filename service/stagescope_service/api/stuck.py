@@ -11,15 +11,15 @@ from stagescope_service.core.hang_detection import (
     GONE,
     LIVE,
     SILENT,
-    SILENT_KIND,
     STEPS_REMEMBERED,
     UNHEARD,
+    UNRESPONSIVE_KIND,
     History,
     Limit,
-    Pace,
     Place,
+    RankPosition,
     Role,
-    Standing,
+    StageTiming,
     Stuck,
     StuckRules,
     history,
@@ -83,7 +83,7 @@ def _silent_rows(
         return []  # what a lost job left is lost, not stuck
     by_name = {row["incarnation"]: row for row in every}
     found: list[Row] = []
-    for noticed in catalogue.findings(attempt_id=attempt_id, kind=SILENT_KIND):
+    for noticed in catalogue.findings(attempt_id=attempt_id, kind=UNRESPONSIVE_KIND):
         said = noticed["evidence"] or {}
         process = by_name.get(str(said.get("incarnation")))
         if noticed["over_wall"] is not None or process is None:
@@ -147,11 +147,11 @@ def _place(row: Mapping[str, Any]) -> Place:
     return Place(row["step"], row["stage"] or "", Part(*(row[name] or 0 for name in PART_FIELDS)))
 
 
-def _paces(rows: Iterable[Row]) -> dict[tuple[str, Place], Pace]:
-    found: dict[tuple[str, Place], Pace] = {}
+def _paces(rows: Iterable[Row]) -> dict[tuple[str, Place], StageTiming]:
+    found: dict[tuple[str, Place], StageTiming] = {}
     for row in rows:
         place = _place(row)
-        pace = found.setdefault((row["role"], place), Pace(place))
+        pace = found.setdefault((row["role"], place), StageTiming(place))
         if row["first"] is not None:
             pace.begun(row["first"])
             pace.begun(row["last"])
@@ -175,7 +175,7 @@ def _role(
     role: str,
     processes: Mapping[int, Row],
     rows: list[Row],
-    paces: Mapping[Place, Pace],
+    paces: Mapping[Place, StageTiming],
     closed: list[Row],
     newest: int,
     unheard: Collection[tuple[str, int]],
@@ -194,7 +194,7 @@ def _role(
         own.setdefault(row["rank"], []).append(row)
         members.setdefault(_place(row), {}).setdefault(row["rank"], []).append(row["status"])
     size = max((row["world_size"] or 0 for row in processes.values()), default=0)
-    standings = dict.fromkeys(range(size), Standing(UNHEARD))
+    standings = dict.fromkeys(range(size), RankPosition(UNHEARD))
     for rank, process in processes.items():
         silent = (role, rank) in unheard
         standings[rank] = _standing(process, own.get(rank, []), at_open, silent)
@@ -226,18 +226,20 @@ def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
     return found
 
 
-def _standing(process: Row, rows: list[Row], paces: Mapping[Place, Pace], silent: bool) -> Standing:
+def _standing(
+    process: Row, rows: list[Row], paces: Mapping[Place, StageTiming], silent: bool
+) -> RankPosition:
     times = [at for row in rows for at in (began(row), ended(row)) if at is not None]
     said = max(times, default=None)
     status = GONE if process["lapsed_wall"] is not None else SILENT if silent else LIVE
     begun = [row for row in rows if row["begin_wall"] is not None]
     begun.sort(key=lambda row: began(row) or 0.0)
     if not begun:
-        return Standing(status, said)
+        return RankPosition(status, said)
     latest = begun[-1]
     left = [
         _place(row)
         for row in begun
         if row["status"] in ("open", "unfinished", None) and row["step"] == latest["step"]
     ]
-    return Standing(status, said, left[-1] if left else None, paces[_place(latest)].first)
+    return RankPosition(status, said, left[-1] if left else None, paces[_place(latest)].first)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 
 from stagescope.wire.errors import InvalidInput, NotReady, Unreachable
-from stagescope_service.api.dependencies import AtDesk, Desk, Row
+from stagescope_service.api.dependencies import Dependencies, Deps, Row
 from stagescope_service.api.models import operators as models
 from stagescope_service.api.operator_files import place
 from stagescope_service.api.operator_tables import (
@@ -41,7 +41,7 @@ _BODY: Final[dict[str, Any]] = sides_schema(
 @router.post(
     "/operators/tensors", response_model=models.TensorPairs, openapi_extra={"requestBody": _BODY}
 )
-async def tensors(request: Request, desk: AtDesk) -> Answer:
+async def tensors(request: Request, desk: Deps) -> Answer:
     """Compare the full tensors of two dumps (msprobe's task `tensor`) with msprobe itself.
 
     A row a tensor in execution order: cosine, largest absolute and relative error, the share of
@@ -81,7 +81,7 @@ async def _waited(future: Future[list[Row]]) -> bool:
 
 
 def _begin(
-    desk: Desk, said: Mapping[str, Any]
+    desk: Dependencies, said: Mapping[str, Any]
 ) -> tuple[Side, Side, tuple[float, Future[list[Row]]]]:
     of_a, of_b = read_sides(said)
     a = find_side(desk, of_a, "a")
@@ -99,7 +99,7 @@ def _begin(
     return a, b, desk.long_comparisons.once(key, compare_tensors, *directories, tables)
 
 
-def _directory(desk: Desk, side: Side) -> Path:
+def _directory(desk: Dependencies, side: Side) -> Path:
     directory = confine(side.row["dump_path"], desk.settings.roots)
     if not (directory / "dump.json").is_file():
         raise Unreachable(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.dependencies import AtDesk, Desk, Row, Run, StepTarget
+from stagescope_service.api.dependencies import Dependencies, Deps, Row, Run, StepTarget
 from stagescope_service.api.groups import Only, only_of
 from stagescope_service.api.models import steps as step_models
 from stagescope_service.api.models import triggers as models
@@ -45,7 +45,7 @@ def _body(properties: dict[str, Any], *, required: bool) -> dict[str, Any]:
 
 
 @router.get("/triggers", response_model=models.Triggers)
-def triggers(desk: AtDesk, run: Run = None) -> Answer:
+def triggers(desk: Deps, run: Run = None) -> Answer:
     """Return the rules in force, when each fired last, and the budgets of captures.
 
     With `run`, only what fired in that run. `budgets` names every run that may be captured unasked:
@@ -80,7 +80,7 @@ def triggers(desk: AtDesk, run: Run = None) -> Answer:
     response_model=models.NewTriggers,
     openapi_extra={"requestBody": _body(_FIELDS, required=True)},
 )
-async def set_triggers(request: Request, desk: AtDesk) -> Answer:
+async def set_triggers(request: Request, desk: Deps) -> Answer:
     """Put rules in force for the steps that close from now on; needs the operate token.
 
     They replace all that were in force. Who gave them is kept in the audit. A rule that cannot be
@@ -102,7 +102,7 @@ def default_triggers() -> Answer:
 
 @router.get("/triggers/firings", response_model=models.Firings)
 def firings(
-    desk: AtDesk,
+    desk: Deps,
     page: PageOf,
     run: Run = None,
     rule: Annotated[str | None, Query(max_length=100, description="Only this rule.")] = None,
@@ -125,7 +125,7 @@ def firings(
     response_model=models.DryRun,
     openapi_extra={"requestBody": _body({**_FIELDS, **_TEST_FIELDS}, required=False)},
 )
-async def try_triggers(request: Request, desk: AtDesk) -> Answer:
+async def try_triggers(request: Request, desk: Deps) -> Answer:
     """Say which of a run's stored steps would have fired: a dry run, of which nothing follows.
 
     Without rules those in force are tried; without `run` the one whose training stage began last.
@@ -137,7 +137,7 @@ async def try_triggers(request: Request, desk: AtDesk) -> Answer:
 
 
 @router.delete("/steps/{step}/pin", response_model=step_models.Unpin)
-async def unpin(request: Request, desk: AtDesk, target: StepTarget) -> Answer:
+async def unpin(request: Request, desk: Deps, target: StepTarget) -> Answer:
     """Let the payloads of a pinned step leave the rings when room is needed; needs operate.
 
     `unpinned` is false, with a `reason`, where it was not pinned or a ring did not answer.
@@ -154,7 +154,7 @@ async def unpin(request: Request, desk: AtDesk, target: StepTarget) -> Answer:
     return Answer({**target.heading(), "unpinned": was and done, "reason": reason})
 
 
-def _in_force(desk: Desk) -> tuple[Rules, Row]:
+def _in_force(desk: Dependencies) -> tuple[Rules, Row]:
     row = desk.catalogue.trigger_rules()
     if row is None:  # the coordinator has not come so far yet
         return defaults(), {"revision": 0, "wall": None, "by": None, "source": "defaults"}
@@ -162,7 +162,7 @@ def _in_force(desk: Desk) -> tuple[Rules, Row]:
     return Rules.parse(row["document"]), about
 
 
-def _budgets(desk: Desk, rules: Rules, run: str | None) -> list[Row]:
+def _budgets(desk: Dependencies, rules: Rules, run: str | None) -> list[Row]:
     found = []
     for row in desk.catalogue.runs(limit=_RUNS):
         budget = rules.budget_of(row["run"], row["settings"])
@@ -201,7 +201,7 @@ def _document(said: Row) -> Rules | None:
     return Rules.parse(said) if said else None
 
 
-def _dry_run(desk: Desk, said: Row) -> Row:
+def _dry_run(desk: Dependencies, said: Row) -> Row:
     asked = {name: said.pop(name, None) for name in _TEST_FIELDS}
     rules = _document(said)
     if rules is None:

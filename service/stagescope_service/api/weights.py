@@ -9,11 +9,22 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.api.dependencies import AtDesk, AttemptTarget, Desk, Row, Run, StepTarget
+from stagescope_service.api.dependencies import (
+    AttemptTarget,
+    Dependencies,
+    Deps,
+    Row,
+    Run,
+    StepTarget,
+)
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target
-from stagescope_service.coordinator.weight_comparer import Weighed, renaming, weigh
+from stagescope_service.coordinator.weight_comparer import (
+    ComparedVersion,
+    compare_version,
+    renaming,
+)
 from stagescope_service.core.weights import (
     DIFFERS,
     MISSING,
@@ -36,7 +47,7 @@ Version = Annotated[int, Path(gt=-(10**18), lt=10**18, description="A policy ver
 
 
 @router.get("/weights", response_model=models.WeightVersions)
-def versions(desk: AtDesk, target: AttemptTarget, page: PageOf) -> Answer:
+def versions(desk: Deps, target: AttemptTarget, page: PageOf) -> Answer:
     """List the versions of an attempt's weights, newest first, and how many weights have which
     verdict; `names` has the first of those that differ or are missing.
     """
@@ -50,14 +61,14 @@ def versions(desk: AtDesk, target: AttemptTarget, page: PageOf) -> Answer:
 
 @router.get("/weights/{version}", response_model=models.WeightsOfVersion)
 def version(
-    desk: AtDesk, target: AttemptTarget, version: Version, page: PageOf, verdict: Word = None
+    desk: Deps, target: AttemptTarget, version: Version, page: PageOf, verdict: Word = None
 ) -> Answer:
     """List the weights of a version, the worst first: what was sent against what was received."""
     return Answer({**target.heading(), **_answer(desk, target, [version], page, verdict)})
 
 
 @router.get("/steps/{step}/weights", response_model=models.WeightsOfStep)
-def of_step(desk: AtDesk, target: StepTarget, page: PageOf, verdict: Word = None) -> Answer:
+def of_step(desk: Deps, target: StepTarget, page: PageOf, verdict: Word = None) -> Answer:
     """List the weights that were recorded at a step, the worst first.
 
     `verdict`: `differs`, `missing` (on one side), `not comparable` (another dtype or shape, fused,
@@ -77,7 +88,7 @@ def of_step(desk: AtDesk, target: StepTarget, page: PageOf, verdict: Word = None
 
 
 @router.get("/devices", response_model=models.Devices)
-def devices(desk: AtDesk, page: PageOf, run: Run = None) -> Answer:
+def devices(desk: Deps, page: PageOf, run: Run = None) -> Answer:
     """List the devices whose weights were not their replicas', the most often outvoted first.
 
     `odd`: in how many recorded versions most replicas held something else; `suspected`: in how
@@ -116,10 +127,10 @@ def _device_row(device: str, times: Sequence[Row]) -> Row:
 
 
 def _answer(
-    desk: Desk, target: Target, versions: Sequence[int], page: Page, verdict: str | None
+    desk: Dependencies, target: Target, versions: Sequence[int], page: Page, verdict: str | None
 ) -> Row:
     rules = desk.settings.weight_names
-    weighed = weigh(desk.catalogue, target.attempt_id, versions[0], rules)
+    weighed = compare_version(desk.catalogue, target.attempt_id, versions[0], rules)
     if weighed is None:
         raise NotFound(f"no weights of version {versions[0]} were recorded", advice="see /weights")
     rows = tensor_rows(weighed, rules)
@@ -139,7 +150,7 @@ def _answer(
     }
 
 
-def tensor_rows(weighed: Weighed, rules: Sequence[tuple[str, str]] = ()) -> list[Row]:
+def tensor_rows(weighed: ComparedVersion, rules: Sequence[tuple[str, str]] = ()) -> list[Row]:
     """Return a row a weight, the worst first."""
     rename = renaming(rules)
     odd: dict[str, list[Row]] = defaultdict(list)

@@ -20,7 +20,7 @@ from stagescope_service.compare.pairing.token_alignment import (
     Location,
 )
 from stagescope_service.compare.results import PlaceResult, TensorResult, Verdict
-from stagescope_service.compare.tolerances import Floor, Tolerances, is_noise
+from stagescope_service.compare.tolerances import NoiseFloor, Tolerances, is_noise
 from stagescope_service.statistics.pairwise import Pairwise
 
 PAIRED: Final = ("compared", "tokens differ", "lengths differ")
@@ -28,7 +28,11 @@ PAIRED: Final = ("compared", "tokens differ", "lengths differ")
 
 
 def assemble(
-    pieces: Iterable[Piece], tolerances: Tolerances, floor: Floor | None, *, unmatched: str = ""
+    pieces: Iterable[Piece],
+    tolerances: Tolerances,
+    floor: NoiseFloor | None,
+    *,
+    unmatched: str = "",
 ) -> tuple[TensorResult, ...]:
     """Return a result for each tensor, by step and in the order of the flow.
 
@@ -85,7 +89,7 @@ def _tensor(
     name: str,
     pieces: list[Piece],
     tolerances: Tolerances,
-    floor: Floor | None,
+    floor: NoiseFloor | None,
     unmatched: str,
 ) -> TensorResult:
     pieces.sort(key=_place_order)
@@ -109,7 +113,9 @@ def _tensor(
     )  # fmt: skip
 
 
-def _verdict(piece: Piece, tolerances: Tolerances, floor: Floor | None, unmatched: str) -> Verdict:
+def _verdict(
+    piece: Piece, tolerances: Tolerances, floor: NoiseFloor | None, unmatched: str
+) -> Verdict:
     if piece.unproven and _differs(piece):
         return Verdict.NOT_COMPARABLE
     if piece.shapes_differ:

@@ -20,10 +20,10 @@ from stagescope_service.compare.notes import Notes
 from stagescope_service.compare.pairing.align import is_in_place, join
 from stagescope_service.compare.pairing.index import ROW, ShardIndex
 from stagescope_service.compare.pairing.pieces import Piece
-from stagescope_service.compare.pairing.row_assignment import Dealt
+from stagescope_service.compare.pairing.row_assignment import RowAssignment
 from stagescope_service.compare.pairing.shards import JoinTask, Outcome
 from stagescope_service.compare.pairing.token_alignment import COMPARED
-from stagescope_service.compare.plan import Couple, Match, Unit, plan
+from stagescope_service.compare.plan import Match, Pair, Unit, plan
 from stagescope_service.compare.results import (
     Comparison,
     Finding,
@@ -34,7 +34,7 @@ from stagescope_service.compare.results import (
     Verdict,
 )
 from stagescope_service.compare.running import Mapper, Progress, Runner, UnitKey, Work, threads
-from stagescope_service.compare.tolerances import Floor, Tolerances, declared_floor
+from stagescope_service.compare.tolerances import NoiseFloor, Tolerances, declared_floor
 from stagescope_service.dumps.records import Dump, Place, Problem
 from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
@@ -119,7 +119,7 @@ class TwoSides:
         self._keys: dict[str, dict[str, None]] = {}
         self._floors: list[Pairwise | None] = [None, None]
         steps = ({entry.place.step for entry in dump.entries} for dump in dumps)
-        self._dealt = Dealt(several_steps=any(len(each) > 1 for each in steps))
+        self._dealt = RowAssignment(several_steps=any(len(each) > 1 for each in steps))
         self._whole: set[str] = set()
         self._lacking: set[str] = set()
         self._every_sample_differs = False
@@ -202,7 +202,7 @@ class TwoSides:
         couples = list(match.couples())
         if match.section in (*flow.SAMPLING, *flow.TELLING, *flow.NAMED):
             return [Work(match, couple) for couple in couples]
-        units: dict[Unit, list[Couple]] = {}
+        units: dict[Unit, list[Pair]] = {}
         for couple in couples:
             units.setdefault(match.unit_of(couple), []).append(couple)
         works = []
@@ -220,7 +220,7 @@ class TwoSides:
             return None in work.couple
         return self._dealt.is_told(work.couple) or self._dealt.is_told_of_ranks(work.couple)
 
-    def _take(self, outcome: Outcome, match: Match, couple: Couple, *, is_uneven: bool) -> None:
+    def _take(self, outcome: Outcome, match: Match, couple: Pair, *, is_uneven: bool) -> None:
         pieces = outcome.pieces
         if match.section not in flow.NAMED and not self._dealt.same_samples(couple):
             counted = [piece.name for piece in pieces if piece.rows is None]
@@ -304,7 +304,7 @@ class TwoSides:
             for labels in held.values()
         )
 
-    def _floor(self) -> Floor | None:
+    def _floor(self) -> NoiseFloor | None:
         found = []
         for dump, measured in zip(self._dumps, self._floors, strict=True):
             declared = declared_floor(dump.about, f"the noise floor of {dump.name}")
@@ -312,7 +312,7 @@ class TwoSides:
                 found.append(declared)
             if measured is not None and measured.finite:
                 source = f"old_log_probs of {dump.name} against recomputed_log_probs"
-                found.append(Floor(measured.mean_abs, measured.max_abs, source))
+                found.append(NoiseFloor(measured.mean_abs, measured.max_abs, source))
         return max(found, key=lambda floor: floor.max, default=None)
 
 

@@ -9,9 +9,9 @@ from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.align import Join
 from stagescope_service.compare.pairing.index import ROW
 from stagescope_service.compare.pairing.pieces import Piece
-from stagescope_service.compare.pairing.row_assignment import Dealt
+from stagescope_service.compare.pairing.row_assignment import RowAssignment
 from stagescope_service.compare.pairing.shards import Outcome
-from stagescope_service.compare.plan import Couple, Match, of_a_part
+from stagescope_service.compare.plan import Match, Pair, of_a_part
 from stagescope_service.compare.results import Finding, Verdict
 from stagescope_service.dumps.records import Dump, Place, Problem
 
@@ -62,7 +62,7 @@ class Notes:
                 self._only(f"{match.section} of {unit} is", side, match, files, verdict)
 
     def of_outcome(
-        self, outcome: Outcome, couple: Couple, match: Match, *, is_moved: bool = False
+        self, outcome: Outcome, couple: Pair, match: Match, *, is_moved: bool = False
     ) -> None:
         """Remember what could not be read; name tensors and numbers that one side alone has.
 
@@ -87,7 +87,7 @@ class Notes:
                 text = f"{', '.join(index.numbers)} of {where}:"
                 self._only(text, side, match, [where], Verdict.NOT_COMPARABLE)
 
-    def of_parts(self, match: Match, couples: Sequence[Couple]) -> None:
+    def of_parts(self, match: Match, couples: Sequence[Pair]) -> None:
         """Count numbers of parts into which one side alone dealt its samples: they stand alone."""
         for couple in couples if not match.borrowed else ():
             for side, entry in enumerate(couple):
@@ -96,7 +96,7 @@ class Notes:
                     places[side][str(entry.place)] = None
 
     def of_places(
-        self, pieces: Sequence[Piece], couple: Couple, match: Match, dealt: Dealt
+        self, pieces: Sequence[Piece], couple: Pair, match: Match, dealt: RowAssignment
     ) -> None:
         """Name rows that were paired by their place alone, without a word of which they are."""
         told = {piece.places for piece in pieces if piece.name in flow.TOKENS}

@@ -21,7 +21,7 @@ COUNTERPARTS: Final[Mapping[str, tuple[str, ...]]] = {
 """Where a side without a section may hold some of its tensors."""
 
 Entries = tuple[tuple[Entry, ...], tuple[Entry, ...]]
-Couple = tuple[Entry | None, Entry | None]
+Pair = tuple[Entry | None, Entry | None]
 
 
 class Unit(NamedTuple):
@@ -60,13 +60,13 @@ class Match:
         place = self.places[entry.place]
         return Unit(place.step, place.stage, place.part.occurrence, place.part.epoch)
 
-    def unit_of(self, couple: Couple) -> Unit:
+    def unit_of(self, couple: Pair) -> Unit:
         """Return in which unit a couple lies."""
         entry = couple[0] or couple[1]
         assert entry is not None
         return self.unit(entry)
 
-    def couples(self) -> Iterator[Couple]:
+    def couples(self) -> Iterator[Pair]:
         """Yield entries of one place, one of each side; None where a side has no such.
 
         What lies in a unit that one side alone has is left out.
@@ -168,7 +168,7 @@ def _role(place: Place) -> object:
     return place.role
 
 
-def _couples(one: list[Entry], other: list[Entry]) -> Iterator[Couple]:
+def _couples(one: list[Entry], other: list[Entry]) -> Iterator[Pair]:
     if len(one) == len(other) == 1:
         yield one[0], other[0]
         return

@@ -11,7 +11,7 @@ import numpy as np
 
 from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.token_alignment import Location
-from stagescope_service.compare.tolerances import Floor, Tolerance
+from stagescope_service.compare.tolerances import NoiseFloor, Tolerance
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Pairwise
 
@@ -167,7 +167,7 @@ class PairResult:
     tensors: tuple[TensorResult, ...]
     findings: tuple[Finding, ...]
     keys: Mapping[str, tuple[str, ...]]
-    floor: Floor | None = None
+    floor: NoiseFloor | None = None
     samples: int = 0
     causes: tuple[Cause, ...] = ()
     excluded: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.shards import JoinTask, Outcome, PairTask, run_tasks
-from stagescope_service.compare.plan import Couple, Match, Unit
+from stagescope_service.compare.plan import Match, Pair, Unit
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump
 
@@ -57,7 +57,7 @@ Progress = Callable[[int, int], None]
 """Told (tasks done, tasks known so far)."""
 
 UnitKey = tuple[str, str, Unit]
-_WorkKey = tuple[str, str, Couple]
+_WorkKey = tuple[str, str, Pair]
 _Files = tuple[Path | None, Path | None]
 
 
@@ -69,7 +69,7 @@ class Work:
     """
 
     match: Match
-    couple: Couple
+    couple: Pair
     is_alone: bool = False
 
     @property

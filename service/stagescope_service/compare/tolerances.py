@@ -50,7 +50,7 @@ class Tolerance:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Floor:
+class NoiseFloor:
     """How far a run is from itself: the same log-probs, computed twice.
 
     Attributes:
@@ -140,7 +140,7 @@ def severity(relative: float) -> str:
     return next((word for bound, word in SEVERITIES if relative <= bound), "")
 
 
-def is_noise(found: Pairwise, tolerance: Tolerance, floor: Floor | None, name: str) -> bool:
+def is_noise(found: Pairwise, tolerance: Tolerance, floor: NoiseFloor | None, name: str) -> bool:
     """Whether values that are not equal are no further apart than noise."""
     if found.disagreeing_non_finite:
         return False
@@ -155,7 +155,7 @@ def is_noise(found: Pairwise, tolerance: Tolerance, floor: Floor | None, name: s
     )
 
 
-def declared_floor(about: Mapping[str, Any], source: str) -> Floor | None:
+def declared_floor(about: Mapping[str, Any], source: str) -> NoiseFloor | None:
     """Read `noise_floor` {mean, max} of |d| from what is known of a dump; None without one."""
     said = about.get("noise_floor")
     if not isinstance(said, Mapping):
@@ -163,4 +163,4 @@ def declared_floor(about: Mapping[str, Any], source: str) -> Floor | None:
     mean, highest = said.get("mean"), said.get("max")
     if not isinstance(mean, int | float) or not isinstance(highest, int | float):
         return None
-    return Floor(float(mean), float(highest), source)
+    return NoiseFloor(float(mean), float(highest), source)

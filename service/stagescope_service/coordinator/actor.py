@@ -33,17 +33,17 @@ from stagescope_service.coordinator.arguments import (
     check_batch,
     checked,
 )
-from stagescope_service.coordinator.capture_references import with_bench, with_ranks
-from stagescope_service.coordinator.coordinator import Reception
-from stagescope_service.coordinator.effects import RayFloor
+from stagescope_service.coordinator.capture_references import with_baseline, with_ranks
+from stagescope_service.coordinator.coordinator import Coordinator
+from stagescope_service.coordinator.effects import RayEffects
 from stagescope_service.coordinator.load import Memory, resident_bytes
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core import operator_tables
-from stagescope_service.core.captures.keep_policy import Standing, read_standing
+from stagescope_service.core.captures.keep_policy import KeepPolicy, read_keep_policy
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.findings import describe
 from stagescope_service.core.hang_detection import StuckRules
-from stagescope_service.core.instructions import Assemble, Put
+from stagescope_service.core.instructions import Aggregate, Put
 from stagescope_service.core.state import State
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -70,17 +70,17 @@ Reply = dict[str, Any]
 
 
 class DebugCoordinator:
-    """Takes in what ranks report; see `Reception` for what each call promises."""
+    """Takes in what ranks report; see `Coordinator` for what each call promises."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings_json = dict(settings)
         self._coordinator = uuid.uuid4().hex
         self._started = time.time()
         self._reason = "the catalogue is being opened"
-        self._reception: Reception | None = None
+        self._reception: Coordinator | None = None
         self._task: asyncio.Task[None] | None = None
         self._store: SqlStore | None = None
-        self._floor: RayFloor | None = None
+        self._floor: RayEffects | None = None
         self._control: asyncio.Server | None = None
 
     # --- events -------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class DebugCoordinator:
             valid["data_dir"] = str(settings.data_path)
         catalogue = Catalogue(settings.catalogue_url)
         valid = await asyncio.to_thread(with_ranks, catalogue, valid)
-        valid = await asyncio.to_thread(with_bench, catalogue, valid, settings.roots)
+        valid = await asyncio.to_thread(with_baseline, catalogue, valid, settings.roots)
         orders = reception.orders
         entry = orders.add(valid, by=by, mono=time.monotonic(), wall=time.time())
         await reception.order([orders.row(entry), _audit(by, "add_capture", entry.stored())])
@@ -247,7 +247,7 @@ class DebugCoordinator:
         seconds: Seconds,
         by: Name,
     ) -> Reply:
-        """Ask processes for their stacks, which come into the catalogue; see `Reception`."""
+        """Ask processes for their stacks, which come into the catalogue; see `Coordinator`."""
         return await self._ready().ask_stacks(attempt_id, role, ranks, seconds=seconds, by=by)
 
     # --- service ------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class DebugCoordinator:
     async def drain(
         self, *, run: Name | None, timeout: Seconds = 30.0, attempt_key: Name | None = None
     ) -> Reply:
-        """Wait until nothing of a run (None: of any) is still to be read; see `Reception`."""
+        """Wait until nothing of a run (None: of any) is still to be read; see `Coordinator`."""
         return await self._ready().drain(run, timeout, attempt_key)
 
     async def stop(self) -> None:
@@ -306,7 +306,7 @@ class DebugCoordinator:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def _ready(self) -> Reception:
+    def _ready(self) -> Coordinator:
         self._wake()
         if self._reception is None:
             raise NotReady(self._reason, advice="the same call may be made again")
@@ -345,7 +345,7 @@ class DebugCoordinator:
         except OSError as error:
             logger.warning("orders wait behind the calls of ranks: %s", describe(error))
 
-    async def _open(self, settings: Settings) -> Reception:
+    async def _open(self, settings: Settings) -> Coordinator:
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -365,8 +365,8 @@ class DebugCoordinator:
         restore(state, snapshot, time.monotonic())
         standing, revision, rows = await _standing(settings, snapshot)
         in_force = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
-        floor = self._floor = RayFloor(settings, self._ordered)
-        floor.reception = Reception(
+        floor = self._floor = RayEffects(settings, self._ordered)
+        floor.reception = Coordinator(
             state,
             store,
             Plan(in_force, revision=revision, standing=standing),
@@ -390,7 +390,7 @@ class DebugCoordinator:
         return floor.reception
 
 
-async def _standing(settings: Settings, snapshot: Snapshot) -> tuple[Standing, int, list[Put]]:
+async def _standing(settings: Settings, snapshot: Snapshot) -> tuple[KeepPolicy, int, list[Put]]:
     """Return what the settings' file has runs keep, and the revision under which ranks know it.
 
     A file that cannot be read any more changes nothing, and the audit says so.
@@ -398,9 +398,9 @@ async def _standing(settings: Settings, snapshot: Snapshot) -> tuple[Standing, i
     stored = snapshot.meta.get(_STANDING) or {"revision": 0, "keep": {}}
     known, revision = stored["keep"], max(snapshot.last_revision, stored["revision"])
     try:
-        found: Standing = {}
+        found: KeepPolicy = {}
         if settings.keep is not None:
-            found = await asyncio.to_thread(read_standing, settings.keep)
+            found = await asyncio.to_thread(read_keep_policy, settings.keep)
     except StagescopeError as error:
         logger.warning("what is to be kept is as before: %s", error)
         refused = _audit(f"file {settings.keep}", "keep_refused", {"problem": str(error)})
@@ -412,7 +412,7 @@ async def _standing(settings: Settings, snapshot: Snapshot) -> tuple[Standing, i
     return found, revision + 1, [Put("meta", {"key": _STANDING, "value": value}), audit]
 
 
-def _unformed(snapshot: Snapshot) -> list[Assemble]:
+def _unformed(snapshot: Snapshot) -> list[Aggregate]:
     """Return the closed steps whose whole may lack what its coordinator had no time to add."""
     ended = {row["attempt_id"] for row in snapshot.attempts if row["ended_wall"] is not None}
     pending = {(row["attempt_id"], row["step"]) for row in snapshot.payloads}
@@ -424,7 +424,7 @@ def _unformed(snapshot: Snapshot) -> list[Assemble]:
         and (row["whole_wall"] is None or row["attempt_id"] not in ended)
     ]
     due = dict.fromkeys([*snapshot.unformed, *late])
-    return [Assemble(*place) for place in due if place not in pending]
+    return [Aggregate(*place) for place in due if place not in pending]
 
 
 def _audit(by: str, action: str, detail: Mapping[str, Any]) -> Put:

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 from stagescope.wire.errors import Conflict
 from stagescope.wire.schema import PART_FIELDS
-from stagescope_service.statistics import Whole, publish_cell
+from stagescope_service.statistics import StepSummary, publish_cell
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.catalogue import Catalogue
 
 _MOST_DUMPS: Final = 100_000
 
 
-def with_bench(
+def with_baseline(
     catalogue: Catalogue, capture: Mapping[str, Any], roots: Iterable[Path]
 ) -> dict[str, Any]:
     """Return an order with the directories of the dumps that its `bench` names.
@@ -75,7 +75,7 @@ def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:
         )
 
 
-def worst_ranks(whole: Whole, count: int) -> list[int]:
+def worst_ranks(whole: StepSummary, count: int) -> list[int]:
     """Return the ranks with the highest mean |d|, the worst first; non-finite is worst of all."""
     found: dict[int, float] = {}
     for row in whole.ranks:
@@ -99,5 +99,5 @@ def with_ranks(catalogue: Catalogue, capture: Mapping[str, Any]) -> dict[str, An
             "no step has numbers by which a rank could be called worst",
             expected="ranks by number, or 'all'",
         )
-    chosen = worst_ranks(Whole.from_bytes(row["whole"]), ranks["worst"])
+    chosen = worst_ranks(StepSummary.from_bytes(row["whole"]), ranks["worst"])
     return {**capture, "ranks": sorted(chosen)}

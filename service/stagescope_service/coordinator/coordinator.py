@@ -1,7 +1,7 @@
 """Where calls come in: batches of events, polls, outcomes, orders. No Ray in here.
 
 One event loop owns the state. A call changes it, hands the rows to the store, and answers after
-the commit; what must happen then (reading payloads, forming wholes) goes to the `Floor`. That is
+the commit; what must happen then (reading payloads, forming wholes) goes to the `Effects`. That is
 the `Executor`'s work; what comes without a probe goes to `RawCalls`.
 """
 
@@ -25,13 +25,13 @@ from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.core import departures, reports
 from stagescope_service.core.captures.agreement import ASKED
 from stagescope_service.core.captures.plan import Entry, Plan
-from stagescope_service.core.captures.requests import Orders
+from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.entities import Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
     Delete,
-    Floor,
+    Effects,
     Instruction,
     PayloadKey,
     Put,
@@ -58,7 +58,7 @@ class _Leave:
     is_handed_out: bool = False
 
 
-class Reception:
+class Coordinator:
     """Takes calls in and answers them; used from one event loop only."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Reception:
         state: State,
         store: Store,
         plan: Plan,
-        floor: Floor,
+        floor: Effects,
         *,
         coordinator: str,
         poll_seconds: float,
@@ -76,7 +76,7 @@ class Reception:
     ) -> None:
         self.state = state
         self.plan = plan
-        self.orders = Orders(plan, state)
+        self.orders = CaptureRequests(plan, state)
         self.hangs = HangWatch(state, stuck_rules, late_seconds=1.5 * poll_seconds)
         self.load = Load(state)
         self.executor = Executor(state, store, plan, floor)

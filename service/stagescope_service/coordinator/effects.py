@@ -12,8 +12,8 @@ from ray import exceptions
 
 from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
 from stagescope_service.coordinator.aggregation import assembly as wholes
-from stagescope_service.coordinator.aggregation.aggregator import Former
-from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.aggregation.aggregator import Aggregator
+from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.trigger_actions import (
@@ -23,19 +23,19 @@ from stagescope_service.coordinator.trigger_actions import (
     Webhooks,
     gone_of,
 )
-from stagescope_service.coordinator.trigger_watch import Triggers, Turns
-from stagescope_service.coordinator.weight_comparer import Weigher
+from stagescope_service.coordinator.trigger_watch import StepOrdering, Triggers
+from stagescope_service.coordinator.weight_comparer import WeightComparer
 from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
 from stagescope_service.core.instructions import (
-    Assemble,
+    Aggregate,
+    BuildOperatorTable,
+    CompareWeights,
     Delete,
-    Digest,
     DumpKey,
     Ingest,
     PayloadKey,
     Put,
     ReadWatchdogs,
-    Weigh,
 )
 from stagescope_service.core.operator_tables import refusal
 from stagescope_service.ingest.actor import Ingestors
@@ -45,7 +45,7 @@ from stagescope_service.store.pins import Pinned
 from stagescope_service.triggers.watch import REACH
 
 
-class RayDisks:
+class RayNodeFiles:
     """What `retention.Disks` promises; every call raises `Unreachable` where a node is gone."""
 
     def __init__(self, ingestors: Ingestors) -> None:
@@ -92,27 +92,29 @@ Reply = dict[str, Any]
 _MOST_FILES: Final = 100_000
 
 
-class RayFloor:
+class RayEffects:
     """Carries out what is not a row: payloads go to ingestors, wholes are formed."""
 
-    reception: Reception
+    reception: Coordinator
 
     def __init__(self, settings: Settings, order: Order) -> None:
         self._catalogue = Catalogue(settings.catalogue_url)
         self._ingestors = Ingestors(settings)
         limits = Limits(settings.kept_bytes, settings.kept_days, settings.kept_steps)
-        self.retention = Retention(self._catalogue, RayDisks(self._ingestors), self._write, limits)
+        self.retention = Retention(
+            self._catalogue, RayNodeFiles(self._ingestors), self._write, limits
+        )
         self._adopted: set[str] = set()
         self._keep_steps = settings.keep_steps
-        self._former = Former(self._catalogue, self, self._write)
+        self._former = Aggregator(self._catalogue, self, self._write)
         acting = Acting(self._catalogue, self, order, Webhooks())
-        self._turns = Turns(REACH)
+        self._turns = StepOrdering(REACH)
         self.triggers = Triggers(self._catalogue, self._write, acting)
-        self._weigher = Weigher(self._catalogue, self._write, settings.weight_names)
-        self._aggregating = RetriedWork[Assemble, Assemble](
+        self._weigher = WeightComparer(self._catalogue, self._write, settings.weight_names)
+        self._aggregating = RetriedWork[Aggregate, Aggregate](
             "the aggregation of", self._aggregate, self._aggregation_failed
         )
-        self._digesting = RetriedWork[DumpKey, Digest](
+        self._digesting = RetriedWork[DumpKey, BuildOperatorTable](
             "the operator table of",
             self._digest,
             self._digest_failed,
@@ -132,17 +134,17 @@ class RayFloor:
         """Have the ingestor of the payload's node read it."""
         self._start(self._ingest(order, payload))
 
-    def assemble(self, order: Assemble) -> None:
+    def assemble(self, order: Aggregate) -> None:
         """Form the whole of a step; asked again meanwhile, it is formed once more after."""
         if self._aggregating.takes(order, order):
             self._start(self._aggregating.carry_out(order, order))
 
-    def digest(self, order: Digest) -> None:
+    def digest(self, order: BuildOperatorTable) -> None:
         """Have the ingestor of the dump's node make its table; asked again, once more after."""
         if self._digesting.takes(order.key, order):
             self._start(self._digesting.carry_out(order.key, order))
 
-    def weigh(self, order: Weigh) -> None:
+    def weigh(self, order: CompareWeights) -> None:
         """Compare the recorded weights of a version; asked again meanwhile, once more after."""
         if self._weigher.takes(order):
             self._start(self._weigher.weigh(order))
@@ -214,7 +216,7 @@ class RayFloor:
         except StagescopeError:
             logger.exception("old kept files could not be deleted")
 
-    async def _digest(self, order: Digest) -> None:
+    async def _digest(self, order: BuildOperatorTable) -> None:
         try:
             rows = await self._ingestors.on(order.node_id).digest.remote(order.job)
         except exceptions.RayActorError:
@@ -222,7 +224,7 @@ class RayFloor:
             raise
         await self.reception.write([Put(table, row) for table, row in rows])
 
-    async def _digest_failed(self, order: Digest, error: Exception, tried: int) -> None:
+    async def _digest_failed(self, order: BuildOperatorTable, error: Exception, tried: int) -> None:
         reason = f"the service failed to read it ({tried} tries): {describe(error)}"
         await self.reception.write(refusal(order.job, StoreError(reason)))
 
@@ -240,23 +242,23 @@ class RayFloor:
     async def _write(self, rows: Sequence[Put | Delete]) -> None:
         await self.reception.write(rows)
 
-    async def _aggregate(self, order: Assemble) -> None:
+    async def _aggregate(self, order: Aggregate) -> None:
         await self._form_once(order)
         self._hold_against_rules(order)
 
-    async def _aggregation_failed(self, order: Assemble, error: Exception, tried: int) -> None:
+    async def _aggregation_failed(self, order: Aggregate, error: Exception, tried: int) -> None:
         """Say that a step could not be formed; it holds up nothing."""
         try:
             await self.reception.write([self._not_aggregated(order, error, tried)])
         finally:
             self._hold_against_rules(order)
 
-    def _hold_against_rules(self, order: Assemble) -> None:
+    def _hold_against_rules(self, order: Aggregate) -> None:
         for step in self._turns.formed(order.attempt_id, order.step, self._owed(order)):
             self._start(self.triggers.formed(order.attempt_id, step))
 
     def _not_aggregated(
-        self, order: Assemble, error: Exception | None = None, tried: int = 0
+        self, order: Aggregate, error: Exception | None = None, tried: int = 0
     ) -> Put:
         attempt = self.reception.state.attempt(order.attempt_id)
         reason = "" if error is None else describe(error)
@@ -274,7 +276,7 @@ class RayFloor:
             "anew; the coordinator's log has the traceback",
         )
 
-    async def _form_once(self, order: Assemble) -> None:
+    async def _form_once(self, order: Aggregate) -> None:
         attempt = self.reception.state.attempt(order.attempt_id)
         closed = None if attempt is None else attempt.last_closed_step
         if closed is not None and order.step <= closed - self._keep_steps:
@@ -292,7 +294,7 @@ class RayFloor:
         said = {"finding_id": self._not_aggregated(order).row["finding_id"]}
         await self.reception.write([*await self._retired(order), Delete("findings", said)])
 
-    def _owed(self, order: Assemble) -> list[int]:
+    def _owed(self, order: Aggregate) -> list[int]:
         """Return the other steps of the attempt that are still to be formed.
 
         A step leaves `pending` before its last payload is on disk, and is in `due` from then on.
@@ -303,7 +305,7 @@ class RayFloor:
         forming = {*self._aggregating, *self.reception.executor.due} - {order}
         return closed + [each.step for each in forming if each.attempt_id == order.attempt_id]
 
-    async def _retired(self, order: Assemble) -> list[Delete]:
+    async def _retired(self, order: Aggregate) -> list[Delete]:
         """Let the summaries of steps that are now too old go; their wholes stay.
 
         So do their records of weights; what they were found to be stays.

@@ -11,18 +11,18 @@ from stagescope.wire.errors import NotReady
 from stagescope.wire.keep import read_keep, wanted_by
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
+    Aggregate,
     Ask,
-    Assemble,
+    BuildOperatorTable,
+    CompareWeights,
     Delete,
-    Digest,
-    Floor,
+    Effects,
     Ingest,
     Instruction,
     PayloadKey,
     Put,
     ReadWatchdogs,
     Settled,
-    Weigh,
 )
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Executor:
     """Carries out instructions, and lets those go on who wait for what came of them."""
 
-    def __init__(self, state: State, store: Store, plan: Plan, floor: Floor) -> None:
+    def __init__(self, state: State, store: Store, plan: Plan, floor: Effects) -> None:
         self.state = state
         self.store = store
         self.plan = plan
@@ -41,7 +41,7 @@ class Executor:
         self._payloads: dict[PayloadKey, object] = {}
         self.uncommitted: Counter[PayloadKey] = Counter()
         """Settled in memory and not yet on disk: whoever heard of it would let the payload go."""
-        self.due: Counter[Assemble] = Counter()
+        self.due: Counter[Aggregate] = Counter()
         """Step summaries that are to be formed as soon as what makes them due is on disk."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
@@ -66,7 +66,7 @@ class Executor:
 
     async def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """Commit the rows, and only then do what the rest says."""
-        due = [order for order in instructions if isinstance(order, Assemble)]
+        due = [order for order in instructions if isinstance(order, Aggregate)]
         if not due:
             await self._carry_out(instructions)
             return
@@ -92,11 +92,11 @@ class Executor:
         for order in instructions:
             if isinstance(order, Ingest):
                 self._ingest(order)
-            elif isinstance(order, Assemble):
+            elif isinstance(order, Aggregate):
                 self.floor.assemble(order)
-            elif isinstance(order, Digest):
+            elif isinstance(order, BuildOperatorTable):
                 self.floor.digest(order)
-            elif isinstance(order, Weigh):
+            elif isinstance(order, CompareWeights):
                 self.floor.weigh(order)
             elif isinstance(order, ReadWatchdogs):
                 self.floor.read_watchdogs(order)

@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import Work
-from stagescope_service.coordinator.unresponsive import Silence
-from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.coordinator.unresponsive import UnresponsiveProcesses
 from stagescope_service.core.entities import FAILED, OK, Attempt, Process, Span
 from stagescope_service.core.findings import finding
 from stagescope_service.core.hang_detection import (
@@ -25,13 +24,13 @@ from stagescope_service.core.hang_detection import (
     LIVE,
     NOT_ENDED,
     SILENT,
-    SILENT_KIND,
     UNHEARD,
+    UNRESPONSIVE_KIND,
     History,
-    Pace,
     Place,
+    RankPosition,
     Role,
-    Standing,
+    StageTiming,
     Stuck,
     StuckRules,
     history,
@@ -66,32 +65,34 @@ def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str,
                 rank: _standing(paces, each, each.incarnation in silent)
                 for rank, each in processes.items()
             }
-            standings |= dict.fromkeys(absent, Standing(UNHEARD))
+            standings |= dict.fromkeys(absent, RankPosition(UNHEARD))
             yield role, _role(attempt, role, standings, paces)
 
 
-def _open_paces(attempt: Attempt, role: str) -> dict[Place, Pace]:
-    found: dict[Place, Pace] = {}
+def _open_paces(attempt: Attempt, role: str) -> dict[Place, StageTiming]:
+    found: dict[Place, StageTiming] = {}
     for number in attempt.open:
         found.update(_paces_of(attempt, number, role))
     return found
 
 
-def _paces_of(attempt: Attempt, number: int, role: str) -> dict[Place, Pace]:
+def _paces_of(attempt: Attempt, number: int, role: str) -> dict[Place, StageTiming]:
     paces = attempt.steps[number].paces.get(role, {})
     return {pace.place: pace for pace in paces.values()}
 
 
-def _standing(paces: Mapping[Place, Pace], process: Process, silent: bool) -> Standing:
+def _standing(paces: Mapping[Place, StageTiming], process: Process, silent: bool) -> RankPosition:
     gone = not process.live
     spans = process.unfinished if gone else process.open_spans
     inside = _innermost(paces, process, [*spans.values()])
     frontier = -math.inf if process.reached is None else process.reached[2].first
     status = GONE if gone else SILENT if silent else LIVE
-    return Standing(status, process.said or None, inside, frontier)
+    return RankPosition(status, process.said or None, inside, frontier)
 
 
-def _innermost(paces: Mapping[Place, Pace], process: Process, spans: list[Span]) -> Place | None:
+def _innermost(
+    paces: Mapping[Place, StageTiming], process: Process, spans: list[Span]
+) -> Place | None:
     """Return the part that was entered last, unless its end was lost: then it went further."""
     for span in reversed(spans):
         step = span.work.step
@@ -104,7 +105,10 @@ def _innermost(paces: Mapping[Place, Pace], process: Process, spans: list[Span])
 
 
 def _role(
-    attempt: Attempt, role: str, standings: Mapping[int, Standing], paces: Mapping[Place, Pace]
+    attempt: Attempt,
+    role: str,
+    standings: Mapping[int, RankPosition],
+    paces: Mapping[Place, StageTiming],
 ) -> Role:
     def spans_at(place: Place) -> dict[int, list[Span]]:
         ranks = attempt.steps[place.step].ranks.get((role, place.stage), {})
@@ -170,7 +174,7 @@ class HangWatch:
     def __init__(self, state: State, rules: StuckRules, *, late_seconds: float) -> None:
         self._state = state
         self._rules = rules
-        self._silence = Silence(state, late_seconds=late_seconds, floor=rules.floor)
+        self._silence = UnresponsiveProcesses(state, late_seconds=late_seconds, floor=rules.floor)
         self._pause = min(max(rules.floor / 4, 0.25), 5.0)
         self._due = -math.inf
         self._open: dict[_Key, str] = {}
@@ -187,7 +191,7 @@ class HangWatch:
             if row["kind"] == KIND and row["over_wall"] is None:
                 place = (row["attempt_id"], row["step"], row["stage"], row["role"], row["rank"])
                 self._open[_Key(*place)] = row["finding_id"]
-            elif row["kind"] == SILENT_KIND and row["over_wall"] is None:
+            elif row["kind"] == UNRESPONSIVE_KIND and row["over_wall"] is None:
                 incarnation = str((row["evidence"] or {}).get("incarnation"))
                 self._silent[incarnation] = (row["attempt_id"], row["finding_id"])
                 process = self._state.registry.processes.get(incarnation)
@@ -375,7 +379,7 @@ def _silent_finding(
             f"came {max(wall - process.heard, 0.0):.0f} s ago)"
         )
     return finding(
-        SILENT_KIND,
+        UNRESPONSIVE_KIND,
         f"rank {process.rank} of {process.role} does not answer: {quiet}, {where}; others "
         "may wait for it",
         run=attempt.run,

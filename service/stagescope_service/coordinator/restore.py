@@ -21,7 +21,7 @@ from stagescope_service.core.entities import (
     UNFINISHED,
     Attempt,
     Drops,
-    Introduction,
+    Handshake,
     Participants,
     Payload,
     Process,
@@ -132,13 +132,13 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
     attempt.add(process)
 
 
-def _introduction(row: Row) -> Introduction | None:
+def _introduction(row: Row) -> Handshake | None:
     """Return what a process said of its start, where its attempt does not have that yet."""
     hello = row["hello"] or {}
     wall = hello.get("said_wall")
     if row["max_step"] is not None or not hello:
         return None
-    return Introduction(
+    return Handshake(
         (row["first_wall"] or 0.0) if wall is None else wall,
         fingerprint=hello.get("fingerprint"),
         settings=row.get("settings"),

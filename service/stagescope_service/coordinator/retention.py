@@ -40,7 +40,7 @@ class Limits:
     steps: int | None = None
 
 
-class Disks(Protocol):
+class NodeFiles(Protocol):
     """The disks of the nodes, through their ingestors."""
 
     def place(self, node_id: str | None) -> str:
@@ -77,7 +77,7 @@ class Retention:
     def __init__(
         self,
         catalogue: Catalogue,
-        disks: Disks,
+        disks: NodeFiles,
         write: Write,
         limits: Limits,
         *,

@@ -12,7 +12,7 @@ import httpx
 
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import Conflict, NotReady, StagescopeError
-from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.catalogue_rows import fingerprint
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.store.catalogue import Catalogue
@@ -145,7 +145,7 @@ def gone_of(rows: Sequence[Row], held: int) -> int:
     return max(deleted, len(rows) - held)
 
 
-class Hands(Protocol):
+class IngestorClient(Protocol):
     """What ingestors do for triggers."""
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
@@ -167,7 +167,7 @@ class Acting:
     def __init__(
         self,
         catalogue: Catalogue,
-        hands: Hands,
+        hands: IngestorClient,
         order: Order,
         webhooks: Webhooks,
         *,
@@ -376,7 +376,7 @@ _TOLD: Final = (
 
 def finding_place(key: Mapping[str, Any]) -> str:
     """Return the id of a firing's finding: one for a rule and a step, wherever it points."""
-    return digest("trigger", key["rule"], key["attempt_id"], key["step"])
+    return fingerprint("trigger", key["rule"], key["attempt_id"], key["step"])
 
 
 def _advice(act: Act) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
 from stagescope_service.coordinator.retries import retried
 from stagescope_service.coordinator.trigger_actions import Act, Acting, finding_of, finding_place
-from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.catalogue_rows import fingerprint
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
@@ -32,7 +32,7 @@ from stagescope_service.triggers.series import NAMED, pack, unpack
 from stagescope_service.triggers.watch import REACH, At, Changes, Standing, Watch
 
 
-class Turns:
+class StepOrdering:
     """Formed steps of each attempt that wait for earlier ones.
 
     Args:
@@ -140,8 +140,8 @@ class Triggers:
         try:
             text = await asyncio.to_thread(file.read_text, encoding="utf-8")
             known = None if row is None else row["digest"]
-            if digest(text) != known:
-                await self._put(read_yaml(text), by=by, source=str(file), mark=digest(text))
+            if fingerprint(text) != known:
+                await self._put(read_yaml(text), by=by, source=str(file), mark=fingerprint(text))
         except (OSError, UnicodeDecodeError, StagescopeError) as error:
             logger.warning("the rules in %s were not taken: %s", file, error)
             wall = self._wall()

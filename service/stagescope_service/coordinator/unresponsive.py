@@ -13,7 +13,7 @@ READ_SECONDS: Final = 90.0
 """For so long a silent process's file is looked at: its watchdog goes off some time after."""
 
 
-class Silence:
+class UnresponsiveProcesses:
     """Knows whose watchdog's file is to be read.
 
     Args:

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope_service.coordinator.retries import RetriedWork, retried
-from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.catalogue_rows import fingerprint
 from stagescope_service.core.findings import describe, finding
-from stagescope_service.core.instructions import Delete, Put, Weigh
+from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.weight_records import manifest_of, record_of
 from stagescope_service.core.weights import (
     AGREES,
@@ -40,7 +40,7 @@ _DEVICE: Final = ("device_kind", "device_index", "device_serial")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Weighed:
+class ComparedVersion:
     """One version of an attempt's weights."""
 
     run: str
@@ -88,9 +88,9 @@ def renaming(rules: Sequence[tuple[str, str]]) -> Rename:
     return rename
 
 
-def weigh(
+def compare_version(
     catalogue: Catalogue, attempt_id: int, version: int, rules: Sequence[tuple[str, str]] = ()
-) -> Weighed | None:
+) -> ComparedVersion | None:
     """Compare a version of an attempt's weights; None where nobody recorded it.
 
     Args:
@@ -112,7 +112,7 @@ def weigh(
         if row["manifest"] in manifests
     )
     later = catalogue.newest_weights(attempt_id)
-    return Weighed(
+    return ComparedVersion(
         run=attempt["run"],
         attempt_id=attempt_id,
         version=version,
@@ -138,7 +138,7 @@ def _all_there(records: Sequence[Record], processes: Mapping[str, Row]) -> bool:
 
 
 def judge(
-    catalogue: Catalogue, order: Weigh, rules: Sequence[tuple[str, str]] = ()
+    catalogue: Catalogue, order: CompareWeights, rules: Sequence[tuple[str, str]] = ()
 ) -> list[Put | Delete]:
     """Return what the comparison of a version writes.
 
@@ -148,7 +148,7 @@ def judge(
     processes = catalogue.processes(order.attempt_id)
     out: list[Put | Delete] = []
     for version in (*earlier, order.version):
-        weighed = weigh(catalogue, order.attempt_id, version, rules)
+        weighed = compare_version(catalogue, order.attempt_id, version, rules)
         if weighed is not None:
             out += rows_of(weighed, processes)
     return out
@@ -157,7 +157,7 @@ def judge(
 # --- what is written --------------------------------------------------------------------------
 
 
-def rows_of(weighed: Weighed, processes: Sequence[Row]) -> list[Put | Delete]:
+def rows_of(weighed: ComparedVersion, processes: Sequence[Row]) -> list[Put | Delete]:
     """Return the rows of a verdict: it may be written again, and then replaces what stood there."""
     place = {"attempt_id": weighed.attempt_id, "version": weighed.version}
     return [
@@ -169,11 +169,11 @@ def rows_of(weighed: Weighed, processes: Sequence[Row]) -> list[Put | Delete]:
     ]
 
 
-def _names(weighed: Weighed, verdict: str) -> list[str]:
+def _names(weighed: ComparedVersion, verdict: str) -> list[str]:
     return [each.name for each in weighed.comparisons if each.verdict == verdict]
 
 
-def _verdict(weighed: Weighed) -> Put:
+def _verdict(weighed: ComparedVersion) -> Put:
     counts = weighed.counts()
     odd = sorted({name for odd in weighed.odd for name in odd.names})
     named = {verdict: _names(weighed, verdict)[:NAMED] for verdict in (DIFFERS, MISSING)}
@@ -197,9 +197,9 @@ def _verdict(weighed: Weighed) -> Put:
     )
 
 
-def _judged(weighed: Weighed, kind: str, said: Mapping[str, Any] | None) -> Put | Delete:
+def _judged(weighed: ComparedVersion, kind: str, said: Mapping[str, Any] | None) -> Put | Delete:
     """Write a finding, or take back one that did not last."""
-    finding_id = digest(kind, weighed.attempt_id, weighed.version)
+    finding_id = fingerprint(kind, weighed.attempt_id, weighed.version)
     if said is None:
         return Delete("findings", {"finding_id": finding_id})
     made = finding(
@@ -215,7 +215,7 @@ def _judged(weighed: Weighed, kind: str, said: Mapping[str, Any] | None) -> Put 
     return Put("findings", {**made.row, "finding_id": finding_id})
 
 
-def _differ(weighed: Weighed) -> dict[str, Any] | None:
+def _differ(weighed: ComparedVersion) -> dict[str, Any] | None:
     differ = _names(weighed, DIFFERS)
     missing = _names(weighed, MISSING) if weighed.complete else []
     if not differ and not missing:
@@ -244,7 +244,7 @@ def _differ(weighed: Weighed) -> dict[str, Any] | None:
     }
 
 
-def _replicas_differ(weighed: Weighed, processes: Sequence[Row]) -> dict[str, Any] | None:
+def _replicas_differ(weighed: ComparedVersion, processes: Sequence[Row]) -> dict[str, Any] | None:
     if not weighed.odd:
         return None
     outvoted = [odd for odd in weighed.odd if odd.is_outvoted]
@@ -275,7 +275,7 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _odd_row(weighed: Weighed, odd: Odd, processes: Sequence[Row]) -> Put:
+def _odd_row(weighed: ComparedVersion, odd: Odd, processes: Sequence[Row]) -> Put:
     return Put(
         "odd_replicas",
         {
@@ -296,7 +296,7 @@ def _odd_row(weighed: Weighed, odd: Odd, processes: Sequence[Row]) -> Put:
     )
 
 
-def device_of(weighed: Weighed, odd: Odd, processes: Sequence[Row]) -> Row:
+def device_of(weighed: ComparedVersion, odd: Odd, processes: Sequence[Row]) -> Row:
     """Return the device of an odd replica; `device` names it over attempts and runs.
 
     That is its serial, else the host (a node's id is new in every cluster) and the device's index.
@@ -323,7 +323,7 @@ NOT_COMPARED = "weights_not_compared"
 """Of a version of weights: it could not be compared; over with the next try that succeeds."""
 
 
-class Weigher:
+class WeightComparer:
     """Compares the versions of weights of one coordinator, from what is in the catalogue.
 
     Many ranks record a version at about the same time: while one comparison is under way, all
@@ -336,15 +336,15 @@ class Weigher:
         self._catalogue = catalogue
         self._write = write
         self._rules = rules
-        self._comparing = RetriedWork[Weigh, Weigh](
+        self._comparing = RetriedWork[CompareWeights, CompareWeights](
             "the comparison of weights", self._compare, self._not_compared
         )
 
-    def takes(self, order: Weigh) -> bool:
-        """Note an order; say whether `weigh` is to be called with it."""
+    def takes(self, order: CompareWeights) -> bool:
+        """Note an order; say whether `compare_version` is to be called with it."""
         return self._comparing.takes(order, order)
 
-    async def weigh(self, order: Weigh) -> None:
+    async def compare_version(self, order: CompareWeights) -> None:
         """Compare a version, again as long as it was asked for meanwhile or where it fails."""
         await self._comparing.carry_out(order, order)
 
@@ -357,14 +357,14 @@ class Weigher:
 
     async def _catch_up(self) -> None:
         for place in await asyncio.to_thread(self._catalogue.unweighed):
-            if self.takes(order := Weigh(*place)):
+            if self.takes(order := CompareWeights(*place)):
                 await self.weigh(order)
 
-    async def _compare(self, order: Weigh) -> None:
+    async def _compare(self, order: CompareWeights) -> None:
         rows = await asyncio.to_thread(judge, self._catalogue, order, self._rules)
         await self._write([*rows, Delete("findings", {"finding_id": _finding_id(order)})])
 
-    async def _not_compared(self, order: Weigh, error: Exception, tried: int) -> None:
+    async def _not_compared(self, order: CompareWeights, error: Exception, tried: int) -> None:
         attempt = await asyncio.to_thread(self._catalogue.attempt, order.attempt_id)
         reason = describe(error)
         made = finding(
@@ -383,6 +383,6 @@ class Weigher:
         await self._write([Put("findings", {**made.row, "finding_id": _finding_id(order)})])
 
 
-def _finding_id(order: Weigh) -> str:
+def _finding_id(order: CompareWeights) -> str:
     # Of a version, not of a step: the step may be unknown, or that of several versions.
-    return digest(NOT_COMPARED, *order)
+    return fingerprint(NOT_COMPARED, *order)

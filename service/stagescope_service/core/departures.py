@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stagescope.wire.schema import Work
 from stagescope_service.core import operator_tables, payloads, spans, steps
-from stagescope_service.core.catalogue_rows import digest, loss_row, process_row
+from stagescope_service.core.catalogue_rows import fingerprint, loss_row, process_row
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry
@@ -45,7 +45,7 @@ def wake(registry: Registry, process: Process, wall: float) -> list[Instruction]
     out: list[Instruction] = [process_row(process, **{column: None})]
     for span, row in spans.revive(attempt, process):
         out.append(row)
-        out += found_again(process, span.work)
+        out += take_leave_back(process, span.work)
         out += _judge_span(attempt, span)
     steps.rejoin(attempt, process)
     return out + steps.resume(attempt, process) + steps.close_due(attempt, wall)
@@ -77,11 +77,11 @@ def stage_loss(attempt: Attempt, process: Process, work: Work, reason: str, wall
     return loss_row(attempt, process, work, "stage", reason, count=1, wall=wall)
 
 
-def found_again(process: Process, work: Work) -> list[Instruction]:
+def take_leave_back(process: Process, work: Work) -> list[Instruction]:
     """Take back that a stage was lost, unless another span of that name still is."""
     if any(span.work.key == work.key for span in process.unfinished.values()):
         return []
-    lost = digest(process.incarnation, work.key, "stage", "")
+    lost = fingerprint(process.incarnation, work.key, "stage", "")
     return [Delete("losses", {"loss_id": lost})]
 
 

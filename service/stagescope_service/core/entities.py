@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from stagescope.wire.schema import Part, Work
-from stagescope_service.core.hang_detection import Pace
+from stagescope_service.core.hang_detection import StageTiming
 from stagescope_service.core.instructions import PayloadKey, Put
 
 RECENT_STEPS: Final = 8
@@ -105,7 +105,7 @@ class Drops:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Introduction:
+class Handshake:
     """What a process said of its whole start in its HELLO; its attempt has it from there."""
 
     wall: float
@@ -141,7 +141,7 @@ class Process:
     #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: What it said of its start; goes with it to another attempt.
-    introduction: Introduction | None = None
+    introduction: Handshake | None = None
     lease_until: float = 0.0
     last_wall: float = 0.0
     #: When it sent or asked anything last, by the service's clock.
@@ -149,7 +149,7 @@ class Process:
     #: When it began or ended a part last, by the service's clock.
     said: float = 0.0
     #: What it began last: when, the work's key, how its role went through it.
-    reached: tuple[float, str, Pace] | None = None
+    reached: tuple[float, str, StageTiming] | None = None
     clock: tuple[float | None, float | None] = (None, None)
     #: Highest step begun; None until it begins one, and until then it holds no step open.
     max_step: int | None = None
@@ -233,7 +233,7 @@ class Step:
     #: (role, stage) -> rank -> its spans.
     ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
     #: role -> work key -> how its ranks went through it.
-    paces: dict[str, dict[str, Pace]] = dataclasses.field(default_factory=dict)
+    paces: dict[str, dict[str, StageTiming]] = dataclasses.field(default_factory=dict)
     #: Who took part in the closed step before, kept when that one leaves memory.
     before: Participants | None = None
     #: The last verdict: (role, stage) -> expected ranks, and who of them is missing.

@@ -25,7 +25,7 @@ BETWEEN: Final = "between stages"
 LIVE, SILENT, GONE, UNHEARD = "live", "silent", "gone", "unheard"
 """A process polls; it does not, and its lease holds; its lease ran out; nobody has heard of it."""
 
-SILENT_KIND: Final = "process_silent"
+UNRESPONSIVE_KIND: Final = "process_silent"
 """The finding of a process that does not answer; its evidence says since when."""
 
 STEPS_REMEMBERED: Final = 8
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Pace:
+class StageTiming:
     """How the ranks of a role went through a place; merged by minimum and maximum, in any order."""
 
     place: Place
@@ -72,7 +72,7 @@ class History(NamedTuple):
     """Who took part when it was done last; None where it is new."""
 
 
-class Standing(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank stands."""
 
     process: str
@@ -89,9 +89,9 @@ class Standing(NamedTuple):
 class Role:
     """What is known of a role of an attempt that works on some open steps."""
 
-    standings: Mapping[int, Standing]
+    standings: Mapping[int, RankPosition]
     """Of the ranks that are expected."""
-    paces: Mapping[Place, Pace]
+    paces: Mapping[Place, StageTiming]
     """Of the open steps."""
     begun: Callable[[Place], Collection[int]]
     """The ranks that began a part."""
@@ -196,7 +196,7 @@ class _Judgement:
                 found.append(stuck)
         return found
 
-    def _inside(self, rank: int, standing: Standing, place: Place) -> Stuck | None:
+    def _inside(self, rank: int, standing: RankPosition, place: Place) -> Stuck | None:
         limit = self._limit(place, NOT_ENDED)
         gone = standing.process in (SILENT, GONE)
         if not (gone or self._is_over(standing, limit)):
@@ -210,7 +210,7 @@ class _Judgement:
         since = self._now if standing.said is None else standing.said
         return self._stuck(rank, standing, place, NOT_ENDED, since, limit, whole_role=whole)
 
-    def _between(self, rank: int, standing: Standing) -> Stuck | None:
+    def _between(self, rank: int, standing: RankPosition) -> Stuck | None:
         awaited = self._awaited(rank, standing)
         if awaited is None:
             return None
@@ -224,7 +224,7 @@ class _Judgement:
             return None
         return self._stuck(rank, standing, place, NOT_BEGUN, since, limit)
 
-    def _awaited(self, rank: int, standing: Standing) -> tuple[float, Place] | None:
+    def _awaited(self, rank: int, standing: RankPosition) -> tuple[float, Place] | None:
         """Return the earliest part that others began since a rank was last among them."""
         awaited = None
         for first, place in self._newest_first:
@@ -252,7 +252,7 @@ class _Judgement:
         self._limits[place, status] = found
         return found
 
-    def _is_over(self, standing: Standing, limit: Limit) -> bool:
+    def _is_over(self, standing: RankPosition, limit: Limit) -> bool:
         return standing.said is not None and self._now - standing.said > limit.seconds
 
     def _is_whole(self, place: Place, limit: Limit) -> bool:
@@ -295,7 +295,7 @@ class _Judgement:
     def _stuck(
         self,
         rank: int,
-        standing: Standing,
+        standing: RankPosition,
         place: Place,
         status: str,
         since: float,
@@ -319,7 +319,7 @@ class _Judgement:
 
 
 def history(
-    steps: Iterable[Mapping[Place, Pace]], ranks: Mapping[str, Collection[int]]
+    steps: Iterable[Mapping[Place, StageTiming]], ranks: Mapping[str, Collection[int]]
 ) -> Mapping[str, History]:
     """Return the history of each stage of a role.
 

@@ -45,7 +45,7 @@ class DumpKey(NamedTuple):
     capture_id: str
 
 
-class Digest(NamedTuple):
+class BuildOperatorTable(NamedTuple):
     """Have the ingestor of `node_id` make a dump's operator table; `job` is its announcement."""
 
     key: DumpKey
@@ -74,37 +74,47 @@ class Settled(NamedTuple):
     state: str
 
 
-class Assemble(NamedTuple):
+class Aggregate(NamedTuple):
     """The whole of a closed step must be formed (again)."""
 
     attempt_id: int
     step: int
 
 
-class Weigh(NamedTuple):
+class CompareWeights(NamedTuple):
     """The recorded weights of a version must be compared (again)."""
 
     attempt_id: int
     version: int
 
 
-Instruction = Put | Delete | Weigh | Ingest | Settled | Assemble | Digest | Ask | ReadWatchdogs
+Instruction = (
+    Put
+    | Delete
+    | CompareWeights
+    | Ingest
+    | Settled
+    | Aggregate
+    | BuildOperatorTable
+    | Ask
+    | ReadWatchdogs
+)
 
 
-class Floor(Protocol):
+class Effects(Protocol):
     """What carries out instructions that are not rows."""
 
     def ingest(self, order: Ingest, payload: object) -> None:
         """Have an ingestor read a payload; its outcome comes back by `Reception.settle`."""
 
-    def assemble(self, order: Assemble) -> None:
+    def assemble(self, order: Aggregate) -> None:
         """Form the whole of a step."""
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         """Read files of watchdogs; what they say comes back by `Reception.watchdog`."""
 
-    def digest(self, order: Digest) -> None:
+    def digest(self, order: BuildOperatorTable) -> None:
         """Have an ingestor make a dump's operator table."""
 
-    def weigh(self, order: Weigh) -> None:
+    def weigh(self, order: CompareWeights) -> None:
         """Compare the recorded weights of a version."""

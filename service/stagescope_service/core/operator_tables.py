@@ -14,11 +14,11 @@ from stagescope.wire.schema import PART_FIELDS, Event, Work
 from stagescope_service.core.catalogue_rows import loss_row
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Digest, DumpKey, Instruction, Put
+from stagescope_service.core.instructions import BuildOperatorTable, DumpKey, Instruction, Put
 
 ARMED: Final = "armed"
 TRUNCATED: Final = "truncated"
-DIGESTED: Final = ("complete", TRUNCATED)
+BUILT: Final = ("complete", TRUNCATED)
 """States in which a dump lies on the disk, whole or as far as it came."""
 
 TABLE_WRITTEN, REFUSED, UNREACHABLE = "digested", "refused", "unreachable"
@@ -53,7 +53,7 @@ def follow(
         process.armed[key] = (work, {**row, "mark": event.seq})
         return []
     path = row.get("path") or before.get("path")
-    if state not in DIGESTED or path is None:
+    if state not in BUILT or path is None:
         return []
     return _announce(attempt, {**row, "path": path}, event.seq, event.wall, state == TRUNCATED)
 
@@ -73,10 +73,10 @@ def cut_off(attempt: Attempt, process: Process, wall: float, why: str) -> list[I
     return out
 
 
-def again(row: Row, run: str) -> Digest:
+def again(row: Row, run: str) -> BuildOperatorTable:
     """Return the order for an announcement that was not carried out before a restart."""
     key = DumpKey(row["incarnation"], row["work_key"], row["capture_id"])
-    return Digest(key, row["node_id"], {**row, "run": run})
+    return BuildOperatorTable(key, row["node_id"], {**row, "run": run})
 
 
 def _announce(

@@ -19,7 +19,7 @@ from stagescope_service.core.catalogue_rows import (
     process_row,
     text,
 )
-from stagescope_service.core.entities import Attempt, Introduction, Process, RankAge, leaves
+from stagescope_service.core.entities import Attempt, Handshake, Process, RankAge, leaves
 from stagescope_service.core.instructions import Instruction, Put
 
 UNKEYED: Final = "unkeyed"
@@ -247,7 +247,7 @@ class Registry:
         process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
         process.expected_roles |= role_names(fields.get("expects"))
         attempt.expected_roles |= process.expected_roles
-        process.introduction = Introduction(
+        process.introduction = Handshake(
             wall,
             fingerprint=self._shared(fingerprint) if isinstance(fingerprint, Mapping) else None,
             settings=None if settings is None else self._shared(settings),

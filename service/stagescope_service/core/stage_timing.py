@@ -8,7 +8,7 @@ from typing import Any
 from stagescope.wire.schema import Sender
 from stagescope_service.core.catalogue_rows import number
 from stagescope_service.core.entities import Process, Span, Step
-from stagescope_service.core.hang_detection import Pace, Place
+from stagescope_service.core.hang_detection import Place, StageTiming
 
 
 def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
@@ -60,7 +60,7 @@ def note_end(
         pace.took(seconds)
 
 
-def _pace(step: Step, span: Span) -> Pace | None:
+def _pace(step: Step, span: Span) -> StageTiming | None:
     paces = step.paces.get(span.role)
     if paces is None:
         paces = step.paces[span.role] = {}
@@ -69,5 +69,5 @@ def _pace(step: Step, span: Span) -> Pace | None:
     if pace is None:
         if step.ghost or work.step is None or work.stage is None:
             return None
-        pace = paces[work.key] = Pace(Place(work.step, work.stage, work.part))
+        pace = paces[work.key] = StageTiming(Place(work.step, work.stage, work.part))
     return pace

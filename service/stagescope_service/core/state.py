@@ -43,11 +43,11 @@ from stagescope_service.core.entities import (
     Step,
 )
 from stagescope_service.core.instructions import (
+    CompareWeights,
     Instruction,
     PayloadKey,
     Put,
     Settled,
-    Weigh,
 )
 from stagescope_service.core.registry import Registry
 from stagescope_service.core.stack_requests import StackRequests, request_of
@@ -115,7 +115,7 @@ class State:
                 resized, rows = self.registry.introduce(process, event.fields, event.wall)
                 out += rows
                 if not self.registry.may_leave(process):
-                    out += reports.introduced(attempt, process)
+                    out += reports.handshake_fields(attempt, process)
                 out += steps.rejudge_all(attempt) if resized else []
             case "begin":
                 if departures.goes_on(process, event.seq):
@@ -214,14 +214,14 @@ class State:
         attempt = self.registry.attempt_of(process)
         if left is not None:
             for each in attempt.processes.values():
-                out += reports.introduced(attempt, each)
+                out += reports.handshake_fields(attempt, each)
                 out += reports.follow(attempt, each, step)
             # How many ranks it has may have been the word of who left it.
             out += steps.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
         elif may_leave:
-            out += reports.introduced(attempt, process)
+            out += reports.handshake_fields(attempt, process)
         if left is None and not process.raw and self.registry.stays_without_key(process):
             out.append(reports.started_again(attempt, process, wall))
         process.unbound_rows.clear()
@@ -307,7 +307,7 @@ class State:
             out += spans.begun_again(attempt, step, process, span, event.wall)
         stage_timing.note_end(step, process, span, at, event.fields, event.mono)
         if len(process.unfinished) < unfinished or process.returned:
-            out += departures.found_again(process, work)
+            out += departures.take_leave_back(process, work)
         out += reports.scalars(attempt, process, event, work)
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
@@ -320,14 +320,14 @@ class State:
 
     # --- weights ----------------------------------------------------------------------------
     def _weights(
-        self, process: Process, event: Event, work: Work, said: weight_records.Said
+        self, process: Process, event: Event, work: Work, said: weight_records.ReportedWeights
     ) -> list[Instruction]:
         out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
         out += steps.open_step(attempt, work.step, event.wall)[1]
         out += weight_records.put(process, event, work, said, self._manifests)
         out += steps.close_due(attempt, event.wall)
-        return [*out, Weigh(attempt.attempt_id, said.version)]
+        return [*out, CompareWeights(attempt.attempt_id, said.version)]
 
     # --- payloads ---------------------------------------------------------------------------
     def settle(

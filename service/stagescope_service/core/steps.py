@@ -27,7 +27,7 @@ from stagescope_service.core.entities import (
     Step,
 )
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Assemble, Instruction, PayloadKey, Put
+from stagescope_service.core.instructions import Aggregate, Instruction, PayloadKey, Put
 
 WENT_ON: Final = "everyone went on"
 ENDED: Final = "attempt ended"
@@ -321,7 +321,7 @@ def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
     """
     attempt.last_mark = max(attempt.last_mark + 1, int(wall * 1e6))
     marked = {**_key(attempt, number), "parts_mark": attempt.last_mark}
-    return [Put("steps", marked), Assemble(attempt.attempt_id, number)]
+    return [Put("steps", marked), Aggregate(attempt.attempt_id, number)]
 
 
 # --- the inside -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ _MANIFESTS_REMEMBERED: Final = 10_000
 _EXPECTED: Final = "[(name, checksum, dtype, shape, shard), ...]"
 
 
-class Said(NamedTuple):
+class ReportedWeights(NamedTuple):
     """What a WEIGHTS event says."""
 
     version: int
@@ -52,7 +52,7 @@ class Manifests:
         return True
 
 
-def read(event: Event, work: Work) -> Said:
+def read(event: Event, work: Work) -> ReportedWeights:
     """Read a WEIGHTS event.
 
     Raises:
@@ -70,7 +70,7 @@ def read(event: Event, work: Work) -> Said:
     if not isinstance(tensors, list | tuple) or len(tensors) > MOST_TENSORS:
         raise InvalidEvent(f"weights event {event.seq} has no tensors", expected=_EXPECTED)
     device = fields.get("device")
-    said = Said(
+    said = ReportedWeights(
         work.policy_version, side, kind, [], [], device if isinstance(device, Mapping) else {}
     )
     for entry in tensors:
@@ -114,7 +114,9 @@ def _shard(value: Any) -> Shard | str | None:
     )
 
 
-def put(process: Process, event: Event, work: Work, said: Said, manifests: Manifests) -> list[Put]:
+def put(
+    process: Process, event: Event, work: Work, said: ReportedWeights, manifests: Manifests
+) -> list[Put]:
     """Write a record, and its manifest where that is new."""
     known = [checksum is not None for checksum in said.checksums]
     body = json.dumps([said.tensors, known], separators=(",", ":")).encode()

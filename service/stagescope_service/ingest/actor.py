@@ -26,8 +26,8 @@ from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest import kept_files
 from stagescope_service.ingest.kept_files import Keeper
-from stagescope_service.ingest.reader import Intake
-from stagescope_service.ingest.recompute import Retake, Source
+from stagescope_service.ingest.reader import PayloadReader
+from stagescope_service.ingest.recompute import Recomputer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
@@ -73,7 +73,7 @@ class Ingestor:
         self._roots = [Path(root) for root in roots]
         self._ring_bytes = ring_bytes
         self._reserve_bytes = reserve_bytes
-        self._intake: Intake | None = None
+        self._intake: PayloadReader | None = None
         self._room = _Room(most_bytes)
         # One thread: two payloads at once would only take turns, and hold twice the memory.
         self._pool = concurrent.futures.ThreadPoolExecutor(
@@ -104,17 +104,19 @@ class Ingestor:
         skips: Sequence[tuple[int, int, int]],
     ) -> bytes | None:
         """Return a payload's summary without tokens that counted elsewhere; None: not kept."""
-        return await self._again(Retake.restate, PayloadKey(*key), job, (pair[0], pair[1]), skips)
+        return await self._again(
+            Recomputer.restate, PayloadKey(*key), job, (pair[0], pair[1]), skips
+        )
 
     async def join(
         self, key: tuple[str, int], job: dict[str, Any], sources: Sequence[tuple[Any, ...]]
     ) -> dict[str, Any] | None:
-        """Join a trainer's payload with rollouts (`Retake.join`); None: not kept.
+        """Join a trainer's payload with rollouts (`Recomputer.join`); None: not kept.
 
         Between its two turns in the thread it waits for other nodes' ingestors in the loop: two
         that ask each other would otherwise wait for ever.
         """
-        wanted = await self._again(Retake.samples, PayloadKey(*key), job)
+        wanted = await self._again(Recomputer.samples, PayloadKey(*key), job)
         if wanted is None:
             return None
         by_node: dict[str, list[Source]] = {}
@@ -122,14 +124,14 @@ class Ingestor:
             by_node.setdefault(source.node_id or self._node_id, []).append(source)
         asked = [self._rollouts_of(node, some, wanted) for node, some in by_node.items()]
         found = [rows for some in await asyncio.gather(*asked) for rows in some]
-        return await self._again(Retake.join, PayloadKey(*key), job, found)
+        return await self._again(Recomputer.join, PayloadKey(*key), job, found)
 
     async def rollouts(
         self, sources: Sequence[tuple[Any, ...]], wanted: Sequence[str]
     ) -> list[RolloutRows]:
         """Return the rows of wanted samples in payloads of this node's ring."""
         some = [Source(*fields) for fields in sources]
-        return await self._again(Retake.rollouts, some, wanted) or []
+        return await self._again(Recomputer.rollouts, some, wanted) or []
 
     async def _rollouts_of(
         self, node: str, sources: Sequence[Source], wanted: Sequence[str]
@@ -150,7 +152,7 @@ class Ingestor:
 
         def work() -> T | None:
             try:
-                return what(Retake(self._here()), *arguments)
+                return what(Recomputer(self._here()), *arguments)
             except StagescopeError:
                 return None
 
@@ -194,23 +196,23 @@ class Ingestor:
 
     async def pin(self, attempt_id: int, step: int) -> tuple[int, int, str] | None:
         """Pin the payloads of a step (`Ring.pin_step`); None: the ring cannot be used."""
-        return await self._again(Retake.pin, attempt_id, step)
+        return await self._again(Recomputer.pin, attempt_id, step)
 
     async def unpin(self, attempt_id: int, step: int) -> bool:
         """Let the payloads of a step go when room is needed; False: its marker stays."""
-        return bool(await self._again(Retake.unpin, attempt_id, step))
+        return bool(await self._again(Recomputer.unpin, attempt_id, step))
 
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
         return os.getpid()
 
-    def _here(self) -> Intake:
+    def _here(self) -> PayloadReader:
         if self._intake is None:
             reserve = self._reserve_bytes
             directory = ring_directory(self._data_dir, self._node_id)
             ring = Ring(directory, self._ring_bytes, reserve_bytes=reserve)
             keeper = Keeper(self._data_dir, self._node_id, reserve)
-            self._intake = Intake(self._data_dir, self._node_id, ring, keeper)
+            self._intake = PayloadReader(self._data_dir, self._node_id, ring, keeper)
         return self._intake
 
     def _read(self, key: PayloadKey, job: Mapping[str, Any], payload: Any) -> dict[str, Any]:
@@ -227,9 +229,9 @@ class Ingestor:
 
     def _digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         # Here, since the coordinator reads this file too and has no use for Parquet.
-        from stagescope_service.ingest.operator_tables import digest_dump
+        from stagescope_service.ingest.operator_tables import build_operator_table
 
-        rows = digest_dump(job, self._roots, self._node_id)
+        rows = build_operator_table(job, self._roots, self._node_id)
         return [(put.table, dict(put.row)) for put in rows]
 
 

@@ -32,7 +32,7 @@ _READ: Final = ("dump.json", "debug.json", "stack.json", "construct.json", "DONE
 Job = Mapping[str, Any]
 
 
-def digest_dump(job: Job, roots: Iterable[Path], node_id: str) -> list[Put]:
+def build_operator_table(job: Job, roots: Iterable[Path], node_id: str) -> list[Put]:
     """Write the operator table of a dump; return its row and what it makes known.
 
     Args:

@@ -72,7 +72,7 @@ class Outcome:
         return {"state": self.state, "reason": self.reason, "rows": rows, "columns": self.columns}
 
 
-class Intake:
+class PayloadReader:
     """Reads payloads on one node; one at a time."""
 
     def __init__(

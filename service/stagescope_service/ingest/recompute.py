@@ -15,7 +15,7 @@ from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.reader import (
     COPIES,
-    Intake,
+    PayloadReader,
     Skips,
     statistics_settings,
     summarise_once,
@@ -50,10 +50,10 @@ class Source(NamedTuple):
     age: tuple[int, int]
 
 
-class Retake:
+class Recomputer:
     """What an ingestor does with payloads that it has read before."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: PayloadReader) -> None:
         self._ring = intake.ring
         self._intake = intake
 

@@ -11,11 +11,11 @@ from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import Calibration, Check, calibration
 from stagescope_service.statistics.comparability import Comparability, examine, examine_cell
 from stagescope_service.statistics.mismatch import publish, publish_cell
-from stagescope_service.statistics.part import PartRecord, RankRow, Restate
+from stagescope_service.statistics.part import PartRecord, RankRow, Recompute
 from stagescope_service.statistics.settings import Settings
 from stagescope_service.statistics.step_summary import (
     NOISE_PAIR,
-    Whole,
+    StepSummary,
     assemble,
     skip_of,
 )

@@ -31,7 +31,7 @@ _NONE: Final = np.empty(0, np.uint8)
 _PLACES: Final = ("largest", "unequal", "over")
 
 
-class Spot(NamedTuple):
+class ElementLocation(NamedTuple):
     """One pair of values and where it is.
 
     Attributes:
@@ -61,9 +61,9 @@ class Pairwise:
     """
 
     cell: tuple[float, ...]
-    largest: Spot | None = None
-    unequal: Spot | None = None
-    over: Spot | None = None
+    largest: ElementLocation | None = None
+    unequal: ElementLocation | None = None
+    over: ElementLocation | None = None
 
     @classmethod
     def nothing(cls) -> Pairwise:
@@ -256,7 +256,7 @@ def compare_values(
     )  # fmt: skip
     places = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])
     spots = {
-        name: Spot(
+        name: ElementLocation(
             origin, int(at), value_of(x, dtypes[0], int(at)), value_of(y, dtypes[1], int(at))
         )
         for name, at in zip(_PLACES, places, strict=True)
@@ -291,9 +291,9 @@ def _largest_first(part: Pairwise) -> tuple[float, int, int]:
     return (-part.max_abs, part.largest.origin, part.largest.at)
 
 
-def _earliest(spots: Iterable[Spot | None]) -> Spot | None:
+def _earliest(spots: Iterable[ElementLocation | None]) -> ElementLocation | None:
     return min((each for each in spots if each is not None), key=_order, default=None)
 
 
-def _order(spot: Spot) -> tuple[int, int]:
+def _order(spot: ElementLocation) -> tuple[int, int]:
     return (spot.origin, spot.at)

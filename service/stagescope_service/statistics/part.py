@@ -88,7 +88,7 @@ class PartRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class Restate:
+class Recompute:
     """A part of which (row, first, last) positions counted elsewhere."""
 
     key: str

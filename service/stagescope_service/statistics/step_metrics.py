@@ -19,7 +19,7 @@ from stagescope_service.statistics import codec
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.exact import unequal_tokens
 from stagescope_service.statistics.mismatch import publish, publish_cell
-from stagescope_service.statistics.step_summary import Whole
+from stagescope_service.statistics.step_summary import StepSummary
 
 VERSION: Final = 1
 """Raised when a published number gets another name or formula: older rows are not read then."""
@@ -46,7 +46,7 @@ class SliceMetrics:
     values: Mapping[Dimension, npt.NDArray[np.float64]]
 
     @classmethod
-    def of(cls, whole: Whole) -> SliceMetrics:
+    def of(cls, whole: StepSummary) -> SliceMetrics:
         """Publish a step summary's ranks, rounds and stalenesses."""
         summary = whole.summary
         found: dict[Dimension, list[tuple[SliceKey, Cell]]] = {
@@ -94,7 +94,7 @@ class SliceMetrics:
 
 
 def step_metrics(
-    whole: Whole, *, verdict: str, suspects: Sequence[str], whole_wall: float
+    whole: StepSummary, *, verdict: str, suspects: Sequence[str], whole_wall: float
 ) -> dict[str, Any]:
     """Return the columns of `step_metrics` but its key.
 

@@ -3,14 +3,14 @@
 Where parts carry sample ids, a token is (sample, position), and what counted before does not count
 again: not a replica, not a second epoch, not the driver's copy of what the ranks hold. Rows that
 share an id and are of different samples are told apart (`identity`). A part that repeats only some
-tokens is named in `Whole.restate`; the caller takes its statistics again with `skip_of(...)` and
+tokens is named in `StepSummary.restate`; the caller takes its statistics again with `skip_of(...)` and
 assembles again. Without ids the layout decides: of the ranks that hold the same
 rows (data_rank, else dp and cp rank) the one with tp 0 and the last pp counts, in the lowest epoch.
 
 Which of several equal parts counts depends on (epoch, occurrence, minibatch, microbatch, role,
 rank) alone, never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
 
-On every step: tokens that count + tokens left out with a reason = tokens sent (`Whole.sent`).
+On every step: tokens that count + tokens left out with a reason = tokens sent (`StepSummary.sent`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
 from stagescope_service.statistics.ledger import Claim, Ledger
-from stagescope_service.statistics.part import PartRecord, RankRow, Restate, role_order
+from stagescope_service.statistics.part import PartRecord, RankRow, Recompute, role_order
 from stagescope_service.statistics.summary import Summary
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
@@ -48,7 +48,7 @@ ELSEWHERE: Final = (REPLICA, REPEATED, OTHER_ROLE, LATER_EPOCH)
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class StepSummary:
     """A step's statistics, from one stage.
 
     Attributes:
@@ -74,11 +74,11 @@ class Whole:
     left_out: Mapping[str, str]
     tokens_left_out: Mapping[str, int]
     differing: tuple[tuple[str, str], ...]
-    restate: tuple[Restate, ...]
+    restate: tuple[Recompute, ...]
     fragmented: int
     sent: int | None = None
     contradictions: tuple[Contradiction, ...] = ()
-    restate_ranks: tuple[Restate, ...] = ()
+    restate_ranks: tuple[Recompute, ...] = ()
 
     @property
     def total(self) -> Cell:
@@ -97,7 +97,7 @@ class Whole:
             return None
         return self.sent - self.total.masked - sum(self.tokens_left_out.values())
 
-    def besides(self, tokens: Mapping[str, int]) -> Whole:
+    def besides(self, tokens: Mapping[str, int]) -> StepSummary:
         """Return the same with tokens that were sent and are in no part, by reason."""
         if self.sent is None or not tokens:
             return self
@@ -137,7 +137,7 @@ class Whole:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Whole:
+    def from_bytes(cls, data: bytes) -> StepSummary:
         """Read what `to_bytes` wrote.
 
         Raises:
@@ -168,7 +168,7 @@ class Whole:
                 ),
                 differing=tuple((str(a), str(b)) for a, b in document["differing"]),
                 restate=tuple(
-                    Restate(str(key), tuple((int(r), int(a), int(b)) for r, a, b in skips))
+                    Recompute(str(key), tuple((int(r), int(a), int(b)) for r, a, b in skips))
                     for key, skips in document["restate"]
                 ),
                 fragmented=int(document["fragmented"]),
@@ -186,7 +186,7 @@ def assemble(
     stage: str | None = None,
     pairs: Sequence[tuple[str, str]] = MISMATCH_PAIRS,
     unavailable: Collection[str] = (),
-) -> Whole:
+) -> StepSummary:
     """Put the parts of one stage together.
 
     Args:
@@ -213,7 +213,7 @@ def assemble(
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
     ranks, restate_ranks = _rank_rows(chosen, {r.key for r in books.counted}, identities)
-    return Whole(
+    return StepSummary(
         stage=stage,
         summary=summary,
         ranks=ranks,
@@ -281,7 +281,7 @@ class _Books:
         self.left_out: dict[str, str] = {}
         self.tokens_left_out = Counter[str]()
         self.differing: list[tuple[str, str]] = []
-        self.restate: list[Restate] = []
+        self.restate: list[Recompute] = []
 
     def enter(self, record: PartRecord) -> None:
         """Count a record, leave it out, or ask for a restatement."""
@@ -345,7 +345,7 @@ class _Books:
             held = (*record.group, record.part) in self._holders
             return (REPLICA if held else REPEATED), claim
         if claim.skips and claim.skips != record.skipped:
-            self.restate.append(Restate(record.key, claim.skips))
+            self.restate.append(Recompute(record.key, claim.skips))
             return PARTIAL, claim
         return None, claim
 
@@ -396,13 +396,13 @@ def _repeated(claim: Claim, handed: Summary, counted: Summary) -> int:
 
 def _rank_rows(
     records: Sequence[PartRecord], counted: set[str], identities: Identities
-) -> tuple[tuple[RankRow, ...], tuple[Restate, ...]]:
+) -> tuple[tuple[RankRow, ...], tuple[Recompute, ...]]:
     """Return each rank's own numbers, and the parts to take again for them."""
     by_rank: dict[tuple[tuple[int, str], int], list[PartRecord]] = {}
     for record in sorted(records, key=lambda record: record.order):
         by_rank.setdefault((role_order(record.role), record.rank), []).append(record)
     rows: list[RankRow] = []
-    restate: list[Restate] = []
+    restate: list[Recompute] = []
     for (role, rank), own in sorted(by_rank.items()):
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
         vectors = []
@@ -416,7 +416,7 @@ def _rank_rows(
             own_places = [dataclasses.replace(place, dropped=False) for place in places]
             claim = ledger.claim(summary, record.cp_rank, own_places)
             if claim.skips and not claim.everything:
-                restate.append(Restate(record.key, claim.skips))
+                restate.append(Recompute(record.key, claim.skips))
             elif not claim.everything:
                 vectors.append(summary.total.vector)
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))

@@ -17,15 +17,15 @@ from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.captures import CaptureReads
 from stagescope_service.store.queries.files import FileReads
-from stagescope_service.store.queries.findings import NoticedReads
-from stagescope_service.store.queries.measurements import MeasuredReads
+from stagescope_service.store.queries.findings import FindingQueries
+from stagescope_service.store.queries.measurements import MeasurementQueries
 from stagescope_service.store.queries.reader import LIMIT
 from stagescope_service.store.queries.runs import RunReads
 from stagescope_service.store.queries.weights import WeightReads
 from stagescope_service.store.snapshot import rows
 
 
-class Catalogue(RunReads, MeasuredReads, WeightReads, CaptureReads, NoticedReads, FileReads):
+class Catalogue(RunReads, MeasurementQueries, WeightReads, CaptureReads, FindingQueries, FileReads):
     """Read the catalogue at `url` (the same URL that `SqlStore` writes).
 
     Its questions stand in `reads`, a file a noun; here are those about the service itself.

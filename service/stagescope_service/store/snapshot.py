@@ -104,7 +104,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         last_attempt_id=connection.scalar(sa.select(sa.func.max(attempts.c.attempt_id))) or 0,
         last_revision=connection.scalar(sa.select(sa.func.max(captures.c.revision))) or 0,
         meta={row["key"]: row["value"] for row in rows(connection, sa.select(meta))},
-        unformed=[(row["attempt_id"], row["step"]) for row in rows(connection, _unformed())],
+        unformed=[(row["attempt_id"], row["step"]) for row in rows(connection, _not_aggregated())],
         armed=rows(connection, sa.select(dumps).where(_text("state = 'armed'"))),
         asked_stacks=rows(connection, sa.select(stacks).where(_text("state = 'asked'"))),
         undigested=rows(
@@ -119,7 +119,7 @@ def _text(condition: str) -> sa.ColumnElement[bool]:
     return sa.literal_column(condition, sa.Boolean())
 
 
-def _unformed() -> Query:
+def _not_aggregated() -> Query:
     due = _text("coalesce(whole_mark, -1) <> parts_mark")
     return sa.select(steps.c.attempt_id, steps.c.step).where(due, steps.c.closed_wall.is_not(None))
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.statistics.comparability import causes_of_ranks
 from stagescope_service.statistics.mismatch import publish_cell
-from stagescope_service.statistics.step_summary import Whole
+from stagescope_service.statistics.step_summary import StepSummary
 from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.triggers import names
@@ -102,7 +102,7 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
 
 
 def _cause(
-    rule: Rule, firing: Firing, whole: Whole | None, role: str | None, rank: int | None
+    rule: Rule, firing: Firing, whole: StepSummary | None, role: str | None, rank: int | None
 ) -> Row | None:
     """Return why the streams of a rank cannot be compared, where its own tokens say it."""
     if whole is None or rule.of_scalars or rule.of_stages:
@@ -230,7 +230,7 @@ def _is_count(metric: str) -> bool:
     )
 
 
-def _affected(firing: Firing, whole: Whole | None, token: Row | None) -> tuple[RoleRank, ...]:
+def _affected(firing: Firing, whole: StepSummary | None, token: Row | None) -> tuple[RoleRank, ...]:
     """Return the ranks on which what fired holds, as far as their own numbers say it."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
     if of_ranks:
@@ -298,7 +298,7 @@ def _lasting(firing: Firing) -> str:
     return f"; since before: {'; '.join(told)}" if told else ""
 
 
-def _token(rule: Rule, firing: Firing, whole: Whole, processes: Iterable[Row]) -> Row | None:
+def _token(rule: Rule, firing: Firing, whole: StepSummary, processes: Iterable[Row]) -> Row | None:
     """Return the worst token of the first series that fired of which the summary kept one.
 
     Of ranks that hold the same rows it keeps those of one.
@@ -353,7 +353,7 @@ def _token_row(
     }
 
 
-def _worst_ranks(whole: Whole | None, affected: Sequence[RoleRank]) -> tuple[RoleRank, ...]:
+def _worst_ranks(whole: StepSummary | None, affected: Sequence[RoleRank]) -> tuple[RoleRank, ...]:
     """Return the ranks by their own numbers, those concerned first."""
     rows = () if whole is None else whole.ranks
     ordered = sorted(

@@ -10,7 +10,12 @@ from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics.part import PartRecord
-from stagescope_service.statistics.step_summary import MISMATCH_PAIRS, NOISE_PAIR, Whole, assemble
+from stagescope_service.statistics.step_summary import (
+    MISMATCH_PAIRS,
+    NOISE_PAIR,
+    StepSummary,
+    assemble,
+)
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
@@ -70,8 +75,8 @@ class Facts:
     attempt_id: int
     attempt: int
     step: int
-    wholes: Mapping[str | None, Whole]
-    noise: Mapping[str | None, Whole]
+    wholes: Mapping[str | None, StepSummary]
+    noise: Mapping[str | None, StepSummary]
     missing: Sequence[Row]
     seconds: Mapping[RankStage, float]
     scalars: Sequence[Row] = ()
@@ -83,11 +88,11 @@ def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts
     row = catalogue.step(attempt_id, number)
     if row is None or row["closed_wall"] is None:
         return None
-    wholes: dict[str | None, Whole] = {}
-    noise: dict[str | None, Whole] = {}
+    wholes: dict[str | None, StepSummary] = {}
+    noise: dict[str | None, StepSummary] = {}
     if row["whole"] is not None:
         try:
-            whole = wholes[None] = Whole.from_bytes(row["whole"])
+            whole = wholes[None] = StepSummary.from_bytes(row["whole"])
             wholes[whole.stage] = whole
             _add_stages(catalogue, attempt_id, number, needs, wholes)
             if needs.noise:
@@ -113,7 +118,7 @@ def _add_stages(
     attempt_id: int,
     step: int,
     needs: Needs,
-    wholes: dict[str | None, Whole],
+    wholes: dict[str | None, StepSummary],
 ) -> None:
     """Add the statistics of stages other than that of the whole, where a rule looks at them."""
     if needs.stages is not None and needs.stages <= wholes.keys():
@@ -129,8 +134,8 @@ def _add_noise(
     catalogue: Catalogue,
     attempt_id: int,
     step: int,
-    wholes: Mapping[str | None, Whole],
-    noise: dict[str | None, Whole],
+    wholes: Mapping[str | None, StepSummary],
+    noise: dict[str | None, StepSummary],
 ) -> None:
     parts = _parts(catalogue, attempt_id, step, pair=pair_name(NOISE_PAIR))
     for stage, whole in wholes.items():

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.mismatch import Metrics, publish, publish_cell
-from stagescope_service.statistics.step_summary import Whole
+from stagescope_service.statistics.step_summary import StepSummary
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
@@ -86,7 +86,7 @@ class Publisher:
             if rule.lists_only_bad:  # 0, so that a streak ends where no rank has any
                 yield Series(rule.metric), (0.0, np.nan)
 
-    def _chosen(self, rule: Rule) -> Mapping[str | None, Whole]:
+    def _chosen(self, rule: Rule) -> Mapping[str | None, StepSummary]:
         wholes = self.facts.wholes
         if rule.stage is not None:
             return {rule.stage: wholes[rule.stage]} if rule.stage in wholes else {}
@@ -95,7 +95,7 @@ class Publisher:
         return {None: wholes[None]} if None in wholes else {}
 
     def _published(
-        self, rule: Rule, whole: Whole
+        self, rule: Rule, whole: StepSummary
     ) -> Iterator[tuple[tuple[str | None, int | None, int | None], Metrics]]:
         """Yield ((role, rank, round), metrics) of what a rule looks at."""
         summary = whole.summary
@@ -114,7 +114,7 @@ class Publisher:
             yield from self._of_staleness(rule.staleness, whole)
 
     def _of_staleness(
-        self, age: int, whole: Whole
+        self, age: int, whole: StepSummary
     ) -> Iterator[tuple[tuple[None, None, None], Metrics]]:
         """Yield the numbers of the tokens of one staleness.
 
@@ -129,12 +129,12 @@ class Publisher:
         else:
             yield (None, None, None), publish_cell(cell, whole.summary.pair)
 
-    def _of_whole(self, whole: Whole) -> Metrics:
+    def _of_whole(self, whole: StepSummary) -> Metrics:
         if id(whole) not in self._wholes:
             self._wholes[id(whole)] = publish(whole.summary)
         return self._wholes[id(whole)]
 
-    def _of_cell(self, whole: Whole, number: int, cell: Cell) -> Metrics:
+    def _of_cell(self, whole: StepSummary, number: int, cell: Cell) -> Metrics:
         key = (id(whole), number)
         if key not in self._cells:
             self._cells[key] = publish_cell(cell, whole.summary.pair)

@@ -17,7 +17,7 @@ from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
 from stagescope.wire.keep import read_keep, wanted_by
 from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.kept import Kept, read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_workers import Probe
@@ -44,7 +44,7 @@ def kept_files(
 ) -> dict[tuple[str, str], Kept]:
     """Have an intake keep what a probe sent; (stage, part) -> what its file holds."""
     wait_for(lambda: probe.status()["waiting_events"] == 0)
-    intake = Intake(folder, "node-1", Ring(folder / "ring", 0))
+    intake = PayloadReader(folder, "node-1", Ring(folder / "ring", 0))
     hello = next(e for (who, _), e in coordinator.events.items() if who == probe.incarnation)
     keep = read_keep(hello.fields["settings"]["keep"])
     found = {}

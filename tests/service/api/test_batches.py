@@ -18,7 +18,7 @@ from tests.support.step_dumps import WholeStep
 import stagescope
 from stagescope.batch import Batch
 from stagescope.wire.errors import NotFound
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import Ring
 
@@ -49,7 +49,7 @@ def asked(tmp_path: Path) -> Iterator[Service]:
     with service(tmp_path / "home") as running:
         data = running.settings.data_path
         ring = Ring(data / "ring" / "here", 1 << 22, reserve_bytes=0)
-        running.engine.intake = Intake(data, "here", ring)
+        running.engine.intake = PayloadReader(data, "here", ring)
         ranks = [Rank(running, rank=rank, settings={"clip": 0.2}) for rank in (0, 1)]
         for rank in (0, 1):
             rows = [2 * rank, 2 * rank + 1]

@@ -17,7 +17,7 @@ from tests.support.step_dumps import WholeStep
 import stagescope
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope.wire.keep import SECTIONS
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 
 WHOLE = WholeStep([9, 2, 4, 3])
@@ -64,7 +64,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
         data = made.settings.data_path
         ring = Ring(data / "ring" / "here", 1 << 24, reserve_bytes=0)
-        made.engine.intake = Intake(data, "here", ring)
+        made.engine.intake = PayloadReader(data, "here", ring)
         train(made, "one", [[0, 1, 2, 3]])
         train(made, "split", [[3, 1], [0, 2]])
         train(made, "other", [[0, 1, 2, 3]], rollout_log_probs=nudged)

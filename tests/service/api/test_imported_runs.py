@@ -18,7 +18,7 @@ import stagescope
 from stagescope.wire.keep import SECTIONS
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.importing import import_key
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 
 WHOLE = WholeStep([9, 2, 4, 3])
@@ -46,7 +46,9 @@ def train(running: Service, run: str, *, loss: float = 0.1) -> Path:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
         data = made.settings.data_path
-        made.engine.intake = Intake(data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0))
+        made.engine.intake = PayloadReader(
+            data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0)
+        )
         made.engine.keep = tuple(SECTIONS)
         yield made
 

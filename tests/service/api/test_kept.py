@@ -16,7 +16,7 @@ from stagescope.cli import main
 from stagescope.session import Session
 from stagescope.wire.errors import Forbidden
 from stagescope_service.core.instructions import PayloadKey, Put
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 
 STEP = 5
@@ -40,7 +40,7 @@ def keep(running: Service, seq: int, **job: Any) -> Path:
         "minibatch": 0, "microbatch": 0, "keep": ["old_log_probs", "loss"],
         "scalars": {"loss": 1.0}, **job,
     }  # fmt: skip
-    intake = Intake(data_dir, node_id, Ring(data_dir / "ring", 0))
+    intake = PayloadReader(data_dir, node_id, Ring(data_dir / "ring", 0))
     outcome = intake.take(PayloadKey("i", seq), work, payload())
     (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]
     running.store.submit([Put("artifacts", row)]).result(30)

@@ -25,7 +25,7 @@ from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.records import Record
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
 
@@ -443,7 +443,7 @@ def written(tmp_path: Path, whole: WholeStep, keep: tuple[str, ...] = (), **of_j
     for rank in (0, 1):
         rows = [2 * rank, 2 * rank + 1]
         ring = Ring(tmp_path / "ring" / f"node{rank}", 1 << 20, reserve_bytes=0)
-        intake = Intake(tmp_path, f"node{rank}", ring)
+        intake = PayloadReader(tmp_path, f"node{rank}", ring)
         ids = whole.ids(rows)
         value = {
             "schema": 1,

@@ -17,11 +17,11 @@ from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.api.completeness import gaps
 from stagescope_service.coordinator import effects, retries
 from stagescope_service.coordinator.aggregation import assembly
-from stagescope_service.coordinator.aggregation.aggregator import Former
+from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
-from stagescope_service.core.instructions import Assemble, Put
+from stagescope_service.core.instructions import Aggregate, Put
 from stagescope_service.core.operator_tables import again
-from stagescope_service.ingest.operator_tables import TABLE, digest_dump
+from stagescope_service.ingest.operator_tables import TABLE, build_operator_table
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
@@ -29,7 +29,7 @@ from ray import exceptions
 
 from stagescope_service.core.findings import NOT_AGGREGATED
 
-STEP = Assemble(1, 1)
+STEP = Aggregate(1, 1)
 
 
 class OneNode:
@@ -53,7 +53,7 @@ class OneNode:
     async def remote(self, job: dict[str, Any]) -> list[Put]:
         if self.before:
             self.before.pop(0)()
-        return digest_dump(job, [self.folder], "here")
+        return build_operator_table(job, [self.folder], "here")
 
 
 class Broken:
@@ -62,7 +62,7 @@ class Broken:
     def __init__(self, folder: Path, bench: Bench, nodes: OneNode) -> None:
         self.bench, self.catalogue, self.nodes = bench, bench.catalogue, nodes
         settings = Settings(home=folder, data_dir=folder)
-        self.floor = effects.RayFloor(settings, order=None)  # type: ignore[arg-type]
+        self.floor = effects.RayEffects(settings, order=None)  # type: ignore[arg-type]
         self.floor.reception = bench.floor.reception
         self.tried = 0
 
@@ -102,26 +102,26 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broken]:
     monkeypatch.setattr(effects, "Ingestors", lambda settings: nodes)
     with training(tmp_path) as bench:
         found = Broken(tmp_path, bench, nodes)
-        form = Former.form
+        form = Aggregator.form
 
         async def counted(*args: Any, **more: Any) -> None:
             found.tried += 1
             await form(*args, **more)
 
-        monkeypatch.setattr(Former, "form", counted)
+        monkeypatch.setattr(Aggregator, "form", counted)
         yield found
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
     """Have the next tries fail."""
-    left, form = list(errors), Former.form
+    left, form = list(errors), Aggregator.form
 
     async def fails(*args: Any, **more: Any) -> None:
         if left:
             raise left.pop(0)
         await form(*args, **more)
 
-    monkeypatch.setattr(Former, "form", fails)
+    monkeypatch.setattr(Aggregator, "form", fails)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         await broken.form()
         assert broken.gap() == ""
         await broken.bench.step(3 * apart)
-        broken.floor.assemble(Assemble(1, 3 * apart))
+        broken.floor.assemble(Aggregate(1, 3 * apart))
         await broken.form()
         assert not broken.catalogue.summaries(1, 1)
         assert all(broken.catalogue.summaries(1, n * apart) for n in (1, 2, 3))
@@ -233,7 +233,7 @@ def test_a_payload_that_settles_while_a_step_is_formed_counts_or_is_refused(
     bench, catalogue = broken.bench, broken.catalogue
     monkeypatch.setattr(bench.floor, "assemble", lambda order: None)
 
-    async def refused(forming: assembly.Forming) -> list[int]:
+    async def refused(forming: assembly.StepParts) -> list[int]:
         """The payloads that are refused once the parts are gone."""
         await broken.floor.reception.write(assembly.rows_of(forming, "r"))
         late = assembly.too_late(catalogue, 1, 1, "r") or []

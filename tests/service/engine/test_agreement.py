@@ -13,9 +13,15 @@ from tests.support.trainings import Bench, Rank
 from stagescope.wire.captures import matches, validate_capture
 from stagescope.wire.errors import Conflict
 from stagescope_service.core.captures import agreement as agreeing
-from stagescope_service.core.captures.agreement import Agreement, Crew, Member, resolve, start_step
+from stagescope_service.core.captures.agreement import (
+    Agreement,
+    Member,
+    Participants,
+    resolve,
+    start_step,
+)
 from stagescope_service.core.captures.plan import Plan
-from stagescope_service.core.captures.requests import Orders
+from stagescope_service.core.captures.requests import CaptureRequests
 
 
 def order(**changes: Any) -> dict[str, Any]:
@@ -78,12 +84,12 @@ def test_no_resolved_step_comes_before_the_start(steps: Any, start: int) -> None
         assert sorted({*hit, *passed}) == sorted({*steps})
 
 
-def crew(*revisions: int | None, top: int | None = 7, step: float | None = 1.0) -> Crew:
+def crew(*revisions: int | None, top: int | None = 7, step: float | None = 1.0) -> Participants:
     members = tuple(Member("actor", n, f"i{n}", each) for n, each in enumerate(revisions))
-    return Crew("r", 1, members, top, None, step)
+    return Participants("r", 1, members, top, None, step)
 
 
-def look(asked: Agreement, spec: dict[str, Any], there: Crew, elapsed: float = 0.1) -> Any:
+def look(asked: Agreement, spec: dict[str, Any], there: Participants, elapsed: float = 0.1) -> Any:
     return agreeing.look(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
 
 
@@ -145,7 +151,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.bench = Bench()
         self.plan = Plan()
-        self.orders = Orders(self.plan, self.bench.state)
+        self.orders = CaptureRequests(self.plan, self.bench.state)
         self.now = 0.0
         self.captured: list[tuple[int, int]] = []
         self.history: list[tuple[int, int, int]] = []
@@ -208,7 +214,7 @@ class Ranks:
         for key, process in self.bench.state.registry.processes.items():
             process.plan_revision = revisions.get(key)
         self.plan = Plan(rows, revision=revision)
-        self.orders = Orders(self.plan, self.bench.state)
+        self.orders = CaptureRequests(self.plan, self.bench.state)
 
     def add(self, **changes: Any) -> str:
         entry = self.orders.add(order(run="r", **changes), by="me", mono=self.now, wall=self.now)

@@ -9,7 +9,7 @@ from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import Event
-from stagescope_service.core.instructions import Assemble, Ingest
+from stagescope_service.core.instructions import Aggregate, Ingest
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_rank_that_comes_late_to_a_step_stays_with_the_others_of_its_start(ben
     answering = bench.rows.of("stages", superseded=False, step=1)
     names = {row["incarnation"] for row in answering}
     assert names == {quick.sender.incarnation, slow.sender.incarnation}
-    assert bench.assembled.count(Assemble(1, 1)) == 2  # closed, and another one answered
+    assert bench.assembled.count(Aggregate(1, 1)) == 2  # closed, and another one answered
 
 
 def test_the_old_start_stays_ended_when_its_second_leaves_it(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from tests.support.stores import url_of, write
 
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import Conflict, Forbidden, InvalidPlan
-from stagescope_service.coordinator.capture_references import with_bench
+from stagescope_service.coordinator.capture_references import with_baseline
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
@@ -58,7 +58,7 @@ def ordered(tmp_path: Path, **fields: Any) -> dict[str, Any]:
 
 
 def test_each_rank_and_part_finds_its_own(catalogue: Catalogue, tmp_path: Path) -> None:
-    found = with_bench(catalogue, ordered(tmp_path, bench=BENCH), [tmp_path])
+    found = with_baseline(catalogue, ordered(tmp_path, bench=BENCH), [tmp_path])
     base = tmp_path / "r/a/step_5/actor_update"
     place = {"stage": "actor_update", "role": "actor"}
     assert found["bench"] == {
@@ -70,7 +70,7 @@ def test_each_rank_and_part_finds_its_own(catalogue: Catalogue, tmp_path: Path) 
         ],
     }
     plain = ordered(tmp_path)
-    assert with_bench(catalogue, plain, [tmp_path]) == plain
+    assert with_baseline(catalogue, plain, [tmp_path]) == plain
 
 
 def test_what_is_not_there_or_lies_elsewhere(catalogue: Catalogue, tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_what_is_not_there_or_lies_elsewhere(catalogue: Catalogue, tmp_path: Pat
         ({"capture_id": "local", "step": 5}, "no dump in step 5"),
     ):
         with pytest.raises(Conflict, match=said):
-            with_bench(catalogue, ordered(tmp_path, bench=bench), [tmp_path])
+            with_baseline(catalogue, ordered(tmp_path, bench=bench), [tmp_path])
     with pytest.raises(Forbidden):
-        with_bench(catalogue, ordered(tmp_path, bench=BENCH), [tmp_path / "elsewhere"])
+        with_baseline(catalogue, ordered(tmp_path, bench=BENCH), [tmp_path / "elsewhere"])
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ from typing import Any
 
 from tests.support.trainings import Bench, Delivery, Rank
 
-from stagescope_service.core.instructions import Digest, Instruction
+from stagescope_service.core.instructions import BuildOperatorTable, Instruction
 from stagescope_service.core.operator_tables import again, outcome
 
 STAGE = "actor_update"
 PATH = "/data/r/a1/step_1/actor_update/step0/rank0"
 
 
-def digests(out: list[Instruction]) -> list[Digest]:
-    return [order for order in out if isinstance(order, Digest)]
+def digests(out: list[Instruction]) -> list[BuildOperatorTable]:
+    return [order for order in out if isinstance(order, BuildOperatorTable)]
 
 
 def began(rank: Rank) -> Delivery:

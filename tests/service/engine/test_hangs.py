@@ -14,18 +14,18 @@ from tests.support.stores import rows_of, url_of
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
 from stagescope_service.api.stuck import stuck_rows
-from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.load import FEWEST_CALLS
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core import stack_requests
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
-    Assemble,
-    Digest,
+    Aggregate,
+    BuildOperatorTable,
+    CompareWeights,
     Ingest,
     ReadWatchdogs,
-    Weigh,
 )
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
@@ -44,13 +44,13 @@ class Floor:
     def ingest(self, order: Ingest, payload: object) -> None:
         """Leave it."""
 
-    def assemble(self, order: Assemble) -> None:
+    def assemble(self, order: Aggregate) -> None:
         """Leave it."""
 
-    def digest(self, order: Digest) -> None:
+    def digest(self, order: BuildOperatorTable) -> None:
         """Leave it."""
 
-    def weigh(self, order: Weigh) -> None:
+    def weigh(self, order: CompareWeights) -> None:
         """Leave it."""
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
@@ -70,7 +70,7 @@ class Desk:
         snapshot = self.store.snapshot()
         state = State(lease_seconds=45.0)
         restore(state, snapshot, self.now)
-        self.reception = Reception(
+        self.reception = Coordinator(
             state, self.store, Plan(), self.floor, coordinator="c", poll_seconds=20.0,
             stuck_rules=RULES, wall=lambda: self.now, mono=lambda: self.now,
         )  # fmt: skip

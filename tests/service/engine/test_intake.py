@@ -17,8 +17,8 @@ from stagescope_service.core import payloads
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.core.registry import reading_settings
-from stagescope_service.ingest.reader import Intake, Outcome
-from stagescope_service.ingest.recompute import Retake
+from stagescope_service.ingest.reader import Outcome, PayloadReader
+from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, Summary, assemble
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
@@ -34,7 +34,7 @@ def take(tmp_path: Path, ids: list[str], **tensors: tuple[object, ...]) -> Outco
     taken = payload()
     taken["strings"] = {"sample_ids": ids}
     taken["tensors"] |= tensors
-    intake = Intake(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
     return intake.take(PayloadKey("incarnation", 1), JOB, taken)
 
 
@@ -56,7 +56,7 @@ def findings_of(tmp_path: Path, **changed: object) -> list[tuple[str, str]]:
     """Read a payload whose tensors are `changed` (None: left out), of a probe that reported it."""
     taken = payload()
     taken["tensors"] = {k: v for k, v in {**taken["tensors"], **changed}.items() if v is not None}
-    intake = Intake(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
     outcome = intake.take(PayloadKey("incarnation", 1), {**JOB, "reported": True}, taken)
     assert outcome.state == "refused"
     rows = [put.row for put in outcome.rows if put.table == "findings"]
@@ -77,7 +77,7 @@ def test_what_its_probe_has_reported_is_not_reported_again(tmp_path: Path) -> No
 def test_a_misspelt_mask_of_a_raw_caller_is_one_finding(tmp_path: Path) -> None:
     taken = payload()
     taken["tensors"]["respones_mask"] = taken["tensors"].pop("response_mask")
-    intake = Intake(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
     outcome = intake.take(PayloadKey("incarnation", 1), JOB, taken)
     [found] = [put.row for put in outcome.rows if put.table == "findings"]
     assert "response_mask is missing" in found["message"]
@@ -105,8 +105,8 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
     values = [-rng.exponential(1.0, (2, size)).astype(np.float32) for size in sizes]
     row = st.tuples(st.sampled_from("xyz"), st.integers(0, 4))
     with TemporaryDirectory() as folder:
-        intake = Intake(Path(folder), "node-1", Ring(Path(folder) / "ring", 1 << 20))
-        retake = Retake(intake)
+        intake = PayloadReader(Path(folder), "node-1", Ring(Path(folder) / "ring", 1 << 20))
+        retake = Recomputer(intake)
         parts, sent = [], 0
         seen: set[tuple[str, int]] = set()
         for seq in (1, 2):
@@ -151,7 +151,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
 def test_producers_are_said_by_a_payload_or_once_by_its_process(tmp_path: Path) -> None:
     settings = reading_settings({"producers": {"rollout": "engine", "old": "trainer"}, "verl": {}})
     taken = payload()
-    intake = Intake(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
     for seq, meta in enumerate(({}, {"producers": {"rollout": "other", "old": "other"}}), start=1):
         said = {**taken, "meta": meta}
         outcome = intake.take(PayloadKey("i", seq), {**JOB, "settings": settings}, said)

@@ -15,7 +15,7 @@ from tests.support.measure import payload
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.kept_files import Keeper
-from stagescope_service.ingest.reader import Intake, Outcome
+from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.store.kept import read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
@@ -33,7 +33,7 @@ class Node:
 
     def __init__(self, directory: Path, reserve: int = 0) -> None:
         self.keeper = Keeper(directory, "node-1", reserve)
-        self.intake = Intake(directory, "node-1", Ring(directory / "ring", 0), self.keeper)
+        self.intake = PayloadReader(directory, "node-1", Ring(directory / "ring", 0), self.keeper)
 
     def take(self, seq: int = 1, value: object = None, **job: Any) -> Outcome:
         given = payload() if value is None else value

@@ -12,7 +12,7 @@ from tests.support.stores import rows_of, url_of
 
 from stagescope.wire.errors import NotReady
 from stagescope.wire.schema import BEGIN, HELLO, Event, Sender
-from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.load import (
     BEHIND_SECONDS,
     FEWEST_CALLS,
@@ -128,7 +128,7 @@ def store(tmp_path: Path) -> Iterator[HeldStore]:
 
 def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(store: HeldStore) -> None:
     state = State()
-    reception = Reception(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
+    reception = Coordinator(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
     reception.load = Load(state, most_events=100)
     sender = Sender("i", "r", "k", "actor", 0, clock_offset=0.0, started=1.0).wire()
 
@@ -158,7 +158,7 @@ def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(store: Hel
 
 def test_polls_wait_longer_while_the_service_is_behind(store: HeldStore) -> None:
     state = State()
-    reception = Reception(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=20.0)
+    reception = Coordinator(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=20.0)
     clock = Clock(reception.load)
     sender = Sender("i", "r", "k", "actor", 0).wire()
 
@@ -174,7 +174,7 @@ def test_polls_wait_longer_while_the_service_is_behind(store: HeldStore) -> None
 
 def test_one_batch_is_taken_however_large_it_is(store: HeldStore) -> None:
     state = State()
-    reception = Reception(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
+    reception = Coordinator(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
     reception.load = Load(state, most_events=10)
     sender = Sender("i", "r", "k", "actor", 0).wire()
     assert asyncio.run(reception.record(sender, begins(1, 50)))["received"] == 50

@@ -13,7 +13,7 @@ from tests.support.small_decoder import small_decoder
 
 from stagescope.wire.schema import DUMP_MARKER
 from stagescope_service.dumps.msprobe.operator_query import read_operators
-from stagescope_service.ingest.operator_tables import TABLE, digest_dump
+from stagescope_service.ingest.operator_tables import TABLE, build_operator_table
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.contract import Put
 
@@ -30,7 +30,7 @@ def job(path: Path, **said: Any) -> dict[str, Any]:
 
 def digested(path: Path, root: Path, **said: Any) -> tuple[dict[str, Any], list[Put]]:
     """Return the row of the table, and the findings."""
-    rows = digest_dump(job(path, **said), [root], "here")
+    rows = build_operator_table(job(path, **said), [root], "here")
     assert [put.table for put in rows] == ["operators", *["findings"] * (len(rows) - 1)]
     return dict(rows[0].row), rows[1:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
-from stagescope_service.core.instructions import Assemble, Ingest, Settled
+from stagescope_service.core.instructions import Aggregate, Ingest, Settled
 
 
 @pytest.fixture
@@ -158,18 +158,18 @@ def test_the_whole_is_formed_when_nothing_is_to_be_read(bench: Bench) -> None:
     assert bench.step(1)["closed_wall"] is not None
     assert bench.assembled == []
     bench.settle(ends[1].key)
-    assert bench.assembled == [Assemble(1, 1)]
+    assert bench.assembled == [Aggregate(1, 1)]
     late = ranks[0].work(1, "late", payload=True)
     bench.give(*late)
-    assert bench.assembled == [Assemble(1, 1)]
+    assert bench.assembled == [Aggregate(1, 1)]
     bench.settle(late[1].key)
-    assert bench.assembled == [Assemble(1, 1), Assemble(1, 1)]
+    assert bench.assembled == [Aggregate(1, 1), Aggregate(1, 1)]
 
 
 def test_a_step_without_payloads_is_formed_at_its_close(bench: Bench) -> None:
     rank = Rank()
     bench.give(*rank.work(1), rank.begin(2))
-    assert bench.assembled == [Assemble(1, 1)]
+    assert bench.assembled == [Aggregate(1, 1)]
 
 
 def test_a_payload_settled_after_its_step_left_memory_forms_it_again(bench: Bench) -> None:
@@ -178,10 +178,10 @@ def test_a_payload_settled_after_its_step_left_memory_forms_it_again(bench: Benc
     bench.give(begun, ended)
     for step in range(2, 30):
         bench.give(*rank.work(step))
-    assert Assemble(1, 1) not in bench.assembled
+    assert Aggregate(1, 1) not in bench.assembled
     assert 1 not in bench.state.registry.attempts[1].steps
     bench.settle(ended.key)
-    assert bench.assembled[-1] == Assemble(1, 1)
+    assert bench.assembled[-1] == Aggregate(1, 1)
 
 
 def test_payloads_of_work_without_a_step_form_no_step(bench: Bench) -> None:

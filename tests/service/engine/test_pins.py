@@ -61,7 +61,7 @@ def test_a_pin_reaches_payloads_beyond_the_first_page(
         gone = {} if path else {"deleted_wall": 1.0}
         write(store, Put("artifacts", {**row, **place, **gone}))
     monkeypatch.setattr(effects, "Ingestors", lambda settings: Nodes(rings))
-    reaching = effects.RayFloor(settings, order=None)  # type: ignore[arg-type]
+    reaching = effects.RayEffects(settings, order=None)  # type: ignore[arg-type]
     answer = asyncio.run(reaching.pin(1, STEP))
     store.close()
     assert (answer.payloads, answer.gone, answer.reasons) == (5, LIMIT + 47, ())

@@ -18,15 +18,15 @@ from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
 from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import coordinator as coordinator_module
-from stagescope_service.coordinator.coordinator import Reception
+from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
-    Assemble,
-    Digest,
+    Aggregate,
+    BuildOperatorTable,
+    CompareWeights,
     Ingest,
     PayloadKey,
     ReadWatchdogs,
-    Weigh,
 )
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store
@@ -41,16 +41,16 @@ class NoFloor:
     def ingest(self, order: Ingest, payload: object) -> None:
         """Leave it."""
 
-    def assemble(self, order: Assemble) -> None:
+    def assemble(self, order: Aggregate) -> None:
         """Leave it."""
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         """Leave it."""
 
-    def digest(self, order: Digest) -> None:
+    def digest(self, order: BuildOperatorTable) -> None:
         """Leave it."""
 
-    def weigh(self, order: Weigh) -> None:
+    def weigh(self, order: CompareWeights) -> None:
         """Leave it."""
 
 
@@ -60,7 +60,7 @@ class Desk:
     def __init__(self, store: SqlStore) -> None:
         self.now = 0.0
         self.store = store
-        self.reception = Reception(
+        self.reception = Coordinator(
             State(lease_seconds=45.0), store, Plan(), NoFloor(),
             coordinator="c", poll_seconds=0.0, mono=lambda: self.now,
         )  # fmt: skip
@@ -374,7 +374,7 @@ def test_a_step_is_due_while_its_last_payload_is_written(desk: Desk) -> None:
         settling = asyncio.create_task(desk.reception.settle(PayloadKey("i", 2), "ingested", None))
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
         assert not attempt.pending
-        assert list(desk.reception.executor.due) == [Assemble(1, 1)]
+        assert list(desk.reception.executor.due) == [Aggregate(1, 1)]
         store.release()
         await settling
         assert not desk.reception.executor.due
@@ -382,7 +382,7 @@ def test_a_step_is_due_while_its_last_payload_is_written(desk: Desk) -> None:
     desk.run(settle_slowly())
 
 
-async def published(reception: Reception) -> None:
+async def published(reception: Coordinator) -> None:
     """Wait until every rank is told an order's agreed step."""
     while reception.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.002)

@@ -17,7 +17,7 @@ from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.ingest import kept_files
 from stagescope_service.ingest.kept_files import Keeper
-from stagescope_service.ingest.reader import Intake
+from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore
@@ -49,9 +49,9 @@ class Node:
             self.catalogue, self, self.write, limits, wall=lambda: self.now, mono=lambda: self.now
         )
 
-    def taking(self, reserve: int = 0) -> Intake:
+    def taking(self, reserve: int = 0) -> PayloadReader:
         keeper = Keeper(self.data_dir, self.node_id, reserve)
-        return Intake(self.data_dir, self.node_id, self.ring, keeper)
+        return PayloadReader(self.data_dir, self.node_id, self.ring, keeper)
 
     # --- disks ------------------------------------------------------------------------------
     def place(self, node_id: str | None) -> str:

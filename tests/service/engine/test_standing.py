@@ -8,9 +8,9 @@ import pytest
 
 from stagescope.wire.errors import InvalidInput, InvalidPlan
 from stagescope_service.core.captures.keep_policy import (
-    parse_standing,
-    read_standing,
-    standing_of,
+    keep_policy_of,
+    parse_keep_policy,
+    read_keep_policy,
 )
 from stagescope_service.core.captures.plan import Plan
 
@@ -24,15 +24,17 @@ runs:
 def test_a_run_takes_the_first_pattern_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "keep.yaml"
     path.write_text(FILE)
-    standing = read_standing(path)
-    of_qwen, of_others = standing_of(standing, "qwen3-8b"), standing_of(standing, "other")
+    standing = read_keep_policy(path)
+    of_qwen, of_others = keep_policy_of(standing, "qwen3-8b"), keep_policy_of(standing, "other")
     assert of_qwen is not None
     assert of_others is not None
     assert (of_qwen["every_n_steps"], of_qwen["what"]) == (10, ["trajectories", "loss"])
     assert of_others["steps"] == [0]
-    assert standing_of(parse_standing({"runs": {"qwen*": {"what": ["loss"]}}}), "other") is None
-    everyone = parse_standing({"what": ["loss"]})
-    assert standing_of(everyone, "any") == everyone["*"]
+    assert (
+        keep_policy_of(parse_keep_policy({"runs": {"qwen*": {"what": ["loss"]}}}), "other") is None
+    )
+    everyone = parse_keep_policy({"what": ["loss"]})
+    assert keep_policy_of(everyone, "any") == everyone["*"]
 
 
 @pytest.mark.parametrize(
@@ -50,16 +52,16 @@ def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, text: str, wrong
     path = tmp_path / "keep.yaml"
     path.write_text(text)
     with pytest.raises(InvalidPlan, match=wrong):
-        read_standing(path)
+        read_keep_policy(path)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be read"):
-        read_standing(tmp_path / "none.yaml")
+        read_keep_policy(tmp_path / "none.yaml")
 
 
 def test_the_plan_keeps_it_and_tells_the_ranks() -> None:
-    standing = parse_standing({"runs": {"r": {"every_n_steps": 2, "what": ["is_loss"]}}})
+    standing = parse_keep_policy({"runs": {"r": {"every_n_steps": 2, "what": ["is_loss"]}}})
     plan = Plan(standing=standing, revision=3)
     place = {"stage": "actor_update", "role": "actor", "rank": 0}
     assert plan.keeps(run="r", step=4, **place) == ["is_loss"]  # type: ignore[arg-type]

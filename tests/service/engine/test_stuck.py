@@ -20,10 +20,10 @@ from stagescope_service.core.hang_detection import (
     SILENT,
     UNHEARD,
     History,
-    Pace,
     Place,
+    RankPosition,
     Role,
-    Standing,
+    StageTiming,
     Stuck,
     StuckRules,
     history,
@@ -35,7 +35,7 @@ UPDATE = Place(5, "actor_update", Part())
 
 
 def role(
-    standings: Mapping[int, Standing],
+    standings: Mapping[int, RankPosition],
     begun: Mapping[int, float],
     ended: Mapping[int, float] | None = None,
     earlier: History = History([4.0, 5.0, 6.0], [0.5, 0.5, 0.5]),  # noqa: B008
@@ -43,7 +43,7 @@ def role(
 ) -> Role:
     """A role with one part of one open step, begun and ended by ranks at times."""
     ended = ended or {}
-    pace = Pace(place)
+    pace = StageTiming(place)
     for rank, at in begun.items():
         pace.begun(at)
         if rank in ended:
@@ -58,12 +58,12 @@ def role(
     )
 
 
-def inside(since: float) -> Standing:
-    return Standing(LIVE, since, UPDATE, 100.0)
+def inside(since: float) -> RankPosition:
+    return RankPosition(LIVE, since, UPDATE, 100.0)
 
 
-def between(since: float, frontier: float = -math.inf) -> Standing:
-    return Standing(LIVE, since, None, frontier)
+def between(since: float, frontier: float = -math.inf) -> RankPosition:
+    return RankPosition(LIVE, since, None, frontier)
 
 
 def who(found: list[Stuck]) -> list[tuple[int, str, bool]]:
@@ -125,29 +125,29 @@ def test_a_rank_that_went_on_or_takes_no_part_is_not_awaited() -> None:
 
 
 def test_a_rank_that_is_gone_or_was_never_heard_of_is_named() -> None:
-    silent = Standing(GONE, 120.0, UPDATE, 100.0)
+    silent = RankPosition(GONE, 120.0, UPDATE, 100.0)
     view = role({0: inside(100.0), 1: silent}, {0: 100.0, 1: 100.0})
     found = judge(view, 131.0, RULES)
     assert [(each.rank, each.process) for each in found][-1] == (1, GONE)
-    absent = role({0: inside(100.0), 1: Standing(UNHEARD)}, {0: 100.0})
+    absent = role({0: inside(100.0), 1: RankPosition(UNHEARD)}, {0: 100.0})
     assert [(each.rank, each.process) for each in judge(absent, 900.0, RULES)] == [(1, UNHEARD)]
 
 
 @pytest.mark.parametrize("process", [SILENT, GONE])
 def test_those_that_wait_for_a_process_that_does_not_answer_are_not_stuck(process: str) -> None:
-    inside_too = Standing(process, 100.0, UPDATE, 100.0)
+    inside_too = RankPosition(process, 100.0, UPDATE, 100.0)
     view = role({0: inside(100.0), 1: inside_too}, {0: 100.0, 1: 100.0})
     assert who(judge(view, 900.0, RULES)) == [(1, NOT_ENDED, False)]
-    before = Standing(process, 90.0, None)
+    before = RankPosition(process, 90.0, None)
     view = role({0: inside(100.0), 1: before}, {0: 100.0})
     assert who(judge(view, 900.0, RULES)) == [(1, NOT_BEGUN, False)]
-    beyond = Standing(process, 105.0, None, 100.0)
+    beyond = RankPosition(process, 105.0, None, 100.0)
     view = role({0: inside(100.0), 1: beyond}, {0: 100.0, 1: 100.0}, {1: 105.0})
     assert who(judge(view, 900.0, RULES)) == [(0, NOT_ENDED, False)]
 
 
 def test_where_nobody_is_left_nobody_is_stuck() -> None:
-    silent = Standing(GONE, 120.0, UPDATE, 100.0)
+    silent = RankPosition(GONE, 120.0, UPDATE, 100.0)
     assert judge(role({0: silent, 1: silent}, {0: 100.0, 1: 100.0}), 1e6, RULES) == []
     assert judge(role({0: between(1.0), 1: between(1.0)}, {}), 1e6, RULES) == []
 
@@ -208,12 +208,12 @@ def test_a_rank_that_stops_is_found_in_the_end_and_it_alone(
 
 
 def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping[str, History]:
-    earlier: list[dict[Place, Pace]] = []
+    earlier: list[dict[Place, StageTiming]] = []
     for step in range(steps):
-        paces: dict[Place, Pace] = {}
+        paces: dict[Place, StageTiming] = {}
         for speed in ranks:
             for begun, ended, place in _times(speed, 0.0, step):
-                paces.setdefault(place, Pace(place)).begun(begun)
+                paces.setdefault(place, StageTiming(place)).begun(begun)
                 paces[place].took(ended - begun)
         earlier.append(paces)
     return history(earlier, {stage: range(len(ranks)) for stage in ranks[0]})
@@ -226,7 +226,7 @@ def _at(
     known: Mapping[str, History],
 ) -> Role:
     """The role as the events up to `now` of a step that began at 0 tell it."""
-    paces: dict[Place, Pace] = {}
+    paces: dict[Place, StageTiming] = {}
     begun: dict[Place, set[int]] = {}
     ended: dict[Place, set[int]] = {}
     stood: dict[int, tuple[float, Place | None, Place | None]] = {}
@@ -234,7 +234,7 @@ def _at(
         said, where, reached = 0.0, None, None
         for begin, end, place in _times(speed, 0.0, step):
             if begin <= now:
-                paces.setdefault(place, Pace(place)).begun(begin)
+                paces.setdefault(place, StageTiming(place)).begun(begin)
                 begun.setdefault(place, set()).add(rank)
                 said, where, reached = begin, place, place
             if end <= now:
@@ -243,7 +243,9 @@ def _at(
                 said, where = end, None
         stood[rank] = (said, where, reached)
     standings = {
-        rank: Standing(LIVE, said, where, -math.inf if reached is None else paces[reached].first)
+        rank: RankPosition(
+            LIVE, said, where, -math.inf if reached is None else paces[reached].first
+        )
         for rank, (said, where, reached) in stood.items()
     }
     return Role(
@@ -257,7 +259,7 @@ def _at(
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1), st.randoms(use_true_random=False))
 def test_a_pace_is_the_same_in_any_order(times: list[tuple[float, float]], random: Random) -> None:
-    one, other = Pace(UPDATE), Pace(UPDATE)
+    one, other = StageTiming(UPDATE), StageTiming(UPDATE)
     for begun, took in times:
         one.begun(begun)
         one.took(took)
@@ -285,7 +287,7 @@ def test_a_look_at_many_ranks_takes_time_in_proportion() -> None:
 
     waiting = dict.fromkeys(range(ranks), inside(100.0))
     # Their processes do not answer, and they had ended this part before.
-    silent = dict.fromkeys(range(ranks, 2 * ranks), Standing(SILENT, 190.0, None, 150.0))
+    silent = dict.fromkeys(range(ranks, 2 * ranks), RankPosition(SILENT, 190.0, None, 150.0))
     here = role(waiting | silent, dict.fromkeys(range(2 * ranks), 100.0))
     found = judge(dataclasses.replace(here, history=earlier), 300.0, RULES)
     assert {each.rank for each in found if each.whole_role} == {*range(ranks)}

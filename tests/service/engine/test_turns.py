@@ -3,13 +3,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.coordinator.trigger_watch import Turns
+from stagescope_service.coordinator.trigger_watch import StepOrdering
 
 STEPS = st.permutations(range(1, 11))
 
 
 def test_a_step_waits_for_an_earlier_one_of_its_attempt() -> None:
-    turns = Turns(10)
+    turns = StepOrdering(10)
     assert turns.formed(1, 9, owed=[6, 12]) == []
     assert turns.formed(2, 9, owed=[]) == [9]
     assert turns.formed(1, 9, owed=[6]) == []
@@ -21,7 +21,7 @@ def test_a_step_waits_for_an_earlier_one_of_its_attempt() -> None:
 
 @given(STEPS)
 def test_steps_that_all_become_formed_have_their_turns_in_order(order: list[int]) -> None:
-    turns, owed, had = Turns(10), set(order), list[int]()
+    turns, owed, had = StepOrdering(10), set(order), list[int]()
     for step in order:
         owed.discard(step)
         had += turns.formed(1, step, owed)
@@ -30,7 +30,7 @@ def test_steps_that_all_become_formed_have_their_turns_in_order(order: list[int]
 
 @given(STEPS, st.integers(0, 4))
 def test_a_step_that_never_comes_holds_up_no_more_than_so_many(order: list[int], most: int) -> None:
-    turns, owed, had = Turns(most), {0, *order}, list[int]()
+    turns, owed, had = StepOrdering(most), {0, *order}, list[int]()
     for step in order:
         owed.discard(step)
         had += turns.formed(1, step, owed)

@@ -19,8 +19,8 @@ from tests.support.trainings import Delivery, Rank
 
 from stagescope.wire.errors import CatalogueUnavailable, InvalidEvent, StoreError
 from stagescope_service.coordinator import retries
-from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, Weigher, judge
-from stagescope_service.core.instructions import Delete, Put, Weigh
+from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, WeightComparer, judge
+from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Row
@@ -42,13 +42,13 @@ class Scales:
         self.store.open()
         self.catalogue = Catalogue(url)
         self.state = State()
-        self.orders: list[Weigh] = []
+        self.orders: list[CompareWeights] = []
 
     def give(self, *said: Delivery, weigh: bool = True) -> None:
         for each in said:
             out = self.state.handle(each.sender, each.event, 0.0)
             self.write([order for order in out if isinstance(order, Put | Delete)])
-            self.orders = [order for order in out if isinstance(order, Weigh)]
+            self.orders = [order for order in out if isinstance(order, CompareWeights)]
             for order in self.orders if weigh else ():
                 self.write(judge(self.catalogue, order))
 
@@ -175,7 +175,7 @@ def test_names_without_any_in_common_ask_for_a_mapping(scales: Scales) -> None:
     [found] = scales.catalogue.findings()
     assert "STAGESCOPE_WEIGHT_NAMES" in found["advice"]
     rules = [(r"^model\.", "")]
-    scales.write(judge(scales.catalogue, Weigh(1, 4), rules))
+    scales.write(judge(scales.catalogue, CompareWeights(1, 4), rules))
     assert scales.findings() == {}
 
 
@@ -287,7 +287,7 @@ def test_a_coordinator_that_died_before_it_compared_is_caught_up_with(
         async def write(rows: Sequence[Put | Delete]) -> None:
             got.write(rows)
 
-        asyncio.run(Weigher(got.catalogue, write).catch_up())
+        asyncio.run(WeightComparer(got.catalogue, write).catch_up())
         assert got.catalogue.unweighed() == []
         got.give(*said[where:])
         assert got.rows() == expected.rows()
@@ -306,7 +306,7 @@ def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales
                 assert not weigher.takes(order)
                 assert not weigher.takes(order)
 
-        weigher = Weigher(scales.catalogue, write)
+        weigher = WeightComparer(scales.catalogue, write)
         assert weigher.takes(order)
         await weigher.weigh(order)
         assert weigher.takes(order)
@@ -329,7 +329,7 @@ def test_a_comparison_that_could_not_be_written_is_tried_again(
             raise errors.pop()
         scales.write(rows)
 
-    asyncio.run(Weigher(scales.catalogue, write).catch_up())
+    asyncio.run(WeightComparer(scales.catalogue, write).catch_up())
     assert scales.catalogue.unweighed() == []
     assert scales.findings() == {}
 
@@ -350,7 +350,7 @@ def test_weights_that_cannot_be_compared_are_said_until_they_can(
 
     def compare_with(content: bytes) -> None:
         scales.write([Put("weight_manifests", {"manifest": name, "tensors": content})])
-        asyncio.run(Weigher(scales.catalogue, write).catch_up())
+        asyncio.run(WeightComparer(scales.catalogue, write).catch_up())
 
     compare_with(b"junk")
     (found,) = scales.catalogue.findings()

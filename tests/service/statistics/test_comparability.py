@@ -15,8 +15,8 @@ from tests.support.sampler import NOISE, SHARPNESS, Batch, as_is, draw, temperat
 from stagescope_service.statistics import (
     Comparability,
     PartRecord,
+    StepSummary,
     Summary,
-    Whole,
     assemble,
     calibration,
     examine,
@@ -36,7 +36,7 @@ SHAPES: tuple[Shape, ...] = ((8, 64, 60), (2, 32, 100), (1, 16, 200), (1, 8, 300
 SMALL: tuple[Shape, ...] = ((1, 4, 60), (2, 8, 100), (8, 128, 20), (1, 16, 8))
 
 
-def assembled(batch: Batch, ranks: int, pieces: int = 1, mask: Any = None) -> Whole:
+def assembled(batch: Batch, ranks: int, pieces: int = 1, mask: Any = None) -> StepSummary:
     """Take a batch in as ranks hand it over, each in several microbatches, and merge it."""
     rows = len(batch.p) // ranks
     mask = np.ones(batch.p.shape, np.int64) if mask is None else mask

@@ -17,9 +17,9 @@ from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.statistics import (
     Field,
     PartRecord,
+    StepSummary,
     Summary,
     TokenBatch,
-    Whole,
     assemble,
     skip_of,
     summarise,
@@ -72,7 +72,7 @@ def record(key: str, batch: TokenBatch, rank: int = 0, **fields: Any) -> PartRec
     return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
 
 
-def formed(records: list[PartRecord], batches: dict[str, TokenBatch]) -> Whole:
+def formed(records: list[PartRecord], batches: dict[str, TokenBatch]) -> StepSummary:
     """Assemble with restatements, as the coordinator does."""
 
     def again(part: PartRecord) -> PartRecord:
@@ -88,7 +88,7 @@ def formed(records: list[PartRecord], batches: dict[str, TokenBatch]) -> Whole:
         whole = assemble(records)
         if not whole.restate:
             assert whole.unaccounted == 0
-            return Whole.from_bytes(whole.to_bytes())
+            return StepSummary.from_bytes(whole.to_bytes())
         skips = {item.key: item.skips for item in whole.restate}
         records = [again(part) for part in records]
     raise AssertionError("a part is to be taken again for ever")
@@ -101,7 +101,7 @@ def reference(samples: list[Sample]) -> tuple[int, float, list[float]]:
     return len(every), float(every.sum()), sorted(float(each.mean()) for each in d)
 
 
-def assert_counts(whole: Whole, samples: list[Sample]) -> None:
+def assert_counts(whole: StepSummary, samples: list[Sample]) -> None:
     tokens, total, means = reference(samples)
     assert whole.total.tokens == tokens
     assert whole.total[Field.D_ABS_SUM] == pytest.approx(total, rel=1e-9)
@@ -138,7 +138,7 @@ def test_ranks_that_number_their_rows_from_0_lose_nothing(
     assert found["evidence"]["samples"]["0"] == [f"actor {rank}" for rank in range(ranks)]
 
 
-def findings(whole: Whole) -> dict[str, Any]:
+def findings(whole: StepSummary) -> dict[str, Any]:
     """The findings about a whole's tokens, by kind."""
     place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
     rows = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]

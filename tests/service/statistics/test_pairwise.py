@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics.pair_cell import PairField
 from stagescope_service.statistics.pair_values import KINDS
-from stagescope_service.statistics.pairwise import Pairwise, Spot, compare_values, warm
+from stagescope_service.statistics.pairwise import ElementLocation, Pairwise, compare_values, warm
 from stagescope_service.statistics.pairwise_kernel import BLOCK
 
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -115,7 +115,7 @@ def test_int64_is_exact() -> None:
     found = taken(x, y, "int64")
     assert found.unequal_count == 3
     assert found.max_abs == 2.0**64
-    assert found.largest == Spot(0, 1, 2**63 - 1, -(2**63))
+    assert found.largest == ElementLocation(0, 1, 2**63 - 1, -(2**63))
 
 
 @pytest.mark.parametrize("size", [1e300, 1e-300, 1e154])

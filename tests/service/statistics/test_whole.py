@@ -16,9 +16,9 @@ from stagescope.wire.schema import Part
 from stagescope_service.statistics import (
     NOISE_PAIR,
     PartRecord,
+    StepSummary,
     Summary,
     TokenBatch,
-    Whole,
     assemble,
     publish,
     skip_of,
@@ -254,12 +254,12 @@ def test_a_whole_survives_its_bytes_and_nothing_else_does() -> None:
     parts = [record("a", rows_of(make(), [0, 1, 2]), 3), record("b", rows_of(make(), [2, 3]), 4)]
     whole = assemble(parts)
     data = whole.to_bytes()
-    again = Whole.from_bytes(data)
+    again = StepSummary.from_bytes(data)
     assert again.to_bytes() == data
     assert again.restate == whole.restate
     for bad in (b"", data[:-9], parts[0].summary.to_bytes(), data.replace(b"whole", b"hole!")):
         with pytest.raises(InvalidInput, match="no whole"):
-            Whole.from_bytes(bad)
+            StepSummary.from_bytes(bad)
     with pytest.raises(InvalidInput, match="no summary"):
         Summary.from_bytes(data)
 

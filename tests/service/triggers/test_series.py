@@ -10,7 +10,7 @@ import pytest
 from tests.support.batches import batch_of, random_streams
 
 from stagescope.wire.schema import Part
-from stagescope_service.statistics import PartRecord, Whole, assemble, publish, summarise
+from stagescope_service.statistics import PartRecord, StepSummary, assemble, publish, summarise
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.triggers.facts import Facts, Needs
 from stagescope_service.triggers.rules import Rules
@@ -19,7 +19,7 @@ from stagescope_service.triggers.series import Publisher, Series
 MEAN = "training/rollout_probs_diff_mean"
 
 
-def whole_of(ages: list[int] | None, *, noise: float = 0.3) -> Whole:
+def whole_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummary:
     """A step of one rank: the i-th row of tokens was sampled `ages[i]` versions ago."""
     p, q, mask = random_streams(np.random.default_rng(3), 4, 20, noise, share=1.0)
     mask[:] = 1
@@ -35,7 +35,7 @@ def whole_of(ages: list[int] | None, *, noise: float = 0.3) -> Whole:
     return assemble([record])
 
 
-def values(whole: Whole, **rule: Any) -> dict[Series, float]:
+def values(whole: StepSummary, **rule: Any) -> dict[Series, float]:
     """What a rule sees."""
     made = Rules.parse({"rules": [{"name": "r", "metric": MEAN, "when": {">": 1}, **rule}]})
     facts = Facts("r", 1, 1, 5, {None: whole, whole.stage: whole}, {}, [], {})

@@ -18,7 +18,7 @@ from stagescope.wire.captures import validate_capture
 from stagescope_workers.capture import capture_estimate
 from stagescope_workers.capture.capture_estimate import Estimate, History, ModelSize
 from stagescope_workers.capture.msprobe_config import MsprobeConfig
-from stagescope_workers.capture.reckoning import Models, reckon
+from stagescope_workers.capture.reckoning import Models, estimate_request
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 
@@ -159,11 +159,11 @@ def test_tokens_that_a_stage_showed_stand_in_for_the_assumed_ones() -> None:
     models.note(stage, model)
     order = {"stages": [stage], "steps": "next", "task": "tensor", "level": "L1"}
     capture = validate_capture(order, allowed_roots=())
-    ((_, guessed),) = reckon(capture, models, None)
+    ((_, guessed),) = estimate_request(capture, models, None)
     assert (guessed["tokens"], guessed["assumed"]) == (4096, True)
     models.note_tokens(stage, 128)
     models.note_tokens(stage, 64)  # a smaller part of it
-    ((_, known),) = reckon(capture, models, None)
+    ((_, known),) = estimate_request(capture, models, None)
     assert (known["tokens"], known["assumed"], known["basis"]) == (128, False, "model")
     assert known["bytes"] < guessed["bytes"] / 4
 

@@ -23,9 +23,9 @@ from stagescope_workers.capture import capture_estimate, dump_paths
 from stagescope_workers.capture.capture_estimate import Estimate, ModelSize
 from stagescope_workers.capture.msprobe_config import (
     MsprobeConfig,
-    check_bench,
+    check_baseline,
     resolve_config,
-    with_bench,
+    with_baseline,
 )
 from stagescope_workers.capture.msprobe_session import MsprobeSession, Watch, free_bytes
 
@@ -212,7 +212,7 @@ class _Order:
     def arm(self, model: Any) -> _Running | None:
         """Start msprobe, or return None with the reason in the fields."""
         began = time.monotonic()
-        self.capture = with_bench(
+        self.capture = with_baseline(
             self.capture, stage=self.stage, part=str(self.part), role=self.role, rank=self.rank
         )
         config = resolve_config(self.capture, dump_path="", step=self.step)
@@ -222,7 +222,7 @@ class _Order:
                 f"level {config.level!r} needs the model of stage {self.stage!r}",
                 expected="probe.stage(..., model=model), or level 'L1'",
             )
-        check_bench(config, self.rank)
+        check_baseline(config, self.rank)
         target = self._directory()
         cost = self._cost(model, config)
         reserve = capture_estimate.disk_reserve(self.limits.items())

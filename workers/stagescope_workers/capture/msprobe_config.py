@@ -227,7 +227,7 @@ def _check_combinations(config: MsprobeConfig) -> None:
         )
 
 
-def with_bench(
+def with_baseline(
     capture: Mapping[str, Any], *, stage: str, part: str, role: str, rank: int
 ) -> Mapping[str, Any]:
     """Return a capture whose configuration names the dump that this rank compares with.
@@ -253,7 +253,7 @@ def with_bench(
     )
 
 
-def check_bench(config: MsprobeConfig, rank: int) -> None:
+def check_baseline(config: MsprobeConfig, rank: int) -> None:
     """Check that the dump to compare with has this rank, where `bench_path` names one.
 
     Raises:

@@ -62,7 +62,9 @@ class Models:
                 yield stage, alive
 
 
-def reckon(capture: Mapping[str, Any], models: Models, data_root: str | None) -> list[Said]:
+def estimate_request(
+    capture: Mapping[str, Any], models: Models, data_root: str | None
+) -> list[Said]:
     """Return what an order takes here, stage by stage.
 
     `bytes` and `seconds` are of one step; `basis` is 'measured' (a capture of the kind ran in
@@ -143,7 +145,7 @@ def _free_bytes(capture: Mapping[str, Any], data_root: str | None, reserve: int)
     return max(0, status.f_bavail * status.f_frsize - reserve)
 
 
-class OrderAnswers:
+class RequestAnswers:
     """Answers orders that came too late, and those that are asked what they would take."""
 
     def __init__(self, outbox: Outbox) -> None:
@@ -160,7 +162,7 @@ class OrderAnswers:
     def estimate(self, capture: Mapping[str, Any], data_dir: str | None) -> None:
         """Say what an order would take here; in the background thread."""
         try:
-            said = reckon(capture, self.models, data_dir)
+            said = estimate_request(capture, self.models, data_dir)
             error = None
         except Exception as failure:  # the order may be what cannot be carried out
             said = [(str(capture["stages"][0]), {"basis": "unknown"})]

@@ -19,7 +19,7 @@ from stagescope.wire.schema import (
     STREAM_TENSORS,
     WRITTEN,
 )
-from stagescope_workers.device import HostCopy, LentTensor, PinnedPool, lend_tensor, take_tensor
+from stagescope_workers.device import BorrowedTensor, HostCopy, PinnedPool, lend_tensor, take_tensor
 from stagescope_workers.payload import Spec, WireTensor, describe, is_tensor_like, strings_of
 from stagescope_workers.payload import spec_of as wire_spec
 
@@ -36,7 +36,7 @@ class Draft:
 
     def __init__(self, pool: PinnedPool) -> None:
         self._pool = pool
-        self._tensors: dict[str, WireTensor | HostCopy | LentTensor] = {}
+        self._tensors: dict[str, WireTensor | HostCopy | BorrowedTensor] = {}
         self._specs: dict[str, Spec] = {}
         self._strings: dict[str, list[str]] = {}
         self._meta: dict[str, Any] = {}

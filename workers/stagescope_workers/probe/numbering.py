@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import PART_FIELDS, Part, Work
 from stagescope_workers.probe.options import index, step_index
-from stagescope_workers.probe.stage_tracker import Standing
-from stagescope_workers.transport.handshake import Introduction
+from stagescope_workers.probe.stage_tracker import StageTracker
+from stagescope_workers.transport.handshake import Handshake
 from stagescope_workers.transport.outbox import Outbox
-from stagescope_workers.transport.sender import Courier
+from stagescope_workers.transport.sender import EventSender
 
 _COUNTED_STEPS: Final = 64  # steps whose occurrences are remembered
 
@@ -74,12 +74,12 @@ BEGUN_AGAIN_ADVICE: Final = (
 class Start(NamedTuple):
     """A start of a probe, whose last events and payloads may be on their way."""
 
-    courier: Courier
+    courier: EventSender
     outbox: Outbox
-    introduction: Introduction
+    introduction: Handshake
 
 
-def why_not(earlier: list[Start], most_bytes: int, standing: Standing) -> str | None:
+def why_not(earlier: list[Start], most_bytes: int, standing: StageTracker) -> str | None:
     """Return why no new start may begin beside these earlier ones; None where it may."""
     inside = standing.oldest
     if inside is not None:

@@ -22,7 +22,7 @@ from stagescope.wire.schema import (
     REFUSED,
     Work,
 )
-from stagescope_workers.capture.reckoning import Models, OrderAnswers
+from stagescope_workers.capture.reckoning import Models, RequestAnswers
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.decorator import as_stage
 from stagescope_workers.probe.draft import Draft
@@ -37,12 +37,12 @@ from stagescope_workers.probe.numbering import (
 from stagescope_workers.probe.options import ProbeOptions, index, step_index
 from stagescope_workers.probe.plan import PlanWatch, read_plan
 from stagescope_workers.probe.stage import Stage, log_scalars
-from stagescope_workers.probe.stage_tracker import Standing
+from stagescope_workers.probe.stage_tracker import StageTracker
 from stagescope_workers.probe.weights import NamedTensors, Names, record_weights
-from stagescope_workers.transport.handshake import Introduction
+from stagescope_workers.transport.handshake import Handshake
 from stagescope_workers.transport.link import Link
 from stagescope_workers.transport.outbox import Outbox
-from stagescope_workers.transport.sender import Courier
+from stagescope_workers.transport.sender import EventSender
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -68,7 +68,7 @@ class Probe:
         """Calls with bad input so far, by what was called."""
         self.pool = PinnedPool(options.max_pinned_bytes)
         self._said: set[tuple[str, str]] = set()
-        self._courier: Courier | None = None
+        self._courier: EventSender | None = None
         self._arrived = False
         self._users = 1
         self._earlier: list[Start] = []
@@ -86,12 +86,12 @@ class Probe:
             max_events=options.max_pending_events,
             on_put=self._wake,
         )
-        self.standing = Standing(self.outbox, watchdog_seconds=options.watchdog)
+        self.standing = StageTracker(self.outbox, watchdog_seconds=options.watchdog)
         self._numbering = Numbering()
         self._order = StepOrder(options.role)
         self._again: tuple[ProbeOptions, list[dict[str, Any]]] | None = None
-        self._introduction = Introduction(options, self.incarnation, self.outbox, self.standing)
-        self._answers = OrderAnswers(self.outbox)
+        self._introduction = Handshake(options, self.incarnation, self.outbox, self.standing)
+        self._answers = RequestAnswers(self.outbox)
         self.plan = self._watch([])
 
     def start(self) -> None:
@@ -112,11 +112,11 @@ class Probe:
                 return read_plan(options.plan)
         return []
 
-    def _launch(self, local: list[dict[str, Any]], after: Courier | None) -> Courier:
+    def _launch(self, local: list[dict[str, Any]], after: EventSender | None) -> EventSender:
         """Begin the background thread of a start; what was said `after` which it sends."""
         if local:
             self.plan = self._watch(local)
-        self._courier = Courier(
+        self._courier = EventSender(
             self.outbox,
             connect=self._introduction.connect,
             sender=self._introduction.sender,
@@ -382,7 +382,7 @@ class Probe:
             )
         return self._arrived
 
-    def _starts(self, courier: Courier) -> list[Start]:
+    def _starts(self, courier: EventSender) -> list[Start]:
         """Return what still has to be sent, in order."""
         return [*self._earlier, Start(courier, self.outbox, self._introduction)]
 

@@ -15,7 +15,7 @@ _MOST_INSIDE: Final = 1024
 _MOST_ANSWERED: Final = 256
 
 
-class Standing:
+class StageTracker:
     """Knows which thread is in which stage; answers requests for stacks, feeds the watchdog.
 
     `enter` and `leave` are the training thread's, and cost it one entry of a dict; the rest is the

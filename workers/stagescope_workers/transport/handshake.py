@@ -13,7 +13,7 @@ from stagescope.wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
 from stagescope_workers.probe.draft import plain
 from stagescope_workers.probe.options import ProbeOptions
-from stagescope_workers.probe.stage_tracker import Standing
+from stagescope_workers.probe.stage_tracker import StageTracker
 from stagescope_workers.transport.calls import Clock
 from stagescope_workers.transport.link import (
     Link,
@@ -29,11 +29,11 @@ from stagescope_workers.transport.outbox import Entry, Outbox
 _log = logging.getLogger("stagescope.workers")
 
 
-class Introduction:
+class Handshake:
     """Finds the service, and says hello to it; its HELLO is the first event of the outbox."""
 
     def __init__(
-        self, options: ProbeOptions, incarnation: str, outbox: Outbox, standing: Standing
+        self, options: ProbeOptions, incarnation: str, outbox: Outbox, standing: StageTracker
     ) -> None:
         self.made = time.monotonic()
         self.is_leaving = False

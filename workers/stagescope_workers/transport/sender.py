@@ -52,7 +52,7 @@ class PlanHolder(Protocol):
         ...
 
 
-class Courier:
+class EventSender:
     """Carries an outbox to the service and brings receipts, the plan and the clock back."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Courier:
         asked: Callable[[Sequence[Mapping[str, Any]]], None],
         alive: Callable[[], float],
         unconnected: Callable[[str], None],
-        after: Courier | None = None,
+        after: EventSender | None = None,
     ) -> None:
         """Make a courier; `start` begins its thread.
 
@@ -95,7 +95,7 @@ class Courier:
         self._alive = alive
         self._unconnected = unconnected
         self._after = after
-        self._next: Courier | None = None
+        self._next: EventSender | None = None
         self._leaving = False
         self._unconnected_at: float | None = time.monotonic() + UNCONNECTED_SECONDS
         self.problem = ""
@@ -171,7 +171,7 @@ class Courier:
         self._stopping = True
         self.wake()
 
-    def leave(self, following: Courier) -> None:
+    def leave(self, following: EventSender) -> None:
         """End the thread once everything is acknowledged; `following` sends after that."""
         self._leaving, self._next = True, following
         self.wake()

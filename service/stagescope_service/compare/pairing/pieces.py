@@ -18,18 +18,18 @@ from stagescope_service.compare.pairing.token_alignment import (
     Layouts,
     Location,
     Pairing,
+    align_tokens,
     as_they_lie,
     coordinate_in,
     is_direct,
     keeps_of,
-    take,
 )
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Place, Record
 from stagescope_service.statistics.pairwise import (
+    ElementLocation,
     Number,
     Pairwise,
-    Spot,
     compare_values,
     value_of,
 )
@@ -209,7 +209,7 @@ def _compare_row_tensor(
         if name in flow.MASKS:
             b.share(a, name)
     else:
-        taken = take(a, b, name, pairing, bad)
+        taken = align_tokens(a, b, name, pairing, bad)
         found, numbers = compare_values(
             one.flat if taken.index_a is None else one.flat[taken.index_a],
             other.flat if taken.index_b is None else other.flat[taken.index_b],
@@ -318,7 +318,7 @@ def _compare_arrays(
     found, _ = compare_values(arrays[0], arrays[1], dtypes=dtypes, tolerance=bounds)
     shape = arrays[0].shape
 
-    def locate(spot: Spot | None) -> Location | None:
+    def locate(spot: ElementLocation | None) -> Location | None:
         if spot is None:
             return None
         at = coordinate_in(shape, spot.at)
@@ -345,7 +345,7 @@ def _compare_number(one: Record, other: Record, name: str, tolerances: Tolerance
         arrays[0], arrays[1], dtypes=dtypes, tolerance=(tolerance.atol, tolerance.rtol)
     )
 
-    def locate(spot: Spot | None) -> Location | None:
+    def locate(spot: ElementLocation | None) -> Location | None:
         return None if spot is None else Location(None, None, places, ((), ()), (spot.x, spot.y))
 
     return Piece(

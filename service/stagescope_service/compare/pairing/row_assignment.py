@@ -24,7 +24,7 @@ from stagescope_service.compare.pairing.layout import Layout
 from stagescope_service.compare.pairing.pieces import Piece
 from stagescope_service.compare.pairing.rows import Rows
 from stagescope_service.compare.pairing.shards import Outcome
-from stagescope_service.compare.plan import Couple
+from stagescope_service.compare.plan import Pair
 from stagescope_service.dumps.records import Dump, Entry, Place
 
 _KNOWN: Final = (SAMPLE, RUN, RESPONSE)
@@ -38,7 +38,7 @@ _DRIVER: Final = "driver"
 """The role of what has no ranks: it holds whole steps, and says nothing of how they are split."""
 
 
-class Dealt:
+class RowAssignment:
     """What is known of the rows at each place of two sides."""
 
     def __init__(self, *, several_steps: bool = False) -> None:
@@ -54,7 +54,7 @@ class Dealt:
         self.is_reordered = False
         """Whether trajectories that are known lie elsewhere, or on one side only."""
 
-    def learn(self, couple: Couple, outcome: Outcome) -> None:
+    def learn(self, couple: Pair, outcome: Outcome) -> None:
         """Take in what was found of a shard of rows on each side."""
         one, other = couple
         if outcome.in_order and one is not None and other is not None:
@@ -67,14 +67,14 @@ class Dealt:
                 ids, responses = (index.keys.get(kind, ()) for kind in (SAMPLE, RESPONSE))
                 self._responses[side].update(zip(ids, responses, strict=False))
 
-    def is_told(self, couple: Couple) -> bool:
+    def is_told(self, couple: Pair) -> bool:
         """Whether shards of tokens say how the rows at these places pair: they are joined then."""
         return any(
             entry is not None and bool(self._rows_of(side, entry))
             for side, entry in enumerate(couple)
         )
 
-    def is_told_of_ranks(self, couple: Couple) -> bool:
+    def is_told_of_ranks(self, couple: Pair) -> bool:
         """Whether the shards of ranks may say what two files of a whole step hold."""
         return all(
             entry is not None and entry.place.rank is None and self._of_ranks(side, entry.place)
@@ -118,7 +118,7 @@ class Dealt:
             named.setdefault(RESPONSE, tuple(known))
         return dataclasses.replace(index, keys=named)
 
-    def confirms(self, place: Place, couple: Couple) -> bool:
+    def confirms(self, place: Place, couple: Pair) -> bool:
         """Whether tokens showed that rows lie in the same order on both sides at a place."""
         if all(entry is not None and entry.path in self._files for entry in couple):
             return True
@@ -127,7 +127,7 @@ class Dealt:
         ranks = [each for each in self._alike if each.step == place.step and each.rank is not None]
         return bool(ranks) and not self._of_ranks(0, place)
 
-    def why_unproven(self, piece: Piece, couple: Couple, *, is_uneven: bool) -> str:
+    def why_unproven(self, piece: Piece, couple: Pair, *, is_uneven: bool) -> str:
         """Return why what was paired by its place may be of other samples; empty if it is not.
 
         Args:
@@ -147,7 +147,7 @@ class Dealt:
             return "paired by place, and the trajectories are others or in another order"
         return ""
 
-    def is_moved(self, couple: Couple) -> bool:
+    def is_moved(self, couple: Pair) -> bool:
         """Whether samples of these places lie elsewhere on the other side, and not here too."""
         return any(
             self._lies_elsewhere(1 - side, entry, kind, key)
@@ -172,13 +172,13 @@ class Dealt:
             found = [each for each in found if each[0].role == role]
         return bool(found) and self._rank_and_part(entry) not in {where for _, where in found}
 
-    def same_samples(self, couple: Couple) -> bool:
+    def same_samples(self, couple: Pair) -> bool:
         """Whether two shards are of the same samples, as far as anything tells."""
         if not self.is_moved(couple):
             return True
         return self._is_alike(couple, self._common_kind([couple]))
 
-    def recoupled(self, couples: Sequence[Couple]) -> tuple[list[Couple], list[Couple]]:
+    def recoupled(self, couples: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
         """Pair entries by the samples that they are of, where the sides dealt them out otherwise.
 
         Args:
@@ -191,7 +191,7 @@ class Dealt:
         if not any(map(self.is_moved, couples)):
             return list(couples), []
         kind = self._common_kind(couples)
-        kept: list[Couple] = []
+        kept: list[Pair] = []
         left: tuple[dict[Keys, list[Entry]], dict[Keys, list[Entry]]] = ({}, {})
         for couple in couples:
             samples = [
@@ -206,13 +206,13 @@ class Dealt:
             for side, entry in enumerate(couple):
                 if entry is not None:
                     left[side].setdefault(samples[side], []).append(entry)
-        apart: list[Couple] = []
+        apart: list[Pair] = []
         for keys in left[0] | left[1]:
             for one, other in itertools.zip_longest(*(each.get(keys, ()) for each in left)):
                 (apart if None in (one, other) else kept).append((one, other))
         return kept, apart
 
-    def _is_alike(self, couple: Couple, kind: str) -> bool:
+    def _is_alike(self, couple: Pair, kind: str) -> bool:
         one, other = (
             () if entry is None else self._samples_of(side, entry, kind)
             for side, entry in enumerate(couple)
@@ -233,7 +233,7 @@ class Dealt:
         place = entry.place
         return (place.step if self._several_steps else None, place.rank, place.part)
 
-    def _common_kind(self, couples: Iterable[Couple]) -> str:
+    def _common_kind(self, couples: Iterable[Pair]) -> str:
         """Return by what the rows of all these entries are known, of those of which it is told."""
         keys = [
             rows

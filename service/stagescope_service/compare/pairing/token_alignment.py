@@ -12,7 +12,7 @@ from stagescope_service.compare.flow import is_structural
 from stagescope_service.compare.pairing.layout import Layout, chosen, cumulative, same_offsets
 from stagescope_service.compare.pairing.rows import Extent, Rows
 from stagescope_service.dumps.records import Place
-from stagescope_service.statistics.pairwise import Number, Spot, value_of
+from stagescope_service.statistics.pairwise import ElementLocation, Number, value_of
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class Location(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Taken:
+class TokenAlignment:
     """The values of two row tensors that pair.
 
     Attributes:
@@ -85,7 +85,9 @@ class Taken:
     kind: str
 
 
-def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool_]) -> Taken:
+def align_tokens(
+    a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool_]
+) -> TokenAlignment:
     """Pair the values of a row tensor that both records have.
 
     Args:
@@ -123,25 +125,25 @@ def take(a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool
     mask = mask_a[index_a] if mask_a is not None else None
     mask = mask_b[index_b] if mask_b is not None else mask
     lengths = np.stack([counts_a, counts_b], axis=1)
-    return Taken(index_a, index_b, cumulative(length), mask, lengths, states, kind)
+    return TokenAlignment(index_a, index_b, cumulative(length), mask, lengths, states, kind)
 
 
-def as_they_lie(layout: Layout, keep: Array | None, kind: str) -> Taken:
+def as_they_lie(layout: Layout, keep: Array | None, kind: str) -> TokenAlignment:
     """Pair values of two tensors that lie alike: each with that at its own place."""
     states = np.zeros(len(layout.offsets) - 1, np.int8)
-    return Taken(None, None, layout.offsets, keep, None, states, kind)
+    return TokenAlignment(None, None, layout.offsets, keep, None, states, kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finder:
     """Says where a pair of values is that was taken."""
 
-    taken: Taken
+    taken: TokenAlignment
     pairing: Pairing
     layouts: Layouts
     places: tuple[Place, Place]
 
-    def locate(self, spot: Spot | None) -> Location | None:
+    def locate(self, spot: ElementLocation | None) -> Location | None:
         """Return where a spot among the taken values lies on both sides."""
         if spot is None:
             return None

@@ -1,6 +1,6 @@
 """Forming wholes with the help of ingestors: payloads are joined and taken again where needed.
 
-No Ray in here: `Hands` reaches the ingestors.
+No Ray in here: `IngestorClient` reaches the ingestors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.coordinator.aggregation import assembly as wholes
-from stagescope_service.coordinator.aggregation.assembly import Forming
+from stagescope_service.coordinator.aggregation.assembly import StepParts
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Assemble, Delete, PayloadKey, Put
+from stagescope_service.core.instructions import Aggregate, Delete, PayloadKey, Put
 from stagescope_service.ingest.recompute import Source
-from stagescope_service.statistics import Restate
+from stagescope_service.statistics import Recompute
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
 from stagescope_service.triggers.evidence import ranks_text
@@ -67,7 +67,7 @@ class JoinPlan:
 
 
 def plan_join(
-    catalogue: Catalogue, run: str, forming: Forming, again: Collection[PayloadKey] = ()
+    catalogue: Catalogue, run: str, forming: StepParts, again: Collection[PayloadKey] = ()
 ) -> JoinPlan | None:
     """Return what to join in a step, None where nothing is lacking and nothing was consumed.
 
@@ -113,7 +113,7 @@ def plan_join(
 
 
 def _lacking(
-    catalogue: Catalogue, forming: Forming, again: Collection[PayloadKey]
+    catalogue: Catalogue, forming: StepParts, again: Collection[PayloadKey]
 ) -> tuple[str, Sequence[Row]]:
     """Return the stage that the whole comes from, and its payloads without the rollout's stream."""
     measured: dict[str, set[str]] = {}
@@ -179,7 +179,7 @@ _NAMED: Final = 5
 Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
 
-class Hands(Protocol):
+class IngestorClient(Protocol):
     """What ingestors do for the forming of a whole; None: the ring no longer holds it."""
 
     async def restate(
@@ -202,16 +202,16 @@ class Hands(Protocol):
         """Join a trainer's payload with rollouts; see `Retake.join`."""
 
 
-class Former:
+class Aggregator:
     """Forms the wholes of one coordinator; one call a step at a time."""
 
-    def __init__(self, catalogue: Catalogue, hands: Hands, write: Write) -> None:
+    def __init__(self, catalogue: Catalogue, hands: IngestorClient, write: Write) -> None:
         self._catalogue = catalogue
         self._hands = hands
         self._write = write
-        self._waiting: OrderedDict[Assemble, _Waiting] = OrderedDict()
+        self._waiting: OrderedDict[Aggregate, _Waiting] = OrderedDict()
 
-    async def form(self, order: Assemble, run: str, *, forgotten: bool = False) -> None:
+    async def form(self, order: Aggregate, run: str, *, forgotten: bool = False) -> None:
         """Form a step's whole and write it with its findings.
 
         Where the state machine has `forgotten` the step, its verdict is corrected, too.
@@ -231,7 +231,7 @@ class Former:
             rows += await asyncio.to_thread(wholes.verdict, self._catalogue, forming)
         await self._write(rows)
 
-    def arrived(self, job: Mapping[str, Any], rows: Sequence[Put]) -> list[Assemble]:
+    def arrived(self, job: Mapping[str, Any], rows: Sequence[Put]) -> list[Aggregate]:
         """Return the steps to form again now that a payload was read."""
         if job["stage"] in TRAINER_STAGES or not self._waiting:
             return []
@@ -243,7 +243,7 @@ class Former:
         ]
 
     async def _join(
-        self, order: Assemble, run: str, forming: wholes.Forming
+        self, order: Aggregate, run: str, forming: wholes.StepParts
     ) -> tuple[bool, Counter[str]]:
         """Join what can be joined.
 
@@ -289,12 +289,12 @@ class Former:
             await self._write(rows)
         return joined, alone
 
-    def _wait(self, order: Assemble, waiting: _Waiting) -> None:
+    def _wait(self, order: Aggregate, waiting: _Waiting) -> None:
         self._waiting[order] = waiting
         while len(self._waiting) > _REMEMBERED:
             self._waiting.popitem(last=False)
 
-    async def _restate(self, forming: wholes.Forming) -> None:
+    async def _restate(self, forming: wholes.StepParts) -> None:
         """Take parts again of which some tokens count elsewhere, until every token counts once."""
         if not forming.restate and not forming.restate_ranks:
             return
@@ -311,7 +311,7 @@ class Former:
                 return
 
     async def _restated(
-        self, item: Restate, forming: wholes.Forming, nodes: Mapping[str, str | None]
+        self, item: Recompute, forming: wholes.StepParts, nodes: Mapping[str, str | None]
     ) -> bytes | None:
         row = forming.rows[item.key]
         key = PayloadKey(row["incarnation"], row["seq"])
@@ -328,7 +328,7 @@ class _Waiting:
 
 
 def _not_joined(
-    order: Assemble,
+    order: Aggregate,
     run: str,
     stage: str,
     left_out: Mapping[str, Sequence[str]],

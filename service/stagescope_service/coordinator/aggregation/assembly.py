@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.core.catalogue_rows import digest
+from stagescope_service.core.catalogue_rows import fingerprint
 from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import NOT_AGGREGATED, finding
 from stagescope_service.core.instructions import Delete, Put
-from stagescope_service.statistics import PartRecord, Restate, Whole, assemble, examine
+from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
 from stagescope_service.statistics.comparability import Check, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
@@ -27,7 +27,7 @@ _HOLDERS: Final = 20
 """Ranks that a finding lists for an id."""
 
 
-def findings(whole: Whole, place: Mapping[str, Any]) -> list[Put | Delete]:
+def findings(whole: StepSummary, place: Mapping[str, Any]) -> list[Put | Delete]:
     """Return the findings about a step's tokens; those that no longer hold are taken back.
 
     Args:
@@ -48,7 +48,7 @@ def findings(whole: Whole, place: Mapping[str, Any]) -> list[Put | Delete]:
     return rows
 
 
-def _contradictions(whole: Whole) -> dict[str, Any] | None:
+def _contradictions(whole: StepSummary) -> dict[str, Any] | None:
     found = whole.contradictions
     if not found:
         return None
@@ -74,7 +74,7 @@ def _contradictions(whole: Whole) -> dict[str, Any] | None:
     }
 
 
-def _missing(whole: Whole) -> dict[str, Any] | None:
+def _missing(whole: StepSummary) -> dict[str, Any] | None:
     missing = whole.tokens_left_out.get(PARTIAL, 0)
     if not missing:
         return None
@@ -86,7 +86,7 @@ def _missing(whole: Whole) -> dict[str, Any] | None:
     }
 
 
-def _other_streams(whole: Whole) -> dict[str, Any] | None:
+def _other_streams(whole: StepSummary) -> dict[str, Any] | None:
     tokens = whole.tokens_left_out.get(OTHER_STREAMS, 0)
     if not tokens:
         return None
@@ -100,7 +100,7 @@ def _other_streams(whole: Whole) -> dict[str, Any] | None:
     }
 
 
-def _unaccounted(whole: Whole) -> dict[str, Any] | None:
+def _unaccounted(whole: StepSummary) -> dict[str, Any] | None:
     lost = whole.unaccounted
     if not lost:
         return None
@@ -126,7 +126,7 @@ _NAMED_RANKS = 100
 
 
 @dataclasses.dataclass
-class Forming:
+class StepParts:
     """A whole on its way: parts that overlap in part must be taken again before it is right."""
 
     attempt_id: int
@@ -138,7 +138,7 @@ class Forming:
     """What the step's row said of its parts before they were read."""
     wall: float
     """When that was, Unix seconds."""
-    whole: Whole | None = None
+    whole: StepSummary | None = None
     unavailable: set[str] = dataclasses.field(default_factory=set)
     """Keys of parts that could not be taken again: the ring no longer holds them."""
     alone: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -147,13 +147,13 @@ class Forming:
     """Whether a process of the run said `expect: bitwise` in its settings."""
 
     @property
-    def restate(self) -> Sequence[Restate]:
+    def restate(self) -> Sequence[Recompute]:
         """The parts to take again, as far as they may still be there."""
         items = () if self.whole is None else self.whole.restate
         return [item for item in items if item.key not in self.unavailable]
 
     @property
-    def restate_ranks(self) -> Sequence[Restate]:
+    def restate_ranks(self) -> Sequence[Recompute]:
         """The parts to take again for the numbers of their own rank."""
         return () if self.whole is None else self.whole.restate_ranks
 
@@ -164,7 +164,7 @@ class Forming:
         except InvalidInput:
             self.whole = None  # nobody handed over both streams: there is nothing to tell
 
-    def replace(self, item: Restate, summary: bytes | None, *, for_rank: bool = False) -> None:
+    def replace(self, item: Recompute, summary: bytes | None, *, for_rank: bool = False) -> None:
         """Put a restated summary in the place of a part's own; None: it could not be taken."""
         if summary is None:
             if not for_rank:
@@ -183,7 +183,7 @@ class Forming:
                 )
 
 
-def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
+def begin(catalogue: Catalogue, attempt_id: int, step: int) -> StepParts:
     """Read a step's parts and put them together."""
     # Before the parts, which then hold no less.
     wall, mark = time.time(), catalogue.parts_mark(attempt_id, step)
@@ -196,19 +196,19 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> Forming:
         for row in rows
     }
     bitwise = any((row["settings"] or {}).get("expect") == "bitwise" for row in processes)
-    forming = Forming(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
+    forming = StepParts(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
     forming.assemble()
     return forming
 
 
-def nodes_of(catalogue: Catalogue, forming: Forming) -> dict[str, str | None]:
+def nodes_of(catalogue: Catalogue, forming: StepParts) -> dict[str, str | None]:
     """Return, by part key, the nodes whose rings hold the payloads of the whole's stage."""
     stage = None if forming.whole is None else forming.whole.stage
     rows = catalogue.payloads(forming.attempt_id, forming.step, stage=stage, limit=_ALL)
     return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
 
 
-def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
+def rows_of(forming: StepParts, run: str) -> list[Put | Delete]:
     """Return what a formed whole writes: the whole itself and its findings."""
     key = {"attempt_id": forming.attempt_id, "step": forming.step}
     whole = None if forming.whole is None else forming.whole.besides(forming.alone)
@@ -231,7 +231,7 @@ def rows_of(forming: Forming, run: str) -> list[Put | Delete]:
     return puts + findings(whole, place)
 
 
-def _suspects(suspects: Sequence[Check], whole: Whole, place: dict[str, Any]) -> list[Put]:
+def _suspects(suspects: Sequence[Check], whole: StepSummary, place: dict[str, Any]) -> list[Put]:
     """Say why the streams cannot be compared: the likeliest cause, and what it may explain.
 
     It explains nothing on a rank that does not show it: such a rank's own cause is said beside it.
@@ -261,7 +261,7 @@ def _suspects(suspects: Sequence[Check], whole: Whole, place: dict[str, Any]) ->
 
 
 def _not_exact(
-    whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
+    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
 ) -> list[Put]:
     """Say where the streams of a run that expects no difference first differ."""
     unequal = unequal_tokens(whole.total)
@@ -307,7 +307,7 @@ def too_late(
         return [] if failed else None
     key = {"attempt_id": attempt_id, "step": step}
     came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
-    whole = Whole.from_bytes(row["whole"])
+    whole = StepSummary.from_bytes(row["whole"])
     known = {*whole.counted, *whole.left_out}
     # One that settled after the wall was taken may be among the parts that were read then.
     late = [
@@ -324,11 +324,11 @@ def too_late(
         loss = {name: each[name] for name in ("role", "rank", "stage", "bytes")}
         loss |= {"kind": "payload", "reason": TOO_LATE, "count": 1, "wall": each["settled_wall"]}
         identity = (each["incarnation"], each["work_key"], "payload", each["seq"])
-        rows.append(Put("losses", {"loss_id": digest(*identity), "run": run, **key, **loss}))
+        rows.append(Put("losses", {"loss_id": fingerprint(*identity), "run": run, **key, **loss}))
     return rows
 
 
-def verdict(catalogue: Catalogue, forming: Forming) -> list[Put]:
+def verdict(catalogue: Catalogue, forming: StepParts) -> list[Put]:
     """Correct the stored verdict on a step by the stages that came after it was given."""
     row = catalogue.step(forming.attempt_id, forming.step)
     if row is None or not row["missing"]:
@@ -339,7 +339,9 @@ def verdict(catalogue: Catalogue, forming: Forming) -> list[Put]:
     return [Put("steps", {**key, "completeness": told, "missing": missing})]
 
 
-def _replicas(whole: Whole, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]) -> Put:
+def _replicas(
+    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
+) -> Put:
     pairs = [
         {
             "rank": rows.get(one, {}).get("rank"),

@@ -23,11 +23,11 @@ from stagescope.wire.errors import InvalidInput, InvalidPlan
 from stagescope.wire.keep import validate_keep
 from stagescope_service.triggers.rules import load_yaml
 
-Standing = Mapping[str, Mapping[str, Any]]
+KeepPolicy = Mapping[str, Mapping[str, Any]]
 """Pattern of runs -> a checked configuration, the first that matches counts."""
 
 
-def parse_standing(document: object) -> dict[str, dict[str, Any]]:
+def parse_keep_policy(document: object) -> dict[str, dict[str, Any]]:
     """Return the configurations of a document.
 
     Raises:
@@ -52,7 +52,7 @@ def parse_standing(document: object) -> dict[str, dict[str, Any]]:
     return found
 
 
-def read_standing(path: Path) -> dict[str, dict[str, Any]]:
+def read_keep_policy(path: Path) -> dict[str, dict[str, Any]]:
     """Read the file of `STAGESCOPE_KEEP`.
 
     Raises:
@@ -67,10 +67,10 @@ def read_standing(path: Path) -> dict[str, dict[str, Any]]:
             expected="a YAML file",
             advice="see STAGESCOPE_KEEP",
         ) from error
-    return parse_standing(load_yaml(text))
+    return parse_keep_policy(load_yaml(text))
 
 
-def standing_of(standing: Standing, run: str) -> Mapping[str, Any] | None:
+def keep_policy_of(standing: KeepPolicy, run: str) -> Mapping[str, Any] | None:
     """Return the configuration of a run; None where no pattern names it."""
     for pattern, keep in standing.items():
         if fnmatch.fnmatchcase(run, pattern):

@@ -13,7 +13,7 @@ from stagescope.wire.keep import misspelt_words
 from stagescope.wire.names import closest_by_words, closest_stage
 from stagescope.wire.schema import STAGES
 from stagescope_service.core.captures import agreement as agreeing
-from stagescope_service.core.captures.agreement import Crew
+from stagescope_service.core.captures.agreement import Participants
 from stagescope_service.core.captures.plan import Entry
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.registry import Registry
@@ -22,11 +22,11 @@ _RUNS_NAMED: Final = 20
 _RANKS_NAMED: Final = 20
 
 
-def crew_of(registry: Registry, order: Mapping[str, Any]) -> Crew:
+def participants_of(registry: Registry, order: Mapping[str, Any]) -> Participants:
     """Return whom an order asks: the ranks that do its stages in the run's newest attempt."""
     attempt = attempt_of(registry, order)
     if attempt is None or attempt.over:
-        return Crew(order["run"], None, ())
+        return Participants(order["run"], None, ())
     live = {
         (process.role, process.rank): (process.incarnation, process.plan_revision)
         for process in attempt.processes.values()
@@ -41,7 +41,7 @@ def crew_of(registry: Registry, order: Mapping[str, Any]) -> Crew:
         {role: attempt.world_size(role) for role in named},
         live,
     )
-    return Crew(
+    return Participants(
         order["run"],
         attempt.attempt_id,
         members,
@@ -107,7 +107,7 @@ def _run_note(registry: Registry, run: str) -> str:
     return f"no run {run!r} is known (yet){asked}: it waits for one of that name{newest}"
 
 
-def _rank_notes(attempt: Attempt, order: Mapping[str, Any], crew: Crew) -> list[str]:
+def _rank_notes(attempt: Attempt, order: Mapping[str, Any], crew: Participants) -> list[str]:
     """Return notes of ranks and roles that an order names, and that are not there."""
     said = []
     there = {role for role, _ in attempt.by_rank}
@@ -199,7 +199,7 @@ def notes(registry: Registry, entry: Entry) -> list[str]:
     if attempt.over:
         said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
     said += _stage_notes(order["stages"], _done(attempt))
-    crew = crew_of(registry, order)
+    crew = participants_of(registry, order)
     if needs_ranks(order) and not attempt.over and not crew.members:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
         named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])

@@ -15,7 +15,7 @@ from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.wire.errors import Conflict, NotFound
 from stagescope.wire.keep import wanted_by, words_of
 from stagescope_service.core.captures.agreement import ASKED, Agreement
-from stagescope_service.core.captures.keep_policy import Standing, standing_of
+from stagescope_service.core.captures.keep_policy import KeepPolicy, keep_policy_of
 
 __all__ = ["Entry", "Plan", "matches", "validate_capture"]
 
@@ -71,7 +71,7 @@ class Plan:
         captures: Iterable[Mapping[str, Any]] = (),
         *,
         revision: int = 0,
-        standing: Standing | None = None,
+        standing: KeepPolicy | None = None,
     ) -> None:
         self.entries = {str(item["capture_id"]): Entry.of(item) for item in captures}
         self._allotted = revision
@@ -159,7 +159,7 @@ class Plan:
 
     def wire(self, run: str) -> dict[str, Any]:
         """Return the plan as it travels to the ranks of a run."""
-        keep = standing_of(self._standing, run)
+        keep = keep_policy_of(self._standing, run)
         said = {} if keep is None else {"keep": keep}
         return {"revision": self.revision, "captures": self.for_run(run), **said}
 
@@ -179,7 +179,7 @@ class Plan:
             wanted = words_of(capture)
             if wanted and matches(capture, stage=stage, role=role, rank=rank, step=step):
                 words.update(dict.fromkeys(wanted))
-        if (keep := standing_of(self._standing, run)) is not None:
+        if (keep := keep_policy_of(self._standing, run)) is not None:
             own = wanted_by(keep, stage=stage, role=role, rank=rank, step=step)
             words.update(dict.fromkeys(own))
         return list(words)

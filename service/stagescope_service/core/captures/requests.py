@@ -13,14 +13,14 @@ from typing import Any, Final
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
 from stagescope_service.core.captures import agreement as agreeing
-from stagescope_service.core.captures.agreement import Agreement, Crew
+from stagescope_service.core.captures.agreement import Agreement, Participants
 from stagescope_service.core.captures.participants import (
     attempt_of,
     check_stages,
-    crew_of,
     is_early,
     names,
     notes,
+    participants_of,
     run_of,
 )
 from stagescope_service.core.captures.plan import Entry, Plan
@@ -33,7 +33,7 @@ _GAPS: Final = ("missed", "failed", "truncated")
 _MISSED_LISTED: Final = 200
 
 
-class Orders:
+class CaptureRequests:
     """The plan, and how its captures are agreed on.
 
     Args:
@@ -256,22 +256,22 @@ class Orders:
         return [self.row(new), *self._partial(new, gap, wall)]
 
     # --- who is asked ----------------------------------------------------------------------
-    def crew(self, order: Mapping[str, Any]) -> Crew:
+    def crew(self, order: Mapping[str, Any]) -> Participants:
         """Return whom an order asks."""
-        return crew_of(self.state.registry, order)
+        return participants_of(self.state.registry, order)
 
     def notes(self, entry: Entry) -> list[str]:
         """Return what an asker should know: an order may wait for what never comes."""
         return notes(self.state.registry, entry)
 
-    def _estimates_of(self, entry: Entry, crew: Crew) -> list[dict[str, Any]]:
+    def _estimates_of(self, entry: Entry, crew: Participants) -> list[dict[str, Any]]:
         """Return what the asked ranks reckon; who would not take part is asked by no one."""
         members = {(each.role, each.rank) for each in crew.members}
         said = self._estimates.get(entry.capture_id, {})
         return [each for (role, rank, _), each in said.items() if (role, rank) in members]
 
     def _unreckoned(
-        self, asked: Agreement, crew: Crew, estimates: Iterable[Mapping[str, Any]]
+        self, asked: Agreement, crew: Participants, estimates: Iterable[Mapping[str, Any]]
     ) -> bool:
         """Whether a rank that acknowledged has not yet said what it reckons."""
         said = {(each["role"], each["rank"]) for each in estimates}

@@ -22,7 +22,7 @@ _FILLED: Final = 1
 _SURE: Final = 2
 
 
-class Spots(NamedTuple):
+class Locations(NamedTuple):
     """Where the tokens of a part's rows lie in their samples.
 
     Attributes:
@@ -41,7 +41,7 @@ class Spots(NamedTuple):
         return int(self.positions[self.there].max(initial=-1)) + 1
 
 
-def spots_of(tensors: Mapping[str, WireTensor], rows: int) -> Spots | None:
+def locations_of(tensors: Mapping[str, WireTensor], rows: int) -> Locations | None:
     """Return where the tokens of rows lie; None where that is not said, or makes no sense."""
     mask = _dense(tensors, "response_mask", rows)
     if mask is None or mask.values.ndim != 2:
@@ -62,10 +62,10 @@ def spots_of(tensors: Mapping[str, WireTensor], rows: int) -> Spots | None:
     else:
         return None
     inside &= positions >= 0
-    return None if (counts & ~inside).any() else Spots(positions, counts, inside)
+    return None if (counts & ~inside).any() else Locations(positions, counts, inside)
 
 
-def digest(before: str, tensors: Mapping[str, WireTensor]) -> str:
+def checksum(before: str, tensors: Mapping[str, WireTensor]) -> str:
     """Return a hash of tensors, after what was hashed before: replicas have the same."""
     found = hashlib.blake2b(before.encode(), digest_size=12)
     for name in sorted(tensors):
@@ -92,7 +92,7 @@ class Assembly:
         self.differing = 0
         """Values of tokens that two fragments hold, and not alike."""
 
-    def put(self, rows: Int64, spots: Spots, values: Array) -> None:
+    def put(self, rows: Int64, spots: Locations, values: Array) -> None:
         """Write the tokens of a part's rows: those that count over those that do not."""
         for there, state in ((spots.sure, _SURE), (spots.there & ~spots.sure, _FILLED)):
             row, at = np.nonzero(there)

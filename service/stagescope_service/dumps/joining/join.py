@@ -16,7 +16,7 @@ from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.flow import order_of
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.joining.columns import Allocate, Array, Column, Piece, piece_of
-from stagescope_service.dumps.joining.fragments import PLACES, Assembly, Spots, spots_of
+from stagescope_service.dumps.joining.fragments import PLACES, Assembly, Locations, locations_of
 from stagescope_service.dumps.joining.parts import find_parts
 from stagescope_service.dumps.joining.rows import FoundPart, Rows
 from stagescope_service.dumps.records import Dump, Record
@@ -166,7 +166,7 @@ class _Joined:
 
     def _take(self, at: int, part: FoundPart, record: Record) -> None:
         tensors = part.unpacked(record)
-        spots = None if part.is_once or part.span is None else spots_of(tensors, part.count)
+        spots = None if part.is_once or part.span is None else locations_of(tensors, part.count)
         for name, wire in tensors.items():
             self.seen.add(name)
             if not self._is_wanted(name) or name in self._recorded[at]:
@@ -205,7 +205,7 @@ class _Joined:
                 )
             )
 
-    def _place(self, part: FoundPart, name: str, piece: Piece, spots: Spots) -> None:
+    def _place(self, part: FoundPart, name: str, piece: Piece, spots: Locations) -> None:
         """Write the tokens of pieces of samples where they lie."""
         column, rows = self._columns[name], part.rows
         assert rows is not None

@@ -13,7 +13,7 @@ from stagescope.flow import order_of
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.schema import STAGES
 from stagescope_service.dumps.joining.columns import Array
-from stagescope_service.dumps.joining.fragments import PLACES, digest, spots_of
+from stagescope_service.dumps.joining.fragments import PLACES, checksum, locations_of
 from stagescope_service.dumps.joining.rows import FoundPart, Rows, lacking_ranks
 from stagescope_service.dumps.records import Dump, Entry, Record
 from stagescope_service.store.tensorfile import WireTensor
@@ -177,8 +177,8 @@ class _Scan:
         part.texts |= {name: each for name, each in texts.items() if len(each) == count}
         is_placed = not PLACES.isdisjoint(tensors)
         if part.context_ranks > 1 and not is_placed:
-            part.digest = digest(part.digest, tensors)
-        if is_placed and (spots := spots_of(tensors, count)) is not None:
+            part.digest = checksum(part.digest, tensors)
+        if is_placed and (spots := locations_of(tensors, count)) is not None:
             part.span = max(part.span or 0, spots.span)
         for name, (tag, shape, values, offsets) in tensors.items():
             if offsets is not None and len(offsets) == count + 1:

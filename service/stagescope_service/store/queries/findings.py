@@ -30,7 +30,7 @@ _OUTLINES: Final[dict[str, tuple[str, str]]] = {
 """Columns that say what a row is about, and the newest first."""
 
 
-class NoticedReads(Reader):
+class FindingQueries(Reader):
     """Questions about findings, losses, stacks, triggers and what they fired."""
 
     def outline(

@@ -18,7 +18,7 @@ _STEP_STATE: Final = (
 )  # fmt: skip
 
 
-class MeasuredReads(Reader):
+class MeasurementQueries(Reader):
     """Questions about scalars, payloads, summaries, streams and samples."""
 
     def scalars(

@@ -73,7 +73,7 @@ def _live(activity: sa.Subquery) -> sa.ColumnElement[bool]:
     )
 
 
-def newest_whole(run: str | None) -> Query:
+def newest_summary(run: str | None) -> Query:
     """Select the step whose whole is the newest of a run, or of any."""
     table, attempt = tables.steps, tables.attempts
     chosen: list[sa.ColumnElement[bool]] = [table.c.whole.is_not(None)]

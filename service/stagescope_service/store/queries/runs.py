@@ -112,7 +112,7 @@ class RunReads(Reader):
         Args:
             run: the run; None for the one that trained last.
         """
-        return self._first(overview.newest_whole(run))
+        return self._first(overview.newest_summary(run))
 
     def parts_mark(self, attempt_id: int, step: int) -> int | None:
         """Return what a step's whole must hold (`steps.parts_mark`), None where nothing."""

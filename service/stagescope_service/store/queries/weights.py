@@ -35,7 +35,7 @@ def incomplete(attempt_id: int, before: int) -> Query:
     return sa.select(_verdicts.c.version).where(unsettled, _verdicts.c.complete == sa.false())
 
 
-def unweighed() -> Query:
+def uncompared() -> Query:
     """Select (attempt_id, version) of which more was recorded than the verdict rests on."""
     recorded = (
         sa.select(_records.c.attempt_id, _records.c.version, sa.func.count().label("records"))
@@ -86,9 +86,9 @@ class WeightReads(Reader):
         """Return the versions below `before` of which somebody was still expected."""
         return [row["version"] for row in self._rows(incomplete(attempt_id, before))]
 
-    def unweighed(self) -> list[tuple[int, int]]:
+    def uncompared(self) -> list[tuple[int, int]]:
         """Return (attempt_id, version) of which more was recorded than was compared."""
-        return [(row["attempt_id"], row["version"]) for row in self._rows(unweighed())]
+        return [(row["attempt_id"], row["version"]) for row in self._rows(uncompared())]
 
     def odd_replicas(self) -> list[Row]:
         """Return each time that a rank's weights were not its replicas', the last first."""

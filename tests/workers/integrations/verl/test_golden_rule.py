@@ -66,7 +66,7 @@ PARTS: list[tuple[Any, str]] = [
     ),
     *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "at")),
     (ranks, "describe"),
-    *((minibatches.Meeting, name) for name in ("__init__", "add", "take")),
+    *((minibatches.MicrobatchBuffer, name) for name in ("__init__", "add", "take")),
     *((minibatches.Minibatches, name) for name in ("advance", "_known")),
 ]
 """What is broken in turn; parts that a wrapper must reach are broken where it finds them."""

@@ -20,7 +20,7 @@ from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
 
-class Meeting:
+class MicrobatchBuffer:
     """What the loss of a mini-batch's micro-batches had in hand."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Minibatches:
             epochs: how many.
             collects: whether the loss hands over the two log-prob streams (bypass mode).
         """
-        self.meeting = Meeting() if collects else None
+        self.meeting = MicrobatchBuffer() if collects else None
         self.is_reported = context.stages
         """Whether it is a stage that was asked for, and not only the way of the log-probs."""
         self._probe = probe

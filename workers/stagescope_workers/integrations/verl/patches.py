@@ -165,12 +165,12 @@ def say(patches: Iterable[Patch]) -> None:
     if verl is None or os.environ.get("RANK", "0") != "0":
         return
     version = str(getattr(verl, "__version__", "of unknown version"))
-    missing = left_out(patches, verl)
+    missing = missing_hooks(patches, verl)
     if missing:
         _log.warning("not reported with verl %s: %s", version, "; ".join(missing))
 
 
-def left_out(patches: Iterable[Patch], verl: ModuleType) -> list[str]:
+def missing_hooks(patches: Iterable[Patch], verl: ModuleType) -> list[str]:
     """Return the purposes that no module of `verl` serves: it came later, or went.
 
     A purpose that several modules serve (verl has two trainers, and had two kinds of workers)
