@@ -19,7 +19,7 @@ from tests.support.trainings import Delivery, Rank, check_memory
 from stagescope.wire.schema import Work
 from stagescope_service.api.completeness import gaps
 from stagescope_service.coordinator.restore import restore
-from stagescope_service.core.catalogue_rows import fingerprint
+from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Aggregate
 from stagescope_service.core.state import State
 from stagescope_service.statistics import StepSummary
@@ -330,7 +330,7 @@ class World:
             part_key(name, seq)
             for (name, seq), each in self.heard.items()
             if each.has_payload
-            and fingerprint(name, Work.parse(each.event.fields).key, "payload", seq) in listed
+            and row_id(name, Work.parse(each.event.fields).key, "payload", seq) in listed
         }
 
     def sent(self, processes: set[str], step: int) -> set[str]:

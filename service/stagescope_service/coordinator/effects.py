@@ -147,7 +147,7 @@ class RayEffects:
     def weigh(self, order: CompareWeights) -> None:
         """Compare the recorded weights of a version; asked again meanwhile, once more after."""
         if self._weigher.takes(order):
-            self._start(self._weigher.weigh(order))
+            self._start(self._weigher.compare(order))
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         """Have the ingestor of a node read the files of its watchdogs."""

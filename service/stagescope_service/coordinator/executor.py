@@ -37,7 +37,7 @@ class Executor:
         self.state = state
         self.store = store
         self.plan = plan
-        self.floor = floor
+        self.effects = floor
         self._payloads: dict[PayloadKey, object] = {}
         self.uncommitted: Counter[PayloadKey] = Counter()
         """Settled in memory and not yet on disk: whoever heard of it would let the payload go."""
@@ -93,13 +93,13 @@ class Executor:
             if isinstance(order, Ingest):
                 self._ingest(order)
             elif isinstance(order, Aggregate):
-                self.floor.assemble(order)
+                self.effects.assemble(order)
             elif isinstance(order, BuildOperatorTable):
-                self.floor.digest(order)
+                self.effects.digest(order)
             elif isinstance(order, CompareWeights):
-                self.floor.weigh(order)
+                self.effects.compare_weights(order)
             elif isinstance(order, ReadWatchdogs):
-                self.floor.read_watchdogs(order)
+                self.effects.read_watchdogs(order)
             elif isinstance(order, Ask):
                 settled.add(order.incarnation)
             elif isinstance(order, Settled):
@@ -118,7 +118,7 @@ class Executor:
         words = self.plan.keeps(run=order.job["run"], **place)
         said = read_keep(process.settings.get("keep"))
         order.job["keep"] = [*words, *(() if said is None else wanted_by(said, **place))]
-        self.floor.ingest(order, payload)
+        self.effects.ingest(order, payload)
 
     # --- who waits ------------------------------------------------------------------------
     def receipts(self, incarnation: str, seqs: Iterable[int]) -> dict[int, str]:

@@ -274,7 +274,7 @@ class HangWatch:
     ) -> list[Instruction]:
         """Make findings of ranks that are newly stuck, and ask for their stacks."""
         first = new[0]
-        request_id = f"{KIND}-{digest(attempt.attempt_id, name, first.place, first.rank, wall)}"
+        request_id = f"{KIND}-{row_id(attempt.attempt_id, name, first.place, first.rank, wall)}"
         out: list[Instruction] = []
         for each in new:
             put = _finding(attempt, name, each, len(role.standings), wall, request_id)

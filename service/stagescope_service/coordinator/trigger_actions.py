@@ -12,7 +12,7 @@ import httpx
 
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import Conflict, NotReady, StagescopeError
-from stagescope_service.core.catalogue_rows import fingerprint
+from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.store.catalogue import Catalogue
@@ -376,7 +376,7 @@ _TOLD: Final = (
 
 def finding_place(key: Mapping[str, Any]) -> str:
     """Return the id of a firing's finding: one for a rule and a step, wherever it points."""
-    return fingerprint("trigger", key["rule"], key["attempt_id"], key["step"])
+    return row_id("trigger", key["rule"], key["attempt_id"], key["step"])
 
 
 def _advice(act: Act) -> str:

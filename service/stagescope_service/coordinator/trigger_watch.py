@@ -21,7 +21,7 @@ from typing import Any, Final
 from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
 from stagescope_service.coordinator.retries import retried
 from stagescope_service.coordinator.trigger_actions import Act, Acting, finding_of, finding_place
-from stagescope_service.core.catalogue_rows import fingerprint
+from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
@@ -140,8 +140,8 @@ class Triggers:
         try:
             text = await asyncio.to_thread(file.read_text, encoding="utf-8")
             known = None if row is None else row["digest"]
-            if fingerprint(text) != known:
-                await self._put(read_yaml(text), by=by, source=str(file), mark=fingerprint(text))
+            if row_id(text) != known:
+                await self._put(read_yaml(text), by=by, source=str(file), mark=row_id(text))
         except (OSError, UnicodeDecodeError, StagescopeError) as error:
             logger.warning("the rules in %s were not taken: %s", file, error)
             wall = self._wall()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope_service.coordinator.retries import RetriedWork, retried
-from stagescope_service.core.catalogue_rows import fingerprint
+from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import describe, finding
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.weight_records import manifest_of, record_of
@@ -199,7 +199,7 @@ def _verdict(weighed: ComparedVersion) -> Put:
 
 def _judged(weighed: ComparedVersion, kind: str, said: Mapping[str, Any] | None) -> Put | Delete:
     """Write a finding, or take back one that did not last."""
-    finding_id = fingerprint(kind, weighed.attempt_id, weighed.version)
+    finding_id = row_id(kind, weighed.attempt_id, weighed.version)
     if said is None:
         return Delete("findings", {"finding_id": finding_id})
     made = finding(
@@ -341,10 +341,10 @@ class WeightComparer:
         )
 
     def takes(self, order: CompareWeights) -> bool:
-        """Note an order; say whether `compare_version` is to be called with it."""
+        """Note an order; say whether `compare` is to be called with it."""
         return self._comparing.takes(order, order)
 
-    async def compare_version(self, order: CompareWeights) -> None:
+    async def compare(self, order: CompareWeights) -> None:
         """Compare a version, again as long as it was asked for meanwhile or where it fails."""
         await self._comparing.carry_out(order, order)
 
@@ -358,7 +358,7 @@ class WeightComparer:
     async def _catch_up(self) -> None:
         for place in await asyncio.to_thread(self._catalogue.unweighed):
             if self.takes(order := CompareWeights(*place)):
-                await self.weigh(order)
+                await self.compare(order)
 
     async def _compare(self, order: CompareWeights) -> None:
         rows = await asyncio.to_thread(judge, self._catalogue, order, self._rules)
@@ -385,4 +385,4 @@ class WeightComparer:
 
 def _finding_id(order: CompareWeights) -> str:
     # Of a version, not of a step: the step may be unknown, or that of several versions.
-    return fingerprint(NOT_COMPARED, *order)
+    return row_id(NOT_COMPARED, *order)

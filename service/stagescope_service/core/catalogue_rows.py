@@ -140,7 +140,7 @@ def loss_row(
     return Put(
         "losses",
         {
-            "loss_id": fingerprint(*identity),
+            "loss_id": row_id(*identity),
             "run": attempt.run,
             "attempt_id": attempt.attempt_id,
             "role": process.role,
@@ -208,7 +208,7 @@ def plain(value: object, depth: int = 20) -> Any:
     return text(repr(value), 1000)
 
 
-def fingerprint(*parts: object) -> str:
+def row_id(*parts: object) -> str:
     """Return a short stable name for a tuple of values."""
     text = "\x1f".join(str(part) for part in parts)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stagescope.wire.schema import Work
 from stagescope_service.core import operator_tables, payloads, spans, steps
-from stagescope_service.core.catalogue_rows import fingerprint, loss_row, process_row
+from stagescope_service.core.catalogue_rows import row_id, loss_row, process_row
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry
@@ -81,7 +81,7 @@ def take_leave_back(process: Process, work: Work) -> list[Instruction]:
     """Take back that a stage was lost, unless another span of that name still is."""
     if any(span.work.key == work.key for span in process.unfinished.values()):
         return []
-    lost = fingerprint(process.incarnation, work.key, "stage", "")
+    lost = row_id(process.incarnation, work.key, "stage", "")
     return [Delete("losses", {"loss_id": lost})]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
-from stagescope_service.core.catalogue_rows import fingerprint
+from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Put
 
 NOT_KEPT: Final = "not_kept"
@@ -29,12 +29,12 @@ def moved(put: Put, attempt_id: int) -> Put:
 
 def by_message(put: Put) -> Put:
     """Return a finding as one of several of its kind about one thing: a finding a message."""
-    finding_id = fingerprint(put.row["finding_id"], put.row["message"])
+    finding_id = row_id(put.row["finding_id"], put.row["message"])
     return Put("findings", {**put.row, "finding_id": finding_id})
 
 
 def _finding_id(row: Mapping[str, Any]) -> str:
-    return fingerprint(*(row[name] for name in _IDENTITY))
+    return row_id(*(row[name] for name in _IDENTITY))
 
 
 _IDENTITY: Final = ("kind", "run", "attempt_id", "step", "stage", "role", "rank")

@@ -8,9 +8,9 @@ from stagescope_service.store.contract import Delete, Put
 
 __all__ = [
     "Ask",
-    "Assemble",
+    "Aggregate",
     "Delete",
-    "Digest",
+    "BuildOperatorTable",
     "DumpKey",
     "Ingest",
     "Instruction",
@@ -18,7 +18,7 @@ __all__ = [
     "Put",
     "ReadWatchdogs",
     "Settled",
-    "Weigh",
+    "CompareWeights",
 ]
 
 

@@ -12,7 +12,7 @@ from stagescope.wire.names import misspelt
 from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
-    fingerprint,
+    row_id,
     integer,
     loss_row,
     numbers,
@@ -145,7 +145,7 @@ def settle(
     if state == INGESTED:
         # It may have been listed as lost while its process was quiet.
         identity = (process.incarnation, work.key, "payload", key.seq)
-        out.append(Delete("losses", {"loss_id": fingerprint(*identity)}))
+        out.append(Delete("losses", {"loss_id": row_id(*identity)}))
     else:
         loss = {"identity": key.seq, "count": 1, "bytes": columns.get("bytes"), "wall": wall}
         out.append(loss_row(attempt, process, work, "payload", reason or state, **loss))

@@ -13,7 +13,7 @@ from stagescope.wire.names import closest_stage
 from stagescope.wire.schema import STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
-    fingerprint,
+    row_id,
     integer,
     loss_row,
     number,
@@ -352,7 +352,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         columns = {"identity": capture_id, "count": 1, "wall": event.wall}
         out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
     elif state == "complete":
-        lost = fingerprint(process.incarnation, work.key, "dump", capture_id)
+        lost = row_id(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
     return out + operator_tables.follow(attempt, process, event, work, row, said.get("state"))
 

@@ -308,7 +308,7 @@ def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales
 
         weigher = WeightComparer(scales.catalogue, write)
         assert weigher.takes(order)
-        await weigher.weigh(order)
+        await weigher.compare(order)
         assert weigher.takes(order)
 
     asyncio.run(several())

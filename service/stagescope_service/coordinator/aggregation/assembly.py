@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.core.catalogue_rows import fingerprint
+from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import NOT_AGGREGATED, finding
 from stagescope_service.core.instructions import Delete, Put
@@ -324,7 +324,7 @@ def too_late(
         loss = {name: each[name] for name in ("role", "rank", "stage", "bytes")}
         loss |= {"kind": "payload", "reason": TOO_LATE, "count": 1, "wall": each["settled_wall"]}
         identity = (each["incarnation"], each["work_key"], "payload", each["seq"])
-        rows.append(Put("losses", {"loss_id": fingerprint(*identity), "run": run, **key, **loss}))
+        rows.append(Put("losses", {"loss_id": row_id(*identity), "run": run, **key, **loss}))
     return rows
 
 
