@@ -264,9 +264,9 @@ class ApiServer:
                 f"the API does not serve: {self._problem or 'it is being started anew'}",
                 advice="the same call may be made again",
             )
-        desk: Dependencies = server.app.state.desk
-        target = desk.finder.step(run, None, step, key=attempt_key)
-        return encode(steps.metrics_of(desk, target))
+        deps: Dependencies = server.app.state.deps
+        target = deps.finder.step(run, None, step, key=attempt_key)
+        return encode(steps.metrics_of(deps, target))
 
     def stop(self) -> None:
         """Let go of the port."""

@@ -128,8 +128,8 @@ def test_the_first_divergent_operator_is_named(asking: Session) -> None:
     noted = Divergence({**found, "first_note": "input_args.0 differs already"})
     assert "  input_args.0 differs already" in noted.lines()
     assert asking.divergence({"step": 6, "rank": 0}, {"step": 5}, exact=True).same
-    loose = asking.divergence({"step": 6, "rank": 0}, {"rank": 1}, by_dtype={"float32": 9.0})
-    assert loose["first"] is None
+    stepless = asking.divergence({"step": 6, "rank": 0}, {"rank": 1}, by_dtype={"float32": 9.0})
+    assert stepless["first"] is None
     with pytest.raises(NotFound):
         asking.divergence({"step": 6, "rank": 0}, {"rank": 7})
 

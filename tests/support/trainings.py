@@ -318,7 +318,7 @@ def check_memory(state: State) -> None:
         assert sorted(attempt.processes) == sorted(
             each.incarnation for ranks in attempt.by_rank.values() for each in ranks
         )
-        for step in [*attempt.steps.values(), attempt.loose]:
+        for step in [*attempt.steps.values(), attempt.stepless]:
             for (incarnation, key), spans in step.spans.items():
                 assert [span.revision for span in spans] == sorted({s.revision for s in spans})
                 for span in spans:

@@ -109,7 +109,7 @@ def make_app(
     app.state.slots = asyncio.Semaphore(settings.max_bodies)
     # Threads of their own: a hung catalogue may hold every shared one, and events go on.
     app.state.readers = ThreadPoolExecutor(settings.max_bodies, "api-events")
-    app.state.desk = Dependencies(
+    app.state.deps = Dependencies(
         catalogue=catalogue,
         commands=commands,
         settings=settings,

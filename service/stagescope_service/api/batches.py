@@ -91,7 +91,7 @@ _FILE: Final = {"type": "string", "format": "binary", "description": "A safetens
     responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
 )
 async def batch(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     names: Annotated[
         str | None,
@@ -117,7 +117,7 @@ async def batch(
     tensors that were not kept) and what disagrees; `stagescope.Batch.load` reads it.
     """
     chosen = [_words(text) for text in (names, stages)]
-    found = await desk.comparisons.run(batch_of, desk, target, *chosen)
+    found = await deps.comparisons.run(batch_of, deps, target, *chosen)
     size, stream = _stream(found)
     name = f"{target.run}-{target.number}-step{_number(target)}.safetensors"
     headers = {
@@ -128,7 +128,7 @@ async def batch(
 
 
 def batch_of(
-    desk: Dependencies, target: Target, names: Sequence[str] | None, stages: Sequence[str] | None
+    deps: Dependencies, target: Target, names: Sequence[str] | None, stages: Sequence[str] | None
 ) -> Batch:
     """Put a step's batch together.
 
@@ -136,11 +136,11 @@ def batch_of(
         NotFound: nothing of it is kept (any more), or no such tensor or stage.
     """
     step = _number(target)
-    place = desk.settings.data_path / "copies"
+    place = deps.settings.data_path / "copies"
     with Scratch(place) as scratch, tempfile.TemporaryDirectory(dir=place) as copies:
-        rows = payload_artifacts(desk, target, step)
-        numbers = _scalars(desk, target)
-        files, gaps = _files(desk, target, rows, numbers, Path(copies))
+        rows = payload_artifacts(deps, target, step)
+        numbers = _scalars(deps, target)
+        files, gaps = _files(deps, target, rows, numbers, Path(copies))
         if not files:
             reasons = "; ".join(gap.message for gap in gaps)
             raise NotFound(
@@ -158,7 +158,7 @@ def batch_of(
             source=heading,
             gaps=[
                 *gaps,
-                *_known_gaps(desk, target, rows, names, stages),
+                *_known_gaps(deps, target, rows, names, stages),
                 *_numbers_alone(numbers, rows, stages),
             ],
             allocate=scratch.allocate,
@@ -166,13 +166,13 @@ def batch_of(
 
 
 def _files(
-    desk: Dependencies, target: Target, rows: Sequence[Row], numbers: Numbers, copies: Path
+    deps: Dependencies, target: Target, rows: Sequence[Row], numbers: Numbers, copies: Path
 ) -> tuple[list[PayloadFile], list[Gap]]:
     found: list[PayloadFile] = []
     gaps: list[Gap] = []
     for row in rows:
         try:
-            path = local_file(desk, row, copies)
+            path = local_file(deps, row, copies)
         except StagescopeError as error:
             gaps.append(Gap("file", str(error)))
             continue
@@ -186,10 +186,10 @@ def _part(row: Row) -> _Part:
     return (row["incarnation"], row["stage"], *(row.get(name) or 0 for name in PART_FIELDS))
 
 
-def _scalars(desk: Dependencies, target: Target) -> Numbers:
+def _scalars(deps: Dependencies, target: Target) -> Numbers:
     """Return the numbers of each part of a stage of a process."""
     found: dict[_Part, dict[str, float]] = {}
-    for row in desk.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS):
+    for row in deps.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS):
         found.setdefault(_part(row), {})[row["name"]] = row["value"]
     return found
 
@@ -213,7 +213,7 @@ def _numbers_alone(
 
 
 def _known_gaps(
-    desk: Dependencies,
+    deps: Dependencies,
     target: Target,
     rows: Sequence[Row],
     names: Sequence[str] | None,
@@ -221,14 +221,14 @@ def _known_gaps(
 ) -> Iterator[Gap]:
     """Yield what the catalogue knows to be missing."""
     step = _number(target)
-    replaced = desk.catalogue.replaced(target.attempt_id, step)
+    replaced = deps.catalogue.replaced(target.attempt_id, step)
     wanted = [
         row
-        for row in desk.catalogue.payloads(target.attempt_id, step, limit=ALL_ROWS)
+        for row in deps.catalogue.payloads(target.attempt_id, step, limit=ALL_ROWS)
         if stages is None or row["stage"] in stages
         if (row["incarnation"], row["seq"]) not in replaced
     ]
-    for item in stages_of(desk, target)[1].missing:
+    for item in stages_of(deps, target)[1].missing:
         if stages is None or item.get("stage") in stages:
             who = f"{item.get('role')} {item.get('rank')}"
             yield Gap("rank", f"{who} in {item.get('stage')}: {item.get('status')}")

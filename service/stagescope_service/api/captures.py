@@ -43,15 +43,15 @@ CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")
 
 
 @router.get("/plan", response_model=models.Plan)
-async def plan(desk: Deps) -> Answer:
+async def plan(deps: Deps) -> Answer:
     """Return the plan in force: its revision and its captures.
 
     `state` of each is that of `GET /captures/{capture_id}`: one whose steps by number are over is
     `complete` or `partial`, and stays in force for an attempt that does them again.
     """
-    said = check_ready(await desk.commands.plan())
+    said = check_ready(await deps.commands.plan())
     states = await asyncio.to_thread(
-        _states, desk, [each["capture_id"] for each in said["captures"]]
+        _states, deps, [each["capture_id"] for each in said["captures"]]
     )
     captures = [{**each, "state": states.get(each["capture_id"])} for each in said["captures"]]
     return Answer({**said, "captures": captures})
@@ -59,16 +59,16 @@ async def plan(desk: Deps) -> Answer:
 
 @router.get("/captures", response_model=models.Captures)
 def captures(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Annotated[
         str | None, Query(max_length=100, description="Only those ordered for this run.")
     ] = None,
 ) -> Answer:
     """List the captures that were ever ordered, newest first, withdrawn ones too."""
-    answer = page.cut(desk.catalogue.captures(run=run))
+    answer = page.cut(deps.catalogue.captures(run=run))
     rows = [
-        {**row, "state": progress(desk.catalogue, row)["state"]}
+        {**row, "state": progress(deps.catalogue, row)["state"]}
         if row["state"] in (AGREED, DONE)
         else row
         for row in answer["rows"]
@@ -77,17 +77,17 @@ def captures(
 
 
 @router.get("/captures/{capture_id}", response_model=models.Capture)
-def capture(desk: Deps, capture_id: CaptureId) -> Answer:
+def capture(deps: Deps, capture_id: CaptureId) -> Answer:
     """Say how far a capture has come: who acknowledged it, who collected, missed or failed.
 
     `state` is `asked` (not every rank has acknowledged), `agreed` (it starts at
     `agreement.start`), `complete`, `partial`, `given up`, `too late`, `refused` or `withdrawn`.
     `ranks` lists whom it asks, `steps` what each step came to, `dumps` every dump.
     """
-    row = desk.catalogue.capture(capture_id)
+    row = deps.catalogue.capture(capture_id)
     if row is None:
         raise NotFound(f"no capture {capture_id!r:.100}", advice="see /captures for all of them")
-    return Answer(progress(desk.catalogue, row))
+    return Answer(progress(deps.catalogue, row))
 
 
 @router.post(
@@ -98,7 +98,7 @@ def capture(desk: Deps, capture_id: CaptureId) -> Answer:
 )
 async def add_capture(
     request: Request,
-    desk: Deps,
+    deps: Deps,
     wait: Annotated[
         float,
         Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the ranks to agree."),
@@ -112,12 +112,12 @@ async def add_capture(
     allowed roots. Who ordered it (header `X-Stagescope-User`, which token, from where) is kept in
     the audit.
     """
-    spec = await read_json(request, desk.settings)
-    valid = await asyncio.to_thread(_validated, desk, spec)
+    spec = await read_json(request, deps.settings)
+    valid = await asyncio.to_thread(_validated, deps, spec)
     others: list[Row] = []
     if valid["run"] is None:
-        valid["run"], others = await asyncio.to_thread(_default_run, desk)
-    reply = await desk.commands.add_capture(spec=valid, by=str(caller_of(request)), wait=wait)
+        valid["run"], others = await asyncio.to_thread(_default_run, deps)
+    reply = await deps.commands.add_capture(spec=valid, by=str(caller_of(request)), wait=wait)
     said = check_ready(reply)
     if others:
         names = ", ".join(str(each["run"]) for each in others[:20])
@@ -127,25 +127,25 @@ async def add_capture(
 
 
 @router.delete("/captures/{capture_id}", response_model=models.OrderedCapture)
-async def remove_capture(request: Request, desk: Deps, capture_id: CaptureId) -> Answer:
+async def remove_capture(request: Request, deps: Deps, capture_id: CaptureId) -> Answer:
     """Withdraw a capture and return it; what it has collected stays. Needs the operate token.
 
     `GET /captures/{capture_id}` then says which ranks have acknowledged that it is gone.
     """
     by = str(caller_of(request))
     try:
-        reply = await desk.commands.remove_capture(capture_id=capture_id, by=by)
+        reply = await deps.commands.remove_capture(capture_id=capture_id, by=by)
     except NotFound as error:
-        row = await asyncio.to_thread(desk.catalogue.capture, capture_id)
+        row = await asyncio.to_thread(deps.catalogue.capture, capture_id)
         if row is None or row["removed_wall"] is None:
             raise
-        raise _already_over(desk, row) from error
+        raise _already_over(deps, row) from error
     return Answer(check_ready(reply))
 
 
-def _already_over(desk: Dependencies, row: Row) -> NotFound:
+def _already_over(deps: Dependencies, row: Row) -> NotFound:
     """Return the error of a removal of what is no longer in force."""
-    capture_id, state = row["capture_id"], progress(desk.catalogue, row)["state"]
+    capture_id, state = row["capture_id"], progress(deps.catalogue, row)["state"]
     by = f", removed by {row['removed_by']}" if row["removed_by"] else ""
     return NotFound(
         f"capture {capture_id} is no longer in force: it is {state}{by}",
@@ -153,21 +153,21 @@ def _already_over(desk: Dependencies, row: Row) -> NotFound:
     )
 
 
-def _states(desk: Dependencies, capture_ids: list[str]) -> dict[str, str]:
+def _states(deps: Dependencies, capture_ids: list[str]) -> dict[str, str]:
     """Return what captures came to so far."""
-    rows = [desk.catalogue.capture(capture_id) for capture_id in capture_ids]
+    rows = [deps.catalogue.capture(capture_id) for capture_id in capture_ids]
     return {
-        row["capture_id"]: progress(desk.catalogue, row)["state"] for row in rows if row is not None
+        row["capture_id"]: progress(deps.catalogue, row)["state"] for row in rows if row is not None
     }
 
 
-def _default_run(desk: Dependencies) -> tuple[str | None, list[Row]]:
+def _default_run(deps: Dependencies) -> tuple[str | None, list[Row]]:
     """Return the run that questions without one are about, and the others that are live.
 
     None where it is over or none has reported: the coordinator then says what an order may be for.
     """
     try:
-        target = desk.finder.attempt(None)
+        target = deps.finder.attempt(None)
     except NotFound:
         return None, []
     if target.attempt["ended_wall"] is not None:
@@ -175,6 +175,6 @@ def _default_run(desk: Dependencies) -> tuple[str | None, list[Row]]:
     return target.run, target.also_live
 
 
-def _validated(desk: Dependencies, spec: dict[str, Any]) -> dict[str, Any]:
+def _validated(deps: Dependencies, spec: dict[str, Any]) -> dict[str, Any]:
     # In a thread: resolving a path's links may wait for a slow file system.
-    return validate_capture(spec, allowed_roots=[str(root) for root in desk.settings.roots])
+    return validate_capture(spec, allowed_roots=[str(root) for root in deps.settings.roots])

@@ -66,7 +66,7 @@ _TOLERANCE: Final = rf"[^;=]+={_NUMBER}(,{_NUMBER})?"
 
 
 @router.post("/comparisons", openapi_extra={"requestBody": _BODY}, responses=COMPARISON_RESPONSE)
-async def comparisons(request: Request, desk: Deps) -> Answer:
+async def comparisons(request: Request, deps: Deps) -> Answer:
     """Compare what is kept of two or three steps: a verdict, the first difference, likely causes.
 
     A side is `RUN[@ATTEMPT][:STEP]` (without a step: all steps that every side still holds, 50 at
@@ -75,15 +75,15 @@ async def comparisons(request: Request, desk: Deps) -> Answer:
     `changes` says what differs in the attempts' fingerprints. `tolerances`: `PATTERN=ATOL[,RTOL]`.
     While it is computed the answer is 503, and the same question may be asked again.
     """
-    said = await read_json(request, desk.settings)
+    said = await read_json(request, deps.settings)
     check_fields(said, "a", "b", "c", "tolerances")
-    found, changes = await _answer(desk, said)
+    found, changes = await _answer(deps, said)
     return Answer({**as_json(found), "changes": changes})
 
 
 @router.get("/comparisons/page", response_class=HTMLResponse)
 async def page(
-    desk: Deps,
+    deps: Deps,
     a: _SideText,
     b: _SideText,
     c: Annotated[
@@ -103,16 +103,16 @@ async def page(
 ) -> HTMLResponse:
     """Return what `POST /comparisons` answers as one self-contained page, with pictures."""
     said = {"a": a, "b": b, "c": c, "tolerances": tolerances.split(";") if tolerances else None}
-    found, changes = await _answer(desk, said)
+    found, changes = await _answer(deps, said)
     return HTMLResponse(
         await asyncio.to_thread(lambda: as_html({**as_json(found), "changes": changes}))
     )
 
 
 async def _answer(
-    desk: Dependencies, said: Mapping[str, Any]
+    deps: Dependencies, said: Mapping[str, Any]
 ) -> tuple[Comparison, dict[str, Any] | None]:
-    began, future = await asyncio.to_thread(_begin, desk, said)
+    began, future = await asyncio.to_thread(_begin, deps, said)
     waiting = asyncio.wrap_future(future)
     done, _ = await asyncio.wait([waiting], timeout=WAIT_SECONDS)
     if not done:
@@ -126,26 +126,26 @@ async def _answer(
 
 
 def _begin(
-    desk: Dependencies, said: Mapping[str, Any]
+    deps: Dependencies, said: Mapping[str, Any]
 ) -> tuple[float, Future[tuple[Comparison, dict[str, Any] | None]]]:
     texts = said.get("tolerances") or []
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InvalidInput(f"tolerances is {texts!r:.200}", expected="a list of PATTERN=ATOL")
     tolerances = Tolerances.parse(texts)
-    sides = find_sides(desk, list(check_sides(said)))
+    sides = find_sides(deps, list(check_sides(said)))
     # A step that still grows, or a file that went, is another question.
     key = ("comparison", *(side.mark() for side in sides), *texts)
-    return desk.long_comparisons.once(key, _compared, desk, sides, tolerances)
+    return deps.long_comparisons.once(key, _compared, deps, sides, tolerances)
 
 
 def _compared(
-    desk: Dependencies, sides: list[Side], tolerances: Tolerances
+    deps: Dependencies, sides: list[Side], tolerances: Tolerances
 ) -> tuple[Comparison, dict[str, Any] | None]:
-    root = desk.settings.data_path / "copies"
+    root = deps.settings.data_path / "copies"
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as copies:
-        dumps = [open_side(desk, side, Path(copies)) for side in sides]
+        dumps = [open_side(deps, side, Path(copies)) for side in sides]
         found = compare(dumps, tolerances=tolerances)
     targets = [side.target for side in sides if side.target is not None]
-    apart = attempts_apart(desk, targets[0], targets[1]) if len(targets) > 1 else None
+    apart = attempts_apart(deps, targets[0], targets[1]) if len(targets) > 1 else None
     return found, apart

@@ -195,8 +195,8 @@ class Dependencies:
 
 async def dependencies_of(request: Request) -> Dependencies:
     """Return the app's desk."""
-    desk: Dependencies = request.app.state.desk
-    return desk
+    deps: Dependencies = request.app.state.deps
+    return deps
 
 
 Deps = Annotated[Dependencies, Depends(dependencies_of)]
@@ -240,19 +240,19 @@ StepWord = Annotated[
 
 
 def step_target(
-    desk: Deps,
+    deps: Deps,
     step: StepWord,
     run: Run = None,
     attempt: AttemptNumber = None,
     attempt_key: AttemptKey = None,
 ) -> Target:
     """Return the step that a path and its query name."""
-    return desk.finder.step(run, attempt, step_number(step), key=attempt_key)
+    return deps.finder.step(run, attempt, step_number(step), key=attempt_key)
 
 
-def attempt_target(desk: Deps, run: Run = None, attempt: AttemptNumber = None) -> Target:
+def attempt_target(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Target:
     """Return the attempt that a query names."""
-    return desk.finder.attempt(run, attempt)
+    return deps.finder.attempt(run, attempt)
 
 
 StepTarget = Annotated[Target, Depends(step_target)]

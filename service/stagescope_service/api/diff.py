@@ -28,19 +28,19 @@ _Side = Annotated[
 
 
 @router.get("/diff", response_model=models.Diff)
-def diff(desk: Deps, a: _Side, b: _Side, page: PageOf) -> Answer:
+def diff(deps: Deps, a: _Side, b: _Side, page: PageOf) -> Answer:
     """List what differs between two attempts or runs, what decides numbers first.
 
     Their fingerprints (git, configuration, packages, drivers, environment without secrets) and
     where each rank ran. `weight` says what a difference may mean: other `numbers`, another
     `place`, or only another `start`. `unknown` names the sides without a fingerprint.
     """
-    found = attempts_apart(desk, side(desk, a), side(desk, b))
+    found = attempts_apart(deps, side(deps, a), side(deps, b))
     rows = found["rows"][page.offset :]
     return Answer({**found, **page.answer(rows[: page.limit], more=len(rows) > page.limit)})
 
 
-def side(desk: Dependencies, text: str) -> Target:
+def side(deps: Dependencies, text: str) -> Target:
     """Return the attempt that `run[@attempt]` names.
 
     Raises:
@@ -50,13 +50,13 @@ def side(desk: Dependencies, text: str) -> Target:
     asked = read_target(text)
     if asked.step is not None:
         raise InvalidInput(f"{text!r} names a step", expected="RUN[@ATTEMPT]")
-    return desk.finder.attempt(asked.run, asked.attempt)
+    return deps.finder.attempt(asked.run, asked.attempt)
 
 
-def attempts_apart(desk: Dependencies, a: Target, b: Target) -> dict[str, Any]:
+def attempts_apart(deps: Dependencies, a: Target, b: Target) -> dict[str, Any]:
     """Return what differs between two attempts, as the route answers."""
     sides = {"a": a, "b": b}
-    told = {name: _attempt(desk, target) for name, target in sides.items()}
+    told = {name: _attempt(deps, target) for name, target in sides.items()}
     rows = [each._asdict() for each in fingerprint_differences(told["a"], told["b"])]
     return {
         **{name: _heading(target) for name, target in sides.items()},
@@ -66,8 +66,8 @@ def attempts_apart(desk: Dependencies, a: Target, b: Target) -> dict[str, Any]:
     }
 
 
-def _attempt(desk: Dependencies, target: Target) -> Attempt:
-    processes = desk.catalogue.processes(target.attempt_id)
+def _attempt(deps: Dependencies, target: Target) -> Attempt:
+    processes = deps.catalogue.processes(target.attempt_id)
     return Attempt(target.attempt["fingerprint"], processes)
 
 

@@ -40,7 +40,7 @@ _BODY: Final[dict[str, Any]] = sides_schema(
 @router.post(
     "/operators/divergence", response_model=models.Divergence, openapi_extra={"requestBody": _BODY}
 )
-async def divergence(request: Request, desk: Deps) -> Answer:
+async def divergence(request: Request, deps: Deps) -> Answer:
     """Find the first operator in which two dumps differ: ranks, steps, attempts, runs, devices.
 
     Calls are paired by what they are and where, not by their counters, and compared in the order
@@ -49,21 +49,21 @@ async def divergence(request: Request, desk: Deps) -> Answer:
     `first_parameter` and `first_gradient` are answers of their own: between replicas on different
     data every activation differs, and no parameter may. What side `b` leaves out is as in `a`.
     """
-    said = await read_json(request, desk.settings)
+    said = await read_json(request, deps.settings)
     check_fields(said, "a", "b", "factor", "by_dtype", "exact", "skip_sharded", "limit")
-    return Answer(await desk.comparisons.run(_divergence, desk, said))
+    return Answer(await deps.comparisons.run(_divergence, deps, said))
 
 
-def _divergence(desk: Dependencies, said: Mapping[str, Any]) -> Row:
+def _divergence(deps: Dependencies, said: Mapping[str, Any]) -> Row:
     of_a, of_b = read_sides(said)
-    a = find_side(desk, of_a, "a")
-    b = find_side(desk, of_b, "b", like=a)
-    devices = [_device(desk, side) for side in (a, b)]
+    a = find_side(deps, of_a, "a")
+    b = find_side(deps, of_b, "b", like=a)
+    devices = [_device(deps, side) for side in (a, b)]
     other_device = None not in devices and devices[0] != devices[1]
     thresholds = _thresholds(said, OTHER_DEVICE if other_device else Thresholds().factor)
     found = apart.divergence(
-        desk.operator_files.path(a.row),
-        desk.operator_files.path(b.row),
+        deps.operator_files.path(a.row),
+        deps.operator_files.path(b.row),
         thresholds,
         rows=a.row["rows"] + b.row["rows"],
         skip_sharded=_flag(said, "skip_sharded"),
@@ -78,9 +78,9 @@ def _divergence(desk: Dependencies, said: Mapping[str, Any]) -> Row:
     }
 
 
-def _device(desk: Dependencies, side: Side) -> str | None:
+def _device(deps: Dependencies, side: Side) -> str | None:
     row = side.row
-    processes = desk.catalogue.processes(row["attempt_id"], role=row["role"], rank=row["rank"])
+    processes = deps.catalogue.processes(row["attempt_id"], role=row["role"], rank=row["rank"])
     kinds = [p["device_kind"] for p in processes if p["incarnation"] == row["incarnation"]]
     kind: str | None = next(iter(kinds), None)
     return kind

@@ -41,7 +41,7 @@ class _Judged(NamedTuple):
 
 
 @router.get("/exact", response_model=models.Exact)
-def exact(desk: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
+def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     """Say in which steps trainer and rollout agree in every bit, and where they first do not.
 
     `exact` needs streams of two producers that are equal in all tokens; of equal streams of one
@@ -52,14 +52,14 @@ def exact(desk: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
 
     Without `attempt`, the attempts in force: of a step that a later one did again, that one's.
     """
-    target = desk.finder.attempt(run, attempt)
-    attempts = desk.catalogue.attempts(target.run)
+    target = deps.finder.attempt(run, attempt)
+    attempts = deps.catalogue.attempts(target.run)
     lineage = Lineage(attempts)
     ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
     steps: dict[int, Row] = {}
     seen: set[int] = set()
     # The newest attempt of a step comes first; what it did again counts there only.
-    for row in desk.catalogue.step_metrics(ids, version=VERSION, numbers=None):
+    for row in deps.catalogue.step_metrics(ids, version=VERSION, numbers=None):
         step = int(row["step"])
         again = step in seen or (attempt is None and lineage.superseded_by(row) is not None)
         if again:
@@ -67,26 +67,26 @@ def exact(desk: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
         seen.add(step)
         if row["has_whole"]:
             steps[step] = row
-    judged = [_judge(desk, lineage, steps[step]) for step in sorted(steps)]
+    judged = [_judge(deps, lineage, steps[step]) for step in sorted(steps)]
     rows = list(_ranges(judged))
     differing = next((each.step for each in judged if each.verdict == DIFFERS), None)
     first = None
     if differing is not None:
         row = steps[differing]
-        measured = desk.measures.of(int(row["attempt_id"]), row)
+        measured = deps.measures.of(int(row["attempt_id"]), row)
         number = lineage.numbers[row["attempt_id"]]
-        processes = desk.catalogue.processes(int(row["attempt_id"]))
+        processes = deps.catalogue.processes(int(row["attempt_id"]))
         first = {**_first(differing, measured, processes), "attempt": number}
     said = {"attempt": attempt, "text": _text(rows, first), "first": first}
     return Answer({**target.heading(), **said, "rows": rows, "next": None})
 
 
-def _judge(desk: Dependencies, lineage: Lineage, row: Row) -> _Judged:
+def _judge(deps: Dependencies, lineage: Lineage, row: Row) -> _Judged:
     """Judge a step by the counts stored of it; where an earlier release stored it, anew."""
     tokens, masked, unequal = (row[f"{name}tokens"] for name in ("", "masked_", "unequal_"))
     verdict = row["verdict"]
     if None in (tokens, masked, unequal):
-        measured = desk.measures.of(int(row["attempt_id"]), row)
+        measured = deps.measures.of(int(row["attempt_id"]), row)
         cell = measured.whole.total
         tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
         verdict = measured.comparability.verdict

@@ -55,7 +55,7 @@ Only = Annotated[
 
 @router.get("/findings/groups", response_model=models.FindingGroups)
 def finding_groups(
-    desk: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
+    deps: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
     """List what was noticed to be wrong, a row a kind of trouble, the most severe first.
 
@@ -63,13 +63,13 @@ def finding_groups(
     `last_step`, `ranks` and `steps` (how many of each), `findings` (how many rows of `/findings`)
     and `count` (how often seen). `truncated`: there were more findings than are looked at.
     """
-    scope, numbers, said = scope_of(desk, run, attempt)
-    chosen = only_of(desk, "findings", scope, only)
-    found = desk.catalogue.outline("findings", **scope, **chosen, limit=MOST_ROWS)
+    scope, numbers, said = scope_of(deps, run, attempt)
+    chosen = only_of(deps, "findings", scope, only)
+    found = deps.catalogue.outline("findings", **scope, **chosen, limit=MOST_ROWS)
     groups = sorted(_grouped(found, _finding_key), key=_finding_order)
     shown = groups[page.offset : page.offset + page.limit]
     ids = [group[0]["finding_id"] for group in shown]
-    by_id = {row["finding_id"]: row for row in desk.catalogue.findings(finding_id=ids)}
+    by_id = {row["finding_id"]: row for row in deps.catalogue.findings(finding_id=ids)}
     rows = [
         {
             **by_id[group[0]["finding_id"]],
@@ -89,11 +89,11 @@ def finding_groups(
 
 @router.get("/findings/{finding_id}", response_model=models.Finding)
 def finding(
-    desk: Deps,
+    deps: Deps,
     finding_id: Annotated[str, Path(max_length=100, description="Its id, or how it begins.")],
 ) -> Answer:
     """Return one finding whole, and in `group` what others of its attempt say the same."""
-    found = desk.catalogue.finding(finding_id)
+    found = deps.catalogue.finding(finding_id)
     if not found:
         raise NotFound(f"there is no finding {finding_id!r:.100}", advice="see /findings")
     if len(found) > 1 and found[0]["finding_id"] != finding_id:
@@ -101,8 +101,8 @@ def finding(
             f"several findings begin with {finding_id!r:.100}", expected="more of its id"
         )
     row = found[0]
-    numbers = {each["attempt_id"]: each["number"] for each in desk.catalogue.attempts(row["run"])}
-    alike = desk.catalogue.outline(
+    numbers = {each["attempt_id"]: each["number"] for each in deps.catalogue.attempts(row["run"])}
+    alike = deps.catalogue.outline(
         "findings", run=row["run"], attempt_id=row["attempt_id"], kind=row["kind"], limit=MOST_ROWS
     )
     own = next(
@@ -117,12 +117,12 @@ def finding(
 
 @router.get("/losses/groups", response_model=models.LossGroups)
 def loss_groups(
-    desk: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
+    deps: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
     """List what never arrived, a row a kind, reason, stage and role; most lost first."""
-    scope, numbers, said = scope_of(desk, run, attempt)
-    chosen = only_of(desk, "losses", scope, only)
-    found = desk.catalogue.outline("losses", **scope, **chosen, limit=MOST_ROWS)
+    scope, numbers, said = scope_of(deps, run, attempt)
+    chosen = only_of(deps, "losses", scope, only)
+    found = deps.catalogue.outline("losses", **scope, **chosen, limit=MOST_ROWS)
     groups = _grouped(found, _loss_key)
     rows = [
         {
@@ -142,7 +142,7 @@ def loss_groups(
 
 @router.get("/triggers/firings/groups", response_model=models.FiringGroups, tags=["triggers"])
 def firing_groups(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Annotated[
         str | None,
@@ -153,11 +153,11 @@ def firing_groups(
     only: Only = None,
 ) -> Answer:
     """List what fired, a row a rule, stage and role; those that were taken back are left out."""
-    scope: Row = {} if run is None else {"run": desk.finder.attempt(run).run}
-    numbers = {row["attempt_id"]: row["number"] for row in desk.catalogue.attempts(run)}
+    scope: Row = {} if run is None else {"run": deps.finder.attempt(run).run}
+    numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(run)}
     said = {"run": run}
-    chosen = only_of(desk, "firings", scope, only)
-    found = desk.catalogue.outline("firings", **scope, **chosen, limit=MOST_ROWS)
+    chosen = only_of(deps, "firings", scope, only)
+    found = deps.catalogue.outline("firings", **scope, **chosen, limit=MOST_ROWS)
     found = [row for row in found if row["withdrawn_wall"] is None]
     groups = _grouped(found, _firing_key)
     rows = [
@@ -176,18 +176,18 @@ def firing_groups(
 
 
 def scope_of(
-    desk: Dependencies, run: str | None, attempt: int | None
+    deps: Dependencies, run: str | None, attempt: int | None
 ) -> tuple[Row, dict[int, int], Row]:
     """Return the filters, attempt_id -> number, and what the answer says first."""
-    target = desk.finder.attempt(run, attempt)
-    numbers = {row["attempt_id"]: row["number"] for row in desk.catalogue.attempts(target.run)}
+    target = deps.finder.attempt(run, attempt)
+    numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(target.run)}
     said = {**target.heading(), "attempt": attempt}
     if attempt is None:
         return {"run": target.run}, numbers, said
     return {"attempt_id": target.attempt_id}, numbers, said
 
 
-def only_of(desk: Dependencies, name: Noticed, scope: Row, only: str | None) -> dict[str, Any]:
+def only_of(deps: Dependencies, name: Noticed, scope: Row, only: str | None) -> dict[str, Any]:
     """Return the filters that `only` stands for.
 
     Raises:
@@ -198,7 +198,7 @@ def only_of(desk: Dependencies, name: Noticed, scope: Row, only: str | None) -> 
     patterns = [word for word in words if word not in severities]
     chosen: dict[str, Any] = {"severity": severities} if severities else {}
     if patterns:
-        there = desk.catalogue.kinds(name, **scope)
+        there = deps.catalogue.kinds(name, **scope)
         kinds = [kind for kind in there if any(fnmatch.fnmatchcase(kind, p) for p in patterns)]
         if there and not kinds:
             what = {"findings": "finding", "losses": "loss", "firings": "firing"}[name]

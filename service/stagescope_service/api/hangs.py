@@ -74,7 +74,7 @@ Source = Annotated[
 
 @router.get("/steps/{step}/stuck", response_model=models.Stuck)
 def stuck(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -89,12 +89,12 @@ def stuck(
     wait for it are not listed. Open steps before this one are looked at, too. `findings` holds
     what was found of this step before, also what is over.
     """
-    settings, now = desk.settings, desk.clock()
+    settings, now = deps.settings, deps.clock()
     assert target.step is not None
     number = target.step["step"]
     rules = StuckRules(floor=settings.stuck_seconds, factor=settings.stuck_factor)
-    rows = stuck_rows(desk.catalogue, target.attempt_id, number, now, rules)
-    found = desk.catalogue.findings(attempt_id=target.attempt_id, step=number, kind="stage_stuck")
+    rows = stuck_rows(deps.catalogue, target.attempt_id, number, now, rules)
+    found = deps.catalogue.findings(attempt_id=target.attempt_id, step=number, kind="stage_stuck")
     rows = [
         row
         for row in rows
@@ -112,7 +112,7 @@ def stuck(
 
 @router.get("/steps/{step}/stacks", response_model=models.StepStacks)
 def step_stacks(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -128,7 +128,7 @@ def step_stacks(
     """
     assert target.step is not None
     filters = {"stage": stage, "role": role, "rank": rank, "source": source}
-    found = desk.catalogue.stacks(
+    found = deps.catalogue.stacks(
         attempt_id=target.attempt_id,
         step=target.step["step"],
         request_id=request_id,
@@ -141,7 +141,7 @@ def step_stacks(
 
 @router.get("/stacks", response_model=models.Stacks)
 def stacks(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -151,8 +151,8 @@ def stacks(
     request_id: RequestId = None,
 ) -> Answer:
     """List the stacks that were taken in an attempt, of any step, the newest first."""
-    target = desk.finder.attempt(run, attempt)
-    found = desk.catalogue.stacks(
+    target = deps.finder.attempt(run, attempt)
+    found = deps.catalogue.stacks(
         attempt_id=target.attempt_id,
         request_id=request_id,
         role=role,
@@ -165,18 +165,18 @@ def stacks(
 
 
 @router.post("/stacks", response_model=models.TakenStacks, openapi_extra={"requestBody": _BODY})
-async def take_stacks(request: Request, desk: Deps) -> Answer:
+async def take_stacks(request: Request, deps: Deps) -> Answer:
     """Ask processes for the Python stacks of all their threads; needs the operate token.
 
     Also of a rank that is blocked in a collective. `rows` holds those who answered within `wait`
     seconds, `not_answered` the others, with the reason. All of it is kept: `GET /stacks`.
     """
-    said = await read_json(request, desk.settings)
+    said = await read_json(request, deps.settings)
     _check(said)
-    target = await asyncio.to_thread(desk.finder.attempt, said.get("run"), said.get("attempt"))
+    target = await asyncio.to_thread(deps.finder.attempt, said.get("run"), said.get("attempt"))
     wait = float(said.get("wait", _WAIT))
     reply = check_ready(
-        await desk.commands.ask_stacks(
+        await deps.commands.ask_stacks(
             attempt_id=target.attempt_id,
             role=said.get("role"),
             ranks=said.get("ranks"),
@@ -184,7 +184,7 @@ async def take_stacks(request: Request, desk: Deps) -> Answer:
             by=str(caller_of(request)),
         )
     )
-    rows = await _answers(desk, reply["request_id"], reply["deadline_wall"])
+    rows = await _answers(deps, reply["request_id"], reply["deadline_wall"])
     missing = [
         {"role": row["role"], "rank": row["rank"], "reason": _SILENT}
         for row in rows
@@ -204,14 +204,14 @@ _SILENT: Final = (
 )
 
 
-async def _answers(desk: Dependencies, request_id: str, deadline: float) -> list[Row]:
+async def _answers(deps: Dependencies, request_id: str, deadline: float) -> list[Row]:
     """Return the rows of a request once nobody is left to answer, or at its deadline.
 
     They are looked for in the catalogue: it outlives the coordinator that asked.
     """
     while True:
-        rows = await asyncio.to_thread(desk.catalogue.stacks, request_id=request_id)
-        if desk.clock() >= deadline or all(row["state"] != ASKED for row in rows):
+        rows = await asyncio.to_thread(deps.catalogue.stacks, request_id=request_id)
+        if deps.clock() >= deadline or all(row["state"] != ASKED for row in rows):
             return sorted(rows, key=lambda row: (row["role"], row["rank"]))
         await asyncio.sleep(_PAUSE)
 

@@ -28,9 +28,9 @@ async def healthz() -> Answer:
 
 
 @router.get("/readyz", response_model=models.Ready)
-async def readyz(desk: Deps) -> Answer:
+async def readyz(deps: Deps) -> Answer:
     """Say whether questions and events can be answered, 503 with the reason else; no token."""
-    reason = await _not_ready(desk)
+    reason = await _not_ready(deps)
     if reason:
         # What is wrong in the catalogue may name paths, and this answers anybody: see /status.
         raise NotReady(reason[0], advice="/status says more, with a token")
@@ -38,23 +38,23 @@ async def readyz(desk: Deps) -> Answer:
 
 
 @router.get("/status", response_model=models.Status)
-async def status(desk: Deps) -> Answer:
+async def status(deps: Deps) -> Answer:
     """Say how the service is: ready or why not, versions, the coordinator's own state."""
-    reason = await _not_ready(desk)
+    reason = await _not_ready(deps)
     said: dict[str, Any] = {
         "ready": reason is None,
         "reason": None if reason is None else f"{reason[0]}: {reason[1]}",
         "version": _version(),
-        "wall": desk.clock(),
+        "wall": deps.clock(),
     }
     try:
         with anyio.fail_after(READY_SECONDS):
-            said["coordinator"] = await desk.commands.status()
+            said["coordinator"] = await deps.commands.status()
     except (StagescopeError, TimeoutError) as error:
         said["coordinator"] = {"not_ready": _text(error)}
-    said["data_dir"] = str(desk.settings.data_path)
+    said["data_dir"] = str(deps.settings.data_path)
     try:
-        said["catalogue_bytes"] = await asyncio.to_thread(desk.catalogue.bytes_on_disk)
+        said["catalogue_bytes"] = await asyncio.to_thread(deps.catalogue.bytes_on_disk)
     except (StagescopeError, OSError):
         said["catalogue_bytes"] = None
     return Answer(said)
@@ -65,22 +65,22 @@ async def status(desk: Deps) -> Answer:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-def metrics(desk: Deps) -> Response:
+def metrics(deps: Deps) -> Response:
     """Return Prometheus's text: runs, stages, lag, losses, and the latest step's main metrics."""
-    text = prometheus.text(desk.catalogue, desk.counts, desk.measures, desk.settings, desk.clock())
+    text = prometheus.text(deps.catalogue, deps.counts, deps.measures, deps.settings, deps.clock())
     return Response(text, media_type=prometheus.CONTENT_TYPE)
 
 
-async def _not_ready(desk: Dependencies) -> tuple[str, str] | None:
+async def _not_ready(deps: Dependencies) -> tuple[str, str] | None:
     """Return what is not ready and why, or None."""
     try:
         with anyio.fail_after(READY_SECONDS):
-            await asyncio.to_thread(desk.catalogue.check)
+            await asyncio.to_thread(deps.catalogue.check)
     except (StagescopeError, TimeoutError) as error:
         return "the catalogue cannot be read", _text(error)
     try:
         with anyio.fail_after(READY_SECONDS):
-            reply = await desk.commands.status()
+            reply = await deps.commands.status()
     except (StagescopeError, TimeoutError) as error:
         return "the coordinator does not answer", _text(error)
     if reply.get("not_ready"):

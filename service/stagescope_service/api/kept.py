@@ -43,7 +43,7 @@ Section = Annotated[
 
 @router.get("/kept", response_model=models.Kept)
 def kept(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -62,11 +62,11 @@ def kept(
         raise InvalidInput(f"section is {section!r:.100}", expected=f"one of {', '.join(SECTIONS)}")
     assert target.step is not None
     number = int(target.step["step"])
-    every = desk.catalogue.artifacts(
+    every = deps.catalogue.artifacts(
         target.attempt_id, number, kind="kept", deleted=None, limit=MOST_FILES
     )
     if target.step["pinned"]:
-        every += desk.catalogue.artifacts(target.attempt_id, number, kind="ring", limit=MOST_FILES)
+        every += deps.catalogue.artifacts(target.attempt_id, number, kind="ring", limit=MOST_FILES)
     found = shape.chosen(every, f"step {number}", stage=stage, role=role, rank=rank)
     if section is not None:
         found = [row for row in found if section in (row["sections"] or {})]
@@ -78,13 +78,13 @@ def kept(
         "bytes": sum(row["bytes"] or 0 for row in there),
     }
     answer = page.cut(found)
-    states = _states(desk, answer["rows"])
+    states = _states(deps, answer["rows"])
     shown = [_row(row, state) for row, state in zip(answer["rows"], states, strict=True)]
     return Answer({**target.heading(), **said, **answer, "rows": shown})
 
 
 @router.put("/pin", response_model=models.Pin)
-async def pin(request: Request, desk: Deps, target: StepTarget) -> Answer:
+async def pin(request: Request, deps: Deps, target: StepTarget) -> Answer:
     """Let the kept files and the recent payloads of a step stay until it is unpinned.
 
     Needs the operate token. `payloads` and `bytes` are what it holds now, files included; what
@@ -92,7 +92,7 @@ async def pin(request: Request, desk: Deps, target: StepTarget) -> Answer:
     pinned (the ring's share for pins may be full).
     """
     assert target.step is not None
-    reply = await desk.commands.pin(
+    reply = await deps.commands.pin(
         attempt_id=target.attempt_id, step=int(target.step["step"]), by=str(caller_of(request))
     )
     said = check_ready(reply)
@@ -117,7 +117,7 @@ def _row(row: Row, state: str) -> Row:
     }
 
 
-def _states(desk: Dependencies, rows: Sequence[Row]) -> list[str]:
+def _states(deps: Dependencies, rows: Sequence[Row]) -> list[str]:
     """Say of each file whether it can be read; a node that does not answer is asked once."""
     silent: set[str | None] = set()
     found = []
@@ -131,17 +131,17 @@ def _states(desk: Dependencies, rows: Sequence[Row]) -> list[str]:
         elif row["node_id"] in silent:
             found.append("unreachable")
         else:
-            state = _asked(desk, row)
+            state = _asked(deps, row)
             if state == "unreachable":
                 silent.add(row["node_id"])
             found.append(state)
     return found
 
 
-def _asked(desk: Dependencies, row: Row) -> str:
+def _asked(deps: Dependencies, row: Row) -> str:
     try:
         there = {"node_id": str(row["node_id"]), "path": row["path"]}
-        desk.commands.read_artifact(**there, offset=0, size=1)
+        deps.commands.read_artifact(**there, offset=0, size=1)
     except StagescopeError as error:
         return "missing" if error.code == "not_found" else "unreachable"
     return "kept"

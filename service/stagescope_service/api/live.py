@@ -81,7 +81,7 @@ _DRAIN_BODY: Final[dict[str, Any]] = {
     tags=["processes"],
     openapi_extra={"requestBody": _EVENTS_BODY},
 )
-async def events(request: Request, desk: Deps) -> Answer:
+async def events(request: Request, deps: Deps) -> Answer:
     """Take in a batch of events, with payloads, of a process without Ray; needs the operate token.
 
     `application/vnd.stagescope.events`: 8 bytes of length (little-endian), that much JSON
@@ -93,7 +93,7 @@ async def events(request: Request, desk: Deps) -> Answer:
     sent again: nothing counts twice.
     """
     framed = _is_framed(request)
-    settings = desk.settings
+    settings = deps.settings
     state = request.app.state
     async with state.bodies.of(request).read(request, limit=settings.max_body_bytes) as body:
         read = functools.partial(
@@ -106,7 +106,7 @@ async def events(request: Request, desk: Deps) -> Answer:
         # Read first, then a slot: a sender that stands still holds none.
         async with state.slots:
             batch = await asyncio.get_running_loop().run_in_executor(state.readers, read)
-            reply = await desk.commands.record_events(
+            reply = await deps.commands.record_events(
                 sender=batch.sender, events=batch.events, payloads=batch.payloads or None
             )
     return Answer(check_ready(reply))
@@ -118,14 +118,14 @@ async def events(request: Request, desk: Deps) -> Answer:
     tags=["processes"],
     openapi_extra={"requestBody": _POLL_BODY},
 )
-async def poll(request: Request, desk: Deps) -> Answer:
+async def poll(request: Request, deps: Deps) -> Answer:
     """Renew a process's lease and wait for news of the plan or of receipts; needs operate.
 
     Ends after `wait` seconds (20 at most), or as soon as the plan's revision differs from
     `revision` or a payload of `unreceipted` is settled: `{"coordinator", "wall", "revision",
     "plan", "receipts", "poll_seconds"}`; `plan` is null where nothing changed.
     """
-    said = await read_json(request, desk.settings)
+    said = await read_json(request, deps.settings)
     unknown = sorted(set(said) - {"sender", "revision", "unreceipted", "wait"})
     if unknown:
         raise InvalidInput(
@@ -133,12 +133,12 @@ async def poll(request: Request, desk: Deps) -> Answer:
             expected="sender, revision, unreceipted, wait",
         )
     Sender.parse(said.get("sender"))
-    reply = await desk.commands.poll(
+    reply = await deps.commands.poll(
         sender=tuple(said["sender"]),
         revision=_integer(said.get("revision", -1), "revision"),
         unreceipted=_integers(said.get("unreceipted", [])),
         wait=min(
-            _seconds(said.get("wait", MAX_WAIT), "wait"), MAX_WAIT, desk.settings.poll_seconds
+            _seconds(said.get("wait", MAX_WAIT), "wait"), MAX_WAIT, deps.settings.poll_seconds
         ),
     )
     return Answer(check_ready(reply))
@@ -150,14 +150,14 @@ async def poll(request: Request, desk: Deps) -> Answer:
     tags=["processes"],
     openapi_extra={"requestBody": _DRAIN_BODY},
 )
-async def drain(request: Request, desk: Deps) -> Answer:
+async def drain(request: Request, deps: Deps) -> Answer:
     """Wait until nothing of `run` (null: of any) is still to be read; needs operate.
 
     Ends after `timeout` seconds (5 at most). With `attempt_key` that start of a training is over:
     its processes are asked to take leave, and waited for; `missing` names ranks that never came or
     did not answer. `known` is whether anything of the run, or of that start, ever came.
     """
-    said = await read_json(request, desk.settings)
+    said = await read_json(request, deps.settings)
     unknown = sorted(set(said) - {"run", "timeout", "attempt_key"})
     if unknown or "run" not in said:
         wrong = f"a drain has the fields {sorted(said)!r:.200}"
@@ -165,7 +165,7 @@ async def drain(request: Request, desk: Deps) -> Answer:
     run, key = said["run"], said.get("attempt_key")
     if key is not None and not (isinstance(key, str) and 0 < len(key) <= 500 and key.isprintable()):
         raise InvalidInput(f"attempt_key is {key!r:.100}", expected="a name")
-    reply = await desk.commands.drain(
+    reply = await deps.commands.drain(
         run=None if run is None else check_run_name(run),
         timeout=min(_seconds(said.get("timeout", MAX_DRAIN), "timeout"), MAX_DRAIN),
         attempt_key=key,

@@ -48,7 +48,7 @@ _SHOWN: Final = (
 
 
 def operator_target(
-    desk: Deps,
+    deps: Deps,
     step: StepWord,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -60,21 +60,21 @@ def operator_target(
     is what there is to look at after it.
     """
     if step == "latest":
-        newest = desk.finder.step(run, attempt, None, key=attempt_key)
+        newest = deps.finder.step(run, attempt, None, key=attempt_key)
         attempts = [newest.attempt]
         if attempt is None and attempt_key is None:
-            attempts = desk.catalogue.attempts(newest.run)
+            attempts = deps.catalogue.attempts(newest.run)
         for each in attempts:
-            for found in desk.catalogue.operator_steps(each["attempt_id"], limit=1):
-                return desk.finder.step(newest.run, each["number"], found)
+            for found in deps.catalogue.operator_steps(each["attempt_id"], limit=1):
+                return deps.finder.step(newest.run, each["number"], found)
         return newest
-    return step_target(desk, step, run, attempt, attempt_key)
+    return step_target(deps, step, run, attempt, attempt_key)
 
 
 OperatorTarget = Annotated[Target, Depends(operator_target)]
 
 
-def tables_of(desk: Dependencies, target: Target, **filters: Any) -> list[Row]:
+def tables_of(deps: Dependencies, target: Target, **filters: Any) -> list[Row]:
     """Return a step's operator tables, the stage that was dumped first first.
 
     Where a rank was made anew inside a step, the newest incarnation's table answers.
@@ -85,12 +85,12 @@ def tables_of(desk: Dependencies, target: Target, **filters: Any) -> list[Row]:
     assert target.step is not None
     step = target.step["step"]
     newest: dict[tuple[Any, ...], Row] = {}
-    for row in desk.catalogue.operators(target.attempt_id, step, limit=ALL_ROWS):
+    for row in deps.catalogue.operators(target.attempt_id, step, limit=ALL_ROWS):
         row["part"] = shape.part_text(row)
         place = (row["stage"], row["capture_id"], row["part"], row["role"], row["rank"])
         newest[place] = row  # they come in the order in which they were announced
     if not newest:
-        others = desk.catalogue.operator_steps(target.attempt_id)
+        others = deps.catalogue.operator_steps(target.attempt_id)
         raise NotFound(
             f"step {step} of run {target.run} has no operators",
             expected=f"one of {', '.join(map(str, sorted(others)))}" if others else "",
@@ -197,7 +197,7 @@ def _read_side(said: Mapping[str, Any], name: str) -> Row:
     return found
 
 
-def find_side(desk: Dependencies, said: Row, name: str, like: Side | None = None) -> Side:
+def find_side(deps: Dependencies, said: Row, name: str, like: Side | None = None) -> Side:
     """Return the one table that a side names.
 
     Args:
@@ -210,9 +210,9 @@ def find_side(desk: Dependencies, said: Row, name: str, like: Side | None = None
         NotFound: there is no such table.
         InvalidInput: it names several ranks.
     """
-    target = desk.finder.step(said.get("run"), said.get("attempt"), said["step"])
+    target = deps.finder.step(said.get("run"), said.get("attempt"), said["step"])
     filters = {field: said.get(field) for field in ("stage", "role", "rank", "part", "capture_id")}
-    rows = tables_of(desk, target, **filters)
+    rows = tables_of(deps, target, **filters)
     ranks = {(row["stage"], row["role"], row["rank"]) for row in rows}
     if len(ranks) > 1:
         texts = [f"{stage} {role}/{rank}" for stage, role, rank in sorted(ranks)]

@@ -45,7 +45,7 @@ CaptureId = Annotated[str | None, Query(max_length=200, description="Only dumps 
 
 @router.get("/steps/{step}/operators", response_model=models.Operators)
 def operators(
-    desk: Deps,
+    deps: Deps,
     target: OperatorTarget,
     page: PageOf,
     stage: Stage = None,
@@ -81,7 +81,7 @@ def operators(
     first frame of the stack outside torch. Numbers are float64: an int64 beyond 2^53 is rounded.
     """
     chosen = {"stage": stage, "role": role, "rank": rank, "part": part, "capture_id": capture_id}
-    tables = tables_of(desk, target, **chosen)
+    tables = tables_of(deps, target, **chosen)
     where = OperatorFilter(
         name=name,
         kind=kind,
@@ -90,14 +90,14 @@ def operators(
         dtype=dtype,
         non_finite=non_finite,
     )
-    rows, following, unread = _page_of(desk, tables, page, where)
+    rows, following, unread = _page_of(deps, tables, page, where)
     listed = [table_row(row) | unread.get(at, {}) for at, row in enumerate(tables)]
     return Answer({**target.heading(), "tables": listed, "rows": rows, "next": following})
 
 
 @router.get("/steps/{step}/operators/stack", response_model=models.OperatorStack)
 def stack(
-    desk: Deps,
+    deps: Deps,
     target: OperatorTarget,
     stack_id: Annotated[str, Query(max_length=100, description="A row's `stack_id`.")],
     stage: Stage = None,
@@ -111,15 +111,15 @@ def stack(
     `stack_id` is of one dump: stage, role, rank, part and capture say of which.
     """
     chosen = {"stage": stage, "role": role, "rank": rank, "part": part, "capture_id": capture_id}
-    row = _one(tables_of(desk, target, **chosen))
-    frames = read_stack(desk.operator_files.path(row), stack_id)
+    row = _one(tables_of(deps, target, **chosen))
+    frames = read_stack(deps.operator_files.path(row), stack_id)
     return Answer({**target.heading(), **place_row(row), "stack_id": stack_id, "frames": frames})
 
 
 @router.get("/steps/{step}/operators/non-finite", response_model=models.NonFiniteOperators)
 async def non_finite(
     request: Request,
-    desk: Deps,
+    deps: Deps,
     target: OperatorTarget,
     page: PageOf,
     stage: Stage = None,
@@ -137,12 +137,12 @@ async def non_finite(
     collective every rank has it). `order_differs` names ranks that went another way.
     """
     chosen = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
-    rows, earliest = await desk.comparisons.run(_non_finite, desk, target, chosen)
+    rows, earliest = await deps.comparisons.run(_non_finite, deps, target, chosen)
     return Answer({**target.heading(), "earliest": earliest, **page.cut(rows)})
 
 
 def _page_of(
-    desk: Dependencies, tables: list[Row], page: Page, where: OperatorFilter
+    deps: Dependencies, tables: list[Row], page: Page, where: OperatorFilter
 ) -> tuple[list[Row], str | None, dict[int, Row]]:
     """Return rows, the cursor of those that follow, and which tables could not be read."""
     at, offset = (*(max(number, 0) for number in page.at), 0, 0)[:2]
@@ -150,7 +150,7 @@ def _page_of(
     unread: dict[int, Row] = {}
     while at < len(tables) and len(rows) < page.limit:
         try:
-            path = desk.operator_files.path(tables[at])
+            path = deps.operator_files.path(tables[at])
             found = read_operators(path, where, offset=offset, limit=page.limit - len(rows))
         except StagescopeError as error:
             # The other ranks' tables answer all the same; this one says why it does not.
@@ -181,13 +181,13 @@ def _one(rows: list[Row]) -> Row:
 
 
 def _non_finite(
-    desk: Dependencies, target: Target, chosen: Mapping[str, Any]
+    deps: Dependencies, target: Target, chosen: Mapping[str, Any]
 ) -> tuple[list[Row], Row | None]:
     rows: list[Row] = []
     earliest: Row | None = None
-    for _, group in groupby(tables_of(desk, target, **chosen), key=group_of):
+    for _, group in groupby(tables_of(deps, target, **chosen), key=group_of):
         tables = list(group)
-        found = _over_ranks(desk, tables)
+        found = _over_ranks(deps, tables)
         for row in tables:
             shown = _first_row(row, found)
             rows.append(shown)
@@ -196,7 +196,7 @@ def _non_finite(
     return rows, earliest
 
 
-def _over_ranks(desk: Dependencies, tables: list[Row]) -> Row | None:
+def _over_ranks(deps: Dependencies, tables: list[Row]) -> Row | None:
     """Return the answer over the ranks that can be read; None where all is finite everywhere."""
     found = [row for row in tables if row["first_non_finite"] is not None]
     if not found:
@@ -204,7 +204,7 @@ def _over_ranks(desk: Dependencies, tables: list[Row]) -> Row | None:
     paths = {}
     for row in tables:
         try:
-            paths[row["rank"]] = desk.operator_files.path(row)
+            paths[row["rank"]] = deps.operator_files.path(row)
         except StagescopeError:  # noqa: PERF203 - it is listed with its state
             continue
     rows = sum(row["rows"] for row in tables if row["rank"] in paths)

@@ -22,28 +22,28 @@ KINDS: Final = ("kept", "ring")
 """Kinds of artifacts, those that are preferred first."""
 
 
-def payload_artifacts(desk: Dependencies, target: Target, step: int) -> list[Row]:
+def payload_artifacts(deps: Dependencies, target: Target, step: int) -> list[Row]:
     """Return a step's payload files, kept ones first, and those of rollouts that it consumed.
 
     A rollout of no step stands in it with step None. What a newer incarnation of its rank did
     again is left out, but for rollouts that the step consumed.
     """
-    rows = desk.catalogue.artifacts(target.attempt_id, step, kind=KINDS, limit=ALL_ROWS)
-    beside = side_by_side(desk.catalogue.attempts(target.run), target.attempt_id)
-    consumed = desk.catalogue.payloads(beside, consumed_step=step, limit=ALL_ROWS)
-    replaced = desk.catalogue.replaced(target.attempt_id, step)
+    rows = deps.catalogue.artifacts(target.attempt_id, step, kind=KINDS, limit=ALL_ROWS)
+    beside = side_by_side(deps.catalogue.attempts(target.run), target.attempt_id)
+    consumed = deps.catalogue.payloads(beside, consumed_step=step, limit=ALL_ROWS)
+    replaced = deps.catalogue.replaced(target.attempt_id, step)
     replaced -= {(row["incarnation"], row["seq"]) for row in consumed}
     rows = [row for row in rows if (row["incarnation"], row["seq"]) not in replaced]
     if consumed:
         keys = {(row["incarnation"], row["seq"]) for row in consumed if row["step"] is None}
-        more = desk.catalogue.artifacts(
+        more = deps.catalogue.artifacts(
             incarnation=sorted({key[0] for key in keys}), kind=KINDS, limit=ALL_ROWS
         )
         rows += [row for row in more if (row["incarnation"], row["seq"]) in keys]
     return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["artifact_id"]))
 
 
-def local_file(desk: Dependencies, row: Row, copies: Path) -> Path:
+def local_file(deps: Dependencies, row: Row, copies: Path) -> Path:
     """Return a local file with an artifact's content: in its place, or fetched from its node.
 
     Args:
@@ -56,7 +56,7 @@ def local_file(desk: Dependencies, row: Row, copies: Path) -> Path:
         NotFound: the file is gone.
     """
     try:
-        here = confine(row["path"], desk.settings.roots)
+        here = confine(row["path"], deps.settings.roots)
         if here.stat().st_size == row["bytes"]:
             return here
     except (OSError, Forbidden):
@@ -65,7 +65,7 @@ def local_file(desk: Dependencies, row: Row, copies: Path) -> Path:
         raise Unreachable(f"{row['path']} is gone, and its node is not known")
     copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
     with disk_errors(copy), copy.open("wb") as file:
-        while piece := desk.commands.read_artifact(
+        while piece := deps.commands.read_artifact(
             node_id=row["node_id"], path=row["path"], offset=file.tell(), size=_PIECE
         ):
             file.write(piece)

@@ -27,16 +27,16 @@ StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="O
 
 
 @router.get("/runs", response_model=models.Runs)
-def runs(desk: Deps, page: PageOf) -> Answer:
+def runs(deps: Deps, page: PageOf) -> Answer:
     """List the runs, the one that was active last first, each with its newest attempt."""
-    found = desk.catalogue.runs(limit=page.limit + 1, offset=page.offset)
+    found = deps.catalogue.runs(limit=page.limit + 1, offset=page.offset)
     rows = [shape.run_row(row) for row in found[: page.limit]]
     return Answer(page.answer(rows, more=len(found) > page.limit))
 
 
 @router.get("/runs/{run}/attempts", response_model=models.Attempts)
 def attempts(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Annotated[
         str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
@@ -47,8 +47,8 @@ def attempts(
     `superseded` names the steps of an attempt that later attempts did again: from `from_step` on,
     by attempt `by`.
     """
-    target = desk.finder.attempt(run)
-    found = desk.catalogue.attempts(target.run)
+    target = deps.finder.attempt(run)
+    found = deps.catalogue.attempts(target.run)
     again = shape.superseded_steps(found)
     rows = [{**shape.attempt_row(row), "superseded": again[row["number"]]} for row in found]
     return Answer({"run": target.run, "also_live": target.also_live, **page.cut(rows)})
@@ -56,7 +56,7 @@ def attempts(
 
 @router.get("/steps", response_model=models.Steps)
 def steps(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Run = None,
     attempt: Annotated[
@@ -72,21 +72,21 @@ def steps(
     say so in `superseded_by`, those that a process did again within their attempt in
     `begun_again`: both goes count in their numbers.
     """
-    target = desk.finder.attempt(run, attempt)
-    found, following = _steps_page(desk, target, page, attempt)
-    everything = desk.catalogue.attempts(target.run)
+    target = deps.finder.attempt(run, attempt)
+    found, following = _steps_page(deps, target, page, attempt)
+    everything = deps.catalogue.attempts(target.run)
     by_id = {row["attempt_id"]: row for row in everything}
-    lacking = gaps(desk.catalogue, found)
+    lacking = gaps(deps.catalogue, found)
     twice = begun_again(
-        desk.catalogue, {row["attempt_id"] for row in found}, {row["step"] for row in found}
+        deps.catalogue, {row["attempt_id"] for row in found}, {row["step"] for row in found}
     )
     rows = []
     for row in found:
         own = by_id[row["attempt_id"]]
         judged = None
         if row["closed_wall"] is None:
-            at = desk.catalogue.stages(row["attempt_id"], row["step"], limit=ALL_ROWS)
-            judged = arrival(desk.catalogue, own, row, at)
+            at = deps.catalogue.stages(row["attempt_id"], row["step"], limit=ALL_ROWS)
+            judged = arrival(deps.catalogue, own, row, at)
         again = superseded_by(row, own["number"], everything)
         place = (row["attempt_id"], row["step"])
         rows.append(shape.step_row(row, again, judged, lacking.get(place), twice.get(place, [])))
@@ -94,7 +94,7 @@ def steps(
 
 
 def _steps_page(
-    desk: Dependencies, target: Target, page: Page, attempt: int | None
+    deps: Dependencies, target: Target, page: Page, attempt: int | None
 ) -> tuple[list[Row], str | None]:
     """Return a page of steps and the cursor of the next.
 
@@ -104,7 +104,7 @@ def _steps_page(
     only = None if attempt is None else target.attempt_id
     before = page.at[0] if page.at else None
     skip = page.at[1] if len(page.at) > 1 else 0
-    rows = desk.catalogue.steps(only, run=target.run, before=before, limit=page.limit + skip + 1)[
+    rows = deps.catalogue.steps(only, run=target.run, before=before, limit=page.limit + skip + 1)[
         skip:
     ]
     more = len(rows) > page.limit
@@ -120,7 +120,7 @@ def _steps_page(
 
 @router.get("/losses", response_model=models.Losses)
 def losses(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -129,9 +129,9 @@ def losses(
     only: Only = None,
 ) -> Answer:
     """List what was announced and never arrived, or was dropped, with the reason; last first."""
-    scope, numbers, said = scope_of(desk, run, attempt)
-    asked = {"kind": kind} if kind is not None else only_of(desk, "losses", scope, only)
-    found = desk.catalogue.losses(
+    scope, numbers, said = scope_of(deps, run, attempt)
+    asked = {"kind": kind} if kind is not None else only_of(deps, "losses", scope, only)
+    found = deps.catalogue.losses(
         **scope, step=step, **asked, limit=page.limit + 1, offset=page.offset
     )
     rows = shape.numbered(found[: page.limit], numbers)
@@ -140,7 +140,7 @@ def losses(
 
 @router.get("/findings", response_model=models.Findings)
 def findings(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Run = None,
     attempt: AttemptNumber = None,
@@ -150,11 +150,11 @@ def findings(
     only: Only = None,
 ) -> Answer:
     """List what the service noticed to be wrong, with evidence and advice; last seen first."""
-    scope, numbers, said = scope_of(desk, run, attempt)
-    asked = only_of(desk, "findings", scope, only)
+    scope, numbers, said = scope_of(deps, run, attempt)
+    asked = only_of(deps, "findings", scope, only)
     said_too = {"kind": kind, "severity": severity}
     asked |= {name: value for name, value in said_too.items() if value is not None}
-    found = desk.catalogue.findings(
+    found = deps.catalogue.findings(
         **scope,
         step=step,
         **asked,

@@ -66,7 +66,7 @@ class Point:
 
 @router.get("/series", response_model=models.Series)
 def series(
-    desk: Deps,
+    deps: Deps,
     metric: Annotated[
         str, Query(max_length=500, description="A published metric, or a scalar's name.")
     ],
@@ -100,8 +100,8 @@ def series(
     """
     if first is not None and last is not None and first > last:
         raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
-    target = desk.finder.attempt(run, attempt)
-    rows = desk.catalogue.attempts(target.run)
+    target = deps.finder.attempt(run, attempt)
+    rows = deps.catalogue.attempts(target.run)
     chosen = [row for row in rows if attempt is None or row["number"] == attempt]
     lineage = Lineage(rows)
     window = {"first": first, "last": last}
@@ -109,18 +109,18 @@ def series(
     asked = _Asked(metric, by, stage, role, rank)
     keep_all = superseded or attempt is not None
     found = _Found("metric", [], None)
-    newest = _newest_metrics(desk, ids)
+    newest = _newest_metrics(deps, ids)
     readers = {"metric": _metrics, "scalar": _scalars}
     # What is looked at first is most likely not read for nothing.
     scalars_first = stage is not None or not _is_published(metric, newest)
     for kind in sorted(readers, reverse=scalars_first):
-        points = readers[kind](desk, asked, ids, window)
+        points = readers[kind](deps, asked, ids, window)
         cut = _Found(kind, *_cut(points, lineage, keep_all, limit))
         found = cut if cut.points else found
         if any(point.values for point in cut.points):
             break
     else:
-        if _check_name(desk, asked, target, ids, newest) == "scalar":
+        if _check_name(deps, asked, target, ids, newest) == "scalar":
             found = _Found("scalar", [_unlogged(point) for point in found.points], found.earlier_to)
     has_values = any(point.values for point in found.points)
     if stage is not None and found.kind == "metric" and (has_values or metric in newest):
@@ -137,7 +137,7 @@ def series(
             "kind": found.kind,
             "by": by,
             **_columns(found.points[::-1], lineage, by, found.kind),
-            "begun_again": _begun_again(desk, found.points[::-1]),
+            "begun_again": _begun_again(deps, found.points[::-1]),
             "earlier_to": found.earlier_to,
         }
     )
@@ -182,7 +182,7 @@ def _cut(
 
 
 def _metrics(
-    desk: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
+    deps: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
 ) -> Iterator[Point]:
     """Yield every step, with the metric where it was published."""
     by = asked.by or ("rank" if asked.rank is not None or asked.role is not None else None)
@@ -190,10 +190,10 @@ def _metrics(
     numbers: Literal["metrics", "slices"] = "metrics" if by is None else "slices"
     lost = {
         (row["attempt_id"], row["step"]): f"{row['count']} payloads were lost: {row['reason']:.300}"
-        for row in desk.catalogue.lost_payloads(ids, **window)
+        for row in deps.catalogue.lost_payloads(ids, **window)
     }
-    failed = failures(desk.catalogue, ids)
-    for row in desk.catalogue.step_metrics(ids, version=VERSION, **window, numbers=numbers):
+    failed = failures(deps.catalogue, ids)
+    for row in deps.catalogue.step_metrics(ids, version=VERSION, **window, numbers=numbers):
         stored = row.pop(numbers)
         point = Point(row, {})
         if stored is None and row["has_whole"]:
@@ -202,7 +202,7 @@ def _metrics(
                 point.reason = OLD
                 yield point
                 continue
-            stored = _read_anew(desk, row, by is not None)
+            stored = _read_anew(deps, row, by is not None)
         if stored is None:
             point.reason = _gap(row, failed.get((row["attempt_id"], row["step"])))
             if point.reason == UNMEASURED:
@@ -226,9 +226,9 @@ _WHOLE: Final[Key] = (None, None, None)
 _MISSING: Final = object()
 
 
-def _read_anew(desk: Dependencies, row: Row, slices: bool) -> Any:
+def _read_anew(deps: Dependencies, row: Row, slices: bool) -> Any:
     """Return the numbers of a step that were stored by an earlier version; None: they are not."""
-    measured: MeasuredStep = desk.measures.of(int(row["attempt_id"]), row)
+    measured: MeasuredStep = deps.measures.of(int(row["attempt_id"]), row)
     found = measured.comparability
     row["verdict"], row["stage"] = found.verdict, measured.whole.stage
     row["suspects"] = [check.name for check in found.suspects]
@@ -244,12 +244,12 @@ def _gap(row: Row, failed: str | None) -> str:
 
 
 def _scalars(
-    desk: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
+    deps: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
 ) -> Iterator[Point]:
     """Yield every step, with the scalar where somebody logged it."""
     if asked.by not in (None, "rank"):
         return
-    values = desk.catalogue.scalar_values(
+    values = deps.catalogue.scalar_values(
         ids, asked.metric, by_rank=asked.by == "rank", **window,
         stage=asked.stage, role=asked.role, rank=asked.rank,
     )  # fmt: skip
@@ -259,7 +259,7 @@ def _scalars(
             by_step.setdefault((value["attempt_id"], value["step"]), []).append(value)
     if not by_step:
         return
-    for row in desk.catalogue.step_metrics(ids, version=VERSION, **window, numbers=None):
+    for row in deps.catalogue.step_metrics(ids, version=VERSION, **window, numbers=None):
         logged = by_step.get((row["attempt_id"], row["step"]), [])
         point = Point(row, {}, None if logged else OPEN if not row["closed_wall"] else NOT_LOGGED)
         for value in logged:
@@ -324,13 +324,13 @@ def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str
     }
 
 
-def _begun_again(desk: Dependencies, points: Sequence[Point]) -> list[list[Row]]:
+def _begun_again(deps: Dependencies, points: Sequence[Point]) -> list[list[Row]]:
     """Return who began each of the steps again, an entry a step."""
     places = [(int(point.row["attempt_id"]), int(point.row["step"])) for point in points]
     if not places:
         return []
     found = begun_again(
-        desk.catalogue,
+        deps.catalogue,
         {attempt_id for attempt_id, _ in places},
         first=places[0][1],
         last=places[-1][1],
@@ -348,9 +348,9 @@ def _numbered(by: By | None, number: int | None) -> str:
     return str(number) if by in (None, "rank") else f"{by} {number}"
 
 
-def _newest_metrics(desk: Dependencies, ids: Sequence[int]) -> Mapping[str, Any]:
+def _newest_metrics(deps: Dependencies, ids: Sequence[int]) -> Mapping[str, Any]:
     """Return the published numbers of the newest step that has some."""
-    rows = desk.catalogue.step_metrics(ids, version=VERSION)
+    rows = deps.catalogue.step_metrics(ids, version=VERSION)
     return next((row["metrics"] for row in rows if row["metrics"]), {})
 
 
@@ -377,7 +377,7 @@ def _check_rank(asked: _Asked, there: Collection[tuple[str | None, int | None]])
 
 
 def _check_name(
-    desk: Dependencies,
+    deps: Dependencies,
     asked: _Asked,
     target: Target,
     ids: Sequence[int],
@@ -390,7 +390,7 @@ def _check_name(
             steps that have it is of the stage, role or rank that was asked for.
         InvalidInput: a scalar by round or staleness.
     """
-    names = desk.catalogue.scalar_names(ids)
+    names = deps.catalogue.scalar_names(ids)
     if asked.metric in names:
         if asked.by not in (None, "rank"):
             raise InvalidInput(
@@ -400,7 +400,7 @@ def _check_name(
         if (last := names[asked.metric]) is None:
             return "scalar"  # of no step
         window = {"first": last - _NAMED_STEPS, "last": last}
-        own = list(desk.catalogue.scalar_values(ids, asked.metric, by_rank=True, **window))
+        own = list(deps.catalogue.scalar_values(ids, asked.metric, by_rank=True, **window))
         stages = {str(row["stage"]) for row in own if row["stage"] is not None}
         if asked.stage is not None and asked.stage not in stages:
             close = meant(asked.stage, sorted(stages))
@@ -412,7 +412,7 @@ def _check_name(
         _check_rank(asked, {(row["role"], row["rank"]) for row in own})
         return "scalar"
     if asked.metric in metrics and (asked.by or asked.role or asked.rank is not None):
-        rows = desk.catalogue.step_metrics(ids, version=VERSION, numbers="slices")
+        rows = deps.catalogue.step_metrics(ids, version=VERSION, numbers="slices")
         blob = next((row["slices"] for row in rows if row["slices"]), None)
         slices = SliceMetrics.from_bytes(blob) if blob else None
         if slices is not None and asked.metric not in slices.names:

@@ -77,7 +77,7 @@ class Side:
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def find_sides(desk: Dependencies, said: Sequence[Any]) -> list[Side]:
+def find_sides(deps: Dependencies, said: Sequence[Any]) -> list[Side]:
     """Return the sides of a comparison; runs that name no step get the steps that all hold.
 
     Args:
@@ -90,11 +90,11 @@ def find_sides(desk: Dependencies, said: Sequence[Any]) -> list[Side]:
         Forbidden: a directory outside the roots.
         InvalidInput: neither, or a path that the filesystem does not take.
     """
-    sides = [_find(desk, each) for each in said]
+    sides = [_find(deps, each) for each in said]
     free = [set(side.steps) for side in sides if side.target is not None and not side.is_chosen]
     chosen = {side.steps[0] for side in sides if side.is_chosen}
     if not free:
-        return [_with_files(desk, side) for side in sides]
+        return [_with_files(deps, side) for side in sides]
     common = set.intersection(*free)
     if chosen:
         common &= chosen
@@ -110,13 +110,13 @@ def find_sides(desk: Dependencies, said: Sequence[Any]) -> list[Side]:
     found: list[Side] = []
     for side in sides:
         if side.target is not None and not side.is_chosen:
-            left_out = "" if chosen else _left_out(desk, side.target, len(newest), len(common))
+            left_out = "" if chosen else _left_out(deps, side.target, len(newest), len(common))
             side = dataclasses.replace(_of_steps(side, newest), left_out=left_out)
-        found.append(_with_files(desk, side))
+        found.append(_with_files(deps, side))
     return found
 
 
-def open_side(desk: Dependencies, side: Side, copies: Path) -> Dump:
+def open_side(deps: Dependencies, side: Side, copies: Path) -> Dump:
     """Return a side's dump; files of other nodes are copied to `copies`, which is the caller's."""
     if side.path is not None:
         return open_dump(side.path)
@@ -125,7 +125,7 @@ def open_side(desk: Dependencies, side: Side, copies: Path) -> Dump:
     problems: list[Problem] = []
     for step, row in side.files:
         try:
-            path = local_file(desk, row, copies)
+            path = local_file(deps, row, copies)
         except StagescopeError as error:
             problems.append(Problem(Path(row["path"]), "missing", str(error)))
             continue
@@ -134,14 +134,14 @@ def open_side(desk: Dependencies, side: Side, copies: Path) -> Dump:
         problems.append(Problem(Path(side.name), "gap", side.left_out))
     dump = _with_logged(_both(side.name, files), side)
     whose = {"attempts": [f"{side.target.run}@{side.target.attempt['key']}"]}
-    about = {**whose, **dump.about, **_noise_floor(desk, side), **_broke_off(side)}
+    about = {**whose, **dump.about, **_noise_floor(deps, side), **_broke_off(side)}
     return dataclasses.replace(dump, about=about, problems=[*dump.problems, *problems])
 
 
-def _find(desk: Dependencies, said: Any) -> Side:
+def _find(deps: Dependencies, said: Any) -> Side:
     if isinstance(said, Mapping) and set(said) == {"directory"}:
         try:
-            path = confine(str(said["directory"]), desk.settings.roots)
+            path = confine(str(said["directory"]), deps.settings.roots)
         except Forbidden as error:
             raise Forbidden(
                 error.wrong,
@@ -159,14 +159,14 @@ def _find(desk: Dependencies, said: Any) -> Side:
         return Side(str(path), path=path)
     asked = read_target(said)
     if asked.step is not None:
-        target = desk.finder.step(asked.run, asked.attempt, asked.step)
+        target = deps.finder.step(asked.run, asked.attempt, asked.step)
         name = str(Asked(target.run, target.number, asked.step))
         return Side(name, target, (asked.step,), is_chosen=True)
-    target = desk.finder.attempt(asked.run, asked.attempt)
+    target = deps.finder.attempt(asked.run, asked.attempt)
     side = Side(str(Asked(target.run, target.number)), target)
-    steps = desk.catalogue.kept_steps(target.attempt_id)
+    steps = deps.catalogue.kept_steps(target.attempt_id)
     if side.is_imported:
-        held = desk.catalogue.steps(target.attempt_id, limit=ALL_ROWS)
+        held = deps.catalogue.steps(target.attempt_id, limit=ALL_ROWS)
         steps = sorted({*steps, *(int(row["step"]) for row in held)}, reverse=True)
     if not steps:
         raise NotFound(
@@ -175,9 +175,9 @@ def _find(desk: Dependencies, said: Any) -> Side:
     return dataclasses.replace(side, steps=tuple(steps))
 
 
-def _left_out(desk: Dependencies, target: Target, compared: int, common: int) -> str:
+def _left_out(deps: Dependencies, target: Target, compared: int, common: int) -> str:
     """Return which steps of an attempt are not compared, and where their numbers are."""
-    held = len(desk.catalogue.steps(target.attempt_id, limit=ALL_ROWS))
+    held = len(deps.catalogue.steps(target.attempt_id, limit=ALL_ROWS))
     if compared >= held:
         return ""
     newest = f", the newest {compared} of these {common}" if compared < common else ""
@@ -192,7 +192,7 @@ def _of_steps(side: Side, steps: tuple[int, ...]) -> Side:
     return dataclasses.replace(side, steps=steps, name=name)
 
 
-def _with_files(desk: Dependencies, side: Side) -> Side:
+def _with_files(deps: Dependencies, side: Side) -> Side:
     """Return the side with the files of its steps.
 
     Raises:
@@ -203,20 +203,20 @@ def _with_files(desk: Dependencies, side: Side) -> Side:
     found = [
         (step, row)
         for step in sorted(side.steps)
-        for row in payload_artifacts(desk, side.target, step)
+        for row in payload_artifacts(deps, side.target, step)
     ]
-    logged = [each for step in side.steps for each in _logged(desk, side.target, step)]
+    logged = [each for step in side.steps for each in _logged(deps, side.target, step)]
     if not found and not (side.is_imported and logged):
         raise NotFound(f"no tensors of {side.name} are kept", advice=KEEP_ADVICE)
     return dataclasses.replace(side, files=tuple(found), logged=tuple(logged))
 
 
 def _logged(
-    desk: Dependencies, target: Target, step: int
+    deps: Dependencies, target: Target, step: int
 ) -> list[tuple[Place, tuple[tuple[str, float], ...]]]:
     """Return what each part of a stage of a rank logged in a step."""
     found: dict[Place, dict[str, float]] = {}
-    rows = desk.catalogue.scalars(target.attempt_id, step, limit=ALL_ROWS)
+    rows = deps.catalogue.scalars(target.attempt_id, step, limit=ALL_ROWS)
     for row in sorted(rows, key=lambda row: row["wall"] or 0.0):
         if row["stage"] is not None:
             part = Part(*(row[name] or 0 for name in PART_FIELDS))
@@ -271,12 +271,12 @@ def _read(
     return reader(entry) if held is None else Record(entry, numbers=held)
 
 
-def _noise_floor(desk: Dependencies, side: Side) -> Row:
+def _noise_floor(deps: Dependencies, side: Side) -> Row:
     """Return how far the trainer is from itself, where a run's one step has measured it."""
     if side.target is None or side.target.step is None:
         return {}
     try:
-        floor = desk.measures.of(side.target.attempt_id, side.target.step).noise_floor
+        floor = deps.measures.of(side.target.attempt_id, side.target.step).noise_floor
     except NotFound:
         return {}
     if floor is None:

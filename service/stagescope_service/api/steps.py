@@ -30,7 +30,7 @@ router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 @router.get("/stages", response_model=models.Stages)
 def stages(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -47,10 +47,10 @@ def stages(
     by each role's world_size, else by the attempt's last closed step. `gap` says what the numbers
     of a closed step lack, or why there are none.
     """
-    now = desk.clock()
-    rows, came = stages_of(desk, target)
+    now = deps.clock()
+    rows, came = stages_of(deps, target)
     if superseded:
-        rows = desk.catalogue.stages(
+        rows = deps.catalogue.stages(
             target.attempt_id, _number(target), superseded=None, limit=ALL_ROWS
         )
     listed = [shape.stage_row(row, now) for row in rows]
@@ -60,8 +60,8 @@ def stages(
         **target.heading(),
         "complete": came.complete,
         "missing": came.missing,
-        "gap": _gap(desk, target),
-        "begun_again": _begun_again(desk, target),
+        "gap": _gap(deps, target),
+        "begun_again": _begun_again(deps, target),
         "expected": came.expected,
         "wall": now,
     }
@@ -70,7 +70,7 @@ def stages(
 
 @router.get("/scalars", response_model=models.Scalars)
 def scalars(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -80,7 +80,7 @@ def scalars(
 ) -> Answer:
     """List the numbers that ranks handed over (`loss`, `reward`, ...), by name and rank."""
     filters = {"stage": stage, "role": role, "rank": rank, "name": name}
-    found = desk.catalogue.scalars(
+    found = deps.catalogue.scalars(
         target.attempt_id,
         _number(target),
         **filters,
@@ -88,16 +88,16 @@ def scalars(
         offset=page.offset,
     )
     if not found and not page.offset and any(value is not None for value in filters.values()):
-        every = desk.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS)
+        every = deps.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS)
         shape.chosen(every, f"step {_number(target)}", **filters)
     rows = [shape.scalar_row(row) for row in found[: page.limit]]
-    said = {**target.heading(), "begun_again": _begun_again(desk, target)}
+    said = {**target.heading(), "begun_again": _begun_again(deps, target)}
     return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
 
 
 @router.get("/dumps", response_model=models.Dumps)
 def dumps(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -105,14 +105,14 @@ def dumps(
     rank: Rank = None,
 ) -> Answer:
     """List msprobe's dumps of the step: who collected, missed or failed, where, how large."""
-    every = desk.catalogue.dumps(target.attempt_id, _number(target), limit=ALL_ROWS)
+    every = deps.catalogue.dumps(target.attempt_id, _number(target), limit=ALL_ROWS)
     found = shape.chosen(every, f"step {_number(target)}", stage=stage, role=role, rank=rank)
     return Answer({**target.heading(), **page.cut([shape.dump_row(row) for row in found])})
 
 
 @router.get("/metrics", response_model=numbers.Metrics)
 def metrics(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     stage: Stage = None,
     role: Role = None,
@@ -127,12 +127,12 @@ def metrics(
     `comparability` before a number is trusted: `not measured` says that one stream is a copy.
     `begun_again` names who did the step again within the attempt: both goes count.
     """
-    return Answer(metrics_of(desk, target, Slice(stage, role, rank), round))
+    return Answer(metrics_of(deps, target, Slice(stage, role, rank), round))
 
 
 @router.get("/rounds", response_model=numbers.Rounds)
 def rounds(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -144,10 +144,10 @@ def rounds(
     ] = "round",
 ) -> Answer:
     """List the mismatch by round; `tokens`, `abs_diff_sum` and `diff_sum` add up to `whole`."""
-    measured = _measured(desk, target, stage, role, rank)
+    measured = _measured(deps, target, stage, role, rank)
     summary = measured.whole.summary
     said = {
-        **_opening(desk, target),
+        **_opening(deps, target),
         **answers.said_of(measured),
         "by": by,
         "whole": answers.cell_row(summary.total, summary),
@@ -157,7 +157,7 @@ def rounds(
 
 @router.get("/ranks", response_model=numbers.Ranks)
 def ranks(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -168,16 +168,16 @@ def ranks(
 
     A rank's numbers are its own, also where a replica counts in its place (`parts_counted` 0).
     """
-    measured = _measured(desk, target, stage, None, None)
-    processes = desk.catalogue.processes(target.attempt_id)
+    measured = _measured(deps, target, stage, None, None)
+    processes = deps.catalogue.processes(target.attempt_id)
     rows = answers.rank_rows(measured, processes)
     found = shape.chosen(rows, f"step {_number(target)}", role=role, rank=rank)
-    return Answer({**_opening(desk, target), **answers.said_of(measured), **page.cut(found)})
+    return Answer({**_opening(deps, target), **answers.said_of(measured), **page.cut(found)})
 
 
 @router.get("/tokens", response_model=numbers.Tokens)
 def tokens(
-    desk: Deps,
+    deps: Deps,
     target: StepTarget,
     page: PageOf,
     stage: Stage = None,
@@ -190,20 +190,20 @@ def tokens(
 
     As many of each as a summary keeps (64): of the step, or of the rank that is asked for.
     """
-    measured = _measured(desk, target, stage, role, rank)
-    rows = answers.token_rows(measured, desk.catalogue.processes(target.attempt_id))
+    measured = _measured(deps, target, stage, role, rank)
+    rows = answers.token_rows(measured, deps.catalogue.processes(target.attempt_id))
     if kind is not None:
         rows = [row for row in rows if row["kind"] == kind]
     if round is not None:
         rows = [row for row in rows if row["round"] == round]
-    return Answer({**_opening(desk, target), **answers.said_of(measured), **page.cut(rows)})
+    return Answer({**_opening(deps, target), **answers.said_of(measured), **page.cut(rows)})
 
 
 ABSENT: Final = "not begun"
 
 
 def metrics_of(
-    desk: Dependencies,
+    deps: Dependencies,
     target: Target,
     cut: Slice = Slice(),  # noqa: B008
     round: int | None = None,
@@ -214,49 +214,49 @@ def metrics_of(
         NotFound: nothing of that stage, role, rank or round was measured (yet).
     """
     assert target.step is not None
-    measured = desk.measures.of(target.attempt_id, target.step, cut)
-    return {**_opening(desk, target), **answers.metrics(measured, round)}
+    measured = deps.measures.of(target.attempt_id, target.step, cut)
+    return {**_opening(deps, target), **answers.metrics(measured, round)}
 
 
-def stages_of(desk: Dependencies, target: Target) -> tuple[list[Row], Arrival]:
+def stages_of(deps: Dependencies, target: Target) -> tuple[list[Row], Arrival]:
     """Return a step's stages (not the superseded ones) and who has arrived."""
     assert target.step is not None
-    rows = desk.catalogue.stages(target.attempt_id, _number(target), limit=ALL_ROWS)
-    return rows, arrival(desk.catalogue, target.attempt, target.step, rows)
+    rows = deps.catalogue.stages(target.attempt_id, _number(target), limit=ALL_ROWS)
+    return rows, arrival(deps.catalogue, target.attempt, target.step, rows)
 
 
 def _measured(
-    desk: Dependencies, target: Target, stage: str | None, role: str | None, rank: int | None
+    deps: Dependencies, target: Target, stage: str | None, role: str | None, rank: int | None
 ) -> MeasuredStep:
     assert target.step is not None
-    return desk.measures.of(target.attempt_id, target.step, Slice(stage, role, rank))
+    return deps.measures.of(target.attempt_id, target.step, Slice(stage, role, rank))
 
 
-def _opening(desk: Dependencies, target: Target) -> Row:
+def _opening(deps: Dependencies, target: Target) -> Row:
     """Return what answers about numbers begin with: of what, and how complete."""
     assert target.step is not None
     if target.step["closed_wall"] is not None and not target.step["missing"]:
         # Nobody is missing: who came when need not be read.
         complete, missing = target.step["completeness"] or "unknown", []
     else:
-        came = stages_of(desk, target)[1]
+        came = stages_of(deps, target)[1]
         complete, missing = came.complete, came.missing
     return {
         **target.heading(),
         "complete": complete,
         "missing": missing,
-        "gap": _gap(desk, target),
-        "begun_again": _begun_again(desk, target),
+        "gap": _gap(deps, target),
+        "begun_again": _begun_again(deps, target),
     }
 
 
-def _gap(desk: Dependencies, target: Target) -> str | None:
+def _gap(deps: Dependencies, target: Target) -> str | None:
     assert target.step is not None
-    return gaps(desk.catalogue, [target.step]).get((target.attempt_id, _number(target)))
+    return gaps(deps.catalogue, [target.step]).get((target.attempt_id, _number(target)))
 
 
-def _begun_again(desk: Dependencies, target: Target) -> list[Row]:
-    found = begun_again(desk.catalogue, [target.attempt_id], [_number(target)])
+def _begun_again(deps: Dependencies, target: Target) -> list[Row]:
+    found = begun_again(deps.catalogue, [target.attempt_id], [_number(target)])
     return found.get((target.attempt_id, _number(target)), [])
 
 

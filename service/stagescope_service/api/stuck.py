@@ -44,17 +44,17 @@ def stuck_rows(
         return silent
     closed = [row for row in listed if row["closed_wall"] is not None][:STEPS_REMEMBERED]
     numbers = [*open_steps, *(row["step"] for row in closed)]
-    paces = _paces(catalogue.paces(attempt_id, numbers))
+    timings = _paces(catalogue.timings(attempt_id, numbers))
     # A stage that began between the two questions is one that the first did not hear of yet.
     rows = [
         row
         for row in catalogue.stages(attempt_id, open_steps, limit=ALL_ROWS)
-        if row["begin_wall"] is None or (row["role"], _place(row)) in paces
+        if row["begin_wall"] is None or (row["role"], _place(row)) in timings
     ]
     unheard = {(row["role"], row["rank"]) for row in silent}
     found: list[Row] = []
     for role, ranks in processes.items():
-        own = {place: pace for (its, place), pace in paces.items() if its == role}
+        own = {place: timing for (its, place), timing in timings.items() if its == role}
         its_rows = [row for row in rows if row["role"] == role]
         view = _role(role, ranks, its_rows, own, closed, step, unheard)
         found += [
@@ -151,12 +151,12 @@ def _paces(rows: Iterable[Row]) -> dict[tuple[str, Place], StageTiming]:
     found: dict[tuple[str, Place], StageTiming] = {}
     for row in rows:
         place = _place(row)
-        pace = found.setdefault((row["role"], place), StageTiming(place))
+        timing = found.setdefault((row["role"], place), StageTiming(place))
         if row["first"] is not None:
-            pace.begun(row["first"])
-            pace.begun(row["last"])
+            timing.begun(row["first"])
+            timing.begun(row["last"])
         if row["longest"] is not None:
-            pace.took(row["longest"])
+            timing.took(row["longest"])
     return found
 
 
@@ -175,17 +175,17 @@ def _role(
     role: str,
     processes: Mapping[int, Row],
     rows: list[Row],
-    paces: Mapping[Place, StageTiming],
+    timings: Mapping[Place, StageTiming],
     closed: list[Row],
     newest: int,
     unheard: Collection[tuple[str, int]],
 ) -> Role:
     open_steps = {row["step"] for row in rows}
-    at_open = {place: pace for place, pace in paces.items() if place.step in open_steps}
+    at_open = {place: timing for place, timing in timings.items() if place.step in open_steps}
     # A step that all but a few have left says as much of how long its stages take.
-    left = {place.step for place in paces} - {newest}
+    left = {place.step for place in timings} - {newest}
     earlier = [
-        {place: pace for place, pace in paces.items() if place.step == step} for step in left
+        {place: timing for place, timing in timings.items() if place.step == step} for step in left
     ]
     histories = history(earlier, _participants(role, reversed(closed)))
     own: dict[int, list[Row]] = {}
@@ -227,7 +227,7 @@ def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
 
 
 def _standing(
-    process: Row, rows: list[Row], paces: Mapping[Place, StageTiming], silent: bool
+    process: Row, rows: list[Row], timings: Mapping[Place, StageTiming], silent: bool
 ) -> RankPosition:
     times = [at for row in rows for at in (began(row), ended(row)) if at is not None]
     said = max(times, default=None)
@@ -242,4 +242,4 @@ def _standing(
         for row in begun
         if row["status"] in ("open", "unfinished", None) and row["step"] == latest["step"]
     ]
-    return RankPosition(status, said, left[-1] if left else None, paces[_place(latest)].first)
+    return RankPosition(status, said, left[-1] if left else None, timings[_place(latest)].first)

@@ -41,7 +41,7 @@ _BODY: Final[dict[str, Any]] = sides_schema(
 @router.post(
     "/operators/tensors", response_model=models.TensorPairs, openapi_extra={"requestBody": _BODY}
 )
-async def tensors(request: Request, desk: Deps) -> Answer:
+async def tensors(request: Request, deps: Deps) -> Answer:
     """Compare the full tensors of two dumps (msprobe's task `tensor`) with msprobe itself.
 
     A row a tensor in execution order: cosine, largest absolute and relative error, the share of
@@ -49,11 +49,11 @@ async def tensors(request: Request, desk: Deps) -> Answer:
     left out. It runs in a process of its own for up to 15 minutes: while it does, the answer is
     503 and the same question may be asked again. What side `b` leaves out is as in `a`.
     """
-    said = await read_json(request, desk.settings)
+    said = await read_json(request, deps.settings)
     check_fields(said, "a", "b", "limit", "offset")
     limit = whole_number(said, "limit", 1000, least=1, most=10_000)
     offset = whole_number(said, "offset", 0, least=0, most=1 << 31)
-    a, b, (began, future) = await asyncio.to_thread(_begin, desk, said)
+    a, b, (began, future) = await asyncio.to_thread(_begin, deps, said)
     if not await _waited(future):
         raise NotReady(
             f"msprobe has been comparing them for {time.monotonic() - began:.0f} s",
@@ -81,11 +81,11 @@ async def _waited(future: Future[list[Row]]) -> bool:
 
 
 def _begin(
-    desk: Dependencies, said: Mapping[str, Any]
+    deps: Dependencies, said: Mapping[str, Any]
 ) -> tuple[Side, Side, tuple[float, Future[list[Row]]]]:
     of_a, of_b = read_sides(said)
-    a = find_side(desk, of_a, "a")
-    b = find_side(desk, of_b, "b", like=a)
+    a = find_side(deps, of_a, "a")
+    b = find_side(deps, of_b, "b", like=a)
     for side in (a, b):
         if side.row["task"] not in (None, "tensor"):
             raise InvalidInput(
@@ -93,14 +93,14 @@ def _begin(
                 expected="a dump of msprobe's task 'tensor'",
                 advice="its statistics are compared by /operators/divergence",
             )
-    tables = (desk.operator_files.path(a.row), desk.operator_files.path(b.row))
-    directories = (_directory(desk, a), _directory(desk, b))
+    tables = (deps.operator_files.path(a.row), deps.operator_files.path(b.row))
+    directories = (_directory(deps, a), _directory(deps, b))
     key = (a.row["checksum"], b.row["checksum"])
-    return a, b, desk.long_comparisons.once(key, compare_tensors, *directories, tables)
+    return a, b, deps.long_comparisons.once(key, compare_tensors, *directories, tables)
 
 
-def _directory(desk: Dependencies, side: Side) -> Path:
-    directory = confine(side.row["dump_path"], desk.settings.roots)
+def _directory(deps: Dependencies, side: Side) -> Path:
+    directory = confine(side.row["dump_path"], deps.settings.roots)
     if not (directory / "dump.json").is_file():
         raise Unreachable(
             f"the tensors of {place(side.row)} lie on node {side.row['node_id']} alone",

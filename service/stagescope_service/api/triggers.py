@@ -45,17 +45,17 @@ def _body(properties: dict[str, Any], *, required: bool) -> dict[str, Any]:
 
 
 @router.get("/triggers", response_model=models.Triggers)
-def triggers(desk: Deps, run: Run = None) -> Answer:
+def triggers(deps: Deps, run: Run = None) -> Answer:
     """Return the rules in force, when each fired last, and the budgets of captures.
 
     With `run`, only what fired in that run. `budgets` names every run that may be captured unasked:
     what it may spend, what it spent, and `refusal`, why no more (null: there is room). `pinned` are
     steps whose payloads stay in the rings. Webhooks are shown by their hosts alone.
     """
-    rules, about = _in_force(desk)
+    rules, about = _in_force(deps)
     fired = [
         row
-        for row in desk.catalogue.firings(run=run, limit=_FIRINGS)
+        for row in deps.catalogue.firings(run=run, limit=_FIRINGS)
         if row["withdrawn_wall"] is None
     ]
     rows = []
@@ -69,8 +69,8 @@ def triggers(desk: Deps, run: Run = None) -> Answer:
             **about,
             "rules": rows,
             "runs": runs,
-            "budgets": _budgets(desk, rules, run),
-            "pinned": desk.catalogue.pinned_steps(run),
+            "budgets": _budgets(deps, rules, run),
+            "pinned": deps.catalogue.pinned_steps(run),
         }
     )
 
@@ -80,17 +80,17 @@ def triggers(desk: Deps, run: Run = None) -> Answer:
     response_model=models.NewTriggers,
     openapi_extra={"requestBody": _body(_FIELDS, required=True)},
 )
-async def set_triggers(request: Request, desk: Deps) -> Answer:
+async def set_triggers(request: Request, deps: Deps) -> Answer:
     """Put rules in force for the steps that close from now on; needs the operate token.
 
     They replace all that were in force. Who gave them is kept in the audit. A rule that cannot be
     right is refused with its field.
     """
-    said = await read_json(request, desk.settings)
+    said = await read_json(request, deps.settings)
     rules = await asyncio.to_thread(_document, said)
     if rules is None:
         raise InvalidInput("no rules are given", expected="rules (a list), or yaml (a text)")
-    reply = await desk.commands.set_triggers(document=rules.wire(), by=str(caller_of(request)))
+    reply = await deps.commands.set_triggers(document=rules.wire(), by=str(caller_of(request)))
     return Answer({**check_ready(reply), **rules.wire(secrets=False)})
 
 
@@ -102,7 +102,7 @@ def default_triggers() -> Answer:
 
 @router.get("/triggers/firings", response_model=models.Firings)
 def firings(
-    desk: Deps,
+    deps: Deps,
     page: PageOf,
     run: Run = None,
     rule: Annotated[str | None, Query(max_length=100, description="Only this rule.")] = None,
@@ -114,8 +114,8 @@ def firings(
     something else.
     """
     scope = {} if run is None else {"run": run}
-    asked = {"rule": rule} if rule is not None else only_of(desk, "firings", scope, only)
-    found = desk.catalogue.firings(**scope, **asked, limit=page.limit + 1, offset=page.offset)
+    asked = {"rule": rule} if rule is not None else only_of(deps, "firings", scope, only)
+    found = deps.catalogue.firings(**scope, **asked, limit=page.limit + 1, offset=page.offset)
     rows = [_firing(row) for row in found[: page.limit]]
     return Answer(page.answer(rows, more=len(found) > page.limit))
 
@@ -125,26 +125,26 @@ def firings(
     response_model=models.DryRun,
     openapi_extra={"requestBody": _body({**_FIELDS, **_TEST_FIELDS}, required=False)},
 )
-async def try_triggers(request: Request, desk: Deps) -> Answer:
+async def try_triggers(request: Request, deps: Deps) -> Answer:
     """Say which of a run's stored steps would have fired: a dry run, of which nothing follows.
 
     Without rules those in force are tried; without `run` the one whose training stage began last.
     The newest `steps` closed steps are looked at, as if each had just been formed. The read token
     is enough.
     """
-    said = await read_json(request, desk.settings)
-    return Answer(await asyncio.to_thread(_dry_run, desk, said))
+    said = await read_json(request, deps.settings)
+    return Answer(await asyncio.to_thread(_dry_run, deps, said))
 
 
 @router.delete("/steps/{step}/pin", response_model=step_models.Unpin)
-async def unpin(request: Request, desk: Deps, target: StepTarget) -> Answer:
+async def unpin(request: Request, deps: Deps, target: StepTarget) -> Answer:
     """Let the payloads of a pinned step leave the rings when room is needed; needs operate.
 
     `unpinned` is false, with a `reason`, where it was not pinned or a ring did not answer.
     """
     assert target.step is not None
     number = int(target.step["step"])
-    reply = await desk.commands.unpin(
+    reply = await deps.commands.unpin(
         attempt_id=target.attempt_id, step=number, by=str(caller_of(request))
     )
     done, was = bool(check_ready(reply)["unpinned"]), bool(target.step["pinned"])
@@ -154,21 +154,21 @@ async def unpin(request: Request, desk: Deps, target: StepTarget) -> Answer:
     return Answer({**target.heading(), "unpinned": was and done, "reason": reason})
 
 
-def _in_force(desk: Dependencies) -> tuple[Rules, Row]:
-    row = desk.catalogue.trigger_rules()
+def _in_force(deps: Dependencies) -> tuple[Rules, Row]:
+    row = deps.catalogue.trigger_rules()
     if row is None:  # the coordinator has not come so far yet
         return defaults(), {"revision": 0, "wall": None, "by": None, "source": "defaults"}
     about = {name: row[name] for name in ("revision", "wall", "by", "source")}
     return Rules.parse(row["document"]), about
 
 
-def _budgets(desk: Dependencies, rules: Rules, run: str | None) -> list[Row]:
+def _budgets(deps: Dependencies, rules: Rules, run: str | None) -> list[Row]:
     found = []
-    for row in desk.catalogue.runs(limit=_RUNS):
+    for row in deps.catalogue.runs(limit=_RUNS):
         budget = rules.budget_of(row["run"], row["settings"])
         if budget is None or run not in (None, row["run"]):
             continue
-        cost = spent(desk.catalogue, row["run"])
+        cost = spent(deps.catalogue, row["run"])
         found.append(
             {
                 "run": row["run"],
@@ -201,19 +201,19 @@ def _document(said: Row) -> Rules | None:
     return Rules.parse(said) if said else None
 
 
-def _dry_run(desk: Dependencies, said: Row) -> Row:
+def _dry_run(deps: Dependencies, said: Row) -> Row:
     asked = {name: said.pop(name, None) for name in _TEST_FIELDS}
     rules = _document(said)
     if rules is None:
-        rules = _in_force(desk)[0]
+        rules = _in_force(deps)[0]
     steps = _STEPS if asked["steps"] is None else asked["steps"]
     if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
         raise InvalidInput(f"steps is {steps!r:.100}", expected=f"1 to {MOST_STEPS} newest steps")
-    target = desk.finder.attempt(asked["run"])
-    fired, looked = replay(desk.catalogue, target.run, rules, most=steps)
+    target = deps.finder.attempt(asked["run"])
+    fired, looked = replay(deps.catalogue, target.run, rules, most=steps)
     live = {
         (row["attempt_id"], row["step"], row["rule"])
-        for row in desk.catalogue.firings(run=target.run, limit=_FIRINGS)
+        for row in deps.catalogue.firings(run=target.run, limit=_FIRINGS)
         if row["withdrawn_wall"] is None
     }
     return {

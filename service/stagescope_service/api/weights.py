@@ -47,11 +47,11 @@ Version = Annotated[int, Path(gt=-(10**18), lt=10**18, description="A policy ver
 
 
 @router.get("/weights", response_model=models.WeightVersions)
-def versions(desk: Deps, target: AttemptTarget, page: PageOf) -> Answer:
+def versions(deps: Deps, target: AttemptTarget, page: PageOf) -> Answer:
     """List the versions of an attempt's weights, newest first, and how many weights have which
     verdict; `names` has the first of those that differ or are missing.
     """
-    found = desk.catalogue.weight_verdicts(
+    found = deps.catalogue.weight_verdicts(
         target.attempt_id, limit=page.limit + 1, offset=page.offset
     )
     rows = [{name: row[name] for name in row if name != "attempt_id"} for row in found]
@@ -61,14 +61,14 @@ def versions(desk: Deps, target: AttemptTarget, page: PageOf) -> Answer:
 
 @router.get("/weights/{version}", response_model=models.WeightsOfVersion)
 def version(
-    desk: Deps, target: AttemptTarget, version: Version, page: PageOf, verdict: Word = None
+    deps: Deps, target: AttemptTarget, version: Version, page: PageOf, verdict: Word = None
 ) -> Answer:
     """List the weights of a version, the worst first: what was sent against what was received."""
-    return Answer({**target.heading(), **_answer(desk, target, [version], page, verdict)})
+    return Answer({**target.heading(), **_answer(deps, target, [version], page, verdict)})
 
 
 @router.get("/steps/{step}/weights", response_model=models.WeightsOfStep)
-def of_step(desk: Deps, target: StepTarget, page: PageOf, verdict: Word = None) -> Answer:
+def of_step(deps: Deps, target: StepTarget, page: PageOf, verdict: Word = None) -> Answer:
     """List the weights that were recorded at a step, the worst first.
 
     `verdict`: `differs`, `missing` (on one side), `not comparable` (another dtype or shape, fused,
@@ -78,23 +78,23 @@ def of_step(desk: Deps, target: StepTarget, page: PageOf, verdict: Word = None) 
     """
     assert target.step is not None
     number = int(target.step["step"])
-    found = desk.catalogue.weight_versions(target.attempt_id, number)
+    found = deps.catalogue.weight_versions(target.attempt_id, number)
     if not found:
         raise NotFound(
             f"no weights were recorded at step {number}",
             advice="probe.record_weights(..., step=...) on both sides of a sync; see /weights",
         )
-    return Answer({**target.heading(), **_answer(desk, target, found, page, verdict)})
+    return Answer({**target.heading(), **_answer(deps, target, found, page, verdict)})
 
 
 @router.get("/devices", response_model=models.Devices)
-def devices(desk: Deps, page: PageOf, run: Run = None) -> Answer:
+def devices(deps: Deps, page: PageOf, run: Run = None) -> Answer:
     """List the devices whose weights were not their replicas', the most often outvoted first.
 
     `odd`: in how many recorded versions most replicas held something else; `suspected`: in how
     many there was no majority (of two, either may be right). Over all runs, unless `run` is given.
     """
-    rows = device_rows(desk.catalogue.odd_replicas(), run)
+    rows = device_rows(deps.catalogue.odd_replicas(), run)
     return Answer({"run": run, **page.cut(rows)})
 
 
@@ -127,10 +127,10 @@ def _device_row(device: str, times: Sequence[Row]) -> Row:
 
 
 def _answer(
-    desk: Dependencies, target: Target, versions: Sequence[int], page: Page, verdict: str | None
+    deps: Dependencies, target: Target, versions: Sequence[int], page: Page, verdict: str | None
 ) -> Row:
-    rules = desk.settings.weight_names
-    weighed = compare_version(desk.catalogue, target.attempt_id, versions[0], rules)
+    rules = deps.settings.weight_names
+    weighed = compare_version(deps.catalogue, target.attempt_id, versions[0], rules)
     if weighed is None:
         raise NotFound(f"no weights of version {versions[0]} were recorded", advice="see /weights")
     rows = tensor_rows(weighed, rules)

@@ -62,7 +62,7 @@ class Notes:
                 self._only(f"{match.section} of {unit} is", side, match, files, verdict)
 
     def of_outcome(
-        self, outcome: Outcome, couple: Pair, match: Match, *, is_moved: bool = False
+        self, outcome: Outcome, pair: Pair, match: Match, *, is_moved: bool = False
     ) -> None:
         """Remember what could not be read; name tensors and numbers that one side alone has.
 
@@ -79,9 +79,9 @@ class Notes:
                 items = [f"{match.section}/{name}" for name in names]
                 self._only(f"{', '.join(items)}:", side, match, items)
         for side, index in enumerate(outcome.index):
-            alone = index is not None and couple[1 - side] is None and bool(index.numbers)
+            alone = index is not None and pair[1 - side] is None and bool(index.numbers)
             if alone and is_moved:
-                self.of_parts(match, [couple])
+                self.of_parts(match, [pair])
             elif index is not None and alone:
                 where = str(index.entry.place)
                 text = f"{', '.join(index.numbers)} of {where}:"
@@ -89,14 +89,14 @@ class Notes:
 
     def of_parts(self, match: Match, couples: Sequence[Pair]) -> None:
         """Count numbers of parts into which one side alone dealt its samples: they stand alone."""
-        for couple in couples if not match.borrowed else ():
-            for side, entry in enumerate(couple):
+        for pair in couples if not match.borrowed else ():
+            for side, entry in enumerate(pair):
                 if entry is not None:
                     places = self._parts.setdefault(match.section, ({}, {}))
                     places[side][str(entry.place)] = None
 
     def of_places(
-        self, pieces: Sequence[Piece], couple: Pair, match: Match, dealt: RowAssignment
+        self, pieces: Sequence[Piece], pair: Pair, match: Match, assignment: RowAssignment
     ) -> None:
         """Name rows that were paired by their place alone, without a word of which they are."""
         told = {piece.places for piece in pieces if piece.name in flow.TOKENS}
@@ -104,7 +104,7 @@ class Notes:
         for piece in pieces:
             if piece.rows is None or piece.key != ROW or piece.places in told:
                 continue
-            if not dealt.confirms(piece.places[0], couple):
+            if not assignment.confirms(piece.places[0], pair):
                 found[piece.places[0]] = len(piece.rows.labels)
 
     def of_join(self, joined: Join, match: Match, step: int | None) -> None:

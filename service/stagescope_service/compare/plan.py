@@ -60,9 +60,9 @@ class Match:
         place = self.places[entry.place]
         return Unit(place.step, place.stage, place.part.occurrence, place.part.epoch)
 
-    def unit_of(self, couple: Pair) -> Unit:
+    def unit_of(self, pair: Pair) -> Unit:
         """Return in which unit a couple lies."""
-        entry = couple[0] or couple[1]
+        entry = pair[0] or pair[1]
         assert entry is not None
         return self.unit(entry)
 

@@ -69,18 +69,18 @@ class Work:
     """
 
     match: Match
-    couple: Pair
+    pair: Pair
     is_alone: bool = False
 
     @property
     def key(self) -> _WorkKey:
         """What it is among all."""
-        return (self.match.section, self.match.borrowed, self.couple)
+        return (self.match.section, self.match.borrowed, self.pair)
 
     @property
     def unit(self) -> UnitKey:
         """Within it a sample is there once."""
-        return (self.match.section, self.match.borrowed, self.match.unit_of(self.couple))
+        return (self.match.section, self.match.borrowed, self.match.unit_of(self.pair))
 
     @property
     def has_rows(self) -> bool:
@@ -90,7 +90,7 @@ class Work:
     @property
     def files(self) -> _Files:
         """The files of its entries."""
-        one, other = (None if entry is None else entry.path for entry in self.couple)
+        one, other = (None if entry is None else entry.path for entry in self.pair)
         return (one, other)
 
 
@@ -117,8 +117,8 @@ class Runner:
     def expect(self, matches: Sequence[Match]) -> None:
         """Compare these with what else of their files is compared, before they are asked for."""
         for match in matches:
-            for couple in match.couples():
-                work = Work(match, couple)
+            for pair in match.couples():
+                work = Work(match, pair)
                 self._beside.setdefault(work.files, []).append(work)
 
     def pairs(self, works: Sequence[Work], *, joined: bool) -> list[Outcome]:
@@ -149,7 +149,7 @@ class Runner:
 
     def _task(self, work: Work, *, joined: bool = False, ahead: bool = False) -> PairTask:
         return PairTask(
-            self._dumps, work.couple, work.match.section, self._tolerances, self.tokens_differ,
+            self._dumps, work.pair, work.match.section, self._tolerances, self.tokens_differ,
             joined, ahead,
         )  # fmt: skip
 

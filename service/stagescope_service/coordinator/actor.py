@@ -80,7 +80,7 @@ class DebugCoordinator:
         self._reception: Coordinator | None = None
         self._task: asyncio.Task[None] | None = None
         self._store: SqlStore | None = None
-        self._floor: RayEffects | None = None
+        self._effects: RayEffects | None = None
         self._control: asyncio.Server | None = None
 
     # --- events -------------------------------------------------------------------------
@@ -187,17 +187,17 @@ class DebugCoordinator:
     async def set_triggers(self, *, document: Fields, by: Name) -> Reply:
         """Put rules in force; returns their revision."""
         self._ready().executor.check_ready()
-        assert self._floor is not None
-        return {"revision": await self._floor.triggers.put(Rules.parse(document), by=by)}
+        assert self._effects is not None
+        return {"revision": await self._effects.triggers.put(Rules.parse(document), by=by)}
 
     @checked
     async def pin(self, *, attempt_id: AttemptId, step: StepNumber, by: Name) -> Reply:
         """Let the payloads and the kept files of a step stay until it is unpinned."""
         reception = self._ready()
         reception.executor.check_ready()
-        assert self._floor is not None
+        assert self._effects is not None
         place = {"attempt_id": attempt_id, "step": step}
-        held = await self._floor.pin(attempt_id, step)
+        held = await self._effects.pin(attempt_id, step)
         # Without a payload in a ring, too: kept files that are still to come are to stay.
         rows = [Put("steps", {**place, "pinned": True})]
         await reception.write([*rows, _audit(by, "pin", place)])
@@ -208,9 +208,9 @@ class DebugCoordinator:
         """Let the payloads of a step leave the rings when room is needed."""
         reception = self._ready()
         reception.executor.check_ready()
-        assert self._floor is not None
+        assert self._effects is not None
         place = {"attempt_id": attempt_id, "step": step}
-        done = await self._floor.unpin(attempt_id, step)
+        done = await self._effects.unpin(attempt_id, step)
         rows = [Put("steps", {**place, "pinned": False})] if done else []
         await reception.write([*rows, _audit(by, "unpin", place)])
         return {**place, "unpinned": done}
@@ -277,7 +277,7 @@ class DebugCoordinator:
             "pending_payloads": sum(len(process.payloads) for process in processes),
             "revision": reception.plan.revision,
             "poll_seconds": reception.poll_seconds,
-            "keeping": None if self._floor is None else self._floor.retention.health(),
+            "keeping": None if self._effects is None else self._effects.retention.health(),
         }
 
     @checked
@@ -331,8 +331,8 @@ class DebugCoordinator:
             try:
                 memory.look(time.monotonic())
                 await reception.expire()
-                if self._floor is not None:
-                    self._floor.look()
+                if self._effects is not None:
+                    self._effects.look()
             except Exception:
                 logger.exception("leases could not be looked after")
 
@@ -365,7 +365,7 @@ class DebugCoordinator:
         restore(state, snapshot, time.monotonic())
         standing, revision, rows = await _standing(settings, snapshot)
         in_force = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
-        floor = self._floor = RayEffects(settings, self._ordered)
+        floor = self._effects = RayEffects(settings, self._ordered)
         floor.reception = Coordinator(
             state,
             store,

@@ -66,7 +66,7 @@ class Coordinator:
         state: State,
         store: Store,
         plan: Plan,
-        floor: Effects,
+        effects: Effects,
         *,
         coordinator: str,
         poll_seconds: float,
@@ -79,7 +79,7 @@ class Coordinator:
         self.orders = CaptureRequests(plan, state)
         self.hangs = HangWatch(state, stuck_rules, late_seconds=1.5 * poll_seconds)
         self.load = Load(state)
-        self.executor = Executor(state, store, plan, floor)
+        self.executor = Executor(state, store, plan, effects)
         self.raw_calls = RawCalls(
             state, self.executor, poll_seconds=poll_seconds, wall=wall, mono=mono
         )

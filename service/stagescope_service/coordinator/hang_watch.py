@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import Work
 from stagescope_service.coordinator.unresponsive import UnresponsiveProcesses
+from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import FAILED, OK, Attempt, Process, Span
 from stagescope_service.core.findings import finding
 from stagescope_service.core.hang_detection import (
@@ -57,16 +58,16 @@ def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str,
             if other is None or (other.live, other.age) < (process.live, process.age):
                 ranks[process.rank] = process
     for role, processes in by_role.items():
-        paces = _open_paces(attempt, role)
-        if paces:
+        timings = _open_paces(attempt, role)
+        if timings:
             expected = range(attempt.world_size(role) or 0)
             absent = {*expected} - processes.keys() - left.get(role, set())
             standings = {
-                rank: _standing(paces, each, each.incarnation in silent)
+                rank: _standing(timings, each, each.incarnation in silent)
                 for rank, each in processes.items()
             }
             standings |= dict.fromkeys(absent, RankPosition(UNHEARD))
-            yield role, _role(attempt, role, standings, paces)
+            yield role, _role(attempt, role, standings, timings)
 
 
 def _open_paces(attempt: Attempt, role: str) -> dict[Place, StageTiming]:
@@ -77,21 +78,21 @@ def _open_paces(attempt: Attempt, role: str) -> dict[Place, StageTiming]:
 
 
 def _paces_of(attempt: Attempt, number: int, role: str) -> dict[Place, StageTiming]:
-    paces = attempt.steps[number].paces.get(role, {})
-    return {pace.place: pace for pace in paces.values()}
+    timings = attempt.steps[number].timings.get(role, {})
+    return {timing.place: timing for timing in timings.values()}
 
 
-def _standing(paces: Mapping[Place, StageTiming], process: Process, silent: bool) -> RankPosition:
+def _standing(timings: Mapping[Place, StageTiming], process: Process, silent: bool) -> RankPosition:
     gone = not process.live
     spans = process.unfinished if gone else process.open_spans
-    inside = _innermost(paces, process, [*spans.values()])
+    inside = _innermost(timings, process, [*spans.values()])
     frontier = -math.inf if process.reached is None else process.reached[2].first
     status = GONE if gone else SILENT if silent else LIVE
     return RankPosition(status, process.said or None, inside, frontier)
 
 
 def _innermost(
-    paces: Mapping[Place, StageTiming], process: Process, spans: list[Span]
+    timings: Mapping[Place, StageTiming], process: Process, spans: list[Span]
 ) -> Place | None:
     """Return the part that was entered last, unless its end was lost: then it went further."""
     for span in reversed(spans):
@@ -99,7 +100,7 @@ def _innermost(
         if step is None or span.superseded or step != process.max_step:
             continue
         place = Place(step, span.work.stage or "", span.work.part)
-        if place in paces:
+        if place in timings:
             return place
     return None
 
@@ -108,7 +109,7 @@ def _role(
     attempt: Attempt,
     role: str,
     standings: Mapping[int, RankPosition],
-    paces: Mapping[Place, StageTiming],
+    timings: Mapping[Place, StageTiming],
 ) -> Role:
     def spans_at(place: Place) -> dict[int, list[Span]]:
         ranks = attempt.steps[place.step].ranks.get((role, place.stage), {})
@@ -137,7 +138,7 @@ def _role(
 
     return Role(
         standings,
-        paces,
+        timings,
         begun=lambda place: spans_at(place).keys(),
         ended=ended,
         history=lambda stage: earlier().get(stage, History()),

@@ -288,7 +288,7 @@ def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq
     if process is None:
         return 0
     attempt = registry.attempt_of(process)
-    step = attempt.loose if work.step is None else attempt.steps.get(work.step)
+    step = attempt.stepless if work.step is None else attempt.steps.get(work.step)
     found = [] if step is None else spans.of_stage(step, incarnation, work)
     for span in found:
         if seq == (span.begin_seq if kind == BEGIN else span.end_seq):

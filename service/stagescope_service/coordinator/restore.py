@@ -102,7 +102,7 @@ def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
         captures=(row["hello"] or {}).get("captures") is not False,
         watchdog=(row["hello"] or {}).get("watchdog"),
         expected_roles=role_names((row["hello"] or {}).get("expects")),
-        introduction=_introduction(row),
+        handshake=_introduction(row),
         node_id=row["node_id"],
         settings=reading_settings(row.get("settings")),
         layout={
@@ -200,7 +200,7 @@ def _take_span(state: State, row: Row) -> None:
         end_seq=row["end_seq"],
         superseded=bool(row["superseded"]),
     )
-    step = attempt.loose if work.step is None else attempt.steps.get(work.step)
+    step = attempt.stepless if work.step is None else attempt.steps.get(work.step)
     if step is not None:
         spans.keep(step, span)
     process = state.registry.processes.get(span.incarnation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stagescope.wire.schema import Work
 from stagescope_service.core import operator_tables, payloads, spans, steps
-from stagescope_service.core.catalogue_rows import row_id, loss_row, process_row
+from stagescope_service.core.catalogue_rows import loss_row, process_row, row_id
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry

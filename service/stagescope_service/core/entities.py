@@ -141,7 +141,7 @@ class Process:
     #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: What it said of its start; goes with it to another attempt.
-    introduction: Handshake | None = None
+    handshake: Handshake | None = None
     lease_until: float = 0.0
     last_wall: float = 0.0
     #: When it sent or asked anything last, by the service's clock.
@@ -224,7 +224,7 @@ class Step:
     closed_wall: float | None = None
     close_reason: str | None = None
     #: Rebuilt from an event that came after the step had left memory: completeness stays as stored.
-    ghost: bool = False
+    evicted: bool = False
     #: Every process's spans by work key, in order of revision: the last of a list answers.
     spans: dict[tuple[str, str], list[Span]] = dataclasses.field(default_factory=dict)
     #: Who worked on a stage of a rank, and the lowest part that each began:
@@ -233,7 +233,7 @@ class Step:
     #: (role, stage) -> rank -> its spans.
     ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
     #: role -> work key -> how its ranks went through it.
-    paces: dict[str, dict[str, StageTiming]] = dataclasses.field(default_factory=dict)
+    timings: dict[str, dict[str, StageTiming]] = dataclasses.field(default_factory=dict)
     #: Who took part in the closed step before, kept when that one leaves memory.
     before: Participants | None = None
     #: The last verdict: (role, stage) -> expected ranks, and who of them is missing.
@@ -290,7 +290,7 @@ class Attempt:
     #: The last mark that says that a step's whole is to be formed; grows with every one.
     last_mark: int = 0
     #: Work without a step (a rollout job whose clock is the policy version).
-    loose: Step = dataclasses.field(default_factory=lambda: Step(step=-1, opened_wall=0.0))
+    stepless: Step = dataclasses.field(default_factory=lambda: Step(step=-1, opened_wall=0.0))
     #: How many live processes stand at which step: the lowest key holds its step open.
     clock: Counter[int] = dataclasses.field(default_factory=Counter)
     #: Roles whose ranks report beside a process that said so (a trainer's driver), and roles of

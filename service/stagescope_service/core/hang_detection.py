@@ -91,7 +91,7 @@ class Role:
 
     standings: Mapping[int, RankPosition]
     """Of the ranks that are expected."""
-    paces: Mapping[Place, StageTiming]
+    timings: Mapping[Place, StageTiming]
     """Of the open steps."""
     begun: Callable[[Place], Collection[int]]
     """The ranks that began a part."""
@@ -162,7 +162,7 @@ def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
     """
     if not any(standing.process in (LIVE, SILENT) for standing in role.standings.values()):
         return []
-    return _Judgement(role, now, rules).judge() if role.paces else []
+    return _Judgement(role, now, rules).judge() if role.timings else []
 
 
 class _Judgement:
@@ -171,7 +171,7 @@ class _Judgement:
     def __init__(self, role: Role, now: float, rules: StuckRules) -> None:
         self._role, self._now, self._rules = role, now, rules
         self._newest_first = sorted(
-            ((pace.first, place) for place, pace in role.paces.items()), reverse=True
+            ((timing.first, place) for place, timing in role.timings.items()), reverse=True
         )
         self._limits: dict[tuple[Place, str], Limit] = {}
         self._members: dict[Place, tuple[Collection[int], Collection[int]]] = {}
@@ -239,13 +239,13 @@ class _Judgement:
         if known is not None:
             return known
         earlier = self._role.history(place.stage)
-        pace = self._role.paces[place]
+        timing = self._role.timings[place]
         if status == NOT_BEGUN:
-            found = self._rules.after(earlier.latest, pace.last - pace.first)
+            found = self._rules.after(earlier.latest, timing.last - timing.first)
         else:
             alike = [
                 other.longest
-                for where, other in self._role.paces.items()
+                for where, other in self._role.timings.items()
                 if (where.step, where.stage) == place[:2] and other.longest is not None
             ]
             found = self._rules.after(earlier.longest, max(alike, default=None))
@@ -265,7 +265,7 @@ class _Judgement:
             known = self._whole[place] = limit.steps > 0 and all(
                 self._is_over(standing, limit)
                 if standing.inside == place
-                else standing.frontier > self._role.paces[place].first
+                else standing.frontier > self._role.timings[place].first
                 for rank, standing in self._role.standings.items()
                 if self._takes_part(rank, place)
             )
@@ -277,7 +277,9 @@ class _Judgement:
         if known is None:
             known = self._waits[place] = any(
                 self._takes_part(rank, place)
-                and (standing.inside == place or standing.frontier < self._role.paces[place].first)
+                and (
+                    standing.inside == place or standing.frontier < self._role.timings[place].first
+                )
                 for rank, standing in self._silent
             )
         return known
@@ -329,14 +331,14 @@ def history(
     """
     longest: dict[str, list[float]] = {}
     latest: dict[str, list[float]] = {}
-    for paces in steps:
+    for timings in steps:
         took: dict[str, float] = {}
         late: dict[str, float] = {}
-        for place, pace in paces.items():
-            if pace.longest is not None:
-                took[place.stage] = max(took.get(place.stage, 0.0), pace.longest)
-            if pace.last >= pace.first:
-                late[place.stage] = max(late.get(place.stage, 0.0), pace.last - pace.first)
+        for place, timing in timings.items():
+            if timing.longest is not None:
+                took[place.stage] = max(took.get(place.stage, 0.0), timing.longest)
+            if timing.last >= timing.first:
+                late[place.stage] = max(late.get(place.stage, 0.0), timing.last - timing.first)
         for stage, seconds in took.items():
             longest.setdefault(stage, []).append(seconds)
         for stage, seconds in late.items():

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Protocol
 from stagescope_service.store.contract import Delete, Put
 
 __all__ = [
-    "Ask",
     "Aggregate",
-    "Delete",
+    "Ask",
     "BuildOperatorTable",
+    "CompareWeights",
+    "Delete",
     "DumpKey",
     "Ingest",
     "Instruction",
@@ -18,7 +19,6 @@ __all__ = [
     "Put",
     "ReadWatchdogs",
     "Settled",
-    "CompareWeights",
 ]
 
 

@@ -12,12 +12,12 @@ from stagescope.wire.names import misspelt
 from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
-    row_id,
     integer,
     loss_row,
     numbers,
     payload_row,
     plain,
+    row_id,
     text,
     work_columns,
 )

@@ -247,7 +247,7 @@ class Registry:
         process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
         process.expected_roles |= role_names(fields.get("expects"))
         attempt.expected_roles |= process.expected_roles
-        process.introduction = Handshake(
+        process.handshake = Handshake(
             wall,
             fingerprint=self._shared(fingerprint) if isinstance(fingerprint, Mapping) else None,
             settings=None if settings is None else self._shared(settings),
@@ -295,7 +295,7 @@ class Registry:
 
         The lowest rank of a role says it for all: an attempt has the fingerprint of its first.
         """
-        said = process.introduction
+        said = process.handshake
         lower = (attempt.by_rank.get((process.role, rank)) for rank in range(process.rank))
         if said is None or said.fingerprint is None or any(lower):
             return {}
@@ -303,7 +303,7 @@ class Registry:
 
     def _learn(self, attempt: Attempt, process: Process) -> list[Put]:
         """Take what a process said of its start for its attempt's, where it is of that start."""
-        if process.introduction is None or self.may_leave(process):
+        if process.handshake is None or self.may_leave(process):
             return []
         told = _take_resumed(attempt, process)
         columns: dict[str, Any] = {}
@@ -311,7 +311,7 @@ class Registry:
             columns["fingerprint"] = _fingerprint(attempt)
         out = [attempt_row(attempt, **columns)] if told or columns else []
         # Ranks are told less than a driver knows: what says most stays.
-        settings = process.introduction.settings
+        settings = process.handshake.settings
         if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
             out.append(Put("runs", {"run": attempt.run, "settings": settings}))
         return out
@@ -434,15 +434,15 @@ class Registry:
         top = attempt.top_step
         if top is not None:
             attempt.forgotten_through = top
-        for mapping in (attempt.processes, attempt.by_rank, attempt.steps, attempt.loose.spans):
+        for mapping in (attempt.processes, attempt.by_rank, attempt.steps, attempt.stepless.spans):
             mapping.clear()
-        attempt.loose.holders.clear()
-        attempt.loose.ranks.clear()
+        attempt.stepless.holders.clear()
+        attempt.stepless.ranks.clear()
 
 
 def _take_resumed(attempt: Attempt, process: Process) -> bool:
     """Take in from which step a process says that it resumed; return whether it said so."""
-    said = process.introduction
+    said = process.handshake
     if said is None or said.resumed_from_step is None:
         return False
     told = attempt.resumed_from_step if attempt.resumed_told else None
@@ -458,7 +458,7 @@ def _take_fingerprint(attempt: Attempt, process: Process) -> bool:
     It is that of the first (role, rank), of its incarnations the first, but for the
     configuration: a driver knows all of it, and its ranks what they were told.
     """
-    fingerprint = None if process.introduction is None else process.introduction.fingerprint
+    fingerprint = None if process.handshake is None else process.handshake.fingerprint
     if fingerprint is None:
         return False
     place, known = (process.role, process.rank, process.age), attempt.fingerprint_of

@@ -13,12 +13,12 @@ from stagescope.wire.names import closest_stage
 from stagescope.wire.schema import STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
-    row_id,
     integer,
     loss_row,
     number,
     plain,
     process_row,
+    row_id,
     scalar_rows,
     text,
     work_columns,
@@ -195,12 +195,12 @@ def handshake_fields(attempt: Attempt, process: Process) -> list[Instruction]:
 
 def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
     """Say which packages of a process stagescope does not support."""
-    introduction = process.introduction
-    said: Any = None if introduction is None else introduction.fingerprint
+    handshake = process.handshake
+    said: Any = None if handshake is None else handshake.fingerprint
     for name in ("versions", "unsupported"):
         said = said.get(name) if isinstance(said, Mapping) else None
     lines = [text(line, 500) or "" for line in said] if isinstance(said, list | tuple) else []
-    if introduction is None or not lines:
+    if handshake is None or not lines:
         return []
     return [
         finding(
@@ -208,7 +208,7 @@ def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
             "; ".join(lines[:20]),
             run=attempt.run,
             attempt_id=attempt.attempt_id,
-            wall=introduction.wall,
+            wall=handshake.wall,
             role=process.role,
             advice="what it reports may be wrong or missing; training itself is not touched",
         )
@@ -217,9 +217,9 @@ def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
 
 def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
     """Say that a process has a rank that its own world_size does not know."""
-    introduction = process.introduction
-    size = None if introduction is None else introduction.world_size
-    if introduction is None or size is None or process.rank < size:
+    handshake = process.handshake
+    size = None if handshake is None else handshake.world_size
+    if handshake is None or size is None or process.rank < size:
         return []
     return [
         finding(
@@ -227,7 +227,7 @@ def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
             f"{process.role} rank {process.rank} says world_size {size}, which is not taken",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
-            wall=introduction.wall,
+            wall=handshake.wall,
             severity="error",
             role=process.role,
             rank=process.rank,

@@ -38,8 +38,8 @@ def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
 
     One finding of each thing that is wrong, of the attempt: every rank says the same.
     """
-    introduction = process.introduction
-    if introduction is None or not introduction.settings:
+    handshake = process.handshake
+    if handshake is None or not handshake.settings:
         return []
     return [
         by_message(
@@ -48,11 +48,11 @@ def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
                 message,
                 run=attempt.run,
                 attempt_id=attempt.attempt_id,
-                wall=introduction.wall,
+                wall=handshake.wall,
                 advice="change it where init is given settings, keep or producers",
             )
         )
-        for kind, message in _problems(introduction.settings)
+        for kind, message in _problems(handshake.settings)
     ]
 
 

@@ -130,7 +130,7 @@ def begun_again(
     if not (ahead or span.revision < newest or process.went_back):
         return []
     own: dict[int, list[int]] = {}
-    for other in [*attempt.steps.values(), *([step] if step.ghost else [])]:
+    for other in [*attempt.steps.values(), *([step] if step.evicted else [])]:
         ranks = other.ranks.get((span.role, stage or ""), {})
         revisions = [
             each.revision
@@ -139,7 +139,7 @@ def begun_again(
         ]
         if revisions:
             # Of a step that left memory it is taken that the process had worked on it.
-            own[other.step] = [-1, *revisions] if other.ghost else revisions
+            own[other.step] = [-1, *revisions] if other.evicted else revisions
     out: list[Instruction] = []
     for again, revisions in own.items():
         first, last = min(revisions), max(revisions)
@@ -262,7 +262,7 @@ def _own_revision(event: Event) -> int:
 
 def _known(step: Step, process: Process, work: Work) -> list[Span]:
     known = step.spans.get((process.incarnation, work.key))
-    if known is None and step.ghost:
+    if known is None and step.evicted:
         left = (*process.open_spans.values(), *process.unfinished.values())
         known = [span for span in left if span.work.key == work.key]
     return known or []
@@ -306,12 +306,12 @@ def _add(
     attempt: Attempt, step: Step, process: Process, event: Event, work: Work, revision: int
 ) -> tuple[Span, list[Instruction]]:
     span = Span(process.incarnation, process.role, process.rank, work, revision)
-    if step.ghost:
+    if step.evicted:
         # It may be told again: what answers for it now is in the catalogue alone.
         span.superseded = None
     keep(step, span)
     process.worked = True
-    if step.step == attempt.loose.step:
+    if step.step == attempt.stepless.step:
         let_go_of_ended(step)
     revisions = step.spans[(process.incarnation, work.key)]
     if len(revisions) == 1 and len(step.holders[_holders_key(span)]) == 1:

@@ -20,16 +20,16 @@ def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
 
 def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
     """Note that a process began a part; `at` is of the service's clock, seconds."""
-    pace = _pace(step, span)
-    if pace is None:
+    timing = _pace(step, span)
+    if timing is None:
         return
-    pace.begun(at)
+    timing.begun(at)
     span.begun = at
     process.said = max(process.said, at)
     key = span.work.key
     reached = process.reached
     if reached is None or at > reached[0] or (at == reached[0] and key > reached[1]):
-        process.reached = (at, key, pace)
+        process.reached = (at, key, timing)
 
 
 def note_end(
@@ -55,19 +55,19 @@ def note_end(
     else:
         seconds = None
     process.said = max(process.said, at)
-    pace = _pace(step, span)
-    if pace is not None and seconds is not None:
-        pace.took(seconds)
+    timing = _pace(step, span)
+    if timing is not None and seconds is not None:
+        timing.took(seconds)
 
 
 def _pace(step: Step, span: Span) -> StageTiming | None:
-    paces = step.paces.get(span.role)
-    if paces is None:
-        paces = step.paces[span.role] = {}
+    timings = step.timings.get(span.role)
+    if timings is None:
+        timings = step.timings[span.role] = {}
     work = span.work
-    pace = paces.get(work.key)
-    if pace is None:
-        if step.ghost or work.step is None or work.stage is None:
+    timing = timings.get(work.key)
+    if timing is None:
+        if step.evicted or work.step is None or work.stage is None:
             return None
-        pace = paces[work.key] = StageTiming(Place(work.step, work.stage, work.part))
-    return pace
+        timing = timings[work.key] = StageTiming(Place(work.step, work.stage, work.part))
+    return timing

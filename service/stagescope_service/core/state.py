@@ -272,12 +272,12 @@ class State:
         `repeated` says that the event is news of work that was done before: who answers changed.
         """
         out = reports.stage_name(attempt, process, span.work.stage, wall)
-        if step is attempt.loose:
+        if step is attempt.stepless:
             return out
         out += steps.rejudge_rank(attempt, step, span)
         if repeated and step.closed_wall is not None and not attempt.pending.get(step.step):
             out += steps.form(attempt, step.step, wall)
-        if step.ghost and span.status != OPEN:
+        if step.evicted and span.status != OPEN:
             # Its verdict is out of memory: it is corrected with the whole, from the catalogue.
             out += steps.form(attempt, step.step, wall)
         # The beginning may be lost: the end, too, says where this rank stands.

@@ -45,7 +45,7 @@ SILENT: Final = "its processes fell silent"
 def open_step(attempt: Attempt, number: int | None, wall: float) -> tuple[Step, list[Instruction]]:
     """Return a step of the attempt, opened if it is new; work without a step has its own."""
     if number is None:
-        return attempt.loose, []
+        return attempt.stepless, []
     step = attempt.steps.get(number)
     if step is None:
         return _open(attempt, number, wall)
@@ -65,7 +65,7 @@ def _open(attempt: Attempt, number: int, wall: float) -> tuple[Step, list[Instru
     if attempt.forgotten_through is not None and number <= attempt.forgotten_through:
         # It left memory: what is stored of it stays.
         out.append(Put("steps", _key(attempt, number)))
-        return Step(step=number, opened_wall=wall, closed_wall=wall, ghost=True), out
+        return Step(step=number, opened_wall=wall, closed_wall=wall, evicted=True), out
     step = attempt.steps[number] = Step(step=number, opened_wall=wall)
     attempt.open.add(number)
     out.append(Put("steps", {**_key(attempt, number), "opened_wall": wall}))
@@ -203,7 +203,7 @@ def heard_at_last(attempt: Attempt, wall: float) -> list[Instruction]:
 # --- judging ----------------------------------------------------------------------------------
 def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
     """Judge a closed step again after something of one rank came late."""
-    if step.closed_wall is None or step.ghost or span.work.stage is None:
+    if step.closed_wall is None or step.evicted or span.work.stage is None:
         return []
     stage = (span.role, span.work.stage)
     if span.rank not in step.expected.get(stage, ()):

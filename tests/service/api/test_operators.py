@@ -143,8 +143,8 @@ def test_the_first_divergent_operator_between_replicas(asked: Service) -> None:
     same = ask(asked, {"a": a, "b": {"step": 5}, "exact": True})
     assert same["same"] is True
     assert (same["a"]["step"], same["b"]["step"]) == (6, 5)
-    loose = ask(asked, {"a": a, "b": {"rank": 1}, "by_dtype": {"float32": 10.0}})
-    assert loose["first"] is None
+    stepless = ask(asked, {"a": a, "b": {"rank": 1}, "by_dtype": {"float32": 10.0}})
+    assert stepless["first"] is None
 
 
 def test_operators_on_one_side_only_are_listed(asked: Service) -> None:

@@ -374,7 +374,7 @@ def held(bench: Bench) -> int:
     """Count what is remembered."""
     total = 0
     for attempt in bench.state.registry.attempts.values():
-        for step in [*attempt.steps.values(), attempt.loose]:
+        for step in [*attempt.steps.values(), attempt.stepless]:
             total += len(step.spans) + len(step.holders)
         total += len(attempt.pending)
         for process in attempt.processes.values():

@@ -43,15 +43,15 @@ def role(
 ) -> Role:
     """A role with one part of one open step, begun and ended by ranks at times."""
     ended = ended or {}
-    pace = StageTiming(place)
+    timing = StageTiming(place)
     for rank, at in begun.items():
-        pace.begun(at)
+        timing.begun(at)
         if rank in ended:
-            pace.took(ended[rank] - at)
+            timing.took(ended[rank] - at)
     members: dict[str, Collection[int]] = {"begun": begun.keys(), "ended": ended.keys()}
     return Role(
         standings,
-        {place: pace} if begun else {},
+        {place: timing} if begun else {},
         begun=lambda _: members["begun"],
         ended=lambda _: members["ended"],
         history=lambda _: earlier,
@@ -210,12 +210,12 @@ def test_a_rank_that_stops_is_found_in_the_end_and_it_alone(
 def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping[str, History]:
     earlier: list[dict[Place, StageTiming]] = []
     for step in range(steps):
-        paces: dict[Place, StageTiming] = {}
+        timings: dict[Place, StageTiming] = {}
         for speed in ranks:
             for begun, ended, place in _times(speed, 0.0, step):
-                paces.setdefault(place, StageTiming(place)).begun(begun)
-                paces[place].took(ended - begun)
-        earlier.append(paces)
+                timings.setdefault(place, StageTiming(place)).begun(begun)
+                timings[place].took(ended - begun)
+        earlier.append(timings)
     return history(earlier, {stage: range(len(ranks)) for stage in ranks[0]})
 
 
@@ -226,7 +226,7 @@ def _at(
     known: Mapping[str, History],
 ) -> Role:
     """The role as the events up to `now` of a step that began at 0 tell it."""
-    paces: dict[Place, StageTiming] = {}
+    timings: dict[Place, StageTiming] = {}
     begun: dict[Place, set[int]] = {}
     ended: dict[Place, set[int]] = {}
     stood: dict[int, tuple[float, Place | None, Place | None]] = {}
@@ -234,23 +234,23 @@ def _at(
         said, where, reached = 0.0, None, None
         for begin, end, place in _times(speed, 0.0, step):
             if begin <= now:
-                paces.setdefault(place, StageTiming(place)).begun(begin)
+                timings.setdefault(place, StageTiming(place)).begun(begin)
                 begun.setdefault(place, set()).add(rank)
                 said, where, reached = begin, place, place
             if end <= now:
-                paces[place].took(end - begin)
+                timings[place].took(end - begin)
                 ended.setdefault(place, set()).add(rank)
                 said, where = end, None
         stood[rank] = (said, where, reached)
     standings = {
         rank: RankPosition(
-            LIVE, said, where, -math.inf if reached is None else paces[reached].first
+            LIVE, said, where, -math.inf if reached is None else timings[reached].first
         )
         for rank, (said, where, reached) in stood.items()
     }
     return Role(
         standings,
-        paces,
+        timings,
         begun=lambda place: begun.get(place, set()),
         ended=lambda place: ended.get(place, set()),
         history=lambda stage: known.get(stage, History()),

@@ -133,10 +133,10 @@ def assert_precise(p: Float64, q: Float64) -> None:
         # Means of weights far below 1, and of differences that cancel, are as exact as their terms.
         cancels = name.endswith(("/kl", "chi2_token", "chi2_seq")) or "log_ppl" in name
         is_weight = "rollout_is" in name or name == "calibration/ratio_mean"
-        loose = 2e-16 if is_weight else 1e-14 * scale if cancels else 0.0
+        stepless = 2e-16 if is_weight else 1e-14 * scale if cancels else 0.0
         if name.endswith("_std"):
-            loose = 1e-14 * max(1.0, expected.get(name.replace("_std", "_max"), 1.0))
-        assert found[name] == pytest.approx(expected[name], rel=1e-9, abs=loose), name
+            stepless = 1e-14 * max(1.0, expected.get(name.replace("_std", "_max"), 1.0))
+        assert found[name] == pytest.approx(expected[name], rel=1e-9, abs=stepless), name
 
 
 def streams(d: Float64, rng: np.random.Generator) -> tuple[Float64, Float64]:

@@ -44,7 +44,9 @@ class Draft:
     def __bool__(self) -> bool:
         return bool(self._tensors or self._strings or self._meta)
 
-    def add(self, values: Mapping[str, object], *, lent: bool = False) -> Iterator[StagescopeError]:
+    def add(
+        self, values: Mapping[str, object], *, borrowed: bool = False
+    ) -> Iterator[StagescopeError]:
         """Take `values` in; yield what is wrong with single ones, the others are taken.
 
         Args:
@@ -53,7 +55,7 @@ class Draft:
         """
         for name, value in values.items():
             try:
-                self._add(name, value, lent)
+                self._add(name, value, borrowed)
             except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
                 yield error
             except Exception as error:  # out of memory, or a tensor of a kind unknown here
@@ -62,7 +64,7 @@ class Draft:
                     expected="a tensor whose data can be read",
                 )
 
-    def _add(self, name: str, value: object, lent: bool) -> None:
+    def _add(self, name: str, value: object, borrowed: bool) -> None:
         if value is None:
             return
         if name in self._tensors or name in self._strings:
@@ -76,7 +78,7 @@ class Draft:
         if strings is not None:
             self._strings[name] = strings
         elif name in _KNOWN_TENSORS or is_tensor_like(value):
-            take = lend_tensor if lent else take_tensor
+            take = lend_tensor if borrowed else take_tensor
             taken = self._tensors[name] = take(name, value, self._pool)
             self._specs[name] = wire_spec(taken) if isinstance(taken, tuple) else taken.spec
         else:

@@ -74,9 +74,9 @@ BEGUN_AGAIN_ADVICE: Final = (
 class Start(NamedTuple):
     """A start of a probe, whose last events and payloads may be on their way."""
 
-    courier: EventSender
+    event_sender: EventSender
     outbox: Outbox
-    introduction: Handshake
+    own_handshake: Handshake
 
 
 def why_not(earlier: list[Start], most_bytes: int, standing: StageTracker) -> str | None:

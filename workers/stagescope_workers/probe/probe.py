@@ -68,7 +68,7 @@ class Probe:
         """Calls with bad input so far, by what was called."""
         self.pool = PinnedPool(options.max_pinned_bytes)
         self._said: set[tuple[str, str]] = set()
-        self._courier: EventSender | None = None
+        self._sender: EventSender | None = None
         self._arrived = False
         self._users = 1
         self._earlier: list[Start] = []
@@ -116,7 +116,7 @@ class Probe:
         """Begin the background thread of a start; what was said `after` which it sends."""
         if local:
             self.plan = self._watch(local)
-        self._courier = EventSender(
+        self._sender = EventSender(
             self.outbox,
             connect=self._introduction.connect,
             sender=self._introduction.sender,
@@ -128,8 +128,8 @@ class Probe:
             unconnected=self._introduction.warn_unconnected,
             after=after,
         )
-        self._courier.start()
-        return self._courier
+        self._sender.start()
+        return self._sender
 
     def init_again(self, options: ProbeOptions) -> None:
         """Go on where `init` was called again for this open probe.
@@ -158,9 +158,9 @@ class Probe:
         with self._starting:
             again, self._again = self._again, None
             reached = self._order.reached
-            if again is None or self._courier is None or not self._order.goes_back(step):
+            if again is None or self._sender is None or not self._order.goes_back(step):
                 return
-            self._earlier = [each for each in self._earlier if not each.courier.has_left]
+            self._earlier = [each for each in self._earlier if not each.event_sender.has_left]
             why = why_not(self._earlier, self._options.max_pending_bytes, self.standing)
             if why is None:
                 self._start_again(*again)
@@ -183,13 +183,13 @@ class Probe:
 
     def _start_again(self, options: ProbeOptions, local: list[dict[str, Any]]) -> None:
         """Take leave without waiting, and go on as a new incarnation that sends after the old."""
-        courier = self._courier
-        assert courier is not None
+        event_sender = self._sender
+        assert event_sender is not None
         self.outbox.put(FINISH, {})
         self.standing.close()
-        self._earlier = [*self._earlier, Start(courier, self.outbox, self._introduction)]
+        self._earlier = [*self._earlier, Start(event_sender, self.outbox, self._introduction)]
         self._begin_start(options)
-        courier.leave(self._launch(local, after=courier))
+        event_sender.leave(self._launch(local, after=event_sender))
 
     @classmethod
     def inert(cls) -> Probe:
@@ -357,22 +357,22 @@ class Probe:
         Returns:
             Whether everything arrived, payloads included.
         """
-        courier = self._courier
-        if self.is_inert or courier is None:
+        event_sender = self._sender
+        if self.is_inert or event_sender is None:
             return self._arrived
         self.outbox.put(FINISH, {})
         self.is_inert = True
-        starts = self._starts(courier)
+        starts = self._starts(event_sender)
         for each in starts:
-            each.introduction.is_leaving = True
-            each.courier.search_anew()
-        courier.wait_until(self._is_over, max(0.0, timeout))
+            each.own_handshake.is_leaving = True
+            each.event_sender.search_anew()
+        event_sender.wait_until(self._is_over, max(0.0, timeout))
         for each in starts:
-            each.courier.stop()
+            each.event_sender.stop()
         self.standing.close()
         self._arrived = all(each.outbox.is_empty for each in starts)
-        if not self._arrived and not courier.answers:
-            self._introduction.warn_unconnected(courier.problem)
+        if not self._arrived and not event_sender.answers:
+            self._introduction.warn_unconnected(event_sender.problem)
         if not self._arrived:
             _log.warning(
                 "closed with %d events and %d payloads of run %s that were not acknowledged",
@@ -382,18 +382,18 @@ class Probe:
             )
         return self._arrived
 
-    def _starts(self, courier: EventSender) -> list[Start]:
+    def _starts(self, event_sender: EventSender) -> list[Start]:
         """Return what still has to be sent, in order."""
-        return [*self._earlier, Start(courier, self.outbox, self._introduction)]
+        return [*self._earlier, Start(event_sender, self.outbox, self._introduction)]
 
     def _is_over(self) -> bool:
         """Say whether there is nothing more to wait for."""
-        starts = [] if self._courier is None else self._starts(self._courier)
-        unsent = [each.courier for each in starts if not each.outbox.is_empty]
+        starts = [] if self._sender is None else self._starts(self._sender)
+        unsent = [each.event_sender for each in starts if not each.outbox.is_empty]
         if not unsent:
             return not any(each.outbox.has_drops for each in starts)
         # On a busy machine what comes before the first look (the fingerprint) takes seconds.
-        reached = any(each.courier.answers for each in starts)  # one that died may come back
+        reached = any(each.event_sender.answers for each in starts)  # one that died may come back
         nobody = unsent[0].has_looked and unsent[0].link is None and not reached
         may_join = "ray" in sys.modules  # one that is about to join a cluster has time for that
         return nobody and not (
@@ -403,7 +403,7 @@ class Probe:
     def forget(self) -> None:
         """Do nothing from now on: what waits, and the locks around it, are another process's."""
         self.is_inert = True
-        self._courier = None
+        self._sender = None
         self._earlier = []
         self.outbox = Outbox()
 
@@ -412,9 +412,9 @@ class Probe:
         return f"<Probe of run {self.run}, {self.role} {self.rank}: {self._connection()}>"
 
     def _connection(self) -> str:
-        if self._courier is None:
+        if self._sender is None:
             return "inert"
-        state = self._courier.describe(closed=self.is_inert)
+        state = self._sender.describe(closed=self.is_inert)
         return f"closed, was {state}" if self.is_inert else state
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -423,13 +423,13 @@ class Probe:
 
     def status(self) -> dict[str, Any]:
         """Return how this probe stands with the service: what waits, what was dropped, refused."""
-        courier = self._courier
+        event_sender = self._sender
         outboxes = [*(each.outbox for each in self._earlier), self.outbox]
         return {
             # What is new waits for what an earlier start has still to send.
-            "connected": courier is not None
-            and any(each.courier.is_connected for each in self._starts(courier)),
-            "coordinator": None if courier is None else courier.coordinator,
+            "connected": event_sender is not None
+            and any(each.event_sender.is_connected for each in self._starts(event_sender)),
+            "coordinator": None if event_sender is None else event_sender.coordinator,
             "attempt_key": self._introduction.attempt_key,
             "plan_revision": self.plan.revision,
             "waiting_events": sum(outbox.waiting for outbox in outboxes),
@@ -458,7 +458,7 @@ class Probe:
     @property
     def service(self) -> Link | None:
         """The way to the service that is open now; None while none was found."""
-        return None if self._courier is None else self._courier.link
+        return None if self._sender is None else self._sender.link
 
     @property
     def has_arrived(self) -> bool:
@@ -538,8 +538,8 @@ class Probe:
     # --- the inside -------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        if self._courier is not None:
-            self._courier.notice()
+        if self._sender is not None:
+            self._sender.notice()
 
     def _watch(self, local: list[dict[str, Any]]) -> PlanWatch:
         return PlanWatch(

@@ -121,7 +121,7 @@ class Stage:
         if self.work is None or self._ended or self._probe.is_inert:
             return
         with self._probe.guard("hand_over", self.work):
-            for error in self._draft.add({**(values or {}), **named}, lent=True):
+            for error in self._draft.add({**(values or {}), **named}, borrowed=True):
                 self._refuse("hand_over", error)
 
     def record_datums(self, datums: Sequence[Mapping[str, object]]) -> None:

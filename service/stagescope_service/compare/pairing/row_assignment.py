@@ -54,9 +54,9 @@ class RowAssignment:
         self.is_reordered = False
         """Whether trajectories that are known lie elsewhere, or on one side only."""
 
-    def learn(self, couple: Pair, outcome: Outcome) -> None:
+    def learn(self, pair: Pair, outcome: Outcome) -> None:
         """Take in what was found of a shard of rows on each side."""
-        one, other = couple
+        one, other = pair
         if outcome.in_order and one is not None and other is not None:
             self._alike |= {one.place, other.place}
             self._files |= {one.path, other.path}
@@ -67,18 +67,18 @@ class RowAssignment:
                 ids, responses = (index.keys.get(kind, ()) for kind in (SAMPLE, RESPONSE))
                 self._responses[side].update(zip(ids, responses, strict=False))
 
-    def is_told(self, couple: Pair) -> bool:
+    def is_told(self, pair: Pair) -> bool:
         """Whether shards of tokens say how the rows at these places pair: they are joined then."""
         return any(
             entry is not None and bool(self._rows_of(side, entry))
-            for side, entry in enumerate(couple)
+            for side, entry in enumerate(pair)
         )
 
-    def is_told_of_ranks(self, couple: Pair) -> bool:
+    def is_told_of_ranks(self, pair: Pair) -> bool:
         """Whether the shards of ranks may say what two files of a whole step hold."""
         return all(
             entry is not None and entry.place.rank is None and self._of_ranks(side, entry.place)
-            for side, entry in enumerate(couple)
+            for side, entry in enumerate(pair)
         )
 
     def named(
@@ -118,16 +118,16 @@ class RowAssignment:
             named.setdefault(RESPONSE, tuple(known))
         return dataclasses.replace(index, keys=named)
 
-    def confirms(self, place: Place, couple: Pair) -> bool:
+    def confirms(self, place: Place, pair: Pair) -> bool:
         """Whether tokens showed that rows lie in the same order on both sides at a place."""
-        if all(entry is not None and entry.path in self._files for entry in couple):
+        if all(entry is not None and entry.path in self._files for entry in pair):
             return True
         if place.rank is not None:
             return place in self._alike
         ranks = [each for each in self._alike if each.step == place.step and each.rank is not None]
         return bool(ranks) and not self._of_ranks(0, place)
 
-    def why_unproven(self, piece: Piece, couple: Pair, *, is_uneven: bool) -> str:
+    def why_unproven(self, piece: Piece, pair: Pair, *, is_uneven: bool) -> str:
         """Return why what was paired by its place may be of other samples; empty if it is not.
 
         Args:
@@ -136,10 +136,10 @@ class RowAssignment:
             is_uneven: whether the sides have other ranks, parts or numbers of rows there.
         """
         if piece.rows is None:
-            by_place = piece.places[0].rank is not None and not self.is_told(couple)
+            by_place = piece.places[0].rank is not None and not self.is_told(pair)
         else:
             by_place = piece.key == ROW
-        if not by_place or self.confirms(piece.places[0], couple):
+        if not by_place or self.confirms(piece.places[0], pair):
             return ""
         if is_uneven:
             return "paired by place, and the sides have other ranks, parts or numbers of rows"
@@ -147,11 +147,11 @@ class RowAssignment:
             return "paired by place, and the trajectories are others or in another order"
         return ""
 
-    def is_moved(self, couple: Pair) -> bool:
+    def is_moved(self, pair: Pair) -> bool:
         """Whether samples of these places lie elsewhere on the other side, and not here too."""
         return any(
             self._lies_elsewhere(1 - side, entry, kind, key)
-            for side, entry in enumerate(couple)
+            for side, entry in enumerate(pair)
             if entry is not None and _is_of_a_rank(entry.place)
             for kind, keys in self._rows_of(side, entry).items()
             for key in keys
@@ -172,11 +172,11 @@ class RowAssignment:
             found = [each for each in found if each[0].role == role]
         return bool(found) and self._rank_and_part(entry) not in {where for _, where in found}
 
-    def same_samples(self, couple: Pair) -> bool:
+    def same_samples(self, pair: Pair) -> bool:
         """Whether two shards are of the same samples, as far as anything tells."""
-        if not self.is_moved(couple):
+        if not self.is_moved(pair):
             return True
-        return self._is_alike(couple, self._common_kind([couple]))
+        return self._is_alike(pair, self._common_kind([pair]))
 
     def recoupled(self, couples: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
         """Pair entries by the samples that they are of, where the sides dealt them out otherwise.
@@ -193,17 +193,17 @@ class RowAssignment:
         kind = self._common_kind(couples)
         kept: list[Pair] = []
         left: tuple[dict[Keys, list[Entry]], dict[Keys, list[Entry]]] = ({}, {})
-        for couple in couples:
+        for pair in couples:
             samples = [
                 () if entry is None else self._samples_of(side, entry, kind)
-                for side, entry in enumerate(couple)
+                for side, entry in enumerate(pair)
             ]
             if samples[0] == samples[1] or any(
-                entry is not None and not each for entry, each in zip(couple, samples, strict=True)
+                entry is not None and not each for entry, each in zip(pair, samples, strict=True)
             ):
-                kept.append(couple)  # of the same samples, or nothing tells of which a side is
+                kept.append(pair)  # of the same samples, or nothing tells of which a side is
                 continue
-            for side, entry in enumerate(couple):
+            for side, entry in enumerate(pair):
                 if entry is not None:
                     left[side].setdefault(samples[side], []).append(entry)
         apart: list[Pair] = []
@@ -212,10 +212,10 @@ class RowAssignment:
                 (apart if None in (one, other) else kept).append((one, other))
         return kept, apart
 
-    def _is_alike(self, couple: Pair, kind: str) -> bool:
+    def _is_alike(self, pair: Pair, kind: str) -> bool:
         one, other = (
             () if entry is None else self._samples_of(side, entry, kind)
-            for side, entry in enumerate(couple)
+            for side, entry in enumerate(pair)
         )
         return bool(one) and one == other
 
@@ -237,8 +237,8 @@ class RowAssignment:
         """Return by what the rows of all these entries are known, of those of which it is told."""
         keys = [
             rows
-            for couple in couples
-            for side, entry in enumerate(couple)
+            for pair in couples
+            for side, entry in enumerate(pair)
             if entry is not None and (rows := self._rows_of(side, entry))
         ]
         return next((kind for kind in _KNOWN if all(kind in each for each in keys)), ROW)

@@ -67,7 +67,7 @@ class JoinPlan:
 
 
 def plan_join(
-    catalogue: Catalogue, run: str, forming: StepParts, again: Collection[PayloadKey] = ()
+    catalogue: Catalogue, run: str, step_parts: StepParts, again: Collection[PayloadKey] = ()
 ) -> JoinPlan | None:
     """Return what to join in a step, None where nothing is lacking and nothing was consumed.
 
@@ -77,8 +77,8 @@ def plan_join(
         forming: the step's parts as they are.
         again: payloads of which some rows had no rollout.
     """
-    attempt_id, step = forming.attempt_id, forming.step
-    stage, lacking = _lacking(catalogue, forming, again)
+    attempt_id, step = step_parts.attempt_id, step_parts.step
+    stage, lacking = _lacking(catalogue, step_parts, again)
     near = side_by_side(catalogue.attempts(run), attempt_id)
     found = catalogue.consumed(near, attempt_id, step)
     consumed = [
@@ -113,19 +113,19 @@ def plan_join(
 
 
 def _lacking(
-    catalogue: Catalogue, forming: StepParts, again: Collection[PayloadKey]
+    catalogue: Catalogue, step_parts: StepParts, again: Collection[PayloadKey]
 ) -> tuple[str, Sequence[Row]]:
     """Return the stage that the whole comes from, and its payloads without the rollout's stream."""
     measured: dict[str, set[str]] = {}
-    for part in forming.parts:
+    for part in step_parts.parts:
         if part.summary.pair[1] == "rollout":
             measured.setdefault(part.stage, set()).add(part.key)
-    replaced = catalogue.replaced(forming.attempt_id, forming.step)
+    replaced = catalogue.replaced(step_parts.attempt_id, step_parts.step)
     of_whole = [stage for stage in TRAINER_STAGES if stage in measured]
     for stage in of_whole[:1] or TRAINER_STAGES:
         done = measured.get(stage, set())
         payloads = catalogue.payloads(
-            forming.attempt_id, forming.step, stage=stage, state="ingested", limit=_ALL
+            step_parts.attempt_id, step_parts.step, stage=stage, state="ingested", limit=_ALL
         )
         lacking = [
             row
@@ -216,19 +216,19 @@ class Aggregator:
 
         Where the state machine has `forgotten` the step, its verdict is corrected, too.
         """
-        forming = await asyncio.to_thread(
+        step_parts = await asyncio.to_thread(
             wholes.begin, self._catalogue, order.attempt_id, order.step
         )
-        joined, alone = await self._join(order, run, forming)
+        joined, alone = await self._join(order, run, step_parts)
         if joined:
-            forming = await asyncio.to_thread(
+            step_parts = await asyncio.to_thread(
                 wholes.begin, self._catalogue, order.attempt_id, order.step
             )
-        forming.alone = alone
-        await self._restate(forming)
-        rows = await asyncio.to_thread(wholes.rows_of, forming, run)
+        step_parts.alone = alone
+        await self._restate(step_parts)
+        rows = await asyncio.to_thread(wholes.rows_of, step_parts, run)
         if forgotten:
-            rows += await asyncio.to_thread(wholes.verdict, self._catalogue, forming)
+            rows += await asyncio.to_thread(wholes.verdict, self._catalogue, step_parts)
         await self._write(rows)
 
     def arrived(self, job: Mapping[str, Any], rows: Sequence[Put]) -> list[Aggregate]:
@@ -243,7 +243,7 @@ class Aggregator:
         ]
 
     async def _join(
-        self, order: Aggregate, run: str, forming: wholes.StepParts
+        self, order: Aggregate, run: str, step_parts: wholes.StepParts
     ) -> tuple[bool, Counter[str]]:
         """Join what can be joined.
 
@@ -252,7 +252,7 @@ class Aggregator:
         """
         waiting = self._waiting.pop(order, None)
         again = frozenset() if waiting is None else waiting.keys
-        plan = await asyncio.to_thread(plan_join, self._catalogue, run, forming, again)
+        plan = await asyncio.to_thread(plan_join, self._catalogue, run, step_parts, again)
         alone = Counter[str]()
         if plan is None:
             return False, alone
@@ -294,29 +294,29 @@ class Aggregator:
         while len(self._waiting) > _REMEMBERED:
             self._waiting.popitem(last=False)
 
-    async def _restate(self, forming: wholes.StepParts) -> None:
+    async def _restate(self, step_parts: wholes.StepParts) -> None:
         """Take parts again of which some tokens count elsewhere, until every token counts once."""
-        if not forming.restate and not forming.restate_ranks:
+        if not step_parts.restate and not step_parts.restate_ranks:
             return
-        nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, forming)
-        for item in forming.restate_ranks:
-            summary = await self._restated(item, forming, nodes)
-            forming.replace(item, summary, for_rank=True)
+        nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, step_parts)
+        for item in step_parts.restate_ranks:
+            summary = await self._restated(item, step_parts, nodes)
+            step_parts.replace(item, summary, for_rank=True)
         # A part that cannot be taken again may leave its tokens to others, which then overlap.
-        for _ in range(len(forming.parts) + 1):
-            for item in forming.restate:
-                forming.replace(item, await self._restated(item, forming, nodes))
-            await asyncio.to_thread(forming.assemble)
-            if not forming.restate:
+        for _ in range(len(step_parts.parts) + 1):
+            for item in step_parts.restate:
+                step_parts.replace(item, await self._restated(item, step_parts, nodes))
+            await asyncio.to_thread(step_parts.assemble)
+            if not step_parts.restate:
                 return
 
     async def _restated(
-        self, item: Recompute, forming: wholes.StepParts, nodes: Mapping[str, str | None]
+        self, item: Recompute, step_parts: wholes.StepParts, nodes: Mapping[str, str | None]
     ) -> bytes | None:
-        row = forming.rows[item.key]
+        row = step_parts.rows[item.key]
         key = PayloadKey(row["incarnation"], row["seq"])
-        job = {"attempt_id": forming.attempt_id, "step": forming.step}
-        pair = forming.whole.summary.pair if forming.whole else ("old", "rollout")
+        job = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
+        pair = step_parts.whole.summary.pair if step_parts.whole else ("old", "rollout")
         return await self._hands.restate(nodes.get(item.key), key, job, pair, list(item.skips))
 
 

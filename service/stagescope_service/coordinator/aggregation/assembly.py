@@ -196,38 +196,40 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> StepParts:
         for row in rows
     }
     bitwise = any((row["settings"] or {}).get("expect") == "bitwise" for row in processes)
-    forming = StepParts(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
-    forming.assemble()
-    return forming
+    step_parts = StepParts(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
+    step_parts.assemble()
+    return step_parts
 
 
-def nodes_of(catalogue: Catalogue, forming: StepParts) -> dict[str, str | None]:
+def nodes_of(catalogue: Catalogue, step_parts: StepParts) -> dict[str, str | None]:
     """Return, by part key, the nodes whose rings hold the payloads of the whole's stage."""
-    stage = None if forming.whole is None else forming.whole.stage
-    rows = catalogue.payloads(forming.attempt_id, forming.step, stage=stage, limit=_ALL)
+    stage = None if step_parts.whole is None else step_parts.whole.stage
+    rows = catalogue.payloads(step_parts.attempt_id, step_parts.step, stage=stage, limit=_ALL)
     return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
 
 
-def rows_of(forming: StepParts, run: str) -> list[Put | Delete]:
+def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     """Return what a formed whole writes: the whole itself and its findings."""
-    key = {"attempt_id": forming.attempt_id, "step": forming.step}
-    whole = None if forming.whole is None else forming.whole.besides(forming.alone)
-    formed = {**key, "whole_wall": forming.wall, "whole_mark": forming.mark}
+    key = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
+    whole = None if step_parts.whole is None else step_parts.whole.besides(step_parts.alone)
+    formed = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
     if whole is None:
         return [Put("steps", {**formed, "whole": None})]
     place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": time.time()}
     found = examine(whole.summary, whole.ranks)
     suspects = [check.name for check in found.suspects]
-    columns = step_metrics(whole, verdict=found.verdict, suspects=suspects, whole_wall=forming.wall)
+    columns = step_metrics(
+        whole, verdict=found.verdict, suspects=suspects, whole_wall=step_parts.wall
+    )
     puts: list[Put | Delete] = [
         Put("steps", {**formed, "whole": whole.to_bytes()}),
         Put("step_metrics", {**key, **columns}),
     ]
     puts += _suspects(found.suspects, whole, place)
-    if forming.expects_bitwise:
-        puts += _not_exact(whole, forming.rows, place)
+    if step_parts.expects_bitwise:
+        puts += _not_exact(whole, step_parts.rows, place)
     if whole.differing:
-        puts.append(_replicas(whole, forming.rows, place))
+        puts.append(_replicas(whole, step_parts.rows, place))
     return puts + findings(whole, place)
 
 
@@ -328,14 +330,14 @@ def too_late(
     return rows
 
 
-def verdict(catalogue: Catalogue, forming: StepParts) -> list[Put]:
+def verdict(catalogue: Catalogue, step_parts: StepParts) -> list[Put]:
     """Correct the stored verdict on a step by the stages that came after it was given."""
-    row = catalogue.step(forming.attempt_id, forming.step)
+    row = catalogue.step(step_parts.attempt_id, step_parts.step)
     if row is None or not row["missing"]:
         return []
-    stages = catalogue.stages(forming.attempt_id, forming.step, limit=_ALL)
+    stages = catalogue.stages(step_parts.attempt_id, step_parts.step, limit=_ALL)
     told, missing = corrected(row["completeness"], row["missing"], statuses_of_rows(stages))
-    key = {"attempt_id": forming.attempt_id, "step": forming.step}
+    key = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
     return [Put("steps", {**key, "completeness": told, "missing": missing})]
 
 

@@ -194,7 +194,7 @@ def members_of(
 def look(
     asked: Agreement,
     order: Mapping[str, Any],
-    crew: Participants,
+    participants: Participants,
     *,
     elapsed: float,
     round_trip: float,
@@ -210,8 +210,8 @@ def look(
         round_trip: seconds from the asking to the last acknowledgement.
         wall: now.
     """
-    late = crew.late(asked.revision)
-    if not crew.members or crew.top_step is None:
+    late = participants.late(asked.revision)
+    if not participants.members or participants.top_step is None:
         late = late or [Member("", -1)]  # nobody is there yet, or has begun: that is waited for
     named = [each.name for each in late if each.rank >= 0]
     if late:
@@ -219,26 +219,26 @@ def look(
         if over and order["late"] == "give_up":
             reason = f"not every rank acknowledged within {order['timeout']:g} s"
             return dataclasses.replace(asked, phase=GIVEN_UP, without=named, reason=reason)
-        heard = len(crew.members) > len(named)
-        if not (over and order["late"] == "go_on" and heard and crew.top_step is not None):
+        heard = len(participants.members) > len(named)
+        if not (over and order["late"] == "go_on" and heard and participants.top_step is not None):
             return None
-    assert crew.top_step is not None
-    start = start_step(crew.top_step, round_trip, crew.step_seconds)
+    assert participants.top_step is not None
+    start = start_step(participants.top_step, round_trip, participants.step_seconds)
     # What was asked a second time counts from now: its own steps have passed.
     wanted = order["steps"] if asked.number == 1 else {"next": 1}
     steps, passed = resolve(wanted, start)
     agreed = dataclasses.replace(
         asked,
         phase=AGREED,
-        attempt_id=crew.attempt_id,
+        attempt_id=participants.attempt_id,
         agreed_wall=wall,
         start=start,
         steps=steps,
         missed_steps=[*asked.missed_steps, *passed],
-        members=[each.name for each in crew.members],
+        members=[each.name for each in participants.members],
         without=named,
         round_trip=round(round_trip, 6),
-        step_seconds=crew.step_seconds,
+        step_seconds=participants.step_seconds,
         reason=None,
     )
     if steps != []:

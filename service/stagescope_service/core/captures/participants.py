@@ -107,14 +107,16 @@ def _run_note(registry: Registry, run: str) -> str:
     return f"no run {run!r} is known (yet){asked}: it waits for one of that name{newest}"
 
 
-def _rank_notes(attempt: Attempt, order: Mapping[str, Any], crew: Participants) -> list[str]:
+def _rank_notes(
+    attempt: Attempt, order: Mapping[str, Any], participants: Participants
+) -> list[str]:
     """Return notes of ranks and roles that an order names, and that are not there."""
     said = []
     there = {role for role, _ in attempt.by_rank}
     if strange := sorted({*(order["roles"] or ())} - there):
         known = ", ".join(sorted(there)) or "(none yet)"
         said.append(f"nobody has the role {', '.join(strange)}; there are {known}")
-    members = {(each.role, each.rank) for each in crew.members}
+    members = {(each.role, each.rank) for each in participants.members}
     if not needs_ranks(order):  # what the service does alone it does of raw callers, too
         members |= {each for each in attempt.by_rank if each[0] in (order["roles"] or there)}
     unknown = unmatched_ranks(order["ranks"], (rank for _, rank in members))
@@ -199,14 +201,14 @@ def notes(registry: Registry, entry: Entry) -> list[str]:
     if attempt.over:
         said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
     said += _stage_notes(order["stages"], _done(attempt))
-    crew = participants_of(registry, order)
-    if needs_ranks(order) and not attempt.over and not crew.members:
+    participants = participants_of(registry, order)
+    if needs_ranks(order) and not attempt.over and not participants.members:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
         named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
         said.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
     else:
-        said += _rank_notes(attempt, order, crew)
-    late = crew.late(entry.agreement.revision)
+        said += _rank_notes(attempt, order, participants)
+    late = participants.late(entry.agreement.revision)
     if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
         said.append(f"waiting for {names([each.name for each in late])}")
     return said

@@ -14,7 +14,7 @@ from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import TABLES, stages
 
 
-def paces(attempt_id: int, steps: Sequence[int]) -> Query:
+def timings(attempt_id: int, steps: Sequence[int]) -> Query:
     """Select per step, role, stage and part: `first` and `last` begin, `longest` seconds.
 
     `first` and `last` are Unix seconds of the service's clock, `longest` is monotonic; superseded
@@ -171,9 +171,9 @@ class RunReads(Reader):
         """Return the processes of an attempt by role, rank and time: also those that are gone."""
         return self._page("processes", conditions("processes", locals()), "role rank first_wall")
 
-    def paces(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
+    def timings(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
         """Return how ranks went through each part of steps; see `paces.paces`."""
-        return self._rows(paces(attempt_id, steps))
+        return self._rows(timings(attempt_id, steps))
 
 
 def _not_superseded() -> sa.ColumnElement[bool]:

@@ -38,8 +38,8 @@ def test_a_process_of_its_own_answers_the_same(tables: list[Path]) -> None:
     here, there = (divergence(tables, rows) for rows in (0, LARGE))
     assert repr(here) == repr(there)  # NaN differs from itself
     assert "blocks.1.down" in there["first"]["a"]["parent"]
-    loose = divergence(tables[:1] * 2, LARGE, by_dtype={"float32": 1.0}, factor=2.0)
-    assert loose["same"] is True
+    stepless = divergence(tables[:1] * 2, LARGE, by_dtype={"float32": 1.0}, factor=2.0)
+    assert stepless["same"] is True
     paths = dict(enumerate(tables))
     found = apart.non_finite(paths, rows=LARGE)
     assert found == apart.non_finite(paths, rows=0)

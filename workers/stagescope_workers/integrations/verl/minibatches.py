@@ -106,7 +106,7 @@ class Minibatches:
             epochs: how many.
             collects: whether the loss hands over the two log-prob streams (bypass mode).
         """
-        self.meeting = MicrobatchBuffer() if collects else None
+        self.buffer = MicrobatchBuffer() if collects else None
         self.is_reported = context.stages
         """Whether it is a stage that was asked for, and not only the way of the log-probs."""
         self._probe = probe
@@ -170,9 +170,9 @@ class Minibatches:
         stage, self._stage = self._stage, None
         if stage is None:
             return
-        if self.meeting is not None:
+        if self.buffer is not None:
             with guarded("the log-probs of the loss"):
-                taken = self.meeting.take()
+                taken = self.buffer.take()
                 if taken:
                     stage.record({**taken, **self._known(taken), **self._context.streams})
         with guarded("the mini-batches of an update", but=StagescopeError if not error else ()):
@@ -201,7 +201,7 @@ def run_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _collect(model_output: Any, data: Any) -> None:
     update = current()
-    if update is None or update.meeting is None or not update.is_first_epoch:
+    if update is None or update.buffer is None or not update.is_first_epoch:
         return
     from verl.workers.utils.padding import no_padding_2_padding  # pyright: ignore[reportMissingImports]
 
@@ -217,4 +217,4 @@ def _collect(model_output: Any, data: Any) -> None:
         }
         if "responses" in held and padded["responses"].shape == mask.shape:
             tensors["responses"] = padded["responses"]
-    update.meeting.add(tensors, contexts.rows_of(data, contexts.SAMPLES))
+    update.buffer.add(tensors, contexts.rows_of(data, contexts.SAMPLES))
