@@ -46,7 +46,7 @@ def test_what_was_not_formed_before_a_crash_is_formed_after(live: Service) -> No
 
     async def form() -> None:
         for place in unformed:
-            LocalFloor.assemble(floor, Aggregate(*place))
+            LocalFloor.aggregate(floor, Aggregate(*place))
         await floor.work()
 
     asyncio.run(form())

@@ -153,7 +153,7 @@ class World:
             self.store, self.catalogue, self.folder, state=state, clock=lambda: self.wall
         )
         for pair in snapshot.unformed:
-            self.floor.assemble(Aggregate(*pair))
+            self.floor.aggregate(Aggregate(*pair))
 
     # --- the training ---------------------------------------------------------------------
     def start_driver(self, step: int, key: str | None = None) -> None:

@@ -40,5 +40,5 @@ def make_probe(
     for probe in made:
         probe.close(0.0)
         # A thread still in its last turn would find the next test's service.
-        if probe._courier is not None:
-            probe._courier._thread.join(10.0)
+        if probe._sender is not None:
+            probe._sender._thread.join(10.0)

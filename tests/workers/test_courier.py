@@ -152,7 +152,7 @@ def test_hung_coordinator_is_called_once_and_left_when_its_name_moves(
     for step in range(20):
         stage(probe, step)
     assert time.perf_counter() - began < 5.0
-    wait_for(lambda: probe._courier is not None and "slow" in probe._courier._warned)
+    wait_for(lambda: probe._sender is not None and "slow" in probe._sender._warned)
     assert coordinator.calls == 1  # its answers would pile up in the hung actor
     service.coordinator = second = FakeCoordinator("second")
     wait_for(lambda: len(steps(second)) == 20)

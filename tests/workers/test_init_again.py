@@ -35,7 +35,7 @@ def init(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Init
     yield call
     for probe in made:
         probe.close(0.0)
-        for each in [*(start.courier for start in probe._earlier), probe._courier]:
+        for each in [*(start.event_sender for start in probe._earlier), probe._sender]:
             if each is not None:
                 each._thread.join(10.0)
 

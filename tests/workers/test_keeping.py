@@ -142,7 +142,7 @@ def test_what_is_handed_over_is_copied_later_and_is_as_it_was(
 def test_what_is_written_after_it_was_handed_over_is_missing_and_named() -> None:
     draft = Draft(PinnedPool(0))
     good, bad = torch.zeros(5), torch.zeros(5)
-    assert [*draft.add({"good": good, "bad": bad}, lent=True)] == []
+    assert [*draft.add({"good": good, "bad": bad}, borrowed=True)] == []
     bad[2] = 1.0
     payload = draft.finish()
     assert {*payload["tensors"]} == {"good"}

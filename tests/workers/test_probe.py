@@ -477,7 +477,7 @@ def test_repr_says_no_service_only_after_a_search(
     wait_for(lambda: ": connected to " in repr(probe))
     service.coordinator = None
     alone = make_probe(rank=1)
-    thread = alone._courier
+    thread = alone._sender
     assert thread is not None
     wait_for(lambda: thread.has_looked)
     assert "looking for a service" in repr(alone)  # this process may be about to join its cluster

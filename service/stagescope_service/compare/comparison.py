@@ -174,15 +174,15 @@ class TwoSides:
         uneven = {work.unit for work, outcome in outcomes if _is_uneven(work, outcome)}
         for work, outcome in outcomes:
             if work.has_rows:
-                self._dealt.learn(work.matched, outcome)
+                self._dealt.learn(work.pair, outcome)
             if work.match.section in flow.SAMPLING and _is_reordered(outcome):
                 self._dealt.is_reordered = True
         indexes: dict[UnitKey, tuple[list[ShardIndex], list[ShardIndex]]] = {}
         of_unit = {work.unit: work.match for work in works}
         for work, outcome in outcomes:
-            self._take(outcome, work.match, work.matched, is_uneven=work.unit in uneven)
-            is_moved = work.is_alone or self._dealt.is_moved(work.matched)
-            self._notes.of_outcome(outcome, work.matched, work.match, is_moved=is_moved)
+            self._take(outcome, work.match, work.pair, is_uneven=work.unit in uneven)
+            is_moved = work.is_alone or self._dealt.is_moved(work.pair)
+            self._notes.of_outcome(outcome, work.pair, work.match, is_moved=is_moved)
             for side, index in enumerate(outcome.index):
                 if index is not None:
                     indexes.setdefault(work.unit, ([], []))[side].append(index)
@@ -199,36 +199,36 @@ class TwoSides:
 
     def _works(self, match: Match) -> list[Work]:
         """Return the entries to hold against each other: where it is known, of the same samples."""
-        couples = list(match.couples())
+        entry_pairs = list(match.entry_pairs())
         if match.section in (*flow.SAMPLING, *flow.TELLING, *flow.NAMED):
-            return [Work(match, matched) for matched in couples]
+            return [Work(match, pair) for pair in entry_pairs]
         units: dict[Unit, list[Pair]] = {}
-        for matched in couples:
-            units.setdefault(match.unit_of(matched), []).append(matched)
+        for pair in entry_pairs:
+            units.setdefault(match.unit_of(pair), []).append(pair)
         works = []
         for of_unit in units.values():
             kept, apart = self._dealt.recoupled(of_unit)
             if match.section in flow.COUNTED:  # what is of all rows of a part has no counterpart
                 self._notes.of_parts(match, apart)
                 apart = []
-            works += [Work(match, matched) for matched in kept]
-            works += [Work(match, matched, is_alone=True) for matched in apart]
+            works += [Work(match, pair) for pair in kept]
+            works += [Work(match, pair, is_alone=True) for pair in apart]
         return works
 
     def _is_apart(self, work: Work) -> bool:
-        if None in work.matched or not work.has_rows or work.match.section in flow.COUNTED:
-            return None in work.matched
-        return self._dealt.is_told(work.matched) or self._dealt.is_told_of_ranks(work.matched)
+        if None in work.pair or not work.has_rows or work.match.section in flow.COUNTED:
+            return None in work.pair
+        return self._dealt.is_told(work.pair) or self._dealt.is_told_of_ranks(work.pair)
 
-    def _take(self, outcome: Outcome, match: Match, matched: Pair, *, is_uneven: bool) -> None:
+    def _take(self, outcome: Outcome, match: Match, pair: Pair, *, is_uneven: bool) -> None:
         pieces = outcome.pieces
-        if match.section not in flow.NAMED and not self._dealt.same_samples(matched):
+        if match.section not in flow.NAMED and not self._dealt.same_samples(pair):
             counted = [piece.name for piece in pieces if piece.rows is None]
             pieces = tuple(piece for piece in pieces if piece.rows is not None)
-            self._notes.of_parts(match, [matched] if counted else [])
-        self._notes.of_places(pieces, matched, match, self._dealt)
+            self._notes.of_parts(match, [pair] if counted else [])
+        self._notes.of_places(pieces, pair, match, self._dealt)
         if match.section not in (*flow.SAMPLING, *flow.NAMED, _OF_OPERATORS):
-            why = (self._dealt.why_unproven(p, matched, is_uneven=is_uneven) for p in pieces)
+            why = (self._dealt.why_unproven(p, pair, is_uneven=is_uneven) for p in pieces)
             pieces = tuple(map(_unproven, pieces, why))
         if match.borrowed:  # its tokens and masks are compared where they belong
             pieces = tuple(piece for piece in pieces if not flow.is_structural(piece.name))
@@ -319,7 +319,7 @@ class TwoSides:
 def _is_uneven(work: Work, outcome: Outcome) -> bool:
     """Whether a side has nothing at a place where the other has rows, or not as many."""
     one, other = outcome.index
-    is_lacking = None in work.matched or (
+    is_lacking = None in work.pair or (
         one is not None and other is not None and one.rows != other.rows
     )
     return work.has_rows and is_lacking

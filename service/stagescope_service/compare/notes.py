@@ -87,9 +87,9 @@ class Notes:
                 text = f"{', '.join(index.numbers)} of {where}:"
                 self._only(text, side, match, [where], Verdict.NOT_COMPARABLE)
 
-    def of_parts(self, match: Match, couples: Sequence[Pair]) -> None:
+    def of_parts(self, match: Match, entry_pairs: Sequence[Pair]) -> None:
         """Count numbers of parts into which one side alone dealt its samples: they stand alone."""
-        for pair in couples if not match.borrowed else ():
+        for pair in entry_pairs if not match.borrowed else ():
             for side, entry in enumerate(pair):
                 if entry is not None:
                     places = self._parts.setdefault(match.section, ({}, {}))

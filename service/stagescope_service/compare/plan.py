@@ -61,12 +61,12 @@ class Match:
         return Unit(place.step, place.stage, place.part.occurrence, place.part.epoch)
 
     def unit_of(self, pair: Pair) -> Unit:
-        """Return in which unit a couple lies."""
+        """Return in which unit a pair lies."""
         entry = pair[0] or pair[1]
         assert entry is not None
         return self.unit(entry)
 
-    def couples(self) -> Iterator[Pair]:
+    def entry_pairs(self) -> Iterator[Pair]:
         """Yield entries of one place, one of each side; None where a side has no such.
 
         What lies in a unit that one side alone has is left out.
@@ -80,7 +80,7 @@ class Match:
                     continue
                 by_place.setdefault(self.places[entry.place], ([], []))[side].append(entry)
         for one, other in by_place.values():
-            yield from _couples(one, other)
+            yield from _entry_pairs(one, other)
 
 
 def plan(a: Dump, b: Dump) -> tuple[list[Match], list[Finding]]:
@@ -168,7 +168,7 @@ def _role(place: Place) -> object:
     return place.role
 
 
-def _couples(one: list[Entry], other: list[Entry]) -> Iterator[Pair]:
+def _entry_pairs(one: list[Entry], other: list[Entry]) -> Iterator[Pair]:
     if len(one) == len(other) == 1:
         yield one[0], other[0]
         return

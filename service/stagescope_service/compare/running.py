@@ -117,7 +117,7 @@ class Runner:
     def expect(self, matches: Sequence[Match]) -> None:
         """Compare these with what else of their files is compared, before they are asked for."""
         for match in matches:
-            for pair in match.couples():
+            for pair in match.entry_pairs():
                 work = Work(match, pair)
                 self._beside.setdefault(work.files, []).append(work)
 

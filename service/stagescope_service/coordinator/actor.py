@@ -382,10 +382,10 @@ class DebugCoordinator:
         floor.open(settings)
         floor.retention.adopt_findings(snapshot.findings)
         for order in _unformed(snapshot):
-            floor.assemble(order)
+            floor.aggregate(order)
         runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
         for row in snapshot.undigested:
-            floor.digest(operator_tables.again(row, runs[row["attempt_id"]]))
+            floor.build_operator_table(operator_tables.again(row, runs[row["attempt_id"]]))
         floor.reception.begin()
         return floor.reception
 

@@ -134,17 +134,17 @@ class RayEffects:
         """Have the ingestor of the payload's node read it."""
         self._start(self._ingest(order, payload))
 
-    def assemble(self, order: Aggregate) -> None:
+    def aggregate(self, order: Aggregate) -> None:
         """Form the whole of a step; asked again meanwhile, it is formed once more after."""
         if self._aggregating.takes(order, order):
             self._start(self._aggregating.carry_out(order, order))
 
-    def digest(self, order: BuildOperatorTable) -> None:
+    def build_operator_table(self, order: BuildOperatorTable) -> None:
         """Have the ingestor of the dump's node make its table; asked again, once more after."""
         if self._digesting.takes(order.key, order):
             self._start(self._digesting.carry_out(order.key, order))
 
-    def weigh(self, order: CompareWeights) -> None:
+    def compare_weights(self, order: CompareWeights) -> None:
         """Compare the recorded weights of a version; asked again meanwhile, once more after."""
         if self._weigher.takes(order):
             self._start(self._weigher.compare(order))
@@ -208,7 +208,7 @@ class RayEffects:
         if order.job.get("keep"):
             await self._settle_kept(order, rows)
         for again in self._former.arrived(order.job, rows):
-            self.assemble(again)
+            self.aggregate(again)
 
     async def _settle_kept(self, order: Ingest, rows: Sequence[Put]) -> None:
         try:

@@ -93,9 +93,9 @@ class Executor:
             if isinstance(order, Ingest):
                 self._ingest(order)
             elif isinstance(order, Aggregate):
-                self.effects.assemble(order)
+                self.effects.aggregate(order)
             elif isinstance(order, BuildOperatorTable):
-                self.effects.digest(order)
+                self.effects.build_operator_table(order)
             elif isinstance(order, CompareWeights):
                 self.effects.compare_weights(order)
             elif isinstance(order, ReadWatchdogs):

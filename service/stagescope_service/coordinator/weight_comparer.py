@@ -356,7 +356,7 @@ class WeightComparer:
             logger.exception("which weights were not compared cannot be read")
 
     async def _catch_up(self) -> None:
-        for place in await asyncio.to_thread(self._catalogue.unweighed):
+        for place in await asyncio.to_thread(self._catalogue.uncompared):
             if self.takes(order := CompareWeights(*place)):
                 await self.compare(order)
 

@@ -107,14 +107,14 @@ class Effects(Protocol):
     def ingest(self, order: Ingest, payload: object) -> None:
         """Have an ingestor read a payload; its outcome comes back by `Reception.settle`."""
 
-    def assemble(self, order: Aggregate) -> None:
+    def aggregate(self, order: Aggregate) -> None:
         """Form the whole of a step."""
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         """Read files of watchdogs; what they say comes back by `Reception.watchdog`."""
 
-    def digest(self, order: BuildOperatorTable) -> None:
+    def build_operator_table(self, order: BuildOperatorTable) -> None:
         """Have an ingestor make a dump's operator table."""
 
-    def weigh(self, order: CompareWeights) -> None:
+    def compare_weights(self, order: CompareWeights) -> None:
         """Compare the recorded weights of a version."""

@@ -1,10 +1,10 @@
-"""A step's whole: the parts of one stage put together so that every token counts once.
+"""The summary of a step: the parts of one stage merged so that every token counts once.
 
 Where parts carry sample ids, a token is (sample, position), and what counted before does not count
 again: not a replica, not a second epoch, not the driver's copy of what the ranks hold. Rows that
 share an id and are of different samples are told apart (`identity`). A part that repeats only some
-tokens is named in `StepSummary.restate`; the caller takes its statistics again with `skip_of(...)` and
-assembles again. Without ids the layout decides: of the ranks that hold the same
+tokens is named in `StepSummary.restate`; the caller computes its statistics again with
+`skip_of(...)` and assembles again. Without ids the layout decides: of the ranks that hold the same
 rows (data_rank, else dp and cp rank) the one with tp 0 and the last pp counts, in the lowest epoch.
 
 Which of several equal parts counts depends on (epoch, occurrence, minibatch, microbatch, role,

@@ -77,7 +77,7 @@ class Broken:
 
     async def form(self) -> None:
         """Have the step formed, and wait until all that follows is done."""
-        self.floor.assemble(STEP)
+        self.floor.aggregate(STEP)
         await self.settled()
 
     async def settled(self) -> None:
@@ -181,7 +181,7 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         await broken.form()
         assert broken.gap() == ""
         await broken.bench.step(3 * apart)
-        broken.floor.assemble(Aggregate(1, 3 * apart))
+        broken.floor.aggregate(Aggregate(1, 3 * apart))
         await broken.form()
         assert not broken.catalogue.summaries(1, 1)
         assert all(broken.catalogue.summaries(1, n * apart) for n in (1, 2, 3))
@@ -296,7 +296,7 @@ def test_an_operator_table_that_the_disk_refused_is_tried_again(
 
     async def work() -> None:
         await broken.floor.reception.write([Put("operators", row)])
-        broken.floor.digest(again(row, "r"))
+        broken.floor.build_operator_table(again(row, "r"))
         await broken.settled()
 
     run(work)
@@ -324,7 +324,7 @@ def test_a_dump_that_kills_its_ingestor_does_it_twice_at_most(
 
     async def work() -> None:
         await broken.floor.reception.write([Put("operators", row)])
-        broken.floor.digest(again(row, "r"))
+        broken.floor.build_operator_table(again(row, "r"))
         await broken.settled()
 
     run(work)

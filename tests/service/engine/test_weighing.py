@@ -288,7 +288,7 @@ def test_a_coordinator_that_died_before_it_compared_is_caught_up_with(
             got.write(rows)
 
         asyncio.run(WeightComparer(got.catalogue, write).catch_up())
-        assert got.catalogue.unweighed() == []
+        assert got.catalogue.uncompared() == []
         got.give(*said[where:])
         assert got.rows() == expected.rows()
 
@@ -330,7 +330,7 @@ def test_a_comparison_that_could_not_be_written_is_tried_again(
         scales.write(rows)
 
     asyncio.run(WeightComparer(scales.catalogue, write).catch_up())
-    assert scales.catalogue.unweighed() == []
+    assert scales.catalogue.uncompared() == []
     assert scales.findings() == {}
 
 

@@ -178,22 +178,22 @@ class RowAssignment:
             return True
         return self._is_alike(pair, self._common_kind([pair]))
 
-    def recoupled(self, couples: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    def recoupled(self, entry_pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
         """Pair entries by the samples that they are of, where the sides dealt them out otherwise.
 
         Args:
-            couples: of one section and unit, paired by place.
+            entry_pairs: of one section and unit, paired by place.
 
         Returns:
             Couples of the same samples, or of which nothing is told; and those that the sides
             dealt into other parts, which have no counterpart.
         """
-        if not any(map(self.is_moved, couples)):
-            return list(couples), []
-        kind = self._common_kind(couples)
+        if not any(map(self.is_moved, entry_pairs)):
+            return list(entry_pairs), []
+        kind = self._common_kind(entry_pairs)
         kept: list[Pair] = []
         left: tuple[dict[Keys, list[Entry]], dict[Keys, list[Entry]]] = ({}, {})
-        for pair in couples:
+        for pair in entry_pairs:
             samples = [
                 () if entry is None else self._samples_of(side, entry, kind)
                 for side, entry in enumerate(pair)
@@ -233,11 +233,11 @@ class RowAssignment:
         place = entry.place
         return (place.step if self._several_steps else None, place.rank, place.part)
 
-    def _common_kind(self, couples: Iterable[Pair]) -> str:
+    def _common_kind(self, entry_pairs: Iterable[Pair]) -> str:
         """Return by what the rows of all these entries are known, of those of which it is told."""
         keys = [
             rows
-            for pair in couples
+            for pair in entry_pairs
             for side, entry in enumerate(pair)
             if entry is not None and (rows := self._rows_of(side, entry))
         ]

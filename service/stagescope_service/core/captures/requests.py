@@ -162,24 +162,27 @@ class CaptureRequests:
             return self._anew(entry, mono, wall)
         if not needs_ranks(order) or is_early(self.state.registry, order):
             return self._at_once(entry, wall)
-        crew = self.crew(order)
+        asked_ranks = self.participants_of(order)
         elapsed = mono - self._asked_mono.setdefault(entry.capture_id, mono)
         taken = self._acknowledged.setdefault(entry.capture_id, {})
-        for member in crew.members:
+        for member in asked_ranks.members:
             if member.incarnation is not None and (member.revision or 0) >= asked.revision:
                 taken.setdefault(member.incarnation, elapsed)
-        estimates = self._estimates_of(entry, crew)
+        estimates = self._estimates_of(entry, asked_ranks)
         trips = [each for each in taken.values() if each <= agreeing.LONGEST_ROUND_TRIP]
         reason = agreeing.refusal(order, estimates)
         told = dataclasses.replace(asked, estimates=agreeing.largest(estimates))
         if reason is not None:
             return dataclasses.replace(told, phase=agreeing.REFUSED, reason=reason)
-        if self._unreckoned(asked, crew, estimates) and elapsed < agreeing.LONGEST_ROUND_TRIP:
+        if (
+            self._not_estimated(asked, asked_ranks, estimates)
+            and elapsed < agreeing.LONGEST_ROUND_TRIP
+        ):
             return None
         return agreeing.look(
             told,
             order,
-            crew,
+            asked_ranks,
             elapsed=elapsed,
             round_trip=max(trips, default=0.0),
             wall=wall,
@@ -187,8 +190,8 @@ class CaptureRequests:
 
     def _at_once(self, entry: Entry, wall: float) -> Agreement:
         """Agree without asking: nobody is there, or only the service has something to do."""
-        crew, asked = self.crew(entry.order), entry.agreement
-        top = crew.top_step
+        asked_ranks, asked = self.participants_of(entry.order), entry.agreement
+        top = asked_ranks.top_step
         steps = entry.order["steps"]
         start: int | None = None
         passed: list[int] = []
@@ -198,7 +201,7 @@ class CaptureRequests:
         return dataclasses.replace(
             asked,
             phase=agreeing.AGREED,
-            attempt_id=crew.attempt_id,
+            attempt_id=asked_ranks.attempt_id,
             agreed_wall=wall,
             start=start,
             steps=steps,
@@ -256,7 +259,7 @@ class CaptureRequests:
         return [self.row(new), *self._partial(new, gap, wall)]
 
     # --- who is asked ----------------------------------------------------------------------
-    def crew(self, order: Mapping[str, Any]) -> Participants:
+    def participants_of(self, order: Mapping[str, Any]) -> Participants:
         """Return whom an order asks."""
         return participants_of(self.state.registry, order)
 
@@ -264,20 +267,20 @@ class CaptureRequests:
         """Return what an asker should know: an order may wait for what never comes."""
         return notes(self.state.registry, entry)
 
-    def _estimates_of(self, entry: Entry, crew: Participants) -> list[dict[str, Any]]:
+    def _estimates_of(self, entry: Entry, asked_ranks: Participants) -> list[dict[str, Any]]:
         """Return what the asked ranks reckon; who would not take part is asked by no one."""
-        members = {(each.role, each.rank) for each in crew.members}
+        members = {(each.role, each.rank) for each in asked_ranks.members}
         said = self._estimates.get(entry.capture_id, {})
         return [each for (role, rank, _), each in said.items() if (role, rank) in members]
 
-    def _unreckoned(
-        self, asked: Agreement, crew: Participants, estimates: Iterable[Mapping[str, Any]]
+    def _not_estimated(
+        self, asked: Agreement, asked_ranks: Participants, estimates: Iterable[Mapping[str, Any]]
     ) -> bool:
         """Whether a rank that acknowledged has not yet said what it reckons."""
         said = {(each["role"], each["rank"]) for each in estimates}
         return any(
             (each.role, each.rank) not in said
-            for each in crew.members
+            for each in asked_ranks.members
             if (each.revision or 0) >= asked.revision
         )
 

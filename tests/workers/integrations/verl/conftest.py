@@ -71,8 +71,8 @@ def probes(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
     processes.forget()
     for probe in made:
         probe.close(0.0)
-        if probe._courier is not None:
-            probe._courier._thread.join(10.0)
+        if probe._sender is not None:
+            probe._sender._thread.join(10.0)
 
 
 @pytest.fixture
