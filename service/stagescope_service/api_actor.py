@@ -8,18 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 from ray import exceptions
 
 from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
 from stagescope_service import service_file
-from stagescope_service.api import steps
-from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Tokens
-from stagescope_service.api.dependencies import Dependencies
-from stagescope_service.api.encoding import encode
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
 from stagescope_service.coordinator import control_socket
@@ -27,6 +23,9 @@ from stagescope_service.coordinator.actor import NAME, NAMESPACE
 from stagescope_service.ingest.actor import Ingestors
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from stagescope_service.api.dependencies import Dependencies
 
 _CALL_SECONDS: Final = 15.0
 _QUESTIONS: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
@@ -215,6 +214,9 @@ class ApiServer:
             self._stopping.wait(0.5)
 
     def _serve(self) -> HttpServer:
+        # Here alone: whoever starts or stops a service imports this file, and needs no route.
+        from stagescope_service.api.app import make_app
+
         settings = self._settings
         settings.data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         raise_file_limit()
@@ -258,6 +260,9 @@ class ApiServer:
             NotReady: the API does not serve (yet).
             NotFound: no such run, attempt or step, or nothing was measured of it (yet).
         """
+        from stagescope_service.api import steps
+        from stagescope_service.api.encoding import encode
+
         server = self._server
         if server is None or not server.running:
             raise NotReady(

@@ -175,6 +175,27 @@ def test_no_cluster_of_a_driver_is_joined_unasked(machine: Machine, private: str
     assert machine.actors(private) == "[]"
 
 
+def test_serve_without_a_cluster_starts_one_and_stop_ends_it_and_no_other(
+    machine: Machine, private: str
+) -> None:
+    started = machine.json("own", "serve", "--address", "local", "--port", "0")
+    assert (started["cluster"], started["already_running"]) == ("embedded", False)
+    written = machine.file("own")
+    assert written is not None
+    keeper = psutil.Process(written["embedded_pid"])
+    try:
+        again = machine.json("own", "serve", "--port", "0")
+        assert (again["cluster"], again["already_running"]) == ("embedded", True)
+        assert (again["url"], again["address"]) == (started["url"], started["address"])
+        assert machine.json("own", "status")["ready"]
+    finally:
+        stopped = machine.json("own", "stop")
+    assert stopped == {"stopped": True}
+    assert not keeper.is_running() or keeper.status() == psutil.STATUS_ZOMBIE
+    assert machine.actors(private) == "[]"  # the cluster of a driver lives on
+    assert machine.json("own", "stop") == {"stopped": False}
+
+
 @pytest.mark.parametrize("before", [None, {"url": None, "embedded_pid": None, "x": 1}])
 def test_a_start_that_fails_leaves_nothing(
     machine: Machine, private: str, taken: int, before: dict[str, Any] | None

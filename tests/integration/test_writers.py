@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from tests.support.measure import payload
 
@@ -40,13 +37,6 @@ def refs_of(handed: Mapping[str, Any]) -> dict[str, Any]:
 def counted(service: Service, run: str, step: int) -> Any:
     with service.session() as session:
         return session.step(step, run=run).metrics()["counts/tokens"]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def run_python(program: str, *arguments: str, **environment: str) -> None:
@@ -210,37 +200,6 @@ def test_stop_ends_the_service_alone_and_what_it_stored_answers_later(
     with service.session() as session:
         assert len(session.losses("stopped")) == 0
     rank.kill()
-
-
-def test_serve_without_a_cluster_starts_one_and_stop_ends_it_and_no_other(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from stagescope.cli import main; main()"]
-    home = {"STAGESCOPE_HOME": str(tmp_path / "home")}
-
-    def call(*arguments: str) -> Any:
-        done = subprocess.run(
-            [*command, *arguments, "--json"],
-            capture_output=True,
-            text=True,
-            timeout=110,
-            env={**os.environ, **home},
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    started = call("serve", "--address", "local", "--port", "0")
-    assert (started["cluster"], started["already_running"]) == ("embedded", False)
-    keeper = json.loads((tmp_path / "home" / "service.json").read_text())["embedded_pid"]
-    try:
-        again = call("serve", "--port", "0")
-        assert (again["cluster"], again["already_running"]) == ("embedded", True)
-        assert (again["url"], again["address"]) == (started["url"], started["address"])
-        assert call("status")["ready"]
-    finally:
-        stopped = call("stop")
-    assert stopped == {"stopped": True}
-    assert not is_alive(keeper)
-    assert ray.cluster_resources()  # this module's own lives on
-    assert call("stop") == {"stopped": False}
 
 
 def test_odd_arguments_of_calls_are_refused_by_name(service: Service) -> None:

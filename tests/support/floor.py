@@ -72,16 +72,16 @@ class LocalFloor:
     def ingest(self, order: Ingest, payload: object) -> None:
         self._orders.append((order, payload))
 
-    def assemble(self, order: Aggregate) -> None:
+    def aggregate(self, order: Aggregate) -> None:
         self._orders.append(order)
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         raise AssertionError(f"nobody falls silent here: {order}")
 
-    def digest(self, order: BuildOperatorTable) -> None:
+    def build_operator_table(self, order: BuildOperatorTable) -> None:
         raise AssertionError(f"nobody dumps here: {order}")
 
-    def weigh(self, order: CompareWeights) -> None:
+    def compare_weights(self, order: CompareWeights) -> None:
         raise AssertionError(f"nobody records weights here: {order}")
 
     async def hear(self, said: Iterable[Said], batch: int = 40) -> None:

@@ -41,16 +41,16 @@ class NoFloor:
     def ingest(self, order: Ingest, payload: object) -> None:
         """Leave it."""
 
-    def assemble(self, order: Aggregate) -> None:
+    def aggregate(self, order: Aggregate) -> None:
         """Leave it."""
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         """Leave it."""
 
-    def digest(self, order: BuildOperatorTable) -> None:
+    def build_operator_table(self, order: BuildOperatorTable) -> None:
         """Leave it."""
 
-    def weigh(self, order: CompareWeights) -> None:
+    def compare_weights(self, order: CompareWeights) -> None:
         """Leave it."""
 
 

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from stagescope.wire.errors import InvalidInput, NotFound, StoreError
@@ -191,6 +190,8 @@ def _metadata(path: Path, key: bytes) -> dict[str, Any]:
 def _batches(
     path: Path, where: OperatorFilter | None, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
+    import pyarrow.dataset as ds  # it imports pandas: half a second of every process's start
+
     with _table_errors(path):
         _metadata(path, SUMMARY_KEY)  # a foreign file's missing columns would all be null
         scanner = ds.dataset(path, SCHEMA, format="parquet").scanner(
@@ -205,31 +206,31 @@ def _batches(
         yield from scanner.to_batches()
 
 
-def _expression(where: OperatorFilter) -> ds.Expression | None:
+def _expression(where: OperatorFilter) -> pc.Expression | None:
     parts = [
-        ds.field(name) == value
+        pc.field(name) == value
         for name in ("kind", "direction", "section", "dtype")
         if (value := getattr(where, name)) is not None
     ]
     if where.name is not None:
         parts.append(_name_matches(where.name))
     if where.non_finite:
-        parts.append(ds.field("non_finite").is_valid())
+        parts.append(pc.field("non_finite").is_valid())
     if where.first_order is not None:
-        parts.append(ds.field("order") >= where.first_order)
+        parts.append(pc.field("order") >= where.first_order)
     if where.last_order is not None:
-        parts.append(ds.field("order") <= where.last_order)
+        parts.append(pc.field("order") <= where.last_order)
     return functools.reduce(lambda one, other: one & other, parts) if parts else None
 
 
-def _name_matches(pattern: str) -> ds.Expression:
+def _name_matches(pattern: str) -> pc.Expression:
     if not {"*", "?"} & set(pattern):
-        return pc.match_substring(ds.field("name"), pattern)  # pyright: ignore[reportAttributeAccessIssue]
+        return pc.match_substring(pc.field("name"), pattern)  # pyright: ignore[reportAttributeAccessIssue]
     words = {"*": ".*", "?": "."}
     regex = "".join(words.get(character) or re.escape(character) for character in pattern)
     # RE2 has no backtracking: a hostile pattern costs no more than another.
     whole = f"^(?s:{regex})$"
-    return pc.match_substring_regex(ds.field("name"), whole)  # pyright: ignore[reportAttributeAccessIssue]
+    return pc.match_substring_regex(pc.field("name"), whole)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _checked(columns: Sequence[str] | None) -> list[str]:
