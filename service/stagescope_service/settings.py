@@ -97,7 +97,7 @@ class Settings(BaseSettings):
     page_size: int = Field(default=50, ge=1, description="Rows of a list where none is asked.")
     max_page_size: int = Field(default=1000, ge=1, description="Most rows that may be asked.")
     cache_steps: int = Field(
-        default=64, ge=0, description="Closed steps whose decoded whole is kept in memory."
+        default=64, ge=0, description="Closed steps whose decoded summary is kept in memory."
     )
     prometheus_runs: int = Field(
         default=20, ge=0, description="Newest runs that /metrics tells about."
@@ -155,7 +155,7 @@ class Settings(BaseSettings):
         default=2000,
         ge=1,
         description="Newest steps of an attempt that keep the summary of each part; older ones "
-        "keep their whole, with its rounds, ranks and worst tokens.",
+        "keep their summary, with its rounds, ranks and worst tokens.",
     )
 
     weight_names: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(

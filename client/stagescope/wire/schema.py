@@ -91,7 +91,7 @@ STAGES: Final = (
     "weight_sync",
 )
 WHOLE_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
-"""The order in which the stage of a step's whole is chosen: the first that has both streams."""
+"""The order in which the stage of a step summary is chosen: the first that has both streams."""
 
 DUMP_MARKER: Final = ".stagescope-dump"
 """Lies in each directory that a capture has made: what is in it may be read wherever it lies."""

@@ -108,7 +108,7 @@ def coverage(measured: MeasuredStep) -> Row:
 
     `tokens` + all of `tokens_left_out` (reason -> tokens) = `tokens_sent`, the tokens under the
     mask in the payloads of the stage; `tokens_unaccounted` is what that lacks: 0, or a finding
-    says it. Both are null where an earlier release formed the step.
+    says it. Both are null where an earlier release aggregated the step.
     """
     whole, cell = measured.whole, measured.whole.total
     states = measured.payloads
@@ -174,7 +174,7 @@ def slice_rows(summary: Summary, by: str) -> list[Row]:
 
 
 def rank_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[Row]:
-    """Return each rank's own numbers, whether or not they count in the whole, and where it ran."""
+    """Return each rank's own numbers, whether or not they count in the step summary, and where it ran."""
     newest: dict[tuple[str, int], Row] = {}
     counted = {incarnation_of(key) for key in (*measured.whole.counted, *measured.whole.left_out)}
     for process in processes:

@@ -1,4 +1,4 @@
-"""The statistics of a step: the stored whole of a closed one, assembled now for another.
+"""The statistics of a step: the stored summary of a closed one, assembled now for another.
 
 A slice (a rank, a role, another stage) is assembled from the parts like a whole, so that in it,
 too, every token counts once.
@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 
 class Slice(NamedTuple):
-    """Which tokens of a step: of a stage, a role, a rank; None takes the step's own whole."""
+    """Which tokens of a step: of a stage, a role, a rank; None takes the step's own summary."""
 
     stage: str | None = None
     role: str | None = None
@@ -73,7 +73,7 @@ class Slice(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A step in the catalogue, as of the forming of its whole (None: not formed)."""
+    """A step in the catalogue, as of its aggregation (None: not aggregated)."""
 
     attempt_id: int
     step: int
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredStep:
-    """A whole, or a slice of one, with what is said beside its numbers."""
+    """A step summary, or a slice of one, with what is said beside its numbers."""
 
     whole: StepSummary
     noise: StepSummary | None
@@ -246,7 +246,7 @@ _STREAM_KEYS = ("attempt_id", "stream", "role", "stage")
 
 
 def _of_stage(parts: Sequence[PartRecord]) -> list[PartRecord]:
-    """Return the parts of the stage of which the step's whole is made."""
+    """Return the parts of the stage of which the step summary is made."""
     there = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
     order = [*(name for name in WHOLE_STAGES if name in there), *sorted(there)]
     return [part for part in parts if part.stage == order[0]] if order else list(parts)

@@ -110,7 +110,7 @@ def firings(
 ) -> Answer:
     """List what fired, the last first, with what became of its actions.
 
-    One with `withdrawn_wall` no longer stands: the step's whole was formed again, and says
+    One with `withdrawn_wall` no longer stands: the step summary was formed again, and says
     something else.
     """
     scope = {} if run is None else {"run": run}
@@ -129,7 +129,7 @@ async def try_triggers(request: Request, deps: Deps) -> Answer:
     """Say which of a run's stored steps would have fired: a dry run, of which nothing follows.
 
     Without rules those in force are tried; without `run` the one whose training stage began last.
-    The newest `steps` closed steps are looked at, as if each had just been formed. The read token
+    The newest `steps` closed steps are looked at, as if each had just been aggregated. The read token
     is enough.
     """
     said = await read_json(request, deps.settings)

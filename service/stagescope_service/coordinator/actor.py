@@ -413,7 +413,7 @@ async def _standing(settings: Settings, snapshot: Snapshot) -> tuple[KeepPolicy,
 
 
 def _unformed(snapshot: Snapshot) -> list[Aggregate]:
-    """Return the closed steps whose whole may lack what its coordinator had no time to add."""
+    """Return the closed steps whose summary may lack what its coordinator had no time to add."""
     ended = {row["attempt_id"] for row in snapshot.attempts if row["ended_wall"] is not None}
     pending = {(row["attempt_id"], row["step"]) for row in snapshot.payloads}
     # A step that closed lately may wait for rollouts, of which only its coordinator knew.

@@ -1,4 +1,4 @@
-"""What is not a row: payloads go to ingestors, wholes are formed. A thin Ray shell."""
+"""What is not a row: payloads go to ingestors, steps are aggregated. A thin Ray shell."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _MOST_FILES: Final = 100_000
 
 
 class RayEffects:
-    """Carries out what is not a row: payloads go to ingestors, wholes are formed."""
+    """Carries out what is not a row: payloads go to ingestors, steps are aggregated."""
 
     reception: Coordinator
 
@@ -125,7 +125,7 @@ class RayEffects:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, settings: Settings) -> None:
-        """Take up the rules of triggers; steps that are formed meanwhile wait for them."""
+        """Take up the rules of triggers; steps that are aggregated meanwhile wait for them."""
         self._start(self.triggers.open(settings.triggers))
         self._start(self._weigher.catch_up())
         self._adopt(self._ingestors.home)
@@ -135,7 +135,7 @@ class RayEffects:
         self._start(self._ingest(order, payload))
 
     def aggregate(self, order: Aggregate) -> None:
-        """Form the whole of a step; asked again meanwhile, it is formed once more after."""
+        """Aggregate a step; asked again meanwhile, it is aggregated once more after."""
         if self._aggregating.takes(order, order):
             self._start(self._aggregating.carry_out(order, order))
 
@@ -247,7 +247,7 @@ class RayEffects:
         self._hold_against_rules(order)
 
     async def _aggregation_failed(self, order: Aggregate, error: Exception, tried: int) -> None:
-        """Say that a step could not be formed; it holds up nothing."""
+        """Say that a step could not be aggregated; it holds up nothing."""
         try:
             await self.reception.write([self._not_aggregated(order, error, tried)])
         finally:
@@ -264,7 +264,7 @@ class RayEffects:
         reason = "" if error is None else describe(error)
         return finding(
             NOT_AGGREGATED,
-            f"the summary of step {order.step} could not be formed ({tried} tries): {reason}",
+            f"the summary of step {order.step} could not be aggregated ({tried} tries): {reason}",
             run="" if attempt is None else attempt.run,
             attempt_id=order.attempt_id,
             step=order.step,
@@ -286,7 +286,7 @@ class RayEffects:
                 late = await asyncio.to_thread(
                     wholes.too_late, self._catalogue, order.attempt_id, order.step, run
                 )
-                if late is not None:  # its parts may be gone: what was formed of them stays
+                if late is not None:  # its parts may be gone: what was aggregated of them stays
                     await self.reception.write(late)
                     return
         forgotten = attempt is None or order.step not in attempt.steps
@@ -295,7 +295,7 @@ class RayEffects:
         await self.reception.write([*await self._retired(order), Delete("findings", said)])
 
     def _owed(self, order: Aggregate) -> list[int]:
-        """Return the other steps of the attempt that are still to be formed.
+        """Return the other steps of the attempt that are still to be aggregated.
 
         A step leaves `pending` before its last payload is on disk, and is in `due` from then on.
         """
@@ -306,7 +306,7 @@ class RayEffects:
         return closed + [each.step for each in forming if each.attempt_id == order.attempt_id]
 
     async def _retired(self, order: Aggregate) -> list[Delete]:
-        """Let the summaries of steps that are now too old go; their wholes stay.
+        """Let the summaries of steps that are now too old go; their step summaries stay.
 
         So do their records of weights; what they were found to be stays.
         """

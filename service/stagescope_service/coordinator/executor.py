@@ -42,7 +42,7 @@ class Executor:
         self.uncommitted: Counter[PayloadKey] = Counter()
         """Settled in memory and not yet on disk: whoever heard of it would let the payload go."""
         self.due: Counter[Aggregate] = Counter()
-        """Step summaries that are to be formed as soon as what makes them due is on disk."""
+        """Step summaries that are to be aggregated as soon as what makes them due is on disk."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     def check_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""Triggers on the live service: each formed whole is held against the rules in force.
+"""Triggers on the live service: each step summary is held against the rules in force.
 
 A firing is written with its finding before anything follows of it, and what follows (pins, a
 webhook, a capture) happens once for a rule and a step, also where the whole is formed again or the
@@ -44,12 +44,12 @@ class StepOrdering:
         self._waiting: dict[int, list[int]] = {}
 
     def formed(self, attempt_id: int, step: int, owed: Iterable[int]) -> list[int]:
-        """Take in a step whose whole was formed; return the steps whose turn it is, in order.
+        """Take in a step that was aggregated; return the steps whose turn it is, in order.
 
         Args:
             attempt_id: whose step.
             step: that was formed.
-            owed: steps of the attempt that are still to be formed; each ends in a call of this.
+            owed: steps of the attempt that are still to be aggregated; each ends in a call of this.
         """
         waiting = self._waiting.setdefault(attempt_id, [])
         at = bisect.bisect_left(waiting, step)
@@ -114,7 +114,7 @@ class Triggers:
         A file is taken in where it says something else than it did. One that cannot be read
         changes nothing, and the audit says so.
         """
-        async with self._lock:  # steps that are formed meanwhile wait
+        async with self._lock:  # steps that are aggregated meanwhile wait
             row = await self._stored()
             if row is not None:
                 self.revision, self._since = int(row["revision"]), Since.parse(row["since"])
@@ -171,7 +171,7 @@ class Triggers:
 
     # --- steps ----------------------------------------------------------------------------
     async def formed(self, attempt_id: int, step: int) -> None:
-        """Hold the rules against a step whose whole was formed (again); never raises."""
+        """Hold the rules against a step that was aggregated (again); never raises."""
         what = f"holding the rules against step {step} of attempt {attempt_id}"
         try:
             acts, rules = await retried(functools.partial(self._hold, attempt_id, step), what)

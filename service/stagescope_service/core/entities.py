@@ -287,7 +287,7 @@ class Attempt:
     forgotten_through: int | None = None
     #: Payloads that were announced and are not settled, by step.
     pending: dict[int | None, set[PayloadKey]] = dataclasses.field(default_factory=dict)
-    #: The last mark that says that a step's whole is to be formed; grows with every one.
+    #: The last mark that says that a step summary is to be aggregated; grows with every one.
     last_mark: int = 0
     #: Work without a step (a rollout job whose clock is the policy version).
     stepless: Step = dataclasses.field(default_factory=lambda: Step(step=-1, opened_wall=0.0))

@@ -13,7 +13,7 @@ NOT_KEPT: Final = "not_kept"
 """Of an attempt: what is to be kept of payloads is not; over with the next file that is."""
 
 NOT_AGGREGATED: Final = "step_not_aggregated"
-"""Of a step: its summary could not be formed; over with the next try that succeeds."""
+"""Of a step: its summary could not be aggregated; over with the next try that succeeds."""
 
 BEGUN_AGAIN: Final = "step_begun_again"
 """Of a rank's stage: its process began the step again within the attempt; both goes count."""

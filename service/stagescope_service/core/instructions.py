@@ -108,7 +108,7 @@ class Effects(Protocol):
         """Have an ingestor read a payload; its outcome comes back by `Reception.settle`."""
 
     def aggregate(self, order: Aggregate) -> None:
-        """Form the whole of a step."""
+        """Aggregate a step."""
 
     def read_watchdogs(self, order: ReadWatchdogs) -> None:
         """Read files of watchdogs; what they say comes back by `Reception.watchdog`."""

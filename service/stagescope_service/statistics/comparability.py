@@ -139,7 +139,7 @@ def causes_of_ranks(
 
 
 def _drifts(summary: Summary) -> bool:
-    """Whether tokens are stale; only the whole knows its tokens by staleness."""
+    """Whether tokens are stale; only the step summary knows its tokens by staleness."""
     return bool((summary.staleness.keys != 0).any())
 
 

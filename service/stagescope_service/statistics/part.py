@@ -1,4 +1,4 @@
-"""What a step's whole is put together from, and what it says of parts and ranks."""
+"""What a step summary is put together from, and what it says of parts and ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class RankRow:
-    """One rank's own tokens, whether or not they count in the whole."""
+    """One rank's own tokens, whether or not they count in the step summary."""
 
     role: str
     rank: int

@@ -175,8 +175,8 @@ class StepSummary:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(
-                f"these bytes are no whole ({type(error).__name__}: {error})",
-                expected=f"a whole of version {codec.VERSION}",
+                f"these bytes are no step summary ({type(error).__name__}: {error})",
+                expected=f"a step summary of version {codec.VERSION}",
             ) from error
 
 

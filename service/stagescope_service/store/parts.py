@@ -1,4 +1,4 @@
-"""From the catalogue's rows to the parts that a step's whole is put together from.
+"""From the catalogue's rows to the parts that a step summary is put together from.
 
 The coordinator, which forms the whole of a closed step, and the API, which forms slices and open
 steps, both read them here: the same rows give the same numbers.

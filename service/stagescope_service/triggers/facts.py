@@ -33,7 +33,7 @@ _ALL: Final = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What the rules in force ask for beside the step's whole; what none asks is not read."""
+    """What the rules in force ask for beside the step summary; what none asks is not read."""
 
     noise: bool = False
     stages: frozenset[str] | None = frozenset()

@@ -38,7 +38,7 @@ class Rule:
         name: Names it in findings; unique in a document.
         metric: A published name, or a pattern: each name that matches is a series of its own.
         by: Whether a value is the whole step's, or one of each round, rank or stage.
-        stage: Only of this stage; None for the stage of the step's whole (or every stage).
+        stage: Only of this stage; None for the stage of the step summary (or every stage).
         staleness: Look only at tokens of this staleness (0: sampled by the trainer's own version).
         when: The conditions.
         consecutive: Of how many measured steps in a row they must hold (`for`).

@@ -1,6 +1,6 @@
 """The state machine of rules over the steps of one run: which steps fire which rules.
 
-Pure, and a function of the steps alone: whatever the order in which their wholes are formed, and
+Pure, and a function of the steps alone: whatever the order in which their steps are aggregated, and
 however often, the firings that stand in the end are the same (within the last `REACH` steps; a
 step that comes later than so many others is not looked at).
 
@@ -127,7 +127,7 @@ class Watch:
         self._steps[at] = self._step(at, values, fires=False)
 
     def take(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
-        """Take in a step whose whole was formed (again).
+        """Take in a step that was aggregated (again).
 
         Args:
             at: which.

@@ -1,4 +1,4 @@
-"""Rules held against formed wholes: what is written, what follows, once, and over restarts."""
+"""Rules held against step summaries: what is written, what follows, once, and over restarts."""
 
 from __future__ import annotations
 

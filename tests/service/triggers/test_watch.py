@@ -1,4 +1,4 @@
-"""Which steps fire: by example, and for any order and repetition of formed wholes."""
+"""Which steps fire: by example, and for any order and repetition of step summaries."""
 
 from __future__ import annotations
 

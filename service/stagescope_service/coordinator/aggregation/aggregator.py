@@ -1,4 +1,4 @@
-"""Forming wholes with the help of ingestors: payloads are joined and taken again where needed.
+"""Aggregating steps with the help of ingestors: payloads are joined and taken again where needed.
 
 No Ray in here: `IngestorClient` reaches the ingestors.
 """
@@ -115,7 +115,7 @@ def plan_join(
 def _lacking(
     catalogue: Catalogue, step_parts: StepParts, again: Collection[PayloadKey]
 ) -> tuple[str, Sequence[Row]]:
-    """Return the stage that the whole comes from, and its payloads without the rollout's stream."""
+    """Return the stage that the step summary comes from, and its payloads without the rollout's stream."""
     measured: dict[str, set[str]] = {}
     for part in step_parts.parts:
         if part.summary.pair[1] == "rollout":
@@ -180,7 +180,7 @@ Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
 
 class IngestorClient(Protocol):
-    """What ingestors do for the forming of a whole; None: the ring no longer holds it."""
+    """What ingestors do for the aggregation of a step; None: the ring no longer holds it."""
 
     async def restate(
         self,
@@ -203,7 +203,7 @@ class IngestorClient(Protocol):
 
 
 class Aggregator:
-    """Forms the wholes of one coordinator; one call a step at a time."""
+    """Aggregates the steps of one coordinator; one call a step at a time."""
 
     def __init__(self, catalogue: Catalogue, hands: IngestorClient, write: Write) -> None:
         self._catalogue = catalogue
@@ -212,7 +212,7 @@ class Aggregator:
         self._waiting: OrderedDict[Aggregate, _Waiting] = OrderedDict()
 
     async def form(self, order: Aggregate, run: str, *, forgotten: bool = False) -> None:
-        """Form a step's whole and write it with its findings.
+        """Aggregate a step and write it with its findings.
 
         Where the state machine has `forgotten` the step, its verdict is corrected, too.
         """
@@ -321,7 +321,7 @@ class Aggregator:
 
 
 class _Waiting:
-    """Whose rollouts had not come when a step's whole was formed."""
+    """Whose rollouts had not come when a step was aggregated."""
 
     def __init__(self, run: str, keys: frozenset[PayloadKey], samples: frozenset[str]) -> None:
         self.run, self.keys, self.samples = run, keys, samples
@@ -363,7 +363,7 @@ def _not_joined(
             "ranks": [list(each) for each in sorted(ranks)],
             "samples": {why: sorted(set(uids))[:_LISTED] for why, uids in left_out.items()},
         },
-        advice="their tokens are missing from the step's whole; hand over sample_ids, "
+        advice="their tokens are missing from the step summary; hand over sample_ids, "
         "response_mask, responses and (for pieces of a sample) positions on both sides",
     )
     if reasons:

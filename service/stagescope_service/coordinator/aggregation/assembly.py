@@ -1,4 +1,4 @@
-"""Forming the whole of a closed step, and the findings that only the whole can tell."""
+"""Aggregating a closed step, and the findings that only its summary shows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _missing(whole: StepSummary) -> dict[str, Any] | None:
     if not missing:
         return None
     return {
-        "message": f"{missing} tokens are missing from the step's whole: {len(whole.restate)} "
+        "message": f"{missing} tokens are missing from the step summary: {len(whole.restate)} "
         "parts that hold them overlap others in part and are no longer in the ring",
         "evidence": {"tokens": missing, "parts": [item.key for item in whole.restate]},
         "advice": "raise STAGESCOPE_RING_BYTES",
@@ -127,7 +127,7 @@ _NAMED_RANKS = 100
 
 @dataclasses.dataclass
 class StepParts:
-    """A whole on its way: parts that overlap in part must be taken again before it is right."""
+    """A step summary in the making: parts that overlap in part must be taken again before it is right."""
 
     attempt_id: int
     step: int
@@ -202,14 +202,14 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> StepParts:
 
 
 def nodes_of(catalogue: Catalogue, step_parts: StepParts) -> dict[str, str | None]:
-    """Return, by part key, the nodes whose rings hold the payloads of the whole's stage."""
+    """Return, by part key, the nodes whose rings hold the payloads of the summary's stage."""
     stage = None if step_parts.whole is None else step_parts.whole.stage
     rows = catalogue.payloads(step_parts.attempt_id, step_parts.step, stage=stage, limit=_ALL)
     return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
 
 
 def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
-    """Return what a formed whole writes: the whole itself and its findings."""
+    """Return what an aggregated step writes: its summary and its findings."""
     key = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
     whole = None if step_parts.whole is None else step_parts.whole.besides(step_parts.alone)
     formed = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
@@ -300,7 +300,7 @@ def too_late(
     count already. They are refused, so that the step says what its numbers lack.
 
     Returns:
-        None where the step never had parts, and is to be formed of what came now.
+        None where the step never had parts, and is to be aggregated of what came now.
     """
     row = catalogue.step(attempt_id, step)
     if row is None or row["whole"] is None:

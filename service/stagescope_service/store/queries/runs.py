@@ -115,7 +115,7 @@ class RunReads(Reader):
         return self._first(overview.newest_summary(run))
 
     def parts_mark(self, attempt_id: int, step: int) -> int | None:
-        """Return what a step's whole must hold (`steps.parts_mark`), None where nothing."""
+        """Return what a step summary must hold (`steps.parts_mark`), None where nothing."""
         table = TABLES["steps"]
         chosen = (table.c.attempt_id == attempt_id) & (table.c.step == step)
         found = self._rows(sa.select(table.c.parts_mark).where(chosen))
