@@ -174,7 +174,7 @@ def slice_rows(summary: Summary, by: str) -> list[Row]:
 
 
 def rank_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[Row]:
-    """Return each rank's own numbers, whether or not they count in the step summary, and where it ran."""
+    """Return each rank's own numbers, also where they do not count, and where the rank ran."""
     newest: dict[tuple[str, int], Row] = {}
     counted = {incarnation_of(key) for key in (*measured.whole.counted, *measured.whole.left_out)}
     for process in processes:

@@ -129,8 +129,8 @@ async def try_triggers(request: Request, deps: Deps) -> Answer:
     """Say which of a run's stored steps would have fired: a dry run, of which nothing follows.
 
     Without rules those in force are tried; without `run` the one whose training stage began last.
-    The newest `steps` closed steps are looked at, as if each had just been aggregated. The read token
-    is enough.
+    The newest `steps` closed steps are looked at, as if each had just been aggregated. The read
+    token is enough.
     """
     said = await read_json(request, deps.settings)
     return Answer(await asyncio.to_thread(_dry_run, deps, said))

@@ -1,8 +1,8 @@
 """Where calls come in: batches of events, polls, outcomes, orders. No Ray in here.
 
 One event loop owns the state. A call changes it, hands the rows to the store, and answers after
-the commit; what must happen then (reading payloads, aggregating steps) goes to the `Effects`. That is
-the `Executor`'s work; what comes without a probe goes to `RawCalls`.
+the commit; what must happen then (reading payloads, aggregating steps) goes to the `Effects`. That
+is the `Executor`'s work; what comes without a probe goes to `RawCalls`.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ class Coverage(Model):
     masked_tokens: int
     """Tokens under the mask of the parts that count, the non-finite ones too."""
     tokens_sent: int | None
-    """Tokens under the mask in the payloads of the stage; null: an earlier release aggregated it."""
+    """Tokens under the mask in the payloads of the stage; null: by an earlier release."""
     tokens_left_out: dict[str, int]
     """Reason -> tokens."""
     tokens_unaccounted: int | None
-    """What the sum lacks; null: an earlier release aggregated it."""
+    """What the sum lacks; null: by an earlier release."""
     sequences: int
     empty_rows: int
     """Rows without a model token; they are left out of means over sequences."""

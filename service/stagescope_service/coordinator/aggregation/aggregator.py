@@ -115,7 +115,7 @@ def plan_join(
 def _lacking(
     catalogue: Catalogue, step_parts: StepParts, again: Collection[PayloadKey]
 ) -> tuple[str, Sequence[Row]]:
-    """Return the stage that the step summary comes from, and its payloads without the rollout's stream."""
+    """Return the summary's stage, and its payloads without the rollout's stream."""
     measured: dict[str, set[str]] = {}
     for part in step_parts.parts:
         if part.summary.pair[1] == "rollout":

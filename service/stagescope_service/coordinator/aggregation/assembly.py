@@ -127,7 +127,7 @@ _NAMED_RANKS = 100
 
 @dataclasses.dataclass
 class StepParts:
-    """A step summary in the making: parts that overlap in part must be taken again before it is right."""
+    """What a step summary is made of: parts that overlap in part are recomputed first."""
 
     attempt_id: int
     step: int
