@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.coordinator.test_reception import NoFloor
+from tests.service.coordinator.test_coordinator import NoFloor
 from tests.support.stores import rows_of, url_of
 
 from stagescope.wire.errors import NotReady

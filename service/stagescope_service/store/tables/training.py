@@ -67,7 +67,7 @@ steps = table(
     Column("whole", Blob),
     Column("whole_wall", Real),
     Column("pinned", Flag()),
-    # What the summary must hold, and what it was made of: where they differ, the step is aggregated.
+    # What the summary must hold, and what it was made of: where they differ, it is aggregated.
     *columns(Int, "parts_mark whole_mark"),
     partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
     partial_index("ix_steps_pinned", "attempt_id", where="pinned"),

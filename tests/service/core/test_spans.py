@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.service.coordinator.test_any_order import crash
+from tests.service.core.test_any_order import crash
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope_service.core.spans import RAW_SEQ
