@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from stagescope.answers import Metrics, Record
 from stagescope.asking import LIMIT
 from stagescope.batch import Batch
-from stagescope.batch_file import Blob, load, parse, whole_file
+from stagescope.batch.file import Blob, load, parse, whole_file
 from stagescope.columns import COLUMNS
 from stagescope.frames import Table
 from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
@@ -254,7 +254,7 @@ class Step:
         """
         blob = Blob()
         self._download(blob.write, names, stages, timeout)
-        return parse(blob.data, repr(self))
+        return parse(blob.data, repr(self), Batch)
 
     def save_batch(
         self,
@@ -267,7 +267,7 @@ class Step:
         """Write what `batch` returns to a file, as it comes, and open it."""
         with whole_file(Path(path)) as file:
             self._download(lambda piece, size: file.write(piece), names, stages, timeout)
-        return load(Path(path))
+        return load(Path(path), Batch)
 
     def _download(
         self,

@@ -20,8 +20,8 @@ from tests.support.mutated import mutated
 from tests.support.step_batches import step_batch
 
 from stagescope.batch import Batch, Tensor
-from stagescope.batch_file import describe
-from stagescope.trajectories import keys_of, trajectories
+from stagescope.batch.file import describe
+from stagescope.batch.trajectories import keys_of, trajectories
 from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound
 
 
@@ -64,7 +64,7 @@ def test_a_file_that_is_no_batch_is_refused(
 ) -> None:
     batch = step_batch()
     said = {**describe(batch), **change}
-    monkeypatch.setattr("stagescope.batch_file.describe", lambda _: said)
+    monkeypatch.setattr("stagescope.batch.file.describe", lambda _: said)
     path = batch.save(tmp_path / "batch.safetensors")
     with pytest.raises(InvalidTensor, match=message):
         Batch.load(path)
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_batch_is_refused(
 def test_whatever_its_metadata_say_it_is_a_batch_or_refused(said: Any) -> None:
     batch = step_batch()
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as directory:
-        patched.setattr("stagescope.batch_file.describe", lambda _: said)
+        patched.setattr("stagescope.batch.file.describe", lambda _: said)
         path = batch.save(Path(directory) / "batch.safetensors")
         try:
             found = Batch.load(path)

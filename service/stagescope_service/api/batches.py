@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
 from stagescope.batch import Batch, Gap
-from stagescope.batch_file import pieces
+from stagescope.batch.file import pieces
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import PART_FIELDS, RECENT_TENSORS

@@ -10,9 +10,9 @@ import numpy as np
 
 import stagescope
 from stagescope.batch import Batch
+from stagescope.batch.trajectories import Trajectory, trajectories
 from stagescope.engines import Engine, EngineInfo, Sampling
 from stagescope.targets import read_target
-from stagescope.trajectories import Trajectory, trajectories
 from stagescope.wire.errors import InvalidInput
 from stagescope_workers.consistency.alignment import Check, check_shift
 from stagescope_workers.consistency.comparison import Comparison, streams_of

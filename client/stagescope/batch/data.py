@@ -1,40 +1,20 @@
-"""`Batch`: what was recorded of one whole step, exactly, and what is not there.
-
-Usage::
-
-    batch = session.step(5).batch()         # or Batch.load("step5.safetensors")
-    batch["old_log_probs"]                  # numpy, [rows, tokens], bits as recorded
-    batch.as_tensors()                      # torch; also as_dataproto(), as_tensordict(), ...
-    for part in batch.microbatches("actor_update"):
-        part.numbers["loss"]
-    batch.gaps                              # what is missing or disagrees, in words
-
-A batch is one safetensors file: rows of every stage side by side, joined by sample id. Rows that a
-stage saw more than once (epochs) or in other pieces (mini-batches) are found again in `parts`.
-"""
+"""What was recorded of one whole step: tensors, texts, how stages split the rows, what is missing."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+from typing_extensions import Self
 
-from stagescope import batch_file, render
-from stagescope.flow import order_of
-from stagescope.frames import context, no_column
+from stagescope.frames import no_column
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import STAGES, Part
 
-if TYPE_CHECKING:
-    import tensordict
-    import torch
-
-    from verl import DataProto  # pyright: ignore[reportMissingImports]
-
 Array = np.ndarray[Any, Any]
+T = TypeVar("T", bound="BatchData")
 
 _UPDATES: Final = ("actor_update", "critic_update")
 
@@ -93,7 +73,7 @@ class BatchPart:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Batch:
+class BatchData:
     """Rows of one step; every tensor is `[rows]`, `[rows, tokens]` or `[rows, tokens, ...]`.
 
     Attributes:
@@ -121,26 +101,6 @@ class Batch:
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     gaps: tuple[Gap, ...] = ()
     parts: tuple[BatchPart, ...] = ()
-
-    # --- files -------------------------------------------------------------------------------
-    @classmethod
-    def load(cls, path: str | Path) -> Batch:
-        """Open what `save` or `stagescope batch --output` wrote; tensors stay in the file.
-
-        Raises:
-            NotFound: there is no such file.
-            InvalidTensor: it is no safetensors file, or no batch.
-        """
-        return batch_file.load(Path(path))
-
-    def save(self, path: str | Path) -> Path:
-        """Write one safetensors file, whole or not at all, and return its path.
-
-        Raises:
-            InvalidInput: no file can be there, such as in a directory that is none.
-            StoreError: the disk refused.
-        """
-        return batch_file.save(self, Path(path))
 
     # --- what is in it -----------------------------------------------------------------------
     def __getitem__(self, name: str) -> Array:
@@ -177,7 +137,7 @@ class Batch:
         return self.strings.get("sample_ids")
 
     # --- parts of it -------------------------------------------------------------------------
-    def take(self, rows: Sequence[int] | Array) -> Batch:
+    def take(self, rows: Sequence[int] | Array) -> Self:
         """Return some rows in this order; without parts, since these are of the whole."""
         index = np.asarray(rows, np.int64)
         return dataclasses.replace(
@@ -217,7 +177,7 @@ class Batch:
             )
         return tuple(sorted(found, key=lambda part: (part.part, part.role or "", part.rank or 0)))
 
-    def microbatches(self, stage: str | None = None) -> Iterator[Batch]:
+    def microbatches(self, stage: str | None = None) -> Iterator[Self]:
         """Yield the batch as a stage saw it: part by part, `parts_of`'s order.
 
         Each holds every tensor of its rows, those of earlier stages cut to its own width; what the
@@ -225,7 +185,7 @@ class Batch:
         """
         return map(self.microbatch, self.parts_of(stage))
 
-    def microbatch(self, part: BatchPart) -> Batch:
+    def microbatch(self, part: BatchPart) -> Self:
         """Return the rows of one part, as it saw them."""
         rows = self.take(part.rows)
         usual = self._widths(part)
@@ -259,69 +219,6 @@ class Batch:
         """Return the side on which a tensor is padded, 'left' or 'right'."""
         return self.padding[name].side if name in self.padding else "right"
 
-    # --- as others have it -------------------------------------------------------------------
-    def as_arrays(self) -> dict[str, Array]:
-        """Return numpy copies by name, bits as recorded: bfloat16 as uint16 (see `tensor`)."""
-        return {name: self[name].copy() for name in self}
-
-    def as_tensors(self) -> dict[str, torch.Tensor]:
-        """Return torch tensors by name, copies on the host, bits and dtypes as recorded."""
-        from stagescope.converters import to_torch
-
-        return to_torch.tensors(self)
-
-    def as_tensordict(self) -> tensordict.TensorDict:
-        """Return a TensorDict of the rows; strings are non-tensor data of each row."""
-        from stagescope.converters import to_tensordict
-
-        return to_tensordict.tensordict_of(self)
-
-    def as_dataproto(self) -> DataProto:
-        """Return verl's DataProto: tensors, strings as `non_tensor_batch`, meta as `meta_info`."""
-        from stagescope.converters import to_verl
-
-        return to_verl.dataproto(self)
-
-    def as_slime_samples(self) -> list[dict[str, Any]]:
-        """Return slime's samples as dicts, aligned to responses alone, as its rollout dumps."""
-        from stagescope.converters import to_slime
-
-        return to_slime.samples(self)
-
-    def as_nexrl_trajectories(self) -> list[dict[str, Any]]:
-        """Return trajectories as NexRL's DataDumper writes them."""
-        from stagescope.converters import to_nexrl
-
-        return to_nexrl.trajectories_of(self)
-
-    # --- for a reader ------------------------------------------------------------------------
-    @property
-    def heading(self) -> str:
-        """What this is, on one line."""
-        rows = f"{self.rows} row{'' if self.rows == 1 else 's'}"
-        return ", ".join(part for part in ("batch", context(self.source), rows) if part)
-
-    def lines(self, *, width: int = 80) -> list[str]:
-        """Return tensors, stages and gaps as lines of at most `width` columns."""
-        shown = sorted(self.tensors, key=lambda name: (order_of(name), name))
-        columns = {
-            "tensor": tuple(shown),
-            "dtype": tuple(self.tensors[name].dtype for name in shown),
-            "shape": tuple(list(self.tensors[name].values.shape) for name in shown),
-        }
-        texts = ", ".join(self.strings)
-        counts = {stage: len(self.parts_of(stage)) for stage in self.stages()}
-        stages = ", ".join(f"{stage} ({count})" for stage, count in counts.items())
-        lines = render.text_table(columns, units={}, width=width)
-        lines += render.wrapped("", f"strings: {texts or 'none'}", width)
-        lines += render.wrapped("", f"stages (parts): {stages or 'none'}", width)
-        for gap in self.gaps:
-            lines += render.wrapped("", f"{gap.kind}: {gap.message}", width)
-        return lines
-
-    def __repr__(self) -> str:
-        return "\n".join([render.clip(self.heading, 80), *self.lines()])
-
 
 def widened(tensor: Tensor) -> Array:
     """Return the values of a tensor; bfloat16 as float32, which holds each of its values."""
@@ -330,7 +227,7 @@ def widened(tensor: Tensor) -> Array:
     return (tensor.values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def check_rows(batch: Batch) -> Batch:
+def check_rows(batch: T) -> T:
     """Return a batch whose tensors and strings all have its rows.
 
     Raises:

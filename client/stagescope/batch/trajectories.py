@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.batch import Batch, widened
+from stagescope.batch.data import BatchData, widened
 from stagescope.wire.errors import NotFound
 
 Array = np.ndarray[Any, Any]
@@ -74,7 +74,7 @@ class Trajectory:
         return [*self.prompt.tolist(), *self.tensor("responses").tolist()]
 
 
-def keys_of(batch: Batch) -> list[tuple[str, str]]:
+def keys_of(batch: BatchData) -> list[tuple[str, str]]:
     """Return (group_id, run_id) of each row.
 
     A run_id that was not said is what a sample_uid has behind its group_id, else the place of the
@@ -87,7 +87,7 @@ def keys_of(batch: Batch) -> list[tuple[str, str]]:
     return list(zip(groups, runs, strict=True))
 
 
-def _derived(batch: Batch, groups: Sequence[str]) -> tuple[str, ...]:
+def _derived(batch: BatchData, groups: Sequence[str]) -> tuple[str, ...]:
     samples = batch.sample_ids or ("",) * batch.rows
     seen: dict[str, int] = {}
     found = []
@@ -99,7 +99,7 @@ def _derived(batch: Batch, groups: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def response_spans(batch: Batch) -> tuple[Array, Array]:
+def response_spans(batch: BatchData) -> tuple[Array, Array]:
     """Return where each row's response begins and ends in what is as wide as `response_mask`.
 
     Ragged rows know their lengths, and an `attention_mask` says them; else a response ends with
@@ -131,7 +131,7 @@ def response_spans(batch: Batch) -> tuple[Array, Array]:
     return starts.astype(np.int64), ends.astype(np.int64)
 
 
-def prompts_of(batch: Batch) -> list[Array] | None:
+def prompts_of(batch: BatchData) -> list[Array] | None:
     """Return the token ids of each row's prompt without its padding; None where none were kept."""
     if "prompts" not in batch:
         return None
@@ -147,7 +147,7 @@ def prompts_of(batch: Batch) -> list[Array] | None:
     return [prompts[row] for row in range(rows)]
 
 
-def trajectories(batch: Batch) -> Iterator[Trajectory]:
+def trajectories(batch: BatchData) -> Iterator[Trajectory]:
     """Yield the rows of a batch as trajectories, in order.
 
     Raises:
@@ -178,7 +178,7 @@ def trajectories(batch: Batch) -> Iterator[Trajectory]:
         )
 
 
-def _needed(batch: Batch, name: str) -> Array:
+def _needed(batch: BatchData, name: str) -> Array:
     if name not in batch:
         raise _not_kept(name)
     return batch[name]

@@ -12,19 +12,18 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 import numpy as np
 
 from stagescope import tensorfile
+from stagescope.batch.data import BatchData, BatchPart, Gap, Padding, Tensor, check_rows
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound, StoreError
 from stagescope.wire.schema import Part
 
-if TYPE_CHECKING:
-    from stagescope.batch import Batch, BatchPart, Tensor
-
 Array = np.ndarray[Any, Any]
+T = TypeVar("T", bound=BatchData)
 
 FORMAT: Final = 1
 _MALFORMED: Final = (
@@ -38,8 +37,8 @@ OTHERS: Final = "other/"
 _TAKEN: Final = (LENGTHS, ROWS, PARTS, OTHERS)
 
 
-def load(path: Path) -> Batch:
-    """Open a file; its tensors are read when they are used.
+def load(path: Path, kind: type[T]) -> T:
+    """Open a file as a `kind` of batch; its tensors are read when they are used.
 
     Raises:
         NotFound: there is no such file.
@@ -52,10 +51,10 @@ def load(path: Path) -> Batch:
         raise NotFound(f"there is no file {path}") from error
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from error
-    return parse(data.view(np.ndarray), path)
+    return parse(data.view(np.ndarray), path, kind)
 
 
-def parse(data: Array, where: object) -> Batch:
+def parse(data: Array, where: object, kind: type[T]) -> T:
     """Read the bytes (uint8) of such a file; tensors are views of them.
 
     Raises:
@@ -63,7 +62,7 @@ def parse(data: Array, where: object) -> Batch:
     """
     file = tensorfile.parse(data, where)
     try:
-        return _read(file.tensors, file.metadata)
+        return _read(file.tensors, file.metadata, kind)
     except _MALFORMED as error:
         raise InvalidTensor(
             f"{where} holds no batch: {error}",
@@ -71,7 +70,7 @@ def parse(data: Array, where: object) -> Batch:
         ) from error
 
 
-def save(batch: Batch, path: Path) -> Path:
+def save(batch: BatchData, path: Path) -> Path:
     """Write a batch, whole or not at all.
 
     Raises:
@@ -133,7 +132,7 @@ class Blob:
         self.data[begin : self._end] = np.frombuffer(piece, np.uint8)
 
 
-def pieces(batch: Batch) -> list[bytes | memoryview]:
+def pieces(batch: BatchData) -> list[bytes | memoryview]:
     """Return what a file of this batch holds, in order; tensors are not copied.
 
     Raises:
@@ -143,7 +142,7 @@ def pieces(batch: Batch) -> list[bytes | memoryview]:
     return [header, *buffers]
 
 
-def describe(batch: Batch) -> dict[str, Any]:
+def describe(batch: BatchData) -> dict[str, Any]:
     """Return everything of a batch but its arrays, as JSON can say it."""
     return {
         "stagescope_batch": FORMAT,
@@ -171,7 +170,7 @@ def _describe_part(part: BatchPart) -> dict[str, Any]:
     }
 
 
-def _flat(batch: Batch) -> dict[str, tensorfile.WireTensor]:
+def _flat(batch: BatchData) -> dict[str, tensorfile.WireTensor]:
     if taken := [name for name in batch.tensors if name.startswith(_TAKEN)]:
         raise InvalidTensor(f"a tensor named {taken[0]!r}", expected=f"no name of {_TAKEN}")
     flat: dict[str, tensorfile.WireTensor] = {
@@ -188,9 +187,9 @@ def _flat(batch: Batch) -> dict[str, tensorfile.WireTensor]:
     return flat
 
 
-def _read(tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any]) -> Batch:
-    from stagescope.batch import Batch, Gap, Padding, Tensor, check_rows
-
+def _read(
+    tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any], kind: type[T]
+) -> T:
     if said.get("stagescope_batch") != FORMAT:
         raise ValueError(f"its format is {said.get('stagescope_batch')!r}, expected {FORMAT}")
     columns: dict[str, Tensor] = {}
@@ -214,7 +213,7 @@ def _read(tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any])
         name: Padding({"left": "left", "right": "right"}[side], _number(fill))
         for name, (side, fill) in said["padding"].items()
     }
-    batch = Batch(
+    batch = kind(
         rows=int(said["rows"]),
         tensors=columns,
         strings={name: tuple(map(str, texts)) for name, texts in said["strings"].items()},
@@ -233,8 +232,6 @@ def _read(tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any])
 
 
 def _part(rows: Tensor, said: Mapping[str, Any], own: Mapping[str, Tensor]) -> BatchPart:
-    from stagescope.batch import BatchPart
-
     if rows.dtype != "int64" or rows.values.ndim != 1:
         raise ValueError(f"the rows of a part are {rows.dtype} {rows.values.shape}")
     return BatchPart(
