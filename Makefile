@@ -27,12 +27,14 @@ demo: $(VENV)/installed-demo  ## a service, a training that is killed and resume
 # time, on whatever machine: more on two cores, and Ray's own deadlines for a start pass.
 PARALLEL := -m "not ray" -n logical --dist loadfile
 WITH_RAY := -m ray -n 2 --dist loadfile
-# These look at which clusters run on the machine, and start programs that do: nothing runs beside them.
-RAY_ALONE := tests/integration/test_clusters.py
+# Nothing runs beside these: they look at which clusters run on the machine, or hold what is killed
+# to the seconds after which it answers again.
+RAY_CLUSTERS := tests/integration/test_clusters.py
+RAY_ALONE := $(RAY_CLUSTERS) tests/integration/test_faults.py
 
 test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
 	$(BIN)/python -m pytest $(PARALLEL)
-	$(BIN)/python -m pytest $(WITH_RAY) --ignore=$(RAY_ALONE) tests/integration tests/examples
+	$(BIN)/python -m pytest $(WITH_RAY) $(addprefix --ignore=,$(RAY_ALONE)) tests/integration tests/examples
 	$(BIN)/python -m pytest -m ray $(RAY_ALONE)
 
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
@@ -55,7 +57,7 @@ test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the
 	@$(LOWEST)/bin/python -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "" if sys.version_info < (3, 11) else "(3.10, the lowest supported, was not found)")'
 	$(LOWEST)/bin/python -m pytest $(PARALLEL) $(addprefix --ignore=,$(PURE))
 	$(LOWEST)/bin/python -m pytest $(WITH_RAY) $(RAY_LOWEST)
-	$(LOWEST)/bin/python -m pytest -m ray $(RAY_ALONE) -k ray_start_left
+	$(LOWEST)/bin/python -m pytest -m ray $(RAY_CLUSTERS) -k ray_start_left
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff format --check .

@@ -182,7 +182,7 @@ class CaptureRow(Model):
     """Of the plan."""
 
 
-class Captures(Page[CaptureRow]):
+class Captures(Model, Page[CaptureRow]):
     """Captures, newest first."""
 
 

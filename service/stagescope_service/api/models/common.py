@@ -121,12 +121,21 @@ class StepHeading(AttemptHeading):
     """The newest attempt that did (or will do) this step again."""
 
 
-class Page(Model, Generic[T]):
-    """A page of a list."""
+class Page(BaseModel, Generic[T]):
+    """A page of a list; an answer is a `Model` as well."""
+
+    # No docstrings of attributes here: for each type of row pydantic would look for them in the
+    # source of every module that is imported, 3 s of CPU at the API's start.
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_readable)
 
     rows: list[T]
-    next: Annotated[str | None, Field(examples=["czEuMTAw"])]
-    """Given as `cursor` it answers the next page; null: there is none."""
+    next: Annotated[
+        str | None,
+        Field(
+            description="Given as `cursor` it answers the next page; null: there is none.",
+            examples=["czEuMTAw"],
+        ),
+    ]
 
 
 class RoleRank(Model):

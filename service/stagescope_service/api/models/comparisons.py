@@ -48,7 +48,7 @@ class Difference(Model):
     does not say it."""
 
 
-class Diff(Page[Difference]):
+class Diff(Model, Page[Difference]):
     """What differs between two attempts, what decides numbers first."""
 
     a: AttemptSide

@@ -46,7 +46,7 @@ class RunRow(Model):
     """What its processes said of the run."""
 
 
-class Runs(Page[RunRow]):
+class Runs(Model, Page[RunRow]):
     """Runs, the one that was active last first."""
 
 

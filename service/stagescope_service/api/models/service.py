@@ -215,7 +215,7 @@ class Engine(UsedEngine):
     """How long ago that is."""
 
 
-class Engines(Page[Engine]):
+class Engines(Model, Page[Engine]):
     """The registered engines by name."""
 
 
@@ -289,7 +289,7 @@ class Weight(Model):
     """Its own name in the rollout engine."""
 
 
-class _Weights(Page[Weight]):
+class _Weights(Model, Page[Weight]):
     version: int
     """The policy version."""
     versions: list[int]
@@ -339,7 +339,7 @@ class Device(Model):
     """Unix seconds."""
 
 
-class Devices(Page[Device]):
+class Devices(Model, Page[Device]):
     """Devices, the most often outvoted first."""
 
     run: Run | None

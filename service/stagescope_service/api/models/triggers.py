@@ -171,7 +171,7 @@ class Firing(Model):
     """The numbers, what they were held against, the token, the ranks concerned."""
 
 
-class Firings(Page[Firing]):
+class Firings(Model, Page[Firing]):
     """Firings, the last first."""
 
 
