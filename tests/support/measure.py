@@ -10,6 +10,7 @@ import numpy as np
 
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.statistics.batch import TokenBatch, available_pairs
+from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.comparability import examine
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import MISMATCH_PAIRS, assemble
@@ -49,7 +50,7 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], taken: Mapping[str, An
         row = {name: job[name] for name in (*names, "epoch", "minibatch", "microbatch")}
         row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(pair)}
         data_rank = job["data_rank"] if job["data_rank"] is not None else job["rank"]
-        row |= {"data_rank": data_rank, "summary": summarise(batch).to_bytes()}
+        row |= {"data_rank": data_rank, "summary": summary_to_bytes(summarise(batch))}
         found.append(Put("summaries", row))
     return found
 

@@ -1,4 +1,4 @@
-"""What was recorded of one whole step: tensors, texts, how stages split the rows, what is missing."""
+"""What was recorded of one step: tensors, texts, how stages split the rows, what is missing."""
 
 from __future__ import annotations
 

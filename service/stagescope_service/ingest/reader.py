@@ -33,6 +33,7 @@ from stagescope_service.statistics import (
     summarise,
 )
 from stagescope_service.statistics.batch import producer_of
+from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.identity import Place, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
@@ -210,7 +211,7 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
     parts = ("occurrence", "epoch", "minibatch", "microbatch")
     row: Row = {name: job.get(name) for name in (*names, *parts)}
     row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
-    yield Put("summaries", {**row, "summary": summary.to_bytes()})
+    yield Put("summaries", {**row, "summary": summary_to_bytes(summary)})
     if summary.ignored:
         ignored = ", ".join(summary.ignored)
         yield finding(

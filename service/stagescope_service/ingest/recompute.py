@@ -30,6 +30,7 @@ from stagescope_service.ingest.rollout_join import (
     stream_of,
 )
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
+from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.pins import Pinned
@@ -74,7 +75,7 @@ class Recomputer:
         skip = skip_of(batch, [*skips, *copies]) | skip_rows(batch, left_out)
         settings = kept.metadata["settings"]
         summary = summarise(batch, statistics_settings(settings), skip=skip, name=part_key(*key))
-        return _without_unknown(summary, batch, left_out).to_bytes()
+        return summary_to_bytes(_without_unknown(summary, batch, left_out))
 
     def pin(self, attempt_id: int, step: int) -> Pinned:
         """Pin the payloads of a step."""

@@ -67,17 +67,17 @@ def _unreadable(kind: str, why: str) -> InvalidInput:
     )
 
 
-def pack(summary: Summary) -> bytes:
-    """Return a summary as bytes."""
+def summary_to_bytes(summary: Summary) -> bytes:
+    """Return a summary as the bytes of a safetensors file with JSON metadata."""
     arrays, document = flatten(summary)
     return save(arrays, document)
 
 
-def unpack(data: bytes) -> Summary:
-    """Read a summary.
+def summary_from_bytes(data: bytes) -> Summary:
+    """Read what `summary_to_bytes` wrote.
 
     Raises:
-        InvalidInput: see `load`; also where arrays do not fit together.
+        InvalidInput: not such bytes, or of another version; nothing in them is trusted.
     """
     return restore(*load(data, "summary", VERSION))
 

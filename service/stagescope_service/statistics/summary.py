@@ -260,23 +260,6 @@ class Summary:
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
         )
 
-    def to_bytes(self) -> bytes:
-        """Return the summary as the bytes of a safetensors file with JSON metadata."""
-        from stagescope_service.statistics import codec
-
-        return codec.pack(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Summary:
-        """Read what `to_bytes` wrote.
-
-        Raises:
-            InvalidInput: not such bytes, or of another version; nothing in them is trusted.
-        """
-        from stagescope_service.statistics import codec
-
-        return codec.unpack(data)
-
 
 def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]]:
     """Put the sequences behind each other; return them and where each summary's begin."""

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, Part
+from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.part import PartRecord
-from stagescope_service.statistics.summary import Summary
 
 Row = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ def part_records(
     return [
         PartRecord(
             key=part_key(row["incarnation"], row["seq"]),
-            summary=Summary.from_bytes(row["summary"]),
+            summary=summary_from_bytes(row["summary"]),
             stage=row["stage"],
             role=row["role"],
             rank=row["rank"],

@@ -196,7 +196,7 @@ def test_a_payload_that_comes_when_the_parts_of_its_step_are_gone(
 ) -> None:
     bench, catalogue, aggregating = broken.bench, broken.catalogue, broken.floor
     aggregating._keep_steps = 3
-    monkeypatch.setattr(bench.floor, "aggregate", aggregating.assemble)
+    monkeypatch.setattr(bench.floor, "aggregate", aggregating.aggregate)
 
     async def come(step: int, absent: tuple[int, ...] = ()) -> None:
         await bench.step(step, hold=True, absent=absent)

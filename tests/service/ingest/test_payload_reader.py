@@ -19,7 +19,8 @@ from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.core.registry import reading_settings
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.ingest.recompute import Recomputer
-from stagescope_service.statistics import PartRecord, Summary, assemble
+from stagescope_service.statistics import PartRecord, assemble
+from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
 
@@ -42,7 +43,7 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     outcome = take(tmp_path, ["one", "one", "two", "two"])
     assert (outcome.state, outcome.reason) == ("ingested", None)
     (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
-    summary = Summary.from_bytes(row["summary"])
+    summary = summary_from_bytes(row["summary"])
     part = PartRecord("incarnation:1", summary, str(JOB["stage"]), "actor", 0)
     whole = assemble([part])
     assert (whole.sent, whole.total.masked, len(whole.contradictions)) == (44, 44, 2)
@@ -124,7 +125,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
             outcome = intake.take(PayloadKey("i", seq), job, raw)
             assert outcome.state == "ingested", outcome.reason
             (put,) = [put.row for put in outcome.rows if put.table == "summaries"]
-            summary = Summary.from_bytes(put["summary"])
+            summary = summary_from_bytes(put["summary"])
             part = Part(microbatch=seq)
             parts.append(PartRecord(f"i:{seq}", summary, str(JOB["stage"]), "actor", 0, part))
         whole = assemble(parts)
@@ -134,7 +135,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
             again = retake.restate(key, JOB, ("old", "rollout"), item.skips)
             parts[at] = dataclasses.replace(
                 parts[at],
-                summary=Summary.from_bytes(again),
+                summary=summary_from_bytes(again),
                 handed=parts[at].summary,
                 skipped=item.skips,
             )
@@ -156,7 +157,7 @@ def test_producers_are_said_by_a_payload_or_once_by_its_process(tmp_path: Path) 
         said = {**taken, "meta": meta}
         outcome = intake.take(PayloadKey("i", seq), {**JOB, "settings": settings}, said)
         (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
-        found = Summary.from_bytes(row["summary"]).producers
+        found = summary_from_bytes(row["summary"]).producers
         want = {"rollout": "other", "old": "other"} if meta else settings["producers"]
         assert {stream: list(names) for stream, names in found.items()} == {
             stream: [name] for stream, name in want.items()
@@ -179,7 +180,7 @@ def test_round_ids_that_cannot_be_rounds_are_said_and_lose_no_token(tmp_path: Pa
     (found,) = [put.row for put in outcome.rows if put.table == "findings"]
     assert (found["kind"], found["evidence"]["tensors"]) == ("too_many_rounds", ["round_ids"])
     (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
-    summary = Summary.from_bytes(row["summary"])
+    summary = summary_from_bytes(row["summary"])
     assert (summary.total.tokens, len(summary.rounds.keys)) == (44, 2)
 
 

@@ -24,6 +24,7 @@ from stagescope_service.statistics import (
     publish,
     summarise,
 )
+from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 
 RNG = np.random.default_rng(0)
 Q = -RNG.exponential(1.0, (4, 500)) - 1e-3
@@ -49,7 +50,7 @@ def assembled(batch: Batch, ranks: int, pieces: int = 1, mask: Any = None) -> St
             )
             for at in own
         ]  # fmt: skip
-        merged = Summary.merge([Summary.from_bytes(s.to_bytes()) for s in summaries])
+        merged = Summary.merge([summary_from_bytes(summary_to_bytes(s)) for s in summaries])
         parts.append(
             PartRecord(f"{rank}:1", merged, "actor_compute_log_prob", "actor", rank, data_rank=rank)
         )

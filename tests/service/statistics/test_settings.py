@@ -10,7 +10,8 @@ import pytest
 from tests.support.batches import batch_of, random_streams
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.statistics import Settings, Summary, publish, summarise
+from stagescope_service.statistics import Settings, publish, summarise
+from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 
 
 def expected(p: Any, q: Any, mask: Any, settings: Settings) -> dict[str, float]:
@@ -73,7 +74,7 @@ def test_weights_without_a_bound_are_cut_nowhere(level: str, threshold: float | 
     p, q = np.array([[-1.0, -1.0]]), np.array([[-4.0, -0.5]])
     settings = Settings(level, threshold)
     summary = summarise(batch_of(p, q, np.ones((1, 2))), settings)
-    found = publish(Summary.from_bytes(summary.to_bytes()))
+    found = publish(summary_from_bytes(summary_to_bytes(summary)))
     largest = 3.0 if level == "token" else 2.5
     assert found["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(largest))
     assert found["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0

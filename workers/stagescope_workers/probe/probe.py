@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
-import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.keep import is_wanted
 from stagescope.wire.schema import (
     END_STEP,
@@ -22,10 +19,7 @@ from stagescope.wire.schema import (
     REFUSED,
     Work,
 )
-from stagescope_workers.capture.reckoning import Models, RequestAnswers
-from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.decorator import as_stage
-from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.numbering import (
     BEGUN_AGAIN,
     BEGUN_AGAIN_ADVICE,
@@ -35,11 +29,10 @@ from stagescope_workers.probe.numbering import (
     why_not,
 )
 from stagescope_workers.probe.options import ProbeOptions, index, step_index
-from stagescope_workers.probe.plan import PlanWatch, read_plan
+from stagescope_workers.probe.plan import read_plan
+from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.probe.stage import Stage, log_scalars
-from stagescope_workers.probe.stage_tracker import StageTracker
 from stagescope_workers.probe.weights import NamedTensors, Names, record_weights
-from stagescope_workers.transport.handshake import Handshake
 from stagescope_workers.transport.link import Link
 from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.transport.sender import EventSender
@@ -50,7 +43,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SEARCH_SECONDS: Final = 2.0  # for a service, before `close` gives up on there being one
 
 
-class Probe:
+class Probe(Reporter):
     """Reports stages, tensors and scalars of one rank; made by `stagescope_workers.init`.
 
     Every method returns at once. None raises, unless `strict`; what was wrong with a call is
@@ -59,40 +52,17 @@ class Probe:
     """
 
     def __init__(self, options: ProbeOptions) -> None:
-        self.run = options.run
-        self.role = options.role
-        self.rank = options.rank
-        self.is_inert = False
-        """True after `close`, in a forked child, and where `init` was refused."""
-        self.refused: collections.Counter[str] = collections.Counter()
-        """Calls with bad input so far, by what was called."""
-        self.pool = PinnedPool(options.max_pinned_bytes)
-        self._said: set[tuple[str, str]] = set()
-        self._sender: EventSender | None = None
         self._arrived = False
         self._users = 1
         self._earlier: list[Start] = []
         self._starting = threading.Lock()
-        self._begin_start(options)
+        super().__init__(options)
 
-    def _begin_start(self, options: ProbeOptions) -> None:
-        """Make what belongs to one incarnation."""
-        self._options = options
-        self.strict = options.strict
-        self.device_events = options.device_events
-        self.incarnation = secrets.token_hex(16)
-        self.outbox = Outbox(
-            max_bytes=options.max_pending_bytes,
-            max_events=options.max_pending_events,
-            on_put=self._wake,
-        )
-        self.standing = StageTracker(self.outbox, watchdog_seconds=options.watchdog)
+    def _begin_incarnation(self, options: ProbeOptions) -> None:
+        super()._begin_incarnation(options)
         self._numbering = Numbering()
         self._order = StepOrder(options.role)
         self._again: tuple[ProbeOptions, list[dict[str, Any]]] | None = None
-        self._introduction = Handshake(options, self.incarnation, self.outbox, self.standing)
-        self._answers = RequestAnswers(self.outbox)
-        self.plan = self._watch([])
 
     def start(self) -> None:
         """Read the local plan and begin the background thread.
@@ -188,7 +158,7 @@ class Probe:
         self.outbox.put(FINISH, {})
         self.standing.close()
         self._earlier = [*self._earlier, Start(event_sender, self.outbox, self._introduction)]
-        self._begin_start(options)
+        self._begin_incarnation(options)
         event_sender.leave(self._launch(local, after=event_sender))
 
     @classmethod
@@ -440,21 +410,6 @@ class Probe:
             "blocking_copies": self.pool.blocking_copies,
         }
 
-    # --- what stages call -----------------------------------------------------------------
-
-    @property
-    def attempt_key(self) -> str | None:
-        """The attempt key: as given, else Ray's session and job; None where neither is known."""
-        if self._introduction.attempt_key is None:
-            with contextlib.suppress(Exception):
-                self._introduction.locate()
-        return self._introduction.attempt_key
-
-    @property
-    def models(self) -> Models:
-        """Which model ran in which stage, and how many tokens it had."""
-        return self._answers.models
-
     @property
     def service(self) -> Link | None:
         """The way to the service that is open now; None while none was found."""
@@ -469,86 +424,3 @@ class Probe:
     def options(self) -> ProbeOptions:
         """What `init` was told."""
         return self._options
-
-    @property
-    def data_root(self) -> str | None:
-        """Where dumps go that name no directory."""
-        return self._options.data_root or self.plan.data_dir
-
-    @property
-    def out_of_reach(self) -> str | None:
-        """Why no operator of this process's stages can be captured in it; None where they can."""
-        said = self._options.captures
-        return said if isinstance(said, str) else None
-
-    @contextlib.contextmanager
-    def guard(self, what: str, work: Work | None, *, quiet: bool = False) -> Iterator[None]:
-        """Keep any mistake of ours, and any refused input, from the training process."""
-        try:
-            yield
-        except Exception as error:
-            if not getattr(error, "_stagescope_refused", False):
-                self._note(what, error, work)
-            if self.strict and not quiet:
-                raise
-
-    def refuse(
-        self,
-        what: str,
-        error: StagescopeError,
-        work: Work | None,
-        *,
-        quiet: bool = False,
-        is_error: bool = False,
-    ) -> None:
-        """Report bad input (`is_error`: numbers are missing for it): logged once a kind, counted,
-        sent; raised when strict.
-
-        Raises:
-            StagescopeError: `error`, when strict and not `quiet`.
-        """
-        self._note(what, error, work, **({"severity": "error"} if is_error else {}))
-        if self.strict and not quiet:
-            error._stagescope_refused = True  # type: ignore[attr-defined]
-            raise error
-
-    def new_misspellings(self, work: Work, draft: Draft) -> list[InvalidTensor]:
-        """Return what is wrong with names that a stage recorded: once a stage's name and name.
-
-        Strict says it each time.
-        """
-        found = []
-        for name, error in draft.misspelt():
-            known = (f"name {name}", work.stage or "")
-            if self.strict or known not in self._said:
-                self._said.add(known)
-                found.append(error)
-        return found
-
-    def _note(self, what: str, error: Exception, work: Work | None, **also: str) -> None:
-        self.refused[what] += 1
-        kind = (what, type(error).__name__)
-        if kind not in self._said:
-            self._said.add(kind)
-            known = isinstance(error, StagescopeError)
-            _log.warning("%s: %s", what, error if known else repr(error), exc_info=not known)
-        fields = {} if work is None else work.fields()
-        self.outbox.put(REFUSED, {**fields, **also, "what": what, "message": str(error)[:2000]})
-
-    # --- the inside -------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        if self._sender is not None:
-            self._sender.notice()
-
-    def _watch(self, local: list[dict[str, Any]]) -> PlanWatch:
-        return PlanWatch(
-            run=self.run,
-            role=self.role,
-            rank=self.rank,
-            local=local,
-            keep=self._options.keep,
-            is_carried_out=self._options.captures is not False,
-            on_missed=self._answers.missed,
-            on_asked=lambda capture: self._answers.estimate(capture, self.plan.data_dir),
-        )

@@ -17,12 +17,12 @@ from stagescope.wire.schema import BEGIN, DUMP, END, LOG, Work
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
 from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft
+from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.transport.outbox import Awaited
 
 if TYPE_CHECKING:
     from stagescope_workers.capture.msprobe_capture import ArmedCapture
     from stagescope_workers.capture.shards import Shards
-    from stagescope_workers.probe.probe import Probe
 
 _MAX_MESSAGE: Final = 2000
 
@@ -34,7 +34,7 @@ class Stage:
     travels with the end. No method raises, unless the probe is strict, or a capture that is.
     """
 
-    def __init__(self, probe: Probe, work: Work | None, model: object = None) -> None:
+    def __init__(self, probe: Reporter, work: Work | None, model: object = None) -> None:
         self.work = work
         """None where the call that made this stage was refused: then it does nothing."""
         self._probe = probe
@@ -341,7 +341,7 @@ def _of_shards(capture: Mapping[str, Any], state: str, error: str | None) -> dic
     return {"capture_id": capture_id, "state": state, "task": "parameters", "error": error}
 
 
-def log_scalars(probe: Probe, work: Work, scalars: Mapping[str, object]) -> None:
+def log_scalars(probe: Reporter, work: Work, scalars: Mapping[str, object]) -> None:
     """Queue a LOG event with the numbers in `scalars`."""
     taken: dict[str, float | HostCopy] = {}
     for error in take_scalars(scalars, taken, probe.pool):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, WEIGHTS, Work
@@ -20,9 +20,7 @@ from stagescope_workers.device import HostCopy, take_tensor
 from stagescope_workers.payload import describe, is_torch
 from stagescope_workers.probe import identity
 from stagescope_workers.probe.options import index, step_index
-
-if TYPE_CHECKING:
-    from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.reporter import Reporter
 
 NamedTensors = Mapping[str, object] | Iterable[tuple[str, object]]
 Names = Mapping[str, str] | Callable[[str], str] | None
@@ -31,7 +29,7 @@ _MOST_NAME: Final = 1000
 
 
 def record_weights(
-    probe: Probe,
+    probe: Reporter,
     named_tensors: NamedTensors,
     *,
     version: int,
@@ -103,7 +101,7 @@ class _Weights:
         else:
             self._put(place, found)
 
-    def fetch(self, probe: Probe) -> list[HostCopy]:
+    def fetch(self, probe: Reporter) -> list[HostCopy]:
         """Queue the copies of what devices compute; return what is to be waited for."""
         torch = sys.modules.get("torch")
         for places, sums in self._on_device.values():

@@ -13,11 +13,11 @@ from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import NOT_AGGREGATED, finding
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
+from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.comparability import Check, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
-from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
 
@@ -170,7 +170,7 @@ class StepParts:
             if not for_rank:
                 self.unavailable.add(item.key)
             return
-        taken = Summary.from_bytes(summary)
+        taken = summary_from_bytes(summary)
         for at, part in enumerate(self.parts):
             if part.key != item.key or part.summary.pair != taken.pair:
                 continue

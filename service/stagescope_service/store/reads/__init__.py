@@ -1,1 +1,0 @@
-"""What the catalogue answers, a file a noun; `catalogue.Catalogue` is all of them."""
