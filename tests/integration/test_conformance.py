@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.api import Service, service
-from tests.support.floor import LocalFloor
+from tests.support.local import LocalCoordinator
 from tests.support.parallel import CP, DP, PP, TP, Said, Training, whole_batch
 
 from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
@@ -37,28 +37,28 @@ def train(
     steps: int = 2,
     ring_bytes: int = 1 << 30,
     late_rollouts: bool = False,
-) -> LocalFloor:
+) -> LocalCoordinator:
     """Run a training to its end."""
     data_dir = live.settings.data_path
-    floor = LocalFloor(live.store, live.catalogue, data_dir, ring_bytes)
-    asyncio.run(_train(floor, training, steps, late_rollouts))
-    return floor
+    local = LocalCoordinator(live.store, data_dir, ring_bytes)
+    asyncio.run(_train(local, training, steps, late_rollouts))
+    return local
 
 
-async def _train(floor: LocalFloor, training: Training, steps: int, late: bool) -> None:
-    await floor.hear(training.greetings())
+async def _train(local: LocalCoordinator, training: Training, steps: int, late: bool) -> None:
+    await local.record(training.greetings())
     held: list[Said] = []
     for step in range(1, steps + 1):
         generated = list(training.generate(step))
         if late:
             held += generated
         else:
-            await floor.hear(generated)
-        await floor.hear(mixed(training.log_probs(step), step))
-        await floor.hear(mixed(training.update(step), step))
-    await floor.hear(process.leave() for process in training.ranks)
-    await floor.hear(held)
-    await floor.hear(process.leave() for process in training.rollouts)
+            await local.record(generated)
+        await local.record(mixed(training.log_probs(step), step))
+        await local.record(mixed(training.update(step), step))
+    await local.record(process.leave() for process in training.ranks)
+    await local.record(held)
+    await local.record(process.leave() for process in training.rollouts)
 
 
 def mixed(said: Iterable[Said], seed: int) -> list[Said]:
@@ -130,9 +130,11 @@ def test_every_token_counts_once(
     live: Service, trainer_has_rollout: bool, rollout_key: str
 ) -> None:
     training = Training(trainer_has_rollout=trainer_has_rollout, rollout_key=rollout_key)
-    floor = train(live, training)
-    assert bool(floor.joined) is not trainer_has_rollout
-    assert floor.restated, "the resampling pass repeats some samples of a part, and not all"
+    local = train(live, training)
+    assert bool(local.ingestors.joined) is not trainer_has_rollout
+    assert local.ingestors.recomputed, (
+        "the resampling pass repeats some samples of a part, and not all"
+    )
     for step in (1, 2):
         whole, expected = whole_of(live, step), summarise(training.unsplit(step))
         assert len(expected.versions) == len(expected.staleness.keys) == 3
@@ -183,8 +185,8 @@ def test_a_perturbed_replica_is_reported(live: Service) -> None:
 
 def test_evicted_parts_are_missing_and_said_so(live: Service) -> None:
     training = Training()
-    floor = train(live, training, steps=1, ring_bytes=20_000)
-    assert floor.restated
+    local = train(live, training, steps=1, ring_bytes=20_000)
+    assert local.ingestors.recomputed
     whole = whole_of(live, 1)
     assert whole.restate
     expected = summarise(training.unsplit(1)).total
@@ -198,8 +200,8 @@ def test_evicted_parts_are_missing_and_said_so(live: Service) -> None:
 
 def test_rollouts_that_come_late_are_joined_then(live: Service) -> None:
     training = Training(trainer_has_rollout=False)
-    floor = train(live, training, late_rollouts=True)
-    assert floor.joined
+    local = train(live, training, late_rollouts=True)
+    assert local.ingestors.joined
     for step in (1, 2):
         assert_whole(whole_of(live, step).summary, summarise(training.unsplit(step)))
     assert not live.catalogue.findings(run=RUN, kind="rollout_not_joined")
@@ -228,15 +230,15 @@ def test_rollouts_learn_which_step_consumed_them(live: Service, rollout_key: str
 
 def test_samples_without_a_rollout_are_said(live: Service) -> None:
     training = Training(trainer_has_rollout=False)
-    floor = LocalFloor(live.store, live.catalogue, live.settings.data_path)
+    local = LocalCoordinator(live.store, live.settings.data_path)
 
     async def run() -> None:
-        await floor.hear(training.greetings())
+        await local.record(training.greetings())
         # The second rollout worker's payloads never arrive.
         told = [each for each in training.generate(1) if each.sender.rank == 0]
-        await floor.hear(told)
-        await floor.hear(training.log_probs(1))
-        await floor.hear(training.farewells())
+        await local.record(told)
+        await local.record(training.log_probs(1))
+        await local.record(training.farewells())
 
     asyncio.run(run())
     there = training.samples(1)[::2]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.support.api import Service, service
-from tests.support.floor import LocalFloor
+from tests.support.local import LocalCoordinator
 from tests.support.parallel import Training
 
-from stagescope_service.core.instructions import Aggregate
+from stagescope_service.core.instructions import Aggregate, Instruction
 from stagescope_service.statistics import StepSummary, publish, summarise
 
 STEPS = 12
@@ -24,30 +24,33 @@ def live(tmp_path: Path) -> Iterator[Service]:
         yield running
 
 
-class DyingFloor(LocalFloor):
-    """A coordinator's floor that takes payloads in and dies before it forms any whole."""
-
-    def assemble(self, order: Aggregate) -> None:
-        self.owed.append(order)
-
-    owed: list[Aggregate]
-
-
-def test_what_was_not_formed_before_a_crash_is_formed_after(live: Service) -> None:
+def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training()
-    floor = DyingFloor(live.store, live.catalogue, live.settings.data_path)
-    floor.owed = []
-    asyncio.run(_train(floor, training))
+    local = LocalCoordinator(live.store, live.settings.data_path)
+    due: list[Instruction] = []
+    start_now = local.effects.start_now
+
+    def start(instruction: Instruction) -> None:
+        """Leave every step: the coordinator dies before it aggregates one."""
+        if isinstance(instruction, Aggregate):
+            due.append(instruction)
+        else:
+            start_now(instruction)
+
+    monkeypatch.setattr(local.effects, "start_now", start)
+    asyncio.run(_train(local, training))
     attempt_id = live.catalogue.attempts("moe")[0]["attempt_id"]
     every = {(attempt_id, step) for step in range(1, STEPS + 1)}
-    assert {(order.attempt_id, order.step) for order in floor.owed} == every
+    assert {*due} == {Aggregate(*key) for key in every}
     unformed = live.store.snapshot().unformed
     assert set(unformed) == every
 
     async def form() -> None:
-        for place in unformed:
-            LocalFloor.aggregate(floor, Aggregate(*place))
-        await floor.work()
+        for key in unformed:
+            start_now(Aggregate(*key))
+        await local.effects.settled()
 
     asyncio.run(form())
     assert live.store.snapshot().unformed == []
@@ -58,10 +61,10 @@ def test_what_was_not_formed_before_a_crash_is_formed_after(live: Service) -> No
         assert found == pytest.approx(publish(summarise(training.unsplit(step))), rel=1e-9)
 
 
-async def _train(floor: LocalFloor, training: Training) -> None:
-    await floor.hear(training.greetings())
+async def _train(local: LocalCoordinator, training: Training) -> None:
+    await local.record(training.greetings())
     for step in range(1, STEPS + 1):
-        await floor.hear(training.generate(step))
-        await floor.hear(training.log_probs(step))
-    await floor.hear(process.leave() for process in training.ranks)
-    await floor.hear(process.leave() for process in training.rollouts)
+        await local.record(training.generate(step))
+        await local.record(training.log_probs(step))
+    await local.record(process.leave() for process in training.ranks)
+    await local.record(process.leave() for process in training.rollouts)

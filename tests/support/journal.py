@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.support.floor import LocalFloor
+from tests.support.local import LocalCoordinator
 from tests.support.trainings import Delivery, Rank, check_memory
 
 from stagescope.wire.schema import Work
@@ -85,9 +85,9 @@ class Process:
 
     async def send(self, *, acknowledged: bool = True, most: int = 1000) -> None:
         """Send what waits, and, to a new coordinator, what it holds no receipt of."""
-        floor = self.world.floor
-        if self.coordinator is not floor:
-            self.coordinator = floor
+        local = self.world.local
+        if self.coordinator is not local:
+            self.coordinator = local
             waiting = {each.event.seq for each in self.outbox}
             again = [each for each, _ in self.payloads.values() if each.event.seq not in waiting]
             self.outbox = [*again, *self.outbox]
@@ -95,7 +95,7 @@ class Process:
         if not batch:
             return
         held = {each.event.seq for each in batch} & self.payloads.keys()
-        answer = await floor.reception.record(
+        answer = await local.coordinator.intake.record(
             self.said.sender.wire(),
             [each.event.wire() for each in batch],
             {seq: self.payloads[seq][1] for seq in held},
@@ -108,9 +108,11 @@ class Process:
             self._settle(answer["receipts"])
 
     async def poll(self) -> None:
-        floor = self.world.floor
-        if self.coordinator is floor:
-            answer = await floor.reception.poll(self.said.sender.wire(), 0, [*self.payloads], 0.0)
+        local = self.world.local
+        if self.coordinator is local:
+            answer = await local.coordinator.intake.poll(
+                self.said.sender.wire(), 0, [*self.payloads], 0.0
+            )
             self._settle(answer["receipts"])
 
     def _settle(self, receipts: dict[int, str]) -> None:
@@ -149,11 +151,9 @@ class World:
         snapshot = self.store.snapshot()
         restore(state, snapshot, self.wall)
         check_memory(state)
-        self.floor = LocalFloor(
-            self.store, self.catalogue, self.folder, state=state, clock=lambda: self.wall
-        )
+        self.local = LocalCoordinator(self.store, self.folder, state=state, clock=lambda: self.wall)
         for pair in snapshot.unformed:
-            self.floor.aggregate(Aggregate(*pair))
+            self.local.effects.start(Aggregate(*pair))
 
     # --- the training ---------------------------------------------------------------------
     def start_driver(self, step: int, key: str | None = None) -> None:
@@ -205,7 +205,7 @@ class World:
         elif what < 0.86:
             if self.backlog and chance.random() < 0.9:
                 return
-            await self.floor.work(most=chance.choice([1, 2, 1000]))
+            await self.local.work(most=chance.choice([1, 2, 1000]))
         elif what < 0.91:
             await process.poll()
         elif what < 0.93:
@@ -218,7 +218,7 @@ class World:
             self.wall += 5.0
             for process in self.live:
                 await process.poll()
-            await self.floor.reception.expire()
+            await self.local.coordinator.intake.expire()
 
     async def kill(self) -> None:
         """Kill some at once, and start them again."""
@@ -240,7 +240,7 @@ class World:
             rank = chance.randrange(RANKS)
             self.restart(rank, self.live[rank].done + 1)
         # What a process owned and nobody has read is gone with it.
-        self.floor.dead |= before - {process.name for process in self.live}
+        self.local.ingestors.dead |= before - {process.name for process in self.live}
         if "coordinator" in whom:
             if chance.random() < 0.3:
                 self.wall += chance.choice([5.0, 60.0])
@@ -260,11 +260,11 @@ class World:
             process.said.wall = self.wall
             process.outbox.append(process.said.finish())
             await process.send()
-        await self.floor.work()
+        await self.local.work()
         for _ in range(12):
             self.wall += 10.0  # a coordinator that was held up for longer gives everybody time
-            await self.floor.reception.expire()
-        await self.floor.work()
+            await self.local.coordinator.intake.expire()
+        await self.local.work()
 
     # --- the verdict ----------------------------------------------------------------------
     def wrong(self) -> list[str]:

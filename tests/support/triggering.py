@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.floor import LocalFloor
+from tests.support.local import LocalCoordinator
 from tests.support.measure import payload
 from tests.support.parallel import Said
 from tests.support.stores import opened
@@ -97,7 +97,7 @@ class Bench:
         self, store: SqlStore, catalogue: Catalogue, data_dir: Path, ring_bytes: int = 1 << 24
     ) -> None:
         self.store, self.catalogue = store, catalogue
-        self.floor = LocalFloor(store, catalogue, data_dir, ring_bytes)
+        self.local = LocalCoordinator(store, data_dir, ring_bytes)
         self.orders = Orderer(store)
         self.webhooks = Webhooks(seconds=5.0, pauses=(0.0, 0.0))
         self.now = 1_000.0
@@ -106,16 +106,16 @@ class Bench:
 
     def restarted(self) -> Triggers:
         """What a new coordinator has: nothing but the catalogue."""
-        acting = Acting(self.catalogue, self, self.orders, self.webhooks, wall=lambda: self.now)
+        acting = Acting(self.catalogue, self.pin, self.orders, self.webhooks, wall=lambda: self.now)
         self.triggers = Triggers(
-            self.catalogue, self.floor.reception.write, acting, wall=lambda: self.now
+            self.catalogue, self.local.coordinator.effects.write, acting, wall=lambda: self.now
         )
         return self.triggers
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
         """Pin on the one node that there is."""
         kept = self.catalogue.artifacts(attempt_id, step, kind="ring", deleted=None)
-        pinned = self.floor._node(None).ring.pin_step(attempt_id, step)
+        pinned = self.local.ingestors.worker(None).reader.ring.pin_step(attempt_id, step)
         reasons = (pinned.reason,) if pinned.reason else ()
         gone = 0 if reasons else gone_of(kept, pinned.payloads)
         return PinAnswer(pinned.payloads, pinned.bytes, gone, reasons)
@@ -144,7 +144,7 @@ class Bench:
 
     async def judge(self, *, hold: bool = False) -> None:
         """Hold the rules against every step that was formed since."""
-        formed, self.floor.formed = self.floor.formed, []
+        formed, self.local.effects.aggregated = self.local.effects.aggregated, []
         if not hold:
             for order in formed:
                 await self.triggers.formed(order.attempt_id, order.step)
@@ -155,12 +155,12 @@ class Bench:
         about = {"tensors": {}, "bytes": 1, "meta": {}}
         handed = payload(seed=7 * number + rank, first_sample=4 * rank)
         fields = {**work, "status": "ok", "payload": about}
-        await self.floor.hear([self._say(self._sender("a1", rank), END, fields, handed)])
+        await self.local.record([self._say(self._sender("a1", rank), END, fields, handed)])
 
     async def log(self, number: int, rank: int, **scalars: float) -> None:
         """Have a rank log scalars of a step, whatever became of the step."""
         fields = {"step": number, "stage": "actor_update", "scalars": scalars}
-        await self.floor.hear([self._say(self._sender("a1", rank), LOG, fields)])
+        await self.local.record([self._say(self._sender("a1", rank), LOG, fields)])
         await self.judge()
 
     async def hear(
@@ -198,7 +198,7 @@ class Bench:
             said.append(self._say(sender, BEGIN, update))
             said.append(self._say(sender, END, {**update, "status": "ok", "scalars": named}))
         said.append(self._say(self._sender(key, 0), END_STEP, {"step": number}))
-        await self.floor.hear(said)
+        await self.local.record(said)
 
     async def leave(self, key: str = "a1") -> None:
         """Have both ranks take leave."""
@@ -206,8 +206,8 @@ class Bench:
         for rank in (0, 1):
             sender = self._sender(key, rank)
             said.append(self._say(sender, FINISH, {}))
-        await self.floor.hear(said)
-        self.floor.formed = []
+        await self.local.record(said)
+        self.local.effects.aggregated = []
 
     def _sender(self, key: str, rank: int) -> Sender:
         return Sender(f"{key}-{rank}", "r", key, "actor", rank, started=1000.0)

@@ -92,7 +92,7 @@ def stuck(
     settings, now = deps.settings, deps.clock()
     assert target.step is not None
     number = target.step["step"]
-    rules = StuckRules(floor=settings.stuck_seconds, factor=settings.stuck_factor)
+    rules = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
     rows = stuck_rows(deps.catalogue, target.attempt_id, number, now, rules)
     found = deps.catalogue.findings(attempt_id=target.attempt_id, step=number, kind="stage_stuck")
     rows = [

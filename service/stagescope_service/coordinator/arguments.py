@@ -7,7 +7,7 @@ one by one where they are read, for speed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import pydantic
@@ -48,7 +48,7 @@ Fields = Mapping[str, Any]
 _STRICT = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
-def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
     """Refuse arguments that are not what the annotations of `method` say.
 
     Raises:

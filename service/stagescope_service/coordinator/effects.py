@@ -1,400 +1,403 @@
-"""What is not a row: payloads go to ingestors, steps are aggregated. A thin Ray shell."""
+"""Carries out instructions: commits rows, then starts what rests on them. No Ray in here.
+
+What an instruction starts runs in the background (an ingestor reads a payload, a step is
+aggregated, a dump becomes an operator table). Its outcome is rows and further instructions, which
+are carried out the same way.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
-from ray import exceptions
-
 from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
-from stagescope_service.coordinator.aggregation import assembly as wholes
+from stagescope.wire.keep import read_keep, wanted_by
+from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
-from stagescope_service.coordinator.coordinator import Coordinator
+from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.trigger_actions import (
     Acting,
-    Order,
     PinAnswer,
+    RequestCapture,
     Webhooks,
     gone_of,
 )
 from stagescope_service.coordinator.trigger_watch import StepOrdering, Triggers
 from stagescope_service.coordinator.weight_comparer import WeightComparer
+from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
 from stagescope_service.core.instructions import (
     Aggregate,
+    Ask,
     BuildOperatorTable,
     CompareWeights,
     Delete,
     DumpKey,
     Ingest,
+    IngestJob,
+    Instruction,
     PayloadKey,
     Put,
     ReadWatchdogs,
+    Settled,
 )
 from stagescope_service.core.operator_tables import refusal
-from stagescope_service.ingest.actor import Ingestors
+from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.pins import Pinned
 from stagescope_service.triggers.watch import REACH
-
-
-class RayNodeFiles:
-    """What `retention.Disks` promises; every call raises `Unreachable` where a node is gone."""
-
-    def __init__(self, ingestors: Ingestors) -> None:
-        self._ingestors = ingestors
-
-    def place(self, node_id: str | None) -> str:
-        """Return the node that stands in for one that is unknown or gone."""
-        return self._ingestors.place(node_id)
-
-    async def kept_files(self, node_id: str) -> list[str]:
-        """Return the paths of the kept files that a node sees."""
-        found: list[str] = await self._ask(node_id, "kept_files")
-        return found
-
-    async def describe_kept(
-        self, node_id: str, paths: Sequence[str]
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return (row of artifacts, job) of those files that can be read."""
-        found: list[tuple[dict[str, Any], dict[str, Any]]]
-        found = await self._ask(node_id, "describe_kept", paths)
-        return found
-
-    async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
-        """Delete files; return those that are gone."""
-        gone: list[str] = await self._ask(node_id, "discard", paths)
-        return gone
-
-    async def _ask(self, node_id: str, method: str, *arguments: Any) -> Any:
-        try:
-            return await getattr(self._ingestors.on(node_id), method).remote(*arguments)
-        except exceptions.RayError as error:
-            self._ingestors.forget(node_id)
-            raise Unreachable(
-                f"the ingestor of node {node_id} cannot be asked: {type(error).__name__}",
-                advice="Ray is restarting it; it is asked again",
-            ) from error
-
 
 logger = logging.getLogger(__name__)
 
-Reply = dict[str, Any]
-
-
 _MOST_FILES: Final = 100_000
+_STARTED: Final = (Ingest, Aggregate, BuildOperatorTable, CompareWeights, ReadWatchdogs)
 
 
-class RayEffects:
-    """Carries out what is not a row: payloads go to ingestors, steps are aggregated."""
+class Effects:
+    """Carries out instructions; used from one event loop.
 
-    reception: Coordinator
+    Args:
+        settings: of the service.
+        commits: commits rows; of the state machine whose instructions these are.
+        plan: says what is kept of a payload.
+        hangs: takes in what watchdogs wrote.
+        ingestors: of all nodes.
+        request_capture: what triggers request captures by.
+        wall: Unix seconds of the service.
+    """
 
-    def __init__(self, settings: Settings, order: Order) -> None:
-        self._catalogue = Catalogue(settings.catalogue_url)
-        self._ingestors = Ingestors(settings)
+    def __init__(
+        self,
+        settings: Settings,
+        commits: Commits,
+        plan: Plan,
+        hangs: HangWatch,
+        ingestors: IngestorClient,
+        request_capture: RequestCapture,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.catalogue = catalogue = Catalogue(settings.catalogue_url)
+        self.commits = commits
+        self.wall = wall
         limits = Limits(settings.kept_bytes, settings.kept_days, settings.kept_steps)
-        self.retention = Retention(
-            self._catalogue, RayNodeFiles(self._ingestors), self._write, limits
-        )
-        self._adopted: set[str] = set()
-        self._keep_steps = settings.keep_steps
-        self._former = Aggregator(self._catalogue, self, self._write)
-        acting = Acting(self._catalogue, self, order, Webhooks())
-        self._turns = StepOrdering(REACH)
-        self.triggers = Triggers(self._catalogue, self._write, acting)
-        self._weigher = WeightComparer(self._catalogue, self._write, settings.weight_names)
+        self.retention = Retention(catalogue, ingestors, self.write, limits)
+        acting = Acting(catalogue, self.pin, request_capture, Webhooks())
+        self.triggers = Triggers(catalogue, self.write, acting)
+        self._settings = settings
+        self._state = commits.state
+        self._plan = plan
+        self._hangs = hangs
+        self._ingestors = ingestors
+        self._aggregator = Aggregator(catalogue, ingestors, self.write)
+        self._step_ordering = StepOrdering(REACH)
+        self._weight_comparer = WeightComparer(catalogue, self.write, settings.weight_names)
+        self._payloads: dict[PayloadKey, object] = {}
+        self._due: Counter[Aggregate] = Counter()
+        """Steps to aggregate as soon as what makes them due is on disk."""
+        self._nodes_adopted: set[str] = set()
         self._aggregating = RetriedWork[Aggregate, Aggregate](
             "the aggregation of", self._aggregate, self._aggregation_failed
         )
-        self._digesting = RetriedWork[DumpKey, BuildOperatorTable](
+        self._building = RetriedWork[DumpKey, BuildOperatorTable](
             "the operator table of",
-            self._digest,
-            self._digest_failed,
+            self._build_operator_table,
+            self._building_failed,
             # A dump that takes more memory than there is ends the ingestor that reads it, and
             # with it the reading of payloads.
-            costly=(exceptions.RayActorError,),
+            costly=(IngestorDied,),
         )
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, settings: Settings) -> None:
-        """Take up the rules of triggers; steps that are aggregated meanwhile wait for them."""
-        self._start(self.triggers.open(settings.triggers))
-        self._start(self._weigher.catch_up())
-        self._adopt(self._ingestors.home)
+    def open(self) -> None:
+        """Begin with the stored rules of triggers; steps that are aggregated meanwhile wait."""
+        self._run(self.triggers.open(self._settings.triggers))
+        self._run(self._weight_comparer.catch_up())
+        self._adopt_files(self._ingestors.home)
 
-    def ingest(self, order: Ingest, payload: object) -> None:
-        """Have the ingestor of the payload's node read it."""
-        self._start(self._ingest(order, payload))
+    # --- instructions -----------------------------------------------------------------------
+    def hold(self, instructions: Iterable[Instruction], payload: object) -> None:
+        """Keep a payload's refs for as long as an ingestor reads them, and no longer."""
+        for instruction in instructions:
+            if isinstance(instruction, Ingest):
+                self._payloads[instruction.key] = payload
 
-    def aggregate(self, order: Aggregate) -> None:
-        """Aggregate a step; asked again meanwhile, it is aggregated once more after."""
-        if self._aggregating.takes(order, order):
-            self._start(self._aggregating.carry_out(order, order))
-
-    def build_operator_table(self, order: BuildOperatorTable) -> None:
-        """Have the ingestor of the dump's node make its table; asked again, once more after."""
-        if self._digesting.takes(order.key, order):
-            self._start(self._digesting.carry_out(order.key, order))
-
-    def compare_weights(self, order: CompareWeights) -> None:
-        """Compare the recorded weights of a version; asked again meanwhile, once more after."""
-        if self._weigher.takes(order):
-            self._start(self._weigher.compare(order))
-
-    def read_watchdogs(self, order: ReadWatchdogs) -> None:
-        """Have the ingestor of a node read the files of its watchdogs."""
-        self._start(self._read_watchdogs(order))
-
-    def look(self) -> None:
-        """Look after what is kept; to be called often."""
-        self._start(self.retention.look())
-
-    def _adopt(self, node: str) -> None:
-        """Take up the files that lie on a node, once."""
-        if node not in self._adopted:
-            self._adopted.add(node)
-            self._start(self._adopt_now(node))
-
-    async def _adopt_now(self, node: str) -> None:
+    async def carry_out(self, instructions: Sequence[Instruction]) -> None:
+        """Commit the rows, and only then start what the other instructions say."""
+        due = [each for each in instructions if isinstance(each, Aggregate)]
+        self._due.update(due)
         try:
-            await self.retention.adopt(node)
-        except StagescopeError:
-            logger.exception("the kept files of node %s could not be looked through", node)
-            self._adopted.discard(node)
+            settled = [each.key for each in instructions if isinstance(each, Settled)]
+            await self.write(
+                [each for each in instructions if isinstance(each, Put | Delete)], settled
+            )
+            for instruction in instructions:
+                if isinstance(instruction, _STARTED):
+                    self.start(instruction)
+        finally:
+            self._due -= Counter(due)
+        names = {key.incarnation for key in settled}
+        names.update(each.incarnation for each in instructions if isinstance(each, Ask))
+        self.commits.notify(names)
 
-    def _start(self, work: Any) -> None:
+    async def write(self, rows: Sequence[Put | Delete], settled: Sequence[PayloadKey] = ()) -> None:
+        """Commit rows."""
+        await self.commits.commit(rows, settled)
+
+    def start(self, instruction: Instruction) -> None:
+        """Start one instruction that is no row.
+
+        Work that is under way for the same step, dump or version of weights is not started
+        beside it, but once more after it.
+        """
+        if isinstance(instruction, Ingest):
+            self._start_ingest(instruction)
+        elif isinstance(instruction, Aggregate):
+            if self._aggregating.takes(instruction, instruction):
+                self._run(self._aggregating.carry_out(instruction, instruction))
+        elif isinstance(instruction, BuildOperatorTable):
+            if self._building.takes(instruction.key, instruction):
+                self._run(self._building.carry_out(instruction.key, instruction))
+        elif isinstance(instruction, CompareWeights):
+            if self._weight_comparer.takes(instruction):
+                self._run(self._weight_comparer.compare(instruction))
+        elif isinstance(instruction, ReadWatchdogs):
+            self._run(self._read_watchdogs(instruction))
+
+    async def settled(self) -> None:
+        """Wait until nothing that was started is under way (for tests)."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ingest(self, order: Ingest, payload: object) -> None:
-        key, node = order.key, order.node_id
-        outcome: Reply | None = None
-        reason = ""
-        if order.job.get("keep"):
-            self._adopt(self._ingestors.place(node))
-            order.job["no_room"] = await self.retention.make_room(node, order.job)
-        for _ in range(2):
-            try:
-                ingestor = self._ingestors.on(node)
-                outcome = await ingestor.ingest.remote(tuple(key), order.job, payload)
-                break
-            except exceptions.RayActorError as error:
-                reason = f"its ingestor died while reading it: {describe(error)}"
-                self._ingestors.forget(node)
-            except Exception as error:  # whatever it was, the payload ends here
-                reason = f"it could not be handed to an ingestor: {describe(error)}"
-                break
-        if outcome is None:
-            outcome = {"state": "lost", "reason": reason, "rows": [], "columns": {}}
-        rows = [Put(table, row) for table, row in outcome["rows"]]
+    # --- payloads ---------------------------------------------------------------------------
+    def _start_ingest(self, instruction: Ingest) -> None:
+        key = instruction.key
+        payload = self._payloads.get(key)
+        if payload is None:
+            logger.error("payload %s has no refs; its process may offer it again", key)
+            self._state.unread(key)
+            return
+        job: IngestJob = {**instruction.job, "keep": self._keep(instruction)}
+        self._run(self._ingest(instruction._replace(job=job), payload))
+
+    def _keep(self, instruction: Ingest) -> list[str]:
+        """Return the sections and names that the plan and the run's settings keep of a payload."""
+        job, process = instruction.job, self._state.registry.processes[instruction.key.incarnation]
+        work: dict[str, Any] = {"stage": job["stage"], "step": job["step"]}
+        work |= {"role": process.role, "rank": process.rank}
+        policy = read_keep(process.settings.get("keep"))
+        own = () if policy is None else wanted_by(policy, **work)
+        return [*self._plan.keeps(run=job["run"], **work), *own]
+
+    async def _ingest(self, instruction: Ingest, payload: object) -> None:
+        key, node_id, job = instruction
+        if job["keep"]:
+            self._adopt_files(self._ingestors.node_of(node_id))
+            job = {**job, "no_room": await self.retention.make_room(node_id, job)}
+        outcome = await self._ingestors.ingest(node_id, key, job, payload)
         try:
-            await self.reception.settle(
-                key, outcome["state"], outcome["reason"], rows, **outcome["columns"]
-            )
+            await self.settle(key, outcome.state, outcome.reason, outcome.rows, **outcome.columns)
         except StagescopeError as error:
             # Rows that the catalogue refuses must not leave the payload without an end.
             logger.exception("the outcome of %s was refused", key)
             reason = f"the catalogue refused what came of it: {describe(error)}"
-            await self.reception.settle(key, "refused", reason)
-        if order.job.get("keep"):
-            await self._settle_kept(order, rows)
-        for again in self._former.arrived(order.job, rows):
-            self.aggregate(again)
+            await self.settle(key, "refused", reason)
+        if job["keep"]:
+            try:
+                await self.retention.settled(node_id, job, outcome.rows)
+            except StagescopeError:
+                logger.exception("old kept files could not be deleted")
+        for again in self._aggregator.arrived(job, outcome.rows):
+            self.start(again)
 
-    async def _settle_kept(self, order: Ingest, rows: Sequence[Put]) -> None:
+    async def settle(
+        self,
+        key: PayloadKey,
+        state: str,
+        reason: str | None,
+        rows: Sequence[Put] = (),
+        **columns: Any,
+    ) -> None:
+        """Record the end of a payload, with the rows that came of it."""
+        self.release(key)
+        settled = self._state.settle(key, state, reason, self.wall(), **columns)
+        await self.carry_out([*rows, *settled])
+
+    def release(self, key: PayloadKey) -> None:
+        """Let go of the refs of a payload that is not read any more."""
+        self._payloads.pop(key, None)
+
+    # --- dumps and watchdogs ----------------------------------------------------------------
+    async def _build_operator_table(self, instruction: BuildOperatorTable) -> None:
+        node_id, job = instruction.node_id, instruction.job
+        await self.write(await self._ingestors.build_operator_table(node_id, job))
+
+    async def _building_failed(
+        self, instruction: BuildOperatorTable, error: Exception, tries: int
+    ) -> None:
+        reason = f"the service failed to read it ({tries} tries): {describe(error)}"
+        await self.write(refusal(instruction.job, StoreError(reason)))
+
+    async def _read_watchdogs(self, instruction: ReadWatchdogs) -> None:
         try:
-            await self.retention.settled(order.node_id, order.job, rows)
-        except StagescopeError:
-            logger.exception("old kept files could not be deleted")
-
-    async def _digest(self, order: BuildOperatorTable) -> None:
-        try:
-            rows = await self._ingestors.on(order.node_id).digest.remote(order.job)
-        except exceptions.RayActorError:
-            self._ingestors.forget(order.node_id)
-            raise
-        await self.reception.write([Put(table, row) for table, row in rows])
-
-    async def _digest_failed(self, order: BuildOperatorTable, error: Exception, tried: int) -> None:
-        reason = f"the service failed to read it ({tried} tries): {describe(error)}"
-        await self.reception.write(refusal(order.job, StoreError(reason)))
-
-    async def _read_watchdogs(self, order: ReadWatchdogs) -> None:
-        try:
-            ingestor = self._ingestors.on(order.node_id)
-            found = await ingestor.read_watchdogs.remote(order.paths)
+            found = await self._ingestors.read_watchdogs(instruction.node_id, instruction.paths)
             for incarnation, fields in found.items():
-                await self.reception.watchdog(incarnation, fields)
-        except exceptions.RayActorError:
-            self._ingestors.forget(order.node_id)  # the next look asks again
+                await self.carry_out(self._hangs.watchdog(incarnation, fields, self.wall()))
+        except Unreachable:
+            return  # the next check of processes asks again
         except Exception:
-            logger.exception("watchdogs of node %s could not be read", order.node_id)
+            logger.exception("watchdogs of node %s could not be read", instruction.node_id)
 
-    async def _write(self, rows: Sequence[Put | Delete]) -> None:
-        await self.reception.write(rows)
+    # --- steps ------------------------------------------------------------------------------
+    async def _aggregate(self, step: Aggregate) -> None:
+        attempt = self._state.attempt(step.attempt_id)
+        run = "" if attempt is None else attempt.run
+        late = await self._too_late(step)
+        if late is not None:  # its parts may be gone: what was aggregated of them stays
+            await self.write(late)
+        else:
+            forgotten = attempt is None or step.step not in attempt.steps
+            await self._aggregator.aggregate(step, run, forgotten=forgotten)
+            key = {"finding_id": self._not_aggregated(step).row["finding_id"]}
+            await self.write([*await self._retired(step), Delete("findings", key)])
+        self._check_rules(step)
 
-    async def _aggregate(self, order: Aggregate) -> None:
-        await self._form_once(order)
-        self._hold_against_rules(order)
+    async def _too_late(self, step: Aggregate) -> Sequence[Put | Delete] | None:
+        attempt = self._state.attempt(step.attempt_id)
+        closed = None if attempt is None else attempt.last_closed_step
+        if attempt is None or closed is None or step.step > closed - self._settings.keep_steps:
+            return None
+        oldest = await self._newest_retired(step.attempt_id, closed)
+        if oldest is None or step.step > oldest:
+            return None
+        return await asyncio.to_thread(
+            assembly.too_late, self.catalogue, step.attempt_id, step.step, attempt.run
+        )
 
-    async def _aggregation_failed(self, order: Aggregate, error: Exception, tried: int) -> None:
-        """Say that a step could not be aggregated; it holds up nothing."""
+    async def _aggregation_failed(self, step: Aggregate, error: Exception, tries: int) -> None:
+        """Report that a step could not be aggregated; it delays nothing."""
         try:
-            await self.reception.write([self._not_aggregated(order, error, tried)])
+            await self.write([self._not_aggregated(step, error, tries)])
         finally:
-            self._hold_against_rules(order)
+            self._check_rules(step)
 
-    def _hold_against_rules(self, order: Aggregate) -> None:
-        for step in self._turns.formed(order.attempt_id, order.step, self._owed(order)):
-            self._start(self.triggers.formed(order.attempt_id, step))
+    def _check_rules(self, step: Aggregate) -> None:
+        attempt_id, unfinished = step.attempt_id, self._unfinished(step)
+        for number in self._step_ordering.formed(attempt_id, step.step, unfinished):
+            self._run(self.triggers.formed(attempt_id, number))
 
     def _not_aggregated(
-        self, order: Aggregate, error: Exception | None = None, tried: int = 0
+        self, step: Aggregate, error: Exception | None = None, tries: int = 0
     ) -> Put:
-        attempt = self.reception.state.attempt(order.attempt_id)
+        attempt = self._state.attempt(step.attempt_id)
         reason = "" if error is None else describe(error)
         return finding(
             NOT_AGGREGATED,
-            f"the summary of step {order.step} could not be aggregated ({tried} tries): {reason}",
+            f"the summary of step {step.step} could not be aggregated ({tries} tries): {reason}",
             run="" if attempt is None else attempt.run,
-            attempt_id=order.attempt_id,
-            step=order.step,
-            wall=self.reception.wall(),
+            attempt_id=step.attempt_id,
+            step=step.step,
+            wall=self.wall(),
             severity="error",
-            evidence={"error": reason, "tries": tried},
+            evidence={"error": reason, "tries": tries},
             advice="its payloads, scalars and the statistics of its parts are kept (/ranks, "
             "/stages); it is tried again when more of it arrives and when the service starts "
             "anew; the coordinator's log has the traceback",
         )
 
-    async def _form_once(self, order: Aggregate) -> None:
-        attempt = self.reception.state.attempt(order.attempt_id)
-        closed = None if attempt is None else attempt.last_closed_step
-        if closed is not None and order.step <= closed - self._keep_steps:
-            oldest = await self._oldest_but(order.attempt_id, closed)
-            if oldest is not None and order.step <= oldest:
-                run = "" if attempt is None else attempt.run
-                late = await asyncio.to_thread(
-                    wholes.too_late, self._catalogue, order.attempt_id, order.step, run
-                )
-                if late is not None:  # its parts may be gone: what was aggregated of them stays
-                    await self.reception.write(late)
-                    return
-        forgotten = attempt is None or order.step not in attempt.steps
-        await self._former.form(order, "" if attempt is None else attempt.run, forgotten=forgotten)
-        said = {"finding_id": self._not_aggregated(order).row["finding_id"]}
-        await self.reception.write([*await self._retired(order), Delete("findings", said)])
-
-    def _owed(self, order: Aggregate) -> list[int]:
+    def _unfinished(self, step: Aggregate) -> list[int]:
         """Return the other steps of the attempt that are still to be aggregated.
 
-        A step leaves `pending` before its last payload is on disk, and is in `due` from then on.
+        A step leaves `pending` before its last payload is on disk, and is in `_due` from then on.
         """
-        attempt = self.reception.state.attempt(order.attempt_id)
-        unread = [] if attempt is None else [step for step in attempt.pending if step is not None]
-        closed = [step for step in unread if attempt is None or step not in attempt.open]
-        forming = {*self._aggregating, *self.reception.executor.due} - {order}
-        return closed + [each.step for each in forming if each.attempt_id == order.attempt_id]
+        attempt = self._state.attempt(step.attempt_id)
+        unread = [] if attempt is None else [each for each in attempt.pending if each is not None]
+        closed = [each for each in unread if attempt is None or each not in attempt.open]
+        aggregating = {*self._aggregating, *self._due} - {step}
+        return closed + [each.step for each in aggregating if each.attempt_id == step.attempt_id]
 
-    async def _retired(self, order: Aggregate) -> list[Delete]:
-        """Let the summaries of steps that are now too old go; their step summaries stay.
+    async def _retired(self, step: Aggregate) -> list[Delete]:
+        """Return the deletion of the parts and weight records of steps that are too old now.
 
-        So do their records of weights; what they were found to be stays.
+        Their step summaries and the verdicts on their weights stay.
         """
-        oldest = await self._oldest_but(order.attempt_id, order.step)
+        oldest = await self._newest_retired(step.attempt_id, step.step)
         if oldest is None:
             return []
-        summarised = functools.partial(self._catalogue.summarised_steps, through=oldest)
-        steps = {oldest, *await asyncio.to_thread(summarised, order.attempt_id)}
-        old = [{"attempt_id": order.attempt_id, "step": step} for step in sorted(steps)]
-        return [Delete(table, each) for each in old for table in ("summaries", "weights")]
+        summarised = functools.partial(self.catalogue.summarised_steps, through=oldest)
+        steps = {oldest, *await asyncio.to_thread(summarised, step.attempt_id)}
+        keys = [{"attempt_id": step.attempt_id, "step": number} for number in sorted(steps)]
+        return [Delete(table, key) for key in keys for table in ("summaries", "weights")]
 
-    async def _oldest_but(self, attempt_id: int, step: int) -> int | None:
-        """Return the newest step whose parts are too old to be kept where `step` is the newest."""
-        below = self._catalogue.oldest_but
-        return await asyncio.to_thread(below, attempt_id, step, self._keep_steps)
+    async def _newest_retired(self, attempt_id: int, step: int) -> int | None:
+        """Return the newest step whose parts are not kept where `step` is the newest closed."""
+        return await asyncio.to_thread(
+            self.catalogue.oldest_but, attempt_id, step, self._settings.keep_steps
+        )
+
+    # --- rings and kept files ---------------------------------------------------------------
+    def retire_files(self) -> None:
+        """Delete kept files that are too old; to be called often."""
+        self._run(self.retention.look())
+
+    def _adopt_files(self, node: str) -> None:
+        """Bring the catalogue and the kept files of a node together, once."""
+        if node not in self._nodes_adopted:
+            self._nodes_adopted.add(node)
+            self._run(self._adopt_now(node))
+
+    async def _adopt_now(self, node: str) -> None:
+        try:
+            await self.retention.adopt(node)
+        except StagescopeError:
+            logger.exception("the kept files of node %s could not be read", node)
+            self._nodes_adopted.discard(node)
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
-        """Pin the payloads of a step on every node that has some (`Hands` of triggers).
+        """Pin the payloads of a step on every node that has some.
 
-        Kept files of a pinned step stay by themselves: they count among what it holds.
+        Kept files of a pinned step stay by themselves; the answer counts them, too.
         """
-        kept = await self._in_rings(attempt_id, step)
         payloads, size, gone = 0, 0, 0
         reasons: list[str] = []
-        for node, rows in kept.items():
-            try:
-                said = await self._ingestors.on(node).pin.remote(attempt_id, step)
-                pinned = Pinned(*said) if said else Pinned(0, 0, f"node {node} has no usable ring")
-            except exceptions.RayError as error:
-                reason = f"the ingestor of node {node} cannot be reached: {describe(error)}"
-                pinned = Pinned(0, 0, reason)
+        for node, rows in (await self._ring_files(attempt_id, step)).items():
+            pinned = await self._ingestors.pin(node, attempt_id, step)
             payloads, size = payloads + pinned.payloads, size + pinned.bytes
             reasons += [pinned.reason] if pinned.reason else []
             gone += 0 if pinned.reason else gone_of(rows, pinned.payloads)
         files = await asyncio.to_thread(
-            self._catalogue.artifacts, attempt_id, step, kind="kept", limit=_MOST_FILES
+            self.catalogue.artifacts, attempt_id, step, kind="kept", limit=_MOST_FILES
         )
         payloads, size = payloads + len(files), size + sum(row["bytes"] or 0 for row in files)
         return PinAnswer(payloads, size, gone, tuple(reasons))
 
     async def unpin(self, attempt_id: int, step: int) -> bool:
-        """Let the payloads of a step go; return whether every node's ring did."""
-        done = True
-        for node in await self._in_rings(attempt_id, step):
-            try:
-                done = await self._ingestors.on(node).unpin.remote(attempt_id, step) and done
-            except exceptions.RayError:  # noqa: PERF203 - the other nodes' go all the same
-                done = False
-        return done
+        """Release the payloads of a step; return whether every node's ring did."""
+        nodes: Collection[str | None] = await self._ring_files(attempt_id, step)
+        return all([await self._ingestors.unpin(node, attempt_id, step) for node in nodes])
 
-    async def _in_rings(self, attempt_id: int, step: int) -> dict[str | None, list[dict[str, Any]]]:
-        """Return, by node, what the catalogue knows of a step's payloads in rings."""
+    async def _ring_files(
+        self, attempt_id: int, step: int
+    ) -> dict[str | None, list[dict[str, Any]]]:
+        """Return node -> rows of `artifacts` of a step's payloads in rings, deleted ones too."""
         rows = await asyncio.to_thread(
-            self._catalogue.artifacts,
+            self.catalogue.artifacts,
             attempt_id, step, kind="ring", deleted=None, limit=_MOST_FILES,
         )  # fmt: skip
         found: dict[str | None, list[dict[str, Any]]] = {}
         for row in sorted(rows, key=lambda row: row["node_id"] or ""):
             found.setdefault(row["node_id"], []).append(row)
         return found
-
-    async def restate(
-        self,
-        node_id: str | None,
-        key: PayloadKey,
-        job: dict[str, Any],
-        pair: tuple[str, str],
-        skips: Sequence[tuple[int, int, int]],
-    ) -> bytes | None:
-        """Take a payload's statistics again without tokens that count elsewhere (`Hands`)."""
-        try:
-            ingestor = self._ingestors.on(node_id)
-            summary: bytes | None = await ingestor.restate.remote(tuple(key), job, pair, skips)
-        except exceptions.RayError:
-            return None
-        return summary
-
-    async def join(
-        self,
-        node_id: str | None,
-        key: PayloadKey,
-        job: dict[str, Any],
-        sources: Sequence[tuple[Any, ...]],
-    ) -> Reply | None:
-        """Join a trainer's payload with rollouts (`Hands`)."""
-        try:
-            ingestor = self._ingestors.on(node_id)
-            answer: Reply | None = await ingestor.join.remote(tuple(key), job, sources)
-        except exceptions.RayError:
-            return None
-        return answer

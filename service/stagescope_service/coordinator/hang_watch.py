@@ -175,8 +175,10 @@ class HangWatch:
     def __init__(self, state: State, rules: StuckRules, *, late_seconds: float) -> None:
         self._state = state
         self._rules = rules
-        self._silence = UnresponsiveProcesses(state, late_seconds=late_seconds, floor=rules.floor)
-        self._pause = min(max(rules.floor / 4, 0.25), 5.0)
+        self._silence = UnresponsiveProcesses(
+            state, late_seconds=late_seconds, min_seconds=rules.min_seconds
+        )
+        self._pause = min(max(rules.min_seconds / 4, 0.25), 5.0)
         self._due = -math.inf
         self._open: dict[_Key, str] = {}
         self._silent: dict[str, tuple[int, str]] = {}
@@ -243,7 +245,7 @@ class HangWatch:
 
     def _is_quiet(self, attempt: Attempt, wall: float) -> bool:
         """Whether somebody has said nothing for long: a look at a busy attempt costs little."""
-        quiet = wall - self._rules.floor
+        quiet = wall - self._rules.min_seconds
         return any(
             process.said < quiet and not (process.finished or process.replaced)
             for process in attempt.processes.values()

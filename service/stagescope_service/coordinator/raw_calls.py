@@ -24,14 +24,13 @@ from stagescope.wire.schema import (
     Work,
     check_run_name,
 )
-from stagescope_service.coordinator.executor import Executor
+from stagescope_service.coordinator.effects import Effects
 from stagescope_service.core import reports, spans, steps
 from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
 from stagescope_service.core.spans import RAW_SEQ
-from stagescope_service.core.state import State
 
 _CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
 """Kind of event -> the call's name, where that is another."""
@@ -50,21 +49,14 @@ _OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class RawCalls:
-    """Takes raw calls in; used from the event loop of the `Reception` alone."""
+    """Takes raw calls in; used from one event loop."""
 
-    def __init__(
-        self,
-        state: State,
-        executor: Executor,
-        *,
-        poll_seconds: float,
-        wall: Callable[[], float],
-        mono: Callable[[], float],
-    ) -> None:
-        self._state = state
-        self._executor = executor
+    def __init__(self, effects: Effects, *, poll_seconds: float, mono: Callable[[], float]) -> None:
+        self._effects = effects
+        self._commits = effects.commits
+        self._state = effects.commits.state
         self._poll_seconds = poll_seconds
-        self._wall = wall
+        self._wall = effects.wall
         self._mono = mono
         self.taken = 0
 
@@ -93,7 +85,7 @@ class RawCalls:
                 field that seems to be misspelt.
             NotReady: the catalogue cannot be written now; nothing was taken.
         """
-        self._executor.check_ready()
+        self._commits.check_ready()
         run = check_run_name(fields.get("run"))
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         wall, mono = self._wall(), self._mono()
@@ -108,7 +100,7 @@ class RawCalls:
                     expected="a dict of names to tensors or to refs of them",
                 )
         except InvalidEvent as error:
-            await self._executor.carry_out([self._refusal(run, kind, fields, error)])
+            await self._effects.carry_out([self._refusal(run, kind, fields, error)])
             raise
         if kind == FINISH:
             return await self._finish(run, Event(kind, seq, wall, mono, {}), body, unknown)
@@ -134,14 +126,14 @@ class RawCalls:
         taken = self._state.handle(
             sender, event, mono, has_payload=has_payload, raw=True, late=late
         )
-        self._executor.hold(taken, payload)
+        self._effects.hold(taken, payload)
         out += taken
         process = self._state.registry.processes[sender.incarnation]
         attempt = self._state.registry.attempt_of(process)
         if unknown:
             out.append(reports.unknown_fields(attempt, process.role, _name(kind), unknown, wall))
         self.taken += 1
-        await self._executor.carry_out(out)
+        await self._effects.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
@@ -186,7 +178,7 @@ class RawCalls:
             role = str(fields.get("role") or "every role")
             out.append(reports.unknown_fields(attempt, role, FINISH, unknown, event.wall))
         self.taken += 1
-        await self._executor.carry_out(out)
+        await self._effects.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
@@ -249,8 +241,8 @@ class RawCalls:
         )
 
     async def _settled(self, key: PayloadKey) -> str:
-        while not (receipts := self._executor.receipts(key.incarnation, [key.seq])):
-            await self._executor.wait(key.incarnation, self._poll_seconds)
+        while not (receipts := self._commits.receipts(key.incarnation, [key.seq])):
+            await self._commits.wait(key.incarnation, self._poll_seconds)
         return receipts[key.seq]
 
 

@@ -12,11 +12,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.core.findings import NOT_KEPT
-from stagescope_service.core.instructions import Put
+from stagescope_service.core.instructions import IngestJob, Put
+from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.store.catalogue import Catalogue
 
 logger = logging.getLogger(__name__)
@@ -40,34 +41,12 @@ class Limits:
     steps: int | None = None
 
 
-class NodeFiles(Protocol):
-    """The disks of the nodes, through their ingestors."""
-
-    def place(self, node_id: str | None) -> str:
-        """Return the node that stands in for one that is unknown or gone."""
-        ...
-
-    async def kept_files(self, node_id: str) -> list[str]:
-        """Return the paths of the kept files that a node sees."""
-        ...
-
-    async def describe_kept(
-        self, node_id: str, paths: Sequence[str]
-    ) -> Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """Return (row of artifacts, job) of those files that can be read."""
-        ...
-
-    async def discard(self, node_id: str, paths: Sequence[str]) -> Iterable[str]:
-        """Delete files; return those that are gone."""
-        ...
-
-
 class Retention:
     """Makes room for kept files, and says where there is none; used from one event loop only.
 
     Args:
         catalogue: the store's reading side.
-        disks: reaches the ingestors.
+        ingestors: of all nodes; a call raises `Unreachable` where a node is gone.
         write: commits rows.
         limits: what kept files may take.
         wall: Unix seconds of the service.
@@ -77,7 +56,7 @@ class Retention:
     def __init__(
         self,
         catalogue: Catalogue,
-        disks: NodeFiles,
+        ingestors: IngestorClient,
         write: Write,
         limits: Limits,
         *,
@@ -85,7 +64,7 @@ class Retention:
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
-        self._disks = disks
+        self._ingestors = ingestors
         self._write = write
         self._limits = limits
         self._wall = wall
@@ -117,12 +96,12 @@ class Retention:
         }
 
     # --- payloads -------------------------------------------------------------------------
-    async def make_room(self, node_id: str | None, job: Mapping[str, Any]) -> str:
+    async def make_room(self, node_id: str | None, job: IngestJob) -> str:
         """Make room for what is kept of a payload; return why there is none, or ''.
 
         `settled` gives back what this reserves.
         """
-        node, needed = self._disks.place(node_id), _size(job)
+        node, needed = self._ingestors.node_of(node_id), _size(job)
         try:
             async with self._changing:
                 reason = await self._room(node, needed, (job["attempt_id"], job["step"]))
@@ -168,11 +147,9 @@ class Retention:
             excess -= row["bytes"] or 0
         await self._delete(node, chosen)
 
-    async def settled(
-        self, node_id: str | None, job: Mapping[str, Any], rows: Sequence[Put]
-    ) -> None:
+    async def settled(self, node_id: str | None, job: IngestJob, rows: Sequence[Put]) -> None:
         """Note what became of a payload for which there was room, after its rows' commit."""
-        node = self._disks.place(node_id)
+        node = self._ingestors.node_of(node_id)
         if not job.get("no_room"):
             self._reserved[node] -= _size(job)
         for put in rows:
@@ -214,13 +191,13 @@ class Retention:
         async with self._changing:
             rows = await asyncio.to_thread(self._catalogue.kept_files, limit=_BATCH, **which)
             for node in dict.fromkeys(row["node_id"] for row in rows):
-                if self._disks.place(node) == node:  # of a node that is gone, nothing is known
+                if self._ingestors.node_of(node) == node:  # nothing is known of one that is gone
                     await self._delete(node, [row for row in rows if row["node_id"] == node])
 
     async def _delete(self, node: str, rows: Sequence[Row]) -> None:
         if not rows:
             return
-        gone = {*await self._disks.discard(node, [row["path"] for row in rows])}
+        gone = {*await self._ingestors.discard(node, [row["path"] for row in rows])}
         deleted = [row for row in rows if row["path"] in gone]
         now = self._wall()
         await self._write(
@@ -238,7 +215,7 @@ class Retention:
         async with self._changing:
             # Rows first: the file of a row that is there by now was written before.
             known = {row["path"]: row for row in await asyncio.to_thread(self._known)}
-            found = await self._disks.kept_files(node)
+            found = await self._ingestors.kept_files(node)
             rows = [*self._moved(node, known, found), *self._lost(node, known, found)]
             rows += await self._orphans(node, [path for path in found if path not in known])
             if rows:
@@ -251,7 +228,7 @@ class Retention:
     def _moved(self, node: str, known: Mapping[str, Row], found: Iterable[str]) -> Iterable[Put]:
         for path in found:
             row = known.get(path)
-            if row is not None and self._disks.place(row["node_id"]) != row["node_id"]:
+            if row is not None and self._ingestors.node_of(row["node_id"]) != row["node_id"]:
                 yield Put("artifacts", {"artifact_id": row["artifact_id"], "node_id": node})
 
     def _lost(self, node: str, known: Mapping[str, Row], found: Iterable[str]) -> Iterable[Put]:
@@ -266,7 +243,7 @@ class Retention:
         attempts: dict[str, dict[str, int]] = {}
         for begin in range(0, len(paths), _BATCH):
             batch = paths[begin : begin + _BATCH]
-            for row, job in await self._disks.describe_kept(node, batch):
+            for row, job in await self._ingestors.describe_kept(node, batch):
                 run = job["run"]
                 if run not in attempts:
                     of_run = await asyncio.to_thread(self._catalogue.attempts, run)
@@ -278,7 +255,7 @@ class Retention:
         return rows
 
 
-def _size(job: Mapping[str, Any]) -> int:
+def _size(job: IngestJob) -> int:
     return int(job.get("bytes") or 0)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import httpx
 
@@ -87,7 +87,7 @@ class Webhooks:
 
 
 Row = dict[str, Any]
-Order = Callable[[Mapping[str, Any], str], Awaitable[Mapping[str, Any]]]
+RequestCapture = Callable[[Mapping[str, Any], str], Awaitable[Mapping[str, Any]]]
 """(spec, by) -> the capture; what `POST /captures` calls."""
 
 _PATIENCE: Final = 60.0
@@ -145,12 +145,8 @@ def gone_of(rows: Sequence[Row], held: int) -> int:
     return max(deleted, len(rows) - held)
 
 
-class IngestorClient(Protocol):
-    """What ingestors do for triggers."""
-
-    async def pin(self, attempt_id: int, step: int) -> PinAnswer:
-        """Pin the payloads of a step on every node that has some."""
-        ...
+PinStep = Callable[[int, int], Awaitable[PinAnswer]]
+"""(attempt_id, step) -> what became of the pin of its payloads on every node that has some."""
 
 
 class Acting:
@@ -158,8 +154,8 @@ class Acting:
 
     Args:
         catalogue: the store's reading side.
-        hands: reaches the ingestors.
-        order: orders a capture.
+        pin: pins the payloads of a step.
+        request_capture: requests a capture.
         webhooks: calls webhooks.
         wall: Unix seconds of the service.
     """
@@ -167,15 +163,15 @@ class Acting:
     def __init__(
         self,
         catalogue: Catalogue,
-        hands: IngestorClient,
-        order: Order,
+        pin: PinStep,
+        request_capture: RequestCapture,
         webhooks: Webhooks,
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._catalogue = catalogue
-        self._hands = hands
-        self._order = order
+        self._pin_step = pin
+        self._request_capture = request_capture
         self._webhooks = webhooks
         self._wall = wall
 
@@ -202,7 +198,7 @@ class Acting:
         )
         told = []
         for number in sorted({row["step"] for row in there} & set(wanted)):
-            answer = await self._hands.pin(attempt_id, number)
+            answer = await self._pin_step(attempt_id, number)
             told.append({"step": number, **dataclasses.asdict(answer)})
             if answer.payloads:
                 pinned = {"attempt_id": attempt_id, "step": number, "pinned": True}
@@ -349,7 +345,7 @@ class Acting:
         deadline = time.monotonic() + _PATIENCE
         while True:
             try:
-                return await self._order(spec, by)
+                return await self._request_capture(spec, by)
             except NotReady:  # noqa: PERF203
                 if time.monotonic() > deadline:
                     raise

@@ -19,13 +19,13 @@ class UnresponsiveProcesses:
     Args:
         state: of the coordinator.
         late_seconds: a process that polls is late after so long without a word.
-        floor: seconds below which no process counts as silent.
+        min_seconds: seconds below which no process counts as silent.
     """
 
-    def __init__(self, state: State, *, late_seconds: float, floor: float = 0.0) -> None:
+    def __init__(self, state: State, *, late_seconds: float, min_seconds: float = 0.0) -> None:
         self._state = state
         self._late_seconds = late_seconds
-        self.seconds = max(late_seconds, floor)
+        self.seconds = max(late_seconds, min_seconds)
         """A process counts as silent after so long."""
         self._until: dict[str, float] = {}
 

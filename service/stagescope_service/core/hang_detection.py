@@ -136,23 +136,23 @@ class Stuck(NamedTuple):
 class StuckRules:
     """From when on a rank counts as stuck."""
 
-    floor: float = 30.0
+    min_seconds: float = 30.0
     """Seconds below which nobody is stuck."""
     factor: float = 3.0
     """Times the median of the earlier steps."""
     longest_factor: float = 1.5
     """Times the longest of them: a step with a checkpoint is slow as well."""
     first_factor: float = 4.0
-    """Times the floor where there is no history."""
+    """Times `min_seconds` where there is no history."""
 
     def after(self, earlier: Sequence[float], here: float | None) -> Limit:
         """Return the limit after what earlier steps took, else after what the others take here."""
         if not earlier:
-            seconds = max(self.first_factor * self.floor, self.factor * (here or 0.0))
+            seconds = max(self.first_factor * self.min_seconds, self.factor * (here or 0.0))
             return Limit(seconds, None, 0)
         usual = statistics.median(earlier)
         longest = self.longest_factor * max(earlier)
-        return Limit(max(self.floor, self.factor * usual, longest), usual, len(earlier))
+        return Limit(max(self.min_seconds, self.factor * usual, longest), usual, len(earlier))
 
 
 def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
@@ -186,7 +186,7 @@ class _Judgement:
     def judge(self) -> list[Stuck]:
         found = []
         for rank, standing in sorted(self._role.standings.items()):
-            if standing.said is not None and self._now - standing.said <= self._rules.floor:
+            if standing.said is not None and self._now - standing.said <= self._rules.min_seconds:
                 continue
             if standing.inside is not None:
                 stuck = self._inside(rank, standing, standing.inside)
@@ -219,7 +219,7 @@ class _Judgement:
         since = first if standing.said is None else max(first, standing.said)
         limit = self._limit(place, NOT_BEGUN)
         unheard = standing.process in (SILENT, GONE)
-        patience = self._rules.floor if unheard else limit.seconds
+        patience = self._rules.min_seconds if unheard else limit.seconds
         if self._now - since <= patience:
             return None
         return self._stuck(rank, standing, place, NOT_BEGUN, since, limit)

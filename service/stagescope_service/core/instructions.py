@@ -1,8 +1,11 @@
-"""What the state machine asks of the shell around it: nothing else reaches the outside."""
+"""Instructions: what the state machine returns, for `coordinator.effects` to carry out."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from typing_extensions import NotRequired
 
 from stagescope_service.store.contract import Delete, Put
 
@@ -13,7 +16,9 @@ __all__ = [
     "CompareWeights",
     "Delete",
     "DumpKey",
+    "DumpReported",
     "Ingest",
+    "IngestJob",
     "Instruction",
     "PayloadKey",
     "Put",
@@ -29,12 +34,48 @@ class PayloadKey(NamedTuple):
     seq: int
 
 
+class IngestJob(TypedDict):
+    """A payload's work and process, as its ingestor needs them; JSON.
+
+    `recompute` and `join` read only `attempt_id` and `step`, and of the rest what stands in the
+    ring's file.
+    """
+
+    attempt_id: int
+    step: int | None
+    run: NotRequired[str]
+    attempt_key: NotRequired[str]
+    role: NotRequired[str]
+    rank: NotRequired[int]
+    data_rank: NotRequired[int | None]
+    policy_version: NotRequired[int | None]
+    stage: NotRequired[str]
+    occurrence: NotRequired[int | None]
+    epoch: NotRequired[int | None]
+    minibatch: NotRequired[int | None]
+    microbatch: NotRequired[int | None]
+    cp_size: NotRequired[int | None]
+    """Context-parallel ranks."""
+    layout: NotRequired[Mapping[str, Any]]
+    settings: NotRequired[Mapping[str, Any]]
+    """Of the run, as `init` was given them."""
+    scalars: NotRequired[Mapping[str, float]]
+    bytes: NotRequired[int | None]
+    """As announced."""
+    reported: NotRequired[bool]
+    """Whether the probe has reported what is wrong with the payload."""
+    keep: NotRequired[Sequence[str]]
+    """Sections and names of tensors to keep in files; see `stagescope.wire.keep`."""
+    no_room: NotRequired[str]
+    """Why nothing may be kept; '' where there is room."""
+
+
 class Ingest(NamedTuple):
     """Hand a payload's refs to the ingestor of `node_id` (any, where it is None)."""
 
     key: PayloadKey
     node_id: str | None
-    job: dict[str, Any]
+    job: IngestJob
 
 
 class DumpKey(NamedTuple):
@@ -51,6 +92,12 @@ class BuildOperatorTable(NamedTuple):
     key: DumpKey
     node_id: str | None
     job: dict[str, Any]
+
+
+class DumpReported(NamedTuple):
+    """A rank said what became of a capture: a row of `dumps`, which is written beside this."""
+
+    row: Mapping[str, Any]
 
 
 class Ask(NamedTuple):
@@ -75,7 +122,7 @@ class Settled(NamedTuple):
 
 
 class Aggregate(NamedTuple):
-    """The whole of a closed step must be formed (again)."""
+    """The summary of a closed step must be aggregated (again)."""
 
     attempt_id: int
     step: int
@@ -97,24 +144,6 @@ Instruction = (
     | Aggregate
     | BuildOperatorTable
     | Ask
+    | DumpReported
     | ReadWatchdogs
 )
-
-
-class Effects(Protocol):
-    """What carries out instructions that are not rows."""
-
-    def ingest(self, order: Ingest, payload: object) -> None:
-        """Have an ingestor read a payload; its outcome comes back by `Reception.settle`."""
-
-    def aggregate(self, order: Aggregate) -> None:
-        """Aggregate a step."""
-
-    def read_watchdogs(self, order: ReadWatchdogs) -> None:
-        """Read files of watchdogs; what they say comes back by `Reception.watchdog`."""
-
-    def build_operator_table(self, order: BuildOperatorTable) -> None:
-        """Have an ingestor make a dump's operator table."""
-
-    def compare_weights(self, order: CompareWeights) -> None:
-        """Compare the recorded weights of a version."""

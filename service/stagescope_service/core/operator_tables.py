@@ -14,7 +14,13 @@ from stagescope.wire.schema import PART_FIELDS, Event, Work
 from stagescope_service.core.catalogue_rows import loss_row
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import BuildOperatorTable, DumpKey, Instruction, Put
+from stagescope_service.core.instructions import (
+    BuildOperatorTable,
+    DumpKey,
+    DumpReported,
+    Instruction,
+    Put,
+)
 
 ARMED: Final = "armed"
 TRUNCATED: Final = "truncated"
@@ -65,6 +71,7 @@ def cut_off(attempt: Attempt, process: Process, wall: float, why: str) -> list[I
         reason = f"dump {TRUNCATED}: {why} inside the capture"
         key = {name: row[name] for name in _KEY}
         out.append(Put("dumps", {**key, "state": TRUNCATED}))
+        out.append(DumpReported({**row, "state": TRUNCATED}))
         columns = {"identity": row["capture_id"], "count": 1, "wall": wall}
         out.append(loss_row(attempt, process, work, "dump", reason, **columns))
         if row.get("path") is not None:

@@ -19,7 +19,6 @@ from stagescope_service.core.catalogue_rows import (
     plain,
     row_id,
     text,
-    work_columns,
 )
 from stagescope_service.core.entities import (
     ANNOUNCED,
@@ -31,7 +30,14 @@ from stagescope_service.core.entities import (
     Process,
 )
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Delete, Ingest, Instruction, PayloadKey, Settled
+from stagescope_service.core.instructions import (
+    Delete,
+    Ingest,
+    IngestJob,
+    Instruction,
+    PayloadKey,
+    Settled,
+)
 from stagescope_service.statistics import available_pairs
 
 
@@ -62,7 +68,7 @@ def announce(
             out += _misspelt(attempt, process, event, work, announced)
     if has_payload and not payload.in_flight:
         payload.in_flight = True
-        job = {
+        job: IngestJob = {
             "run": attempt.run,
             "attempt_id": attempt.attempt_id,
             "attempt_key": attempt.key,
@@ -71,7 +77,13 @@ def announce(
             "data_rank": process.data_rank,
             "layout": dict(process.layout),
             "settings": dict(process.settings),
-            **work_columns(work),
+            "step": work.step,
+            "policy_version": work.policy_version,
+            "stage": work.stage or "",
+            "occurrence": work.part.occurrence,
+            "epoch": work.part.epoch,
+            "minibatch": work.part.minibatch,
+            "microbatch": work.part.microbatch,
             "scalars": numbers(event.fields.get("scalars")),
             "bytes": integer(announced.get("bytes")),
             "reported": announced.get("reported") is True,

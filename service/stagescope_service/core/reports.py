@@ -25,7 +25,7 @@ from stagescope_service.core.catalogue_rows import (
 )
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import BEGUN_AGAIN, by_message, finding, moved
-from stagescope_service.core.instructions import Delete, Instruction, Put
+from stagescope_service.core.instructions import Delete, DumpReported, Instruction, Put
 from stagescope_service.core.settings_findings import of_settings
 
 DUMPS_REMEMBERED: Final = 1024
@@ -345,7 +345,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         **({"wall": event.wall} if newest else {}),
         **said,
     }
-    out: list[Instruction] = [Put("dumps", row)]
+    out: list[Instruction] = [Put("dumps", row), DumpReported(row)]
     state = said.get("state")
     if state in ("failed", "missed", "truncated"):
         reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"

@@ -20,19 +20,23 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.wire.errors import Forbidden, StagescopeError
-from stagescope.wire.stacks import read_watchdog
+from stagescope.wire.errors import Unreachable
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.ingest import kept_files
-from stagescope_service.ingest.kept_files import Keeper
-from stagescope_service.ingest.reader import PayloadReader
-from stagescope_service.ingest.recompute import Recomputer, Source
+from stagescope_service.core.instructions import IngestJob, PayloadKey
+from stagescope_service.ingest.ingestors import (
+    IngestorDied,
+    IngestWorker,
+    TokenRange,
+    read_watchdogs,
+)
+from stagescope_service.ingest.reader import Outcome
+from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
-from stagescope_service.store.artifacts import confine, read_piece, ring_directory
-from stagescope_service.store.ring import DEFAULT_RESERVE, Ring
+from stagescope_service.store.contract import Put
+from stagescope_service.store.pins import Pinned
+from stagescope_service.store.ring import DEFAULT_RESERVE
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ def ingestor_name(node_id: str) -> str:
 
 
 class Ingestor:
-    """Reads payloads for one node."""
+    """Reads the payloads that lie on one node: an `IngestWorker` in an actor."""
 
     def __init__(
         self,
@@ -69,170 +73,127 @@ class Ingestor:
         reserve_bytes: int = DEFAULT_RESERVE,
     ) -> None:
         self._node_id = node_id
-        self._data_dir = Path(data_dir)
-        self._roots = [Path(root) for root in roots]
-        self._ring_bytes = ring_bytes
-        self._reserve_bytes = reserve_bytes
-        self._intake: PayloadReader | None = None
-        self._room = _Room(most_bytes)
-        # One thread: two payloads at once would only take turns, and hold twice the memory.
-        self._pool = concurrent.futures.ThreadPoolExecutor(
+        self._worker = IngestWorker(
+            node_id,
+            Path(data_dir),
+            [Path(root) for root in roots],
+            ring_bytes=ring_bytes,
+            reserve_bytes=reserve_bytes,
+        )
+        self._memory = _MemoryLimit(most_bytes)
+        # One thread: two payloads at once would only alternate, and hold twice the memory.
+        self._thread = concurrent.futures.ThreadPoolExecutor(
             1, initializer=_start_worker, initargs=(node_id,)
         )
         # The thread begins with its first task: the kernel is loaded now, not in the first step.
-        self._pool.submit(_nothing)
+        self._thread.submit(_nothing)
 
-    async def ingest(
-        self, key: tuple[str, int], job: dict[str, Any], payload: Any
-    ) -> dict[str, Any]:
-        """Read a payload and return what became of it (`Outcome.wire`)."""
+    async def ingest(self, key: PayloadKey, job: IngestJob, payload: Any) -> Outcome:
+        """Read a payload and return its outcome."""
         size = job.get("bytes") or 0
-        await self._room.enter(size)
+        await self._memory.enter(size)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._pool, self._read, PayloadKey(*key), job, payload
-            )
+            return await self._run(self._read, key, job, payload)
         finally:
-            self._room.leave(size)
+            self._memory.leave(size)
 
-    async def restate(
+    async def recompute(
         self,
-        key: tuple[str, int],
-        job: dict[str, Any],
+        key: PayloadKey,
+        job: IngestJob,
         pair: tuple[str, str],
-        skips: Sequence[tuple[int, int, int]],
+        skips: Sequence[TokenRange],
     ) -> bytes | None:
-        """Return a payload's summary without tokens that counted elsewhere; None: not kept."""
-        return await self._again(
-            Recomputer.restate, PayloadKey(*key), job, (pair[0], pair[1]), skips
-        )
+        """Return a payload's summary without tokens that count elsewhere; None: not kept."""
+        return await self._run(self._worker.recompute, key, job, pair, skips)
 
     async def join(
-        self, key: tuple[str, int], job: dict[str, Any], sources: Sequence[tuple[Any, ...]]
-    ) -> dict[str, Any] | None:
-        """Join a trainer's payload with rollouts (`Recomputer.join`); None: not kept.
+        self, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+    ) -> JoinAnswer | None:
+        """Join a trainer's payload with rollouts; None: not kept.
 
-        Between its two turns in the thread it waits for other nodes' ingestors in the loop: two
-        that ask each other would otherwise wait for ever.
+        The loop, not the thread, waits for other nodes' ingestors: two that ask each other would
+        otherwise wait for ever.
         """
-        wanted = await self._again(Recomputer.samples, PayloadKey(*key), job)
-        if wanted is None:
+        sample_ids = await self._run(self._worker.samples, key, job)
+        if sample_ids is None:
             return None
         by_node: dict[str, list[Source]] = {}
-        for source in (Source(*fields) for fields in sources):
+        for source in sources:
             by_node.setdefault(source.node_id or self._node_id, []).append(source)
-        asked = [self._rollouts_of(node, some, wanted) for node, some in by_node.items()]
-        found = [rows for some in await asyncio.gather(*asked) for rows in some]
-        return await self._again(Recomputer.join, PayloadKey(*key), job, found)
+        calls = [self._rollouts_of(node, own, sample_ids) for node, own in by_node.items()]
+        found = [rows for some in await asyncio.gather(*calls) for rows in some]
+        return await self._run(self._worker.join, key, job, found)
 
     async def rollouts(
-        self, sources: Sequence[tuple[Any, ...]], wanted: Sequence[str]
+        self, sources: Sequence[Source], sample_ids: Sequence[str]
     ) -> list[RolloutRows]:
-        """Return the rows of wanted samples in payloads of this node's ring."""
-        some = [Source(*fields) for fields in sources]
-        return await self._again(Recomputer.rollouts, some, wanted) or []
+        """Return the rows of these samples in payloads of this node's ring."""
+        return await self._run(self._worker.rollouts, sources, sample_ids)
 
     async def _rollouts_of(
-        self, node: str, sources: Sequence[Source], wanted: Sequence[str]
+        self, node: str, sources: Sequence[Source], sample_ids: Sequence[str]
     ) -> list[RolloutRows]:
         if node == self._node_id:
-            return await self.rollouts(sources, wanted)
+            return await self.rollouts(sources, sample_ids)
         try:
             other: Any = ray.get_actor(ingestor_name(node), namespace=NAMESPACE)
-            found: list[RolloutRows] = await other.rollouts.remote(
-                [tuple(source) for source in sources], wanted
-            )
+            found: list[RolloutRows] = await other.rollouts.remote(sources, sample_ids)
         except (ValueError, exceptions.RayError):
-            return []  # that node is gone: its samples stay without a rollout, and that is said
+            return []  # that node is gone; the answer lists its samples as left out
         return found
 
-    async def _again(self, what: Callable[..., T], *arguments: Any) -> T | None:
-        """Do something with the ring in the thread; None where it cannot be done."""
-
-        def work() -> T | None:
-            try:
-                return what(Recomputer(self._here()), *arguments)
-            except StagescopeError:
-                return None
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        """Make a dump's operator table; return the rows that came of it.
+    async def build_operator_table(self, job: Mapping[str, Any]) -> list[Put]:
+        """Make a dump's operator table and return its rows.
 
         Raises:
-            Exception: what may pass, as `StoreError` of a full disk, and what nobody foresaw.
+            StagescopeError: a failure that may pass, such as a full disk.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._digest, job)
+        return await self._run(self._worker.build_operator_table, job)
 
     async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return what the watchdogs of processes of this node wrote; without those that did not."""
-        return await asyncio.to_thread(_read_watchdogs, paths)
+        """Return incarnation -> what its watchdog wrote, of the processes that have such a file."""
+        return await asyncio.to_thread(read_watchdogs, paths)
 
     async def read_artifact(self, path: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes of a file of this node that lies in an allowed root.
-
-        Raises:
-            Forbidden: it lies elsewhere.
-            NotFound: there is no such file.
-        """
-        return await asyncio.to_thread(read_piece, confine(path, self._roots), offset, size)
+        """Return up to `size` bytes of a file of this node; see `IngestWorker.read_artifact`."""
+        return await asyncio.to_thread(self._worker.read_artifact, path, offset, size)
 
     async def kept_files(self) -> list[str]:
-        """Return the paths of the kept files that lie below data_dir."""
-        return await asyncio.to_thread(kept_files.find, self._data_dir)
+        """Return the paths of the kept files below data_dir."""
+        return await asyncio.to_thread(self._worker.kept_files)
 
     async def describe_kept(
         self, paths: Sequence[str]
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return (artifact row, job) of those kept files that can be read."""
-        mine = [str(confine(path, self._roots)) for path in paths]
-        return await asyncio.to_thread(kept_files.describe, mine, self._node_id)
+        """Return (row of `artifacts`, job) of the kept files that can be read."""
+        return await asyncio.to_thread(self._worker.describe_kept, paths)
 
     async def discard(self, paths: Sequence[str]) -> list[str]:
-        """Delete kept files; return those that are not there any more."""
-        return await asyncio.to_thread(kept_files.discard, self._data_dir, paths)
+        """Delete kept files; return those that do not exist any more."""
+        return await asyncio.to_thread(self._worker.discard, paths)
 
-    async def pin(self, attempt_id: int, step: int) -> tuple[int, int, str] | None:
-        """Pin the payloads of a step (`Ring.pin_step`); None: the ring cannot be used."""
-        return await self._again(Recomputer.pin, attempt_id, step)
+    async def pin(self, attempt_id: int, step: int) -> Pinned:
+        """Pin the payloads of a step."""
+        return await self._run(self._worker.pin, attempt_id, step)
 
     async def unpin(self, attempt_id: int, step: int) -> bool:
-        """Let the payloads of a step go when room is needed; False: its marker stays."""
-        return bool(await self._again(Recomputer.unpin, attempt_id, step))
+        """Release the payloads of a step; False: its marker stays."""
+        return await self._run(self._worker.unpin, attempt_id, step)
 
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
         return os.getpid()
 
-    def _here(self) -> PayloadReader:
-        if self._intake is None:
-            reserve = self._reserve_bytes
-            directory = ring_directory(self._data_dir, self._node_id)
-            ring = Ring(directory, self._ring_bytes, reserve_bytes=reserve)
-            keeper = Keeper(self._data_dir, self._node_id, reserve)
-            self._intake = PayloadReader(self._data_dir, self._node_id, ring, keeper)
-        return self._intake
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    def _read(self, key: PayloadKey, job: Mapping[str, Any], payload: Any) -> dict[str, Any]:
+    def _read(self, key: PayloadKey, job: IngestJob, payload: Any) -> Outcome:
         try:
             value = _fetched(payload)
         except _GONE as error:
-            reason = f"it could not be read: {describe(error)}"
-            return {"state": "lost", "reason": reason, "rows": [], "columns": {}}
-        try:
-            return self._here().take(key, job, value).wire()
-        except Exception as error:  # one payload must not end the ingestor
-            reason = f"the service failed to read it: {describe(error)}"
-            return {"state": "refused", "reason": reason, "rows": [], "columns": {}}
-
-    def _digest(self, job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        # Here, since the coordinator reads this file too and has no use for Parquet.
-        from stagescope_service.ingest.operator_tables import build_operator_table
-
-        rows = build_operator_table(job, self._roots, self._node_id)
-        return [(put.table, dict(put.row)) for put in rows]
+            return Outcome("lost", f"it could not be read: {describe(error)}", [], {})
+        return self._worker.ingest(key, job, value)
 
 
 def _start_worker(node_id: str) -> None:
@@ -267,7 +228,7 @@ def _fetched(payload: Any) -> Any:
     return payload
 
 
-class _Room:
+class _MemoryLimit:
     """How many bytes of payloads may be in memory; one that is larger alone still gets in."""
 
     def __init__(self, most: int) -> None:
@@ -357,15 +318,108 @@ class Ingestors:
         return dict(self._handles)
 
 
-def _read_watchdogs(paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return what watchdogs wrote, by incarnation; for those who run on the node of the files."""
-    found: dict[str, dict[str, Any]] = {}
-    for incarnation, path in paths.items():
+class RayIngestors:
+    """`IngestorClient` over the actors."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._actors = Ingestors(settings)
+
+    @property
+    def home(self) -> str:
+        """The node of the coordinator."""
+        return self._actors.home
+
+    def node_of(self, node_id: str | None) -> str:
+        """Return the node whose ingestor serves calls for `node_id`."""
+        return self._actors.place(node_id)
+
+    async def ingest(
+        self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
+    ) -> Outcome:
+        """Read a payload; once more where the ingestor died over it."""
+        reason = ""
+        for _ in range(2):
+            try:
+                return await self._actors.on(node_id).ingest.remote(key, job, payload)  # type: ignore[no-any-return]
+            except exceptions.RayActorError as error:  # noqa: PERF203
+                reason = f"its ingestor died while reading it: {describe(error)}"
+                self._actors.forget(node_id)
+            except Exception as error:  # whatever it was, the payload ends here
+                reason = f"it could not be handed to an ingestor: {describe(error)}"
+                break
+        return Outcome("lost", reason, [], {})
+
+    async def recompute(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: IngestJob,
+        pair: tuple[str, str],
+        skips: Sequence[TokenRange],
+    ) -> bytes | None:
+        """Return a payload's summary without tokens that count elsewhere."""
         try:
-            fields = read_watchdog(path)
-        except (Forbidden, OSError) as error:
-            logger.warning("the watchdog's file of %s cannot be read: %s", incarnation, error)
-            continue
-        if fields is not None:
-            found[incarnation] = fields
-    return found
+            return await self._call(node_id, "recompute", key, job, pair, skips)  # type: ignore[no-any-return]
+        except Unreachable:
+            return None
+
+    async def join(
+        self, node_id: str | None, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+    ) -> JoinAnswer | None:
+        """Join a trainer's payload with rollouts."""
+        try:
+            return await self._call(node_id, "join", key, job, sources)  # type: ignore[no-any-return]
+        except Unreachable:
+            return None
+
+    async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
+        """Make a dump's operator table."""
+        try:
+            return await self._actors.on(node_id).build_operator_table.remote(job)  # type: ignore[no-any-return]
+        except exceptions.RayActorError as error:
+            self._actors.forget(node_id)
+            raise IngestorDied(describe(error)) from error
+
+    async def read_watchdogs(
+        self, node_id: str | None, paths: Mapping[str, str]
+    ) -> dict[str, dict[str, Any]]:
+        """Return what watchdogs wrote."""
+        return await self._call(node_id, "read_watchdogs", paths)  # type: ignore[no-any-return]
+
+    async def kept_files(self, node_id: str) -> list[str]:
+        """Return the paths of a node's kept files."""
+        return await self._call(node_id, "kept_files")  # type: ignore[no-any-return]
+
+    async def describe_kept(
+        self, node_id: str, paths: Sequence[str]
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return (row of `artifacts`, job) of the files that can be read."""
+        return await self._call(node_id, "describe_kept", paths)  # type: ignore[no-any-return]
+
+    async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
+        """Delete files; return those that do not exist any more."""
+        return await self._call(node_id, "discard", paths)  # type: ignore[no-any-return]
+
+    async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
+        """Pin the payloads of a step."""
+        try:
+            return await self._call(node_id, "pin", attempt_id, step)  # type: ignore[no-any-return]
+        except Unreachable as error:
+            return Pinned(0, 0, error.wrong)
+
+    async def unpin(self, node_id: str | None, attempt_id: int, step: int) -> bool:
+        """Release the payloads of a step."""
+        try:
+            return await self._call(node_id, "unpin", attempt_id, step)  # type: ignore[no-any-return]
+        except Unreachable:
+            return False
+
+    async def _call(self, node_id: str | None, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self._actors.on(node_id), method).remote(*arguments)
+        except exceptions.RayError as error:
+            self._actors.forget(node_id)
+            raise Unreachable(
+                f"the ingestor of node {node_id} cannot be reached: {describe(error)}",
+                advice="Ray starts it again",
+            ) from error

@@ -67,11 +67,6 @@ class Outcome:
     rows: list[Put]
     columns: Row
 
-    def wire(self) -> Row:
-        """Return built-in types, as they travel to the coordinator."""
-        rows = [(put.table, dict(put.row)) for put in self.rows]
-        return {"state": self.state, "reason": self.reason, "rows": rows, "columns": self.columns}
-
 
 class PayloadReader:
     """Reads payloads on one node; one at a time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.schema import STREAM_TENSORS
@@ -32,6 +32,7 @@ from stagescope_service.ingest.rollout_join import (
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
 from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.pins import Pinned
 from stagescope_service.store.ring import RingKey
@@ -51,6 +52,19 @@ class Source(NamedTuple):
     age: tuple[int, int]
 
 
+class JoinAnswer(TypedDict):
+    """What became of a trainer's payload that was joined with rollouts."""
+
+    rows: list[Put]
+    """For the catalogue."""
+    left_out: dict[str, list[str]]
+    """Reason -> samples whose tokens do not count."""
+    tokens: dict[str, int]
+    """Reason -> how many tokens those are, where no row counts."""
+    used: list[tuple[int, int]]
+    """Ages of the rollouts that had a sample of it."""
+
+
 class Recomputer:
     """What an ingestor does with payloads that it has read before."""
 
@@ -58,7 +72,7 @@ class Recomputer:
         self._ring = intake.ring
         self._intake = intake
 
-    def restate(
+    def recompute(
         self, key: PayloadKey, job: Mapping[str, Any], pair: tuple[str, str],
         skips: Sequence[tuple[int, int, int]],
     ) -> bytes:  # fmt: skip
@@ -116,13 +130,8 @@ class Recomputer:
 
     def join(
         self, key: PayloadKey, job: Mapping[str, Any], found: Sequence[RolloutRows]
-    ) -> dict[str, Any]:
-        """Give a trainer's payload the rollout's stream, and take its statistics.
-
-        Returns:
-            `rows` for the catalogue; `left_out`: reason -> samples whose tokens do not count;
-            `tokens`: reason -> how many those are, where no row counts; `used`: ages of the
-            payloads that had a sample of it.
+    ) -> JoinAnswer:
+        """Give a trainer's payload the rollout's stream, and compute its statistics.
 
         Raises:
             NotFound: the ring no longer holds it.
@@ -146,7 +155,7 @@ class Recomputer:
             left_out.setdefault(why, []).append(sample)
         tokens = joined.tokens_left_out
         used = sorted({rows.age for rows in found})
-        answer = {"rows": [], "left_out": left_out, "tokens": tokens, "used": used}
+        answer: JoinAnswer = {"rows": [], "left_out": left_out, "tokens": tokens, "used": used}
         if len(joined.left_out) < batch.rows:
             settings = statistics_settings(kept.metadata["settings"])
             summary, copies = summarise_once(joined.batch, settings, key, joined.skip)
@@ -154,8 +163,7 @@ class Recomputer:
             summary = _without_unknown(summary, joined.batch, joined.left_out)
             every = dict(Counter(tokens) + Counter(summary.left_out))
             summary = dataclasses.replace(summary, left_out=every)
-            puts = summary_rows(key, job, summary)
-            answer["rows"] = [(put.table, dict(put.row)) for put in puts]
+            answer["rows"] = [*summary_rows(key, job, summary)]
             answer["tokens"] = {}
         return answer
 

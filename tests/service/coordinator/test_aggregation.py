@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,74 +15,50 @@ from tests.support.triggering import Bench, rule, rules_of, run, training
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.api.completeness import gaps
-from stagescope_service.coordinator import effects, retries
+from stagescope_service.coordinator import retries
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
-from stagescope_service.core.instructions import Aggregate, Put
-from stagescope_service.core.operator_tables import again
-from stagescope_service.ingest.operator_tables import TABLE, build_operator_table
-from stagescope_service.settings import Settings
-
-pytest.importorskip("ray")
-from ray import exceptions
-
 from stagescope_service.core.findings import NOT_AGGREGATED
+from stagescope_service.core.instructions import Aggregate, Instruction, Put
+from stagescope_service.core.operator_tables import again
+from stagescope_service.ingest.ingestors import IngestorDied
+from stagescope_service.ingest.operator_tables import TABLE
 
 STEP = Aggregate(1, 1)
-
-
-class OneNode:
-    """The ingestors of a cluster of one node, in this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.before: list[Callable[[], object]] = []
-        """What happens before each of the next tries."""
-        self.digest = self
-        self.forgotten = 0
-
-    def on(self, node_id: str | None) -> OneNode:
-        del node_id
-        return self
-
-    def forget(self, node_id: str | None) -> None:
-        del node_id
-        self.forgotten += 1
-
-    async def remote(self, job: dict[str, Any]) -> list[Put]:
-        if self.before:
-            self.before.pop(0)()
-        return build_operator_table(job, [self.folder], "here")
 
 
 class Broken:
     """A closed step with a scalar that is not finite, whose summary is not formed yet."""
 
-    def __init__(self, folder: Path, bench: Bench, nodes: OneNode) -> None:
-        self.bench, self.catalogue, self.nodes = bench, bench.catalogue, nodes
-        settings = Settings(home=folder, data_dir=folder)
-        self.floor = effects.RayEffects(settings, order=None)  # type: ignore[arg-type]
-        self.floor.reception = bench.floor.reception
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.catalogue = bench, bench.catalogue
+        self.effects = bench.local.effects
+        self.effects.triggers = bench.triggers
+        self.building = bench.local.ingestors.before_building
         self.tried = 0
+
+    def keep_steps(self, count: int) -> None:
+        """Have the parts of the newest `count` steps kept."""
+        self.effects._settings = self.effects._settings.model_copy(update={"keep_steps": count})
 
     async def prepare(self) -> None:
         rules = rules_of(rule("loss", metric="nonfinite_scalar/loss", when={">": 0}))
-        await self.floor.triggers.put(rules, by="me")
+        await self.bench.triggers.put(rules, by="me")
         await self.bench.step(1, hold=True, scalars={0: {"loss": math.nan}})
         unformed = {"attempt_id": 1, "step": 1, "whole": None, "whole_mark": None}
-        await self.floor.reception.write([Put("steps", unformed)])
+        await self.effects.write([Put("steps", unformed)])
         assert "being aggregated" in self.gap()
+        self.effects.checks_rules = True
         self.tried = 0
 
     async def form(self) -> None:
         """Have the step formed, and wait until all that follows is done."""
-        self.floor.aggregate(STEP)
+        self.effects.start(STEP)
         await self.settled()
 
     async def settled(self) -> None:
-        while self.floor._tasks:
-            await asyncio.wait_for(asyncio.gather(*self.floor._tasks), 30)
+        await asyncio.wait_for(self.bench.local.work(), 30)
 
     def gap(self) -> str:
         return gaps(self.catalogue, self.catalogue.steps(1)).get((1, 1), "")
@@ -98,30 +74,28 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broken]:
-    nodes = OneNode(tmp_path)
-    monkeypatch.setattr(effects, "Ingestors", lambda settings: nodes)
     with training(tmp_path) as bench:
-        found = Broken(tmp_path, bench, nodes)
-        form = Aggregator.form
+        found = Broken(bench)
+        form = Aggregator.aggregate
 
         async def counted(*args: Any, **more: Any) -> None:
             found.tried += 1
             await form(*args, **more)
 
-        monkeypatch.setattr(Aggregator, "form", counted)
+        monkeypatch.setattr(Aggregator, "aggregate", counted)
         yield found
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
     """Have the next tries fail."""
-    left, form = list(errors), Aggregator.form
+    left, form = list(errors), Aggregator.aggregate
 
     async def fails(*args: Any, **more: Any) -> None:
         if left:
             raise left.pop(0)
         await form(*args, **more)
 
-    monkeypatch.setattr(Aggregator, "form", fails)
+    monkeypatch.setattr(Aggregator, "aggregate", fails)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +125,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
     async def work() -> None:
         await broken.prepare()
         first, *_ = broken.catalogue.summaries(1, 1)
-        await broken.floor.reception.write([Put("summaries", {**first, "summary": b"junk"})])
+        await broken.effects.write([Put("summaries", {**first, "summary": b"junk"})])
         await broken.form()
         assert broken.tried == 3
         (finding,) = broken.said()
@@ -161,7 +135,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
         assert broken.gap() == expected
         assert broken.bench.fired() == [(1, 1, "loss")]  # what needs no summary is still said
         # More of the step arrives, or a release that can read it starts.
-        await broken.floor.reception.write([Put("summaries", first)])
+        await broken.effects.write([Put("summaries", first)])
         await broken.form()
 
     run(work)
@@ -171,8 +145,8 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
 
 
 def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broken) -> None:
-    apart = broken.floor._keep_steps + 2
-    broken.floor._keep_steps = 3
+    apart = broken.effects._settings.keep_steps + 2
+    broken.keep_steps(3)
 
     async def work() -> None:
         await broken.prepare()
@@ -181,7 +155,7 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         await broken.form()
         assert broken.gap() == ""
         await broken.bench.step(3 * apart)
-        broken.floor.aggregate(Aggregate(1, 3 * apart))
+        broken.effects.start(Aggregate(1, 3 * apart))
         await broken.form()
         assert not broken.catalogue.summaries(1, 1)
         assert all(broken.catalogue.summaries(1, n * apart) for n in (1, 2, 3))
@@ -192,11 +166,10 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
 
 @pytest.mark.parametrize("measured", [True, False], ids=["with numbers", "without numbers"])
 def test_a_payload_that_comes_when_the_parts_of_its_step_are_gone(
-    broken: Broken, monkeypatch: pytest.MonkeyPatch, measured: bool
+    broken: Broken, measured: bool
 ) -> None:
-    bench, catalogue, aggregating = broken.bench, broken.catalogue, broken.floor
-    aggregating._keep_steps = 3
-    monkeypatch.setattr(bench.floor, "aggregate", aggregating.aggregate)
+    bench, catalogue = broken.bench, broken.catalogue
+    broken.keep_steps(3)
 
     async def come(step: int, absent: tuple[int, ...] = ()) -> None:
         await bench.step(step, hold=True, absent=absent)
@@ -231,11 +204,17 @@ def test_a_payload_that_settles_while_a_step_is_formed_counts_or_is_refused(
     broken: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, catalogue = broken.bench, broken.catalogue
-    monkeypatch.setattr(bench.floor, "assemble", lambda order: None)
+    start_now = broken.effects.start_now
+
+    def start(instruction: Instruction) -> None:
+        if not isinstance(instruction, Aggregate):
+            start_now(instruction)
+
+    monkeypatch.setattr(broken.effects, "start_now", start)
 
     async def refused(forming: assembly.StepParts) -> list[int]:
         """The payloads that are refused once the parts are gone."""
-        await broken.floor.reception.write(assembly.rows_of(forming, "r"))
+        await broken.effects.write(assembly.rows_of(forming, "r"))
         late = assembly.too_late(catalogue, 1, 1, "r") or []
         return [put.row["rank"] for put in late if isinstance(put, Put) and put.table == "losses"]
 
@@ -292,11 +271,11 @@ def test_an_operator_table_that_the_disk_refused_is_tried_again(
     row = announced(files := capture(tmp_path / "dump"))
     table = files / TABLE
     table.mkdir()  # a file cannot take its place
-    broken.nodes.before += [lambda: None, table.rmdir if passes else lambda: None]
+    broken.building += [lambda: None, table.rmdir if passes else lambda: None]
 
     async def work() -> None:
-        await broken.floor.reception.write([Put("operators", row)])
-        broken.floor.build_operator_table(again(row, "r"))
+        await broken.effects.write([Put("operators", row)])
+        broken.effects.start(again(row, "r"))
         await broken.settled()
 
     run(work)
@@ -312,7 +291,7 @@ def test_an_operator_table_that_the_disk_refused_is_tried_again(
 
 
 def dies() -> None:
-    raise exceptions.RayActorError
+    raise IngestorDied("it took more memory than there is")
 
 
 def test_a_dump_that_kills_its_ingestor_does_it_twice_at_most(
@@ -320,15 +299,15 @@ def test_a_dump_that_kills_its_ingestor_does_it_twice_at_most(
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     row = announced(capture(tmp_path / "dump"))
-    broken.nodes.before += [dies, dies, lambda: None]
+    broken.building += [dies, dies, lambda: None]
 
     async def work() -> None:
-        await broken.floor.reception.write([Put("operators", row)])
-        broken.floor.build_operator_table(again(row, "r"))
+        await broken.effects.write([Put("operators", row)])
+        broken.effects.start(again(row, "r"))
         await broken.settled()
 
     run(work)
     (told,) = broken.catalogue.operators(1, 1)
-    assert (told["state"], broken.nodes.forgotten) == ("refused", 2)
+    assert told["state"] == "refused"
     assert "(2 tries)" in told["reason"]
-    assert len(broken.nodes.before) == 1  # nobody asked for a third death
+    assert len(broken.building) == 1  # no third try

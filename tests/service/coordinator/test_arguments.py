@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.local import coordinator_of
+from tests.support.stores import url_of
 
 from stagescope.wire.errors import InvalidInput, NotReady
+from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.actor import DebugCoordinator
+from stagescope_service.coordinator.coordinator import Coordinator
+from stagescope_service.store.contract import Health
+from stagescope_service.store.sql import SqlStore
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-(1 << 70), 1 << 70)
@@ -23,29 +30,36 @@ CALLS = (
 )  # fmt: skip
 
 
-class Opening(DebugCoordinator):
-    """A coordinator whose catalogue does not open."""
+class Unwritable(SqlStore):
+    """A catalogue that cannot be written."""
 
-    def _wake(self) -> None:
-        pass
+    def health(self) -> Health:
+        return Health(False, "the disk is full")
 
 
-def call(name: str, arguments: dict[str, Any]) -> Any:
-    return asyncio.run(getattr(Opening({}), name)(**arguments))
+@pytest.fixture
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+    monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.0)
+    return coordinator_of(Unwritable(url_of(tmp_path)), tmp_path)
+
+
+def call(coordinator: Coordinator, name: str, arguments: dict[str, Any]) -> Any:
+    return asyncio.run(getattr(coordinator, name)(**arguments))
 
 
 @pytest.mark.parametrize("name", CALLS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_a_call_is_given_is_taken_or_refused(name: str, data: st.DataObject) -> None:
-    names = [
-        each for each in inspect.signature(getattr(Opening, name)).parameters if each != "self"
-    ]
+def test_whatever_a_call_is_given_is_taken_or_refused(
+    coordinator: Coordinator, name: str, data: st.DataObject
+) -> None:
+    names = inspect.signature(getattr(coordinator, name)).parameters
     arguments = {each: data.draw(anything) for each in names}
     try:
-        answer = call(name, arguments)
+        answer = call(coordinator, name, arguments)
     except (InvalidInput, NotReady):
         return
-    assert "not_ready" in answer
+    assert not answer["drained"] or not answer["missing"]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +78,11 @@ def test_whatever_a_call_is_given_is_taken_or_refused(name: str, data: st.DataOb
          "ranks.0 is -1"),
     ],
 )  # fmt: skip
-def test_a_wrong_argument_is_named(name: str, arguments: dict[str, Any], wrong: str) -> None:
+def test_a_wrong_argument_is_named(
+    coordinator: Coordinator, name: str, arguments: dict[str, Any], wrong: str
+) -> None:
     with pytest.raises(InvalidInput) as caught:
-        call(name, arguments)
+        call(coordinator, name, arguments)
     assert wrong in caught.value.wrong
     assert caught.value.expected
 

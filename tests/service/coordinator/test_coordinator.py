@@ -6,84 +6,61 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
+from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
 from stagescope.wire.schema import Sender
-from stagescope_service.coordinator import coordinator as coordinator_module
+from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.core.captures.plan import Plan
+from stagescope_service.coordinator.draining import DrainAnswer
 from stagescope_service.core.instructions import (
     Aggregate,
-    BuildOperatorTable,
-    CompareWeights,
-    Ingest,
     PayloadKey,
-    ReadWatchdogs,
 )
-from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
 
 
-class NoFloor:
-    """Carries out nothing: payloads stay unread."""
-
-    def ingest(self, order: Ingest, payload: object) -> None:
-        """Leave it."""
-
-    def aggregate(self, order: Aggregate) -> None:
-        """Leave it."""
-
-    def read_watchdogs(self, order: ReadWatchdogs) -> None:
-        """Leave it."""
-
-    def build_operator_table(self, order: BuildOperatorTable) -> None:
-        """Leave it."""
-
-    def compare_weights(self, order: CompareWeights) -> None:
-        """Leave it."""
-
-
 class Desk:
-    """A reception whose clock the test moves."""
+    """A coordinator whose clock the test moves."""
 
-    def __init__(self, store: SqlStore) -> None:
+    def __init__(self, store: SqlStore, folder: Path) -> None:
         self.now = 0.0
+        self.mono: Callable[[], float] = lambda: self.now
         self.store = store
-        self.reception = Coordinator(
-            State(lease_seconds=45.0), store, Plan(), NoFloor(),
-            coordinator="c", poll_seconds=0.0, mono=lambda: self.now,
-        )  # fmt: skip
+        self.coordinator = coordinator_of(
+            store, folder, poll_seconds=0.001, lease_seconds=45.0, mono=lambda: self.mono()
+        )
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(call)
 
     def raw(self, kind: str, delivery: str, **fields: Any) -> dict[str, Any]:
         body = {"run": "r", "step": 1, "stage": "actor_update", **fields}
-        return self.run(self.reception.raw_calls.take(kind, delivery, body))
+        return self.run(self.coordinator.raw_calls.take(kind, delivery, body))
 
     def begin(self) -> None:
         """Let a probe begin a stage."""
         sender = Sender("i", "r", "a", "actor", 0).wire()
         event = (1, "begin", 1, 1.0, 1.0, {"step": 1, "stage": "actor_update"})
-        self.run(self.reception.record(sender, [event]))
+        self.run(self.coordinator.intake.record(sender, [event]))
 
     def pass_time(self, seconds: float, every: float = 1.0) -> None:
         """Let time pass as for a coordinator that looks after leases."""
         until = self.now + seconds
         while self.now < until:
             self.now += every
-            self.run(self.reception.expire())
+            self.run(self.coordinator.intake.expire())
 
     def statuses(self) -> list[tuple[int, str]]:
         return sorted((row["occurrence"], row["status"]) for row in rows_of(self.store, "stages"))
@@ -93,7 +70,7 @@ class Desk:
 def desk(tmp_path: Path) -> Iterator[Desk]:
     store = SqlStore(url_of(tmp_path))
     store.open()
-    yield Desk(store)
+    yield Desk(store, tmp_path)
     store.close()
 
 
@@ -106,11 +83,11 @@ def test_finish_of_a_raw_run_ends_its_newest_attempt_for_all_its_ranks(desk: Des
         desk.raw("end", f"end {rank}", rank=rank, status="ok")
     one = desk.raw("finish", "one", rank=1)
     assert (one["finished"], one["over"]) == ([{"role": "actor", "rank": 1}], False)
-    reply = desk.run(desk.reception.raw_calls.take("finish", "all", {"run": "r"}))
+    reply = desk.run(desk.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
     assert ([each["rank"] for each in reply["finished"]], reply["over"]) == ([0, 2], True)
     (attempt,) = rows_of(desk.store, "attempts")
     assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
-    again = desk.run(desk.reception.raw_calls.take("finish", "all", {"run": "r"}))
+    again = desk.run(desk.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
     assert (again["finished"], again["over"]) == ([], True)
 
 
@@ -156,7 +133,7 @@ def test_a_misspelt_field_of_a_raw_call_is_refused(
     desk: Desk, kind: str, fields: dict[str, Any], meant: str
 ) -> None:
     with pytest.raises(InvalidEvent, match=f"has no field .*{meant}, which is the closest"):
-        desk.run(desk.reception.raw_calls.take(kind, "d", fields))
+        desk.run(desk.coordinator.raw_calls.take(kind, "d", fields))
     [row] = rows_of(desk.store, "findings")
     assert (row["kind"], row["advice"]) == ("refused_call", "nothing of this call was taken")
     assert rows_of(desk.store, "stages") == []
@@ -199,7 +176,7 @@ def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(desk: Desk) ->
     sender = Sender("i", "r", "a", "actor", 0).wire()
     said: list[dict[str, Any]] = [{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}]
     events = [(1, "log", seq, 1.0, 1.0, {"step": 1, **fields}) for seq, fields in enumerate(said)]
-    answer = desk.run(desk.reception.record(sender, events))
+    answer = desk.run(desk.coordinator.intake.record(sender, events))
     assert (answer["received"], [*answer["refused"]]) == (2, [2])
     assert [*answer["refused_in_part"]] == [0]
     assert "b (str)" in answer["refused_in_part"][0]
@@ -214,7 +191,7 @@ def test_a_late_word_of_a_stranger_does_not_reopen_what_has_finished(desk: Desk,
     assert (told["attempt"], told["over"]) == (1, True)
     (attempt,) = rows_of(desk.store, "attempts")
     assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
-    assert not any(each.live for each in desk.reception.state.registry.processes.values())
+    assert not any(each.live for each in desk.coordinator.state.registry.processes.values())
     if kind != "end_step":
         assert [row["value"] for row in rows_of(desk.store, "scalars")] == [0.5]
     # What begins is work: the next start, as ever.
@@ -225,11 +202,11 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(desk: Desk) -> None:
     async def end() -> dict[str, Any]:
         fields = {"run": "r", "step": 1, "stage": "s"}
         call = asyncio.create_task(
-            desk.reception.raw_calls.take("end", "d", fields, {"old_log_probs": [[0.5]]})
+            desk.coordinator.raw_calls.take("end", "d", fields, {"old_log_probs": [[0.5]]})
         )
         await asyncio.sleep(0)  # it was taken, and waits for who reads it
-        [key] = desk.reception.state.pending("r")
-        await desk.reception.settle(key, "refused", "response_mask is missing")
+        [key] = desk.coordinator.state.pending("r")
+        await desk.coordinator.effects.settle(key, "refused", "response_mask is missing")
         return await call
 
     answer = desk.run(end())
@@ -238,7 +215,7 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(desk: Desk) -> None:
 
 def test_a_raw_callers_misspelt_tensor_is_a_finding(desk: Desk) -> None:
     async def end() -> None:
-        taken = desk.reception.raw_calls.take(
+        taken = desk.coordinator.raw_calls.take(
             "end", "d", {"run": "r", "step": 1, "stage": "s"}, {"rollout_logprobs": [[0.5]]}
         )
         with contextlib.suppress(asyncio.TimeoutError):  # nobody reads it here
@@ -300,7 +277,7 @@ def test_leases_begin_anew_where_the_catalogue_could_not_be_written(
 def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(desk: Desk) -> None:
     with pytest.raises(InvalidEvent, match="the payload is a int"):
         desk.run(
-            desk.reception.raw_calls.take("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
+            desk.coordinator.raw_calls.take("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
         )
     assert desk.statuses() == []
 
@@ -334,23 +311,25 @@ class HeldStore:
 
 def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
     store = HeldStore(desk.store)
-    desk.reception.executor.store = cast(Store, store)
+    desk.coordinator.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)
 
     async def settle_slowly() -> None:
-        await desk.reception.record(sender, [end], {2: {}})
-        await desk.reception.poll(sender, 0, [], 0.0)  # its own row is written now
+        await desk.coordinator.intake.record(sender, [end], {2: {}})
+        await desk.coordinator.intake.poll(sender, 0, [], 0.0)  # its own row is written now
         store.slow = True
-        settling = asyncio.create_task(desk.reception.settle(PayloadKey("i", 2), "ingested", None))
+        settling = asyncio.create_task(
+            desk.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
+        )
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
-        early = await desk.reception.poll(sender, 0, [2], 0.0)
-        again = await desk.reception.record(sender, [end], {2: {}})
+        early = await desk.coordinator.intake.poll(sender, 0, [2], 0.0)
+        again = await desk.coordinator.intake.record(sender, [end], {2: {}})
         store.release()
         await settling
         assert early["receipts"] == again["receipts"] == {}
-        late = await desk.reception.poll(sender, 0, [2], 0.0)
+        late = await desk.coordinator.intake.poll(sender, 0, [2], 0.0)
         assert late["receipts"] == {2: "ingested"}
 
     desk.run(settle_slowly())
@@ -359,32 +338,34 @@ def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
 def test_a_step_is_due_while_its_last_payload_is_written(desk: Desk) -> None:
     """Else a later step, formed meanwhile, is held against the rules before it."""
     store = HeldStore(desk.store)
-    desk.reception.executor.store = cast(Store, store)
+    desk.coordinator.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)
     later = (1, "begin", 3, 2.0, 2.0, {"step": 2, "stage": "actor_update"})
 
     async def settle_slowly() -> None:
-        await desk.reception.record(sender, [end, later], {2: {}})
-        attempt = desk.reception.state.attempt(1)
+        await desk.coordinator.intake.record(sender, [end, later], {2: {}})
+        attempt = desk.coordinator.state.attempt(1)
         assert attempt is not None
         assert list(attempt.pending) == [1]
         store.slow = True
-        settling = asyncio.create_task(desk.reception.settle(PayloadKey("i", 2), "ingested", None))
+        settling = asyncio.create_task(
+            desk.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
+        )
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
         assert not attempt.pending
-        assert list(desk.reception.executor.due) == [Aggregate(1, 1)]
+        assert list(desk.coordinator.effects._due) == [Aggregate(1, 1)]
         store.release()
         await settling
-        assert not desk.reception.executor.due
+        assert not desk.coordinator.effects._due
 
     desk.run(settle_slowly())
 
 
-async def published(reception: Coordinator) -> None:
+async def published(coordinator: Coordinator) -> None:
     """Wait until every rank is told an order's agreed step."""
-    while reception.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
+    while coordinator.plan_in_force.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.002)
 
 
@@ -393,26 +374,30 @@ def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
     place = {"step": 1, "stage": "actor_update"}
 
     async def miss() -> None:
-        reception = desk.reception
-        await reception.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
+        coordinator = desk.coordinator
+        await coordinator.intake.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture({**spec, "again": 1}, allowed_roots=())
-        entry = reception.orders.add(valid, by="me", mono=0.0, wall=0.0)
-        await reception.order([reception.orders.row(entry)])
-        await reception.poll(sender, reception.plan.revision, [], 0.0)  # it acknowledges
+        entry = coordinator.capture_requests.add(valid, by="me", mono=0.0, wall=0.0)
+        await coordinator.intake.change_plan([coordinator.capture_requests.row(entry)])
+        await coordinator.intake.poll(
+            sender, coordinator.plan_in_force.revision, [], 0.0
+        )  # it acknowledges
         capture = {"capture_id": entry.capture_id}
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
-        await reception.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
-        await reception.look()
+        await coordinator.intake.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
+        await coordinator.intake.check_requests()
         # The poll has it looked at, too, and may still be writing.
-        await asyncio.wait_for(published(reception), 30)
-        (agreed,) = reception.plan.for_run("r")
+        await asyncio.wait_for(published(coordinator), 30)
+        (agreed,) = coordinator.plan_in_force.for_run("r")
         assert (agreed["phase"], agreed["agreement"]) == ("agreed", 1)
-        known = reception.plan.revision
+        known = coordinator.plan_in_force.revision
         missed = {"step": agreed["steps"][0], "stage": "actor_update", **capture}
-        await reception.record(sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})])
-        news = await reception.poll(sender, known, [], 0.0)
-        (asked,) = news["plan"]["captures"]
+        await coordinator.intake.record(
+            sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})]
+        )
+        news = await coordinator.intake.poll(sender, known, [], 0.0)
+        (asked,) = (news["plan"] or {})["captures"]
         assert (asked["phase"], asked["agreement"], asked["steps"]) == ("asked", 2, [])
         (finding,) = rows_of(desk.store, "findings")
         assert (finding["kind"], finding["step"]) == ("capture_partial", missed["step"])
@@ -432,10 +417,10 @@ class Trainer:
     async def say(self, kind: str, **fields: Any) -> None:
         self.seq += 1
         event = (1, kind, self.seq, float(self.seq), 1.0, fields)
-        await self.desk.reception.record(self.sender, [event])
+        await self.desk.coordinator.intake.record(self.sender, [event])
 
     async def poll(self) -> list[dict[str, str]]:
-        answer = await self.desk.reception.poll(self.sender, 0, [], 20.0)
+        answer = await self.desk.coordinator.intake.poll(self.sender, 0, [], 20.0)
         requests: list[dict[str, str]] = answer["requests"]
         return requests
 
@@ -451,19 +436,19 @@ class Trainer:
 
 def live(desk: Desk) -> None:
     """Let the clock be the real one: what is waited for happens meanwhile."""
-    desk.reception.mono = time.monotonic
-    desk.reception.poll_seconds = 0.05
+    desk.mono = time.monotonic
+    desk.coordinator.intake.poll_seconds = 0.05
 
 
 def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(desk: Desk) -> None:
-    async def train() -> dict[str, Any]:
+    async def train() -> DrainAnswer:
         live(desk)
         ranks = [Trainer(desk, rank) for rank in (0, 1)]
         for rank in ranks:
             await rank.say("hello", world_size=2)
             await rank.say("begin", step=1, stage="actor_update")
             await rank.say("end", step=1, stage="actor_update", status="ok")
-        drain = asyncio.create_task(desk.reception.drain(None, 30.0, "a"))
+        drain = asyncio.create_task(desk.coordinator.draining.drain(None, 30.0, "a"))
         await asyncio.gather(*(rank.obey(2) for rank in ranks))
         return await drain
 
@@ -476,13 +461,15 @@ def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(desk: D
 
 
 def test_the_driver_hears_of_ranks_that_never_came(desk: Desk) -> None:
-    async def train() -> tuple[dict[str, Any], ...]:
+    async def train() -> tuple[DrainAnswer, ...]:
         live(desk)
-        nothing = await desk.reception.drain(None, 0.05, "a")
+        nothing = await desk.coordinator.draining.drain(None, 0.05, "a")
         rank = Trainer(desk, 1)
         await rank.say("hello", world_size=3)
-        answer, _ = await asyncio.gather(desk.reception.drain("r", 0.5, "a"), rank.obey(1))
-        other = await desk.reception.drain("r", 0.05, "of another job")
+        answer, _ = await asyncio.gather(
+            desk.coordinator.draining.drain("r", 0.5, "a"), rank.obey(1)
+        )
+        other = await desk.coordinator.draining.drain("r", 0.05, "of another job")
         return nothing, answer, other
 
     nothing, answer, other = desk.run(train())
@@ -494,11 +481,11 @@ def test_the_driver_hears_of_ranks_that_never_came(desk: Desk) -> None:
 def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def train() -> dict[str, Any]:
+    async def train() -> DrainAnswer:
         live(desk)
-        monkeypatch.setattr(coordinator_module, "_LEAVE_SECONDS", 0.05)
+        monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.05)
         await Trainer(desk, 0).say("hello", world_size=1)
-        return await desk.reception.drain(None, 30.0, "a")
+        return await desk.coordinator.draining.drain(None, 30.0, "a")
 
     said = desk.run(train())
     assert (said["drained"], said["missing"]) == (False, ["actor rank 0"])
@@ -512,7 +499,7 @@ def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(desk: Desk) 
         live(desk)
         rank = Trainer(desk, 0)
         await rank.say("hello", world_size=1)
-        await asyncio.gather(desk.reception.drain(None, 30.0, "a"), rank.obey(1))
+        await asyncio.gather(desk.coordinator.draining.drain(None, 30.0, "a"), rank.obey(1))
         await rank.say("begin", step=2, stage="actor_update")
         await rank.say("end", step=2, stage="actor_update", status="ok")
 
@@ -528,12 +515,12 @@ def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(desk: Desk) 
 def test_a_rank_between_two_polls_is_asked_by_the_next_and_only_once(desk: Desk) -> None:
     async def train() -> tuple[float, float]:
         live(desk)
-        desk.reception.poll_seconds = 20.0
+        desk.coordinator.intake.poll_seconds = 20.0
         rank = Trainer(desk, 0)
         await rank.say("hello", world_size=1)
-        drain = asyncio.create_task(desk.reception.drain(None, 30.0, "a"))
+        drain = asyncio.create_task(desk.coordinator.draining.drain(None, 30.0, "a"))
         await asyncio.sleep(0)  # it asks, and waits
-        assert desk.reception._leaving
+        assert desk.coordinator.draining._requests
         began = time.monotonic()
         asked = await rank.poll()  # it was not there when it was asked
         first = time.monotonic() - began
@@ -555,11 +542,11 @@ def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
 ) -> None:
     async def train() -> None:
         live(desk)
-        monkeypatch.setattr(coordinator_module, "_LEAVE_SECONDS", 0.05)
+        monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.05)
         rank = Trainer(desk, 0)
         await rank.say("hello", world_size=1)
         await rank.say("begin", step=1, stage="actor_update")
-        assert not (await desk.reception.drain(None, 30.0, "a"))["drained"]
+        assert not (await desk.coordinator.draining.drain(None, 30.0, "a"))["drained"]
         await rank.say("begin", step=2, stage="actor_update")
         await rank.say("end", step=2, stage="actor_update", status="ok")
 
@@ -571,12 +558,12 @@ def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
 
 
 def test_another_jobs_driver_asks_nobody_to_leave(desk: Desk) -> None:
-    async def train() -> dict[str, Any]:
+    async def train() -> DrainAnswer:
         live(desk)
         await Trainer(desk, 0).say("hello", world_size=1)
-        return await desk.reception.drain("r", 30.0, "of another job")
+        return await desk.coordinator.draining.drain("r", 30.0, "of another job")
 
     assert desk.run(train())["drained"]
-    assert not desk.reception._leaving
+    assert not desk.coordinator.draining._requests
     [process] = rows_of(desk.store, "processes")
     assert process["finished_wall"] is None

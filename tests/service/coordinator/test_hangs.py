@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.support.local import coordinator_of, effects_of
 from tests.support.stores import rows_of, url_of
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
 from stagescope_service.api.stuck import stuck_rows
-from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.load import FEWEST_CALLS
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core import stack_requests
-from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
-    Aggregate,
-    BuildOperatorTable,
-    CompareWeights,
-    Ingest,
     ReadWatchdogs,
 )
 from stagescope_service.core.state import State
@@ -32,36 +27,14 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
-RULES = StuckRules(floor=10.0)
-
-
-class Floor:
-    """Carries out nothing; keeps whose watchdogs are to be read."""
-
-    def __init__(self) -> None:
-        self.watchdogs: list[ReadWatchdogs] = []
-
-    def ingest(self, order: Ingest, payload: object) -> None:
-        """Leave it."""
-
-    def aggregate(self, order: Aggregate) -> None:
-        """Leave it."""
-
-    def build_operator_table(self, order: BuildOperatorTable) -> None:
-        """Leave it."""
-
-    def compare_weights(self, order: CompareWeights) -> None:
-        """Leave it."""
-
-    def read_watchdogs(self, order: ReadWatchdogs) -> None:
-        self.watchdogs.append(order)
+RULES = StuckRules(min_seconds=10.0)
 
 
 class Desk:
-    """A reception whose clocks the test moves; `now` is wall and monotonic time alike."""
+    """A coordinator whose clocks the test moves; `now` is wall and monotonic time alike."""
 
-    def __init__(self, store: SqlStore, now: float = 1000.0) -> None:
-        self.now, self.store, self.floor = now, store, Floor()
+    def __init__(self, store: SqlStore, folder: Path, now: float = 1000.0) -> None:
+        self.now, self.store, self.folder = now, store, folder
         self._seqs: dict[str, int] = {}
         self.renew()
 
@@ -70,12 +43,23 @@ class Desk:
         snapshot = self.store.snapshot()
         state = State(lease_seconds=45.0)
         restore(state, snapshot, self.now)
-        self.reception = Coordinator(
-            state, self.store, Plan(), self.floor, coordinator="c", poll_seconds=20.0,
-            stuck_rules=RULES, wall=lambda: self.now, mono=lambda: self.now,
+        self.coordinator = coordinator_of(
+            self.store, self.folder, state=state, poll_seconds=20.0,
+            stuck_seconds=RULES.min_seconds, stuck_factor=RULES.factor,
+            wall=lambda: self.now, mono=lambda: self.now,
         )  # fmt: skip
-        self.reception.hangs.adopt(snapshot.findings)
-        state.stack_requests.adopt(snapshot.asked_stacks)
+        self.coordinator.adopt(snapshot)
+        self.queue = effects_of(self.coordinator).queue
+
+    @property
+    def watchdogs(self) -> list[ReadWatchdogs]:
+        """Whose watchdogs are to be read."""
+        return [each for each in self.queue if isinstance(each, ReadWatchdogs)]
+
+    def watchdog(self, incarnation: str, fields: Mapping[str, Any]) -> None:
+        """Take in what a watchdog wrote."""
+        written = self.coordinator.hangs.watchdog(incarnation, fields, self.now)
+        self.run(self.coordinator.effects.carry_out(written))
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(call)
@@ -85,7 +69,7 @@ class Desk:
         seq = self._seqs[name] = self._seqs.get(name, 0) + 1
         sender = Sender(name, "r", "a", "actor", rank, node_id="node", clock_offset=0.0)
         event = (1, kind, seq, self.now, self.now, fields)
-        self.run(self.reception.record(sender.wire(), [event]))
+        self.run(self.coordinator.intake.record(sender.wire(), [event]))
 
     def begin(self, rank: int, step: int, stage: str = "actor_update") -> None:
         self.say(rank, BEGIN, step=step, stage=stage)
@@ -95,7 +79,7 @@ class Desk:
 
     def poll(self, rank: int) -> list[dict[str, str]]:
         sender = Sender(f"rank-{rank}", "r", "a", "actor", rank).wire()
-        answer = self.run(self.reception.poll(sender, 0, [], 0.0))
+        answer = self.run(self.coordinator.intake.poll(sender, 0, [], 0.0))
         requests: list[dict[str, str]] = answer["requests"]
         return requests
 
@@ -105,8 +89,8 @@ class Desk:
         while self.now < until:
             self.now += 1.0
             for rank in polling:
-                self.reception.state.renew(f"rank-{rank}", self.now, self.now)
-            self.run(self.reception.expire())
+                self.coordinator.state.renew(f"rank-{rank}", self.now, self.now)
+            self.run(self.coordinator.intake.expire())
 
     def findings(self, kind: str = "stage_stuck") -> list[dict[str, Any]]:
         return [row for row in rows_of(self.store, "findings") if row["kind"] == kind]
@@ -119,7 +103,7 @@ class Desk:
 def desk(tmp_path: Path) -> Iterator[Desk]:
     store = SqlStore(url_of(tmp_path))
     store.open()
-    yield Desk(store)
+    yield Desk(store, tmp_path)
     store.close()
 
 
@@ -201,7 +185,7 @@ def test_a_finding_of_a_job_that_died_stuck_is_not_over(desk: Desk) -> None:
     hang(desk)
     desk.pass_time(30.0)
     desk.pass_time(120.0, polling=())
-    assert desk.reception.state.registry.attempts[1].over
+    assert desk.coordinator.state.registry.attempts[1].over
     assert [row["over_wall"] for row in desk.findings()] == [None]
 
 
@@ -240,13 +224,15 @@ def test_a_finding_asks_for_the_stacks_of_the_stuck_rank_and_of_another_once(des
 
 
 def ask(desk: Desk, ranks: list[int] | None = None, seconds: float = 10.0) -> dict[str, Any]:
-    return desk.run(desk.reception.ask_stacks(1, None, ranks, seconds=seconds, by="me"))
+    return desk.run(
+        desk.coordinator.ask_stacks(attempt_id=1, role=None, ranks=ranks, seconds=seconds, by="me")
+    )
 
 
 def test_who_can_be_asked_is_asked_and_the_others_are_named(desk: Desk) -> None:
     train(desk)
     desk.run(
-        desk.reception.raw_calls.take(
+        desk.coordinator.raw_calls.take(
             "begin", "d", {"run": "r", "rank": 2, "step": 5, "stage": "s"}, None
         )
     )
@@ -270,7 +256,9 @@ def test_no_more_are_asked_at_once_than_can_be_kept(
     with pytest.raises(InvalidInput, match="2 processes"):
         ask(desk)
     with pytest.raises(NotFound, match="over"):
-        desk.run(desk.reception.ask_stacks(77, None, None, seconds=1.0, by="me"))
+        desk.run(
+            desk.coordinator.ask_stacks(attempt_id=77, role=None, ranks=None, seconds=1.0, by="me")
+        )
 
 
 def test_a_waiting_poll_is_answered_at_once(desk: Desk) -> None:
@@ -278,9 +266,9 @@ def test_a_waiting_poll_is_answered_at_once(desk: Desk) -> None:
 
     async def asked_meanwhile() -> Mapping[str, Any]:
         sender = Sender("rank-1", "r", "a", "actor", 1).wire()
-        polling = asyncio.create_task(desk.reception.poll(sender, 0, [], 20.0))
+        polling = asyncio.create_task(desk.coordinator.intake.poll(sender, 0, [], 20.0))
         await asyncio.sleep(0)
-        await desk.reception.ask_stacks(1, None, [1], seconds=10.0, by="me")
+        await desk.coordinator.ask_stacks(attempt_id=1, role=None, ranks=[1], seconds=10.0, by="me")
         return await asyncio.wait_for(polling, 10.0)
 
     answered = desk.run(asked_meanwhile())
@@ -312,7 +300,7 @@ def test_stacks_of_any_form_are_kept_in_bounds(desk: Desk) -> None:
     assert desk.stacks()["rank-0", "r2"]["threads"] == []
     sender = Sender("rank-0", "r", "a", "actor", 0).wire()
     nameless: tuple[Any, ...] = (1, STACKS, 99, 1.0, 1.0, {"threads": []})
-    refused = desk.run(desk.reception.record(sender, [nameless]))["refused"]
+    refused = desk.run(desk.coordinator.intake.record(sender, [nameless]))["refused"]
     assert "request_id" in refused[99]
 
 
@@ -322,16 +310,16 @@ def test_stacks_of_any_form_are_kept_in_bounds(desk: Desk) -> None:
 def test_the_file_of_a_silent_process_is_read_until_it_says_something(desk: Desk) -> None:
     train(desk)
     desk.pass_time(28.0, polling=(0,))
-    assert desk.floor.watchdogs == []
+    assert desk.watchdogs == []
     desk.pass_time(10.0, polling=(0,))
-    assert {order.node_id for order in desk.floor.watchdogs} == {"node"}
-    assert all(order.paths == {"rank-1": "/w/1.txt"} for order in desk.floor.watchdogs)
+    assert {order.node_id for order in desk.watchdogs} == {"node"}
+    assert all(order.paths == {"rank-1": "/w/1.txt"} for order in desk.watchdogs)
     threads = [{"name": "t", "ident": 1, "is_training": True, "stack": "  a in f\n  b in hold"}]
     written = {"request_id": "watchdog-1", "source": "watchdog", "threads": threads, "step": 4}
-    desk.run(desk.reception.watchdog("rank-1", {**written, "stage": "actor_update"}))
-    desk.floor.watchdogs.clear()
+    desk.watchdog("rank-1", {**written, "stage": "actor_update"})
+    desk.queue.clear()
     desk.pass_time(60.0, polling=(0,))
-    assert desk.floor.watchdogs == []
+    assert desk.watchdogs == []
     [found] = desk.findings("interpreter_held")
     assert found["message"].endswith(": b in hold")
     assert (found["rank"], found["step"], found["stage"]) == (1, 4, "actor_update")
@@ -344,7 +332,7 @@ def test_the_step_in_which_a_watchdog_stands_is_known_though_its_beginning_never
 ) -> None:
     step = train(desk)
     written = {"request_id": "watchdog-1", "source": "watchdog", "threads": [], "step": step}
-    desk.run(desk.reception.watchdog("rank-1", {**written, "stage": "actor_update"}))
+    desk.watchdog("rank-1", {**written, "stage": "actor_update"})
     assert step in {row["step"] for row in rows_of(desk.store, "steps")}
     [closed] = [row for row in rows_of(desk.store, "steps") if row["step"] == step - 1]
     assert closed["closed_wall"] is None  # the other rank is still in it
@@ -356,27 +344,25 @@ def test_the_step_in_which_a_watchdog_stands_is_known_though_its_beginning_never
 def test_a_file_that_says_nothing_is_not_read_for_ever(desk: Desk) -> None:
     train(desk)
     desk.pass_time(200.0, polling=(0,))
-    desk.floor.watchdogs.clear()
+    desk.queue.clear()
     desk.pass_time(200.0, polling=(0,))
-    assert desk.floor.watchdogs == []
+    assert desk.watchdogs == []
 
 
 def test_a_process_that_does_not_answer_is_looked_at_though_it_polled_lately(desk: Desk) -> None:
     train(desk)
     ask(desk, [1], seconds=3.0)
     desk.pass_time(8.0)
-    assert desk.floor.watchdogs[0].paths == {"rank-1": "/w/1.txt"}
+    assert desk.watchdogs[0].paths == {"rank-1": "/w/1.txt"}
 
 
 def test_a_watchdog_s_words_without_a_step_are_kept(desk: Desk) -> None:
     train(desk)
-    desk.run(
-        desk.reception.watchdog(
-            "rank-1", {"request_id": "watchdog-1", "source": "watchdog", "step": "x", "threads": []}
-        )
+    desk.watchdog(
+        "rank-1", {"request_id": "watchdog-1", "source": "watchdog", "step": "x", "threads": []}
     )
     assert desk.stacks()["rank-1", "watchdog-1"]["step"] == 4
-    desk.run(desk.reception.watchdog("nobody", {"request_id": "w", "source": "watchdog"}))
+    desk.watchdog("nobody", {"request_id": "w", "source": "watchdog"})
 
 
 # --- the catalogue says the same --------------------------------------------------------------
@@ -479,7 +465,7 @@ def test_a_rank_that_is_made_anew_ends_the_silence_of_its_predecessor(
     assert [row[0] for row in stuck_now(desk, catalogue, 3)] == [1]
     anew = Sender("anew", "r", "a", "actor", 1, node_id="node", clock_offset=0.0, started=desk.now)
     event = (1, BEGIN, 1, desk.now, desk.now, {"step": 4, "stage": "actor_update"})
-    desk.run(desk.reception.record(anew.wire(), [event]))
+    desk.run(desk.coordinator.intake.record(anew.wire(), [event]))
     desk.pass_time(6.0, polling=(0,))
     [found] = desk.findings("process_silent")
     assert found["over_wall"] is not None
@@ -488,7 +474,7 @@ def test_a_rank_that_is_made_anew_ends_the_silence_of_its_predecessor(
 def test_a_service_that_was_held_up_calls_nobody_silent(desk: Desk) -> None:
     worked(desk, ranks=2)
     desk.now += 300.0
-    desk.run(desk.reception.expire())
+    desk.run(desk.coordinator.intake.expire())
     desk.pass_time(10.0, polling=(0, 1))
     assert desk.findings("process_silent") == []
 
@@ -500,12 +486,12 @@ def test_nobody_is_silent_or_stuck_while_events_arrive_late(desk: Desk) -> None:
     def wait(seconds: int, age: float) -> None:
         for _ in range(seconds):
             for _ in range(FEWEST_CALLS):
-                desk.reception.load.arrived(age)
+                desk.coordinator.load.arrived(age)
             desk.pass_time(1.0, polling=())
 
     wait(120, age=60.0)
     assert desk.findings("process_silent") == desk.findings() == []
-    assert all(each.live for each in desk.reception.state.registry.processes.values())
+    assert all(each.live for each in desk.coordinator.state.registry.processes.values())
     assert desk.findings("service_behind")
     wait(120, age=0.1)
     assert {row["rank"] for row in desk.findings("process_silent")} == {0, 1}
@@ -517,10 +503,10 @@ def test_after_a_restart_a_lease_is_whole_from_when_calls_are_answered(desk: Des
     desk.pass_time(polled, polling=(0, 1))
     desk.renew()
     desk.now += 20.0  # what else a coordinator opens before it answers
-    desk.reception.begin()
+    desk.coordinator.intake.begin()
     desk.pass_time(29.0, polling=())
     assert desk.findings("process_silent") == []
-    assert [process.lapsed for process in desk.reception.state.registry.processes.values()] == [
+    assert [process.lapsed for process in desk.coordinator.state.registry.processes.values()] == [
         False, False,
     ]  # fmt: skip
     # Polls are not stored: that it had polled until the restart must not count against it.

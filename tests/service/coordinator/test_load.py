@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.coordinator.test_coordinator import NoFloor
+from tests.support.local import coordinator_of
 from tests.support.stores import rows_of, url_of
 
 from stagescope.wire.errors import NotReady
 from stagescope.wire.schema import BEGIN, HELLO, Event, Sender
-from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.load import (
     BEHIND_SECONDS,
     FEWEST_CALLS,
@@ -24,7 +23,6 @@ from stagescope_service.coordinator.load import (
     Memory,
     resident_bytes,
 )
-from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
 from stagescope_service.store.sql import SqlStore
@@ -126,29 +124,30 @@ def store(tmp_path: Path) -> Iterator[HeldStore]:
     made.close()
 
 
-def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(store: HeldStore) -> None:
-    state = State()
-    reception = Coordinator(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
-    reception.load = Load(state, most_events=100)
+def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(
+    store: HeldStore, tmp_path: Path
+) -> None:
+    coordinator = coordinator_of(store, tmp_path, poll_seconds=0.001)
+    coordinator.load._most = 100
     sender = Sender("i", "r", "k", "actor", 0, clock_offset=0.0, started=1.0).wire()
 
     async def flood() -> None:
         store.holds = True
-        taken = asyncio.create_task(reception.record(sender, begins(1, 80)))
+        taken = asyncio.create_task(coordinator.intake.record(sender, begins(1, 80)))
         while not store.held:  # noqa: ASYNC110 - the store knows no loop
             await asyncio.sleep(0)
         with pytest.raises(NotReady, match="80 events wait to be written") as caught:
-            await reception.record(sender, begins(81, 30))
+            await coordinator.intake.record(sender, begins(81, 30))
         assert "sends it again" in caught.value.advice
-        assert reception.load.status()["pushed_back"] == 1
-        assert reception.load.pause == 0.5
+        assert coordinator.load.status()["pushed_back"] == 1
+        assert coordinator.load.pause == 0.5
         store.holds = False
         for puts, future in store.held:
             store.submit(puts).result(30)
             future.set_result(None)
         assert (await taken)["received"] == 80
-        assert reception.load.status()["waiting_events"] == 0
-        answer = await reception.record(sender, begins(81, 30))
+        assert coordinator.load.status()["waiting_events"] == 0
+        answer = await coordinator.intake.record(sender, begins(81, 30))
         assert answer["received"] == 30
         assert "pause" not in answer
 
@@ -156,28 +155,26 @@ def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(store: Hel
     assert len(rows_of(store, "stages")) == 110
 
 
-def test_polls_wait_longer_while_the_service_is_behind(store: HeldStore) -> None:
-    state = State()
-    reception = Coordinator(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=20.0)
-    clock = Clock(reception.load)
+def test_polls_wait_longer_while_the_service_is_behind(store: HeldStore, tmp_path: Path) -> None:
+    coordinator = coordinator_of(store, tmp_path, poll_seconds=20.0)
+    clock = Clock(coordinator.load)
     sender = Sender("i", "r", "k", "actor", 0).wire()
 
     def told() -> float:
-        return float(asyncio.run(reception.poll(sender, 0, [], 0.0))["poll_seconds"])
+        return float(asyncio.run(coordinator.intake.poll(sender, 0, [], 0.0))["poll_seconds"])
 
     assert told() == 20.0
     clock.window(FEWEST_CALLS, 2 * BEHIND_SECONDS)
-    assert told() == 20.0 + reception.load.pause > 20.0
+    assert told() == 20.0 + coordinator.load.pause > 20.0
     clock.window(FEWEST_CALLS, 0.1)
     assert told() == 20.0
 
 
-def test_one_batch_is_taken_however_large_it_is(store: HeldStore) -> None:
-    state = State()
-    reception = Coordinator(state, store, Plan(), NoFloor(), coordinator="c", poll_seconds=0.0)
-    reception.load = Load(state, most_events=10)
+def test_one_batch_is_taken_however_large_it_is(store: HeldStore, tmp_path: Path) -> None:
+    coordinator = coordinator_of(store, tmp_path, poll_seconds=0.001)
+    coordinator.load._most = 10
     sender = Sender("i", "r", "k", "actor", 0).wire()
-    assert asyncio.run(reception.record(sender, begins(1, 50)))["received"] == 50
+    assert asyncio.run(coordinator.intake.record(sender, begins(1, 50)))["received"] == 50
 
 
 def test_memory_that_is_free_again_goes_back_to_the_system() -> None:

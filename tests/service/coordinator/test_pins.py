@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.stores import write
+from tests.support.local import LocalCoordinator
+from tests.support.stores import url_of, write
 from tests.support.triggering import rule, rules_of, run, training
 
-from stagescope_service.coordinator import effects
 from stagescope_service.coordinator.trigger_actions import gone_of
-from stagescope_service.settings import Settings
 from stagescope_service.store.contract import Put
 from stagescope_service.store.queries.reader import LIMIT
-from stagescope_service.store.ring import Ring, RingKey
+from stagescope_service.store.ring import RingKey
 from stagescope_service.store.sql import SqlStore
 
 pytest.importorskip("ray")
@@ -25,28 +22,11 @@ pytest.importorskip("ray")
 STEP = 5
 
 
-class Nodes:
-    """The rings of nodes, reached as ingestors are."""
-
-    home = "a"
-
-    def __init__(self, rings: dict[str, Ring]) -> None:
-        self.rings = rings
-
-    def on(self, node_id: str | None) -> Any:
-        async def pin(attempt_id: int, step: int) -> tuple[Any, ...]:
-            return tuple(self.rings[str(node_id)].pin_step(attempt_id, step))
-
-        return SimpleNamespace(pin=SimpleNamespace(remote=pin))
-
-
-def test_a_pin_reaches_payloads_beyond_the_first_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = Settings(home=tmp_path)
-    store = SqlStore(settings.catalogue_url)
+def test_a_pin_reaches_payloads_beyond_the_first_page(tmp_path: Path) -> None:
+    store = SqlStore(url_of(tmp_path))
     store.open()
-    rings = {name: Ring(tmp_path / name, 1 << 24, reserve_bytes=0) for name in ("a", "z")}
+    local = LocalCoordinator(store, tmp_path)
+    rings = {name: local.ingestors.worker(name).reader.ring for name in ("a", "z")}
     values = np.zeros(8, np.float32)
     # As the catalogue orders them, those of node z come after a whole page of node a's.
     for seq, node in [*((seq, "a") for seq in range(LIMIT + 50)), (5000, "z"), (5001, "z")]:
@@ -60,9 +40,7 @@ def test_a_pin_reaches_payloads_beyond_the_first_page(
         place = {"stage": "actor_update", "rank": 0, "kind": "ring", "node_id": node}
         gone = {} if path else {"deleted_wall": 1.0}
         write(store, Put("artifacts", {**row, **place, **gone}))
-    monkeypatch.setattr(effects, "Ingestors", lambda settings: Nodes(rings))
-    reaching = effects.RayEffects(settings, order=None)  # type: ignore[arg-type]
-    answer = asyncio.run(reaching.pin(1, STEP))
+    answer = asyncio.run(local.coordinator.effects.pin(1, STEP))
     store.close()
     assert (answer.payloads, answer.gone, answer.reasons) == (5, LIMIT + 47, ())
     # The next payload that needs the room finds none of them evictable.
@@ -79,13 +57,13 @@ def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
             await bench.step(4, 1.0)
             for step in range(5, 30):
                 if step == 15:
-                    bench.floor._intakes.clear()  # the ingestor is a new process
+                    bench.local.ingestors.restart()  # the ingestor is a new process
                 await bench.step(step, 0.01)
             for step in range(30, 40):
                 await bench.step(step, 1.0)
 
         run(work)
-        ring = bench.floor._node(None).ring
+        ring = bench.local.ingestors.worker(None).reader.ring
         held = {entry.key.step for entry in ring.entries() if entry.pinned}
         assert {3, 4} <= held
         assert sum(entry.bytes for entry in ring.entries() if entry.pinned) <= 20_000

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from tests.support.measure import payload
@@ -14,8 +14,9 @@ from tests.support.stores import url_of
 
 from stagescope.wire.errors import Unreachable
 from stagescope_service.coordinator.retention import Limits, Retention
-from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.core.instructions import IngestJob, PayloadKey, Put
 from stagescope_service.ingest import kept_files
+from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors
 from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.catalogue import Catalogue
@@ -27,8 +28,8 @@ SIZE = 700
 """Bytes of tensors of the payloads here; a file of one has some 3000."""
 
 
-class Node:
-    """A node's disk with its intake, the catalogue, and the retention over both."""
+class Node(LocalIngestors):
+    """A node's disk with its reader of payloads, the catalogue, and the retention over both."""
 
     def __init__(self, directory: Path, limits: Limits) -> None:
         self.data_dir = directory / "data"
@@ -38,6 +39,11 @@ class Node:
         self.gone = False
         self.now = 1e9
         self.node_id = "node-1"
+
+        def worker_of(node: str) -> IngestWorker:
+            return IngestWorker(node, self.data_dir, [self.data_dir], ring_bytes=0)
+
+        super().__init__(worker_of, home=self.node_id)
         self.retention = self.made(limits)
         self.ring = Ring(directory / "ring", 0)
         self.intake = self.taking()
@@ -53,22 +59,13 @@ class Node:
         keeper = Keeper(self.data_dir, self.node_id, reserve)
         return PayloadReader(self.data_dir, self.node_id, self.ring, keeper)
 
-    # --- disks ------------------------------------------------------------------------------
-    def place(self, node_id: str | None) -> str:
+    def node_of(self, node_id: str | None) -> str:
         return self.node_id
 
-    async def kept_files(self, node_id: str) -> list[str]:
-        return kept_files.find(self.data_dir)
-
-    async def describe_kept(
-        self, node_id: str, paths: Sequence[str]
-    ) -> Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        return kept_files.describe(paths, node_id)
-
-    async def discard(self, node_id: str, paths: Sequence[str]) -> Iterable[str]:
+    async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
         if self.gone:
             raise Unreachable("the node is gone")
-        return kept_files.discard(self.data_dir, paths)
+        return await super().discard(node_id, paths)
 
     async def write(self, rows: Sequence[Put]) -> None:
         self.write_now(rows)
@@ -82,11 +79,11 @@ class Node:
         return run(self.keeping(step, seq, commit=commit, **job))
 
     async def keeping(self, step: int, seq: int = 0, *, commit: bool = True, **job: Any) -> str:
-        work = {
+        work = cast(IngestJob, {
             "run": "r", "attempt_id": 1, "attempt_key": "k", "role": "actor", "rank": 0,
             "step": step, "stage": "actor_update", "occurrence": 0, "epoch": 0, "minibatch": 0,
             "microbatch": seq, "bytes": SIZE, "keep": ["old_log_probs"], "scalars": {}, **job,
-        }  # fmt: skip
+        })  # fmt: skip
         work["no_room"] = await self.retention.make_room(self.node_id, work)
         outcome = self.intake.take(PayloadKey("i", 100 * step + seq), work, payload())
         rows = [
@@ -101,7 +98,7 @@ class Node:
         self.now += 1.0
         return paths[0] if paths else ""
 
-    def pin(self, step: int, pinned: bool = True) -> None:
+    def mark_pinned(self, step: int, pinned: bool = True) -> None:
         self.write_now([Put("steps", {"attempt_id": 1, "step": step, "pinned": pinned})])
 
     def steps(self) -> list[int]:
@@ -162,14 +159,14 @@ def test_pinned_steps_stay_and_where_nothing_may_go_keeping_stops_and_starts_aga
     node.keep(1)
     node.keep(2)
     for step in (1, 2):
-        node.pin(step)
+        node.mark_pinned(step)
     assert node.keep(3) == ""
     health = node.retention.health()
     assert (health["healthy"], health["not_kept"]) == (False, 1)
     assert "pinned" in health["reason"]
     (said,) = node.catalogue.findings(run="r")
     assert (said["kind"], said["over_wall"]) == ("not_kept", None)
-    node.pin(1, False)
+    node.mark_pinned(1, False)
     assert node.keep(4)
     assert node.steps() == [2, 4]
     assert node.retention.health()["healthy"]
@@ -206,7 +203,7 @@ def test_payloads_under_way_are_counted(node: Node) -> None:
     node.retention = node.made(Limits(3 * size))
 
     async def together() -> list[str]:
-        job = {"attempt_id": 1, "step": 1, "bytes": size}
+        job: IngestJob = {"attempt_id": 1, "step": 1, "bytes": size}
         asked = [node.retention.make_room(node.node_id, job) for _ in range(5)]
         return list(await asyncio.gather(*asked))
 
@@ -216,7 +213,7 @@ def test_payloads_under_way_are_counted(node: Node) -> None:
 def test_old_files_go_by_age_but_pinned_ones(node: Node) -> None:
     node.retention = node.made(Limits(1 << 30, days=2.0))
     node.keep(1)
-    node.pin(1)
+    node.mark_pinned(1)
     node.keep(2)
     node.now += 86_400.0
     node.keep(3)
@@ -232,7 +229,7 @@ def test_only_the_newest_steps_stay_but_pinned_ones(node: Node) -> None:
     for step in (1, 2, 3, 4):
         node.keep(step)
         if step == 1:
-            node.pin(1)
+            node.mark_pinned(1)
     assert node.steps() == [1, 3, 4]
     node.keep(2, 1)  # a late payload: it is older than the newest, and the next step clears it
     node.keep(5)

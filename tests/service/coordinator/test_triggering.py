@@ -195,7 +195,9 @@ def test_a_service_takes_newer_defaults_but_keeps_rules_that_were_given(bench: B
 
 
 def pinned(bench: Bench) -> list[RingEntry]:
-    return [entry for entry in bench.floor._node(None).ring.entries() if entry.pinned]
+    return [
+        entry for entry in bench.local.ingestors.worker(None).reader.ring.entries() if entry.pinned
+    ]
 
 
 def test_a_firing_says_where_and_with_which_numbers(bench: Bench) -> None:
@@ -358,7 +360,7 @@ def test_a_whole_that_no_longer_says_so_takes_its_firing_back(bench: Bench) -> N
         await bench.step(1, absent=[1])
         assert bench.fired() == [(1, 1, "missing")]
         assert len(bench.findings("trigger_missing")) == 1
-        await bench.floor.reception.write(
+        await bench.local.coordinator.effects.write(
             [Put("steps", {"attempt_id": 1, "step": 1, "missing": []})]
         )
         await bench.triggers.formed(1, 1)
@@ -443,7 +445,7 @@ def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> Non
         for step in range(1, 6):
             await bench.step(step, 0.01)
         broken = {"attempt_id": 1, "step": 3, "whole": b"of another version"}
-        await bench.floor.reception.write([Put("steps", broken)])
+        await bench.local.coordinator.effects.write([Put("steps", broken)])
         await bench.restarted().open()
         await bench.step(6, 1.0)
 
@@ -465,7 +467,9 @@ def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: Bench, b
         for step in range(1, 6):
             await bench.step(step, 0.001)
         if by == "run":
-            await bench.floor.reception.write([Put("runs", {"run": "r", "settings": own})])
+            await bench.local.coordinator.effects.write(
+                [Put("runs", {"run": "r", "settings": own})]
+            )
         await bench.step(6, 1.0, scalars={1: {"loss": math.nan}})
 
     run(work)
@@ -496,7 +500,7 @@ def test_a_capture_is_of_ranks_that_can_capture(bench: Bench) -> None:
             Put("processes", {"incarnation": f"a1-{rank}", "hello": {"captures": False}})
             for rank in (0, 1)
         ]
-        await bench.floor.reception.write(idle)
+        await bench.local.coordinator.effects.write(idle)
         await bench.step(2, 1.0)
 
     run(work)

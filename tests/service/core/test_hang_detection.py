@@ -30,7 +30,7 @@ from stagescope_service.core.hang_detection import (
     judge,
 )
 
-RULES = StuckRules(floor=10.0, factor=3.0)
+RULES = StuckRules(min_seconds=10.0, factor=3.0)
 UPDATE = Place(5, "actor_update", Part())
 
 
@@ -182,7 +182,7 @@ def test_nobody_is_stuck_who_is_as_slow_as_ever(
     known = _history(ranks, steps)
     now = moment * max(_times(speed, 0.0, steps)[-1][1] for speed in ranks)
     view = _at(ranks, steps, now, known)
-    assert judge(view, now, StuckRules(floor=floor)) == []
+    assert judge(view, now, StuckRules(min_seconds=floor)) == []
 
 
 @given(speeds(), st.integers(1, 8), st.data())
@@ -271,10 +271,12 @@ def test_a_pace_is_the_same_in_any_order(times: list[tuple[float, float]], rando
 
 
 def test_a_limit_never_falls_below_the_floor() -> None:
-    assert StuckRules(floor=30.0).after([0.1], None).seconds == 30.0
-    assert StuckRules(floor=30.0).after([], None).seconds == 120.0
-    assert StuckRules(floor=1.0, factor=2.0).after([4.0, 5.0, 6.0], 99.0).seconds == 10.0
-    assert StuckRules(floor=1.0).after([1.0, 1.0, 100.0], None).seconds == pytest.approx(150.0)
+    assert StuckRules(min_seconds=30.0).after([0.1], None).seconds == 30.0
+    assert StuckRules(min_seconds=30.0).after([], None).seconds == 120.0
+    assert StuckRules(min_seconds=1.0, factor=2.0).after([4.0, 5.0, 6.0], 99.0).seconds == 10.0
+    assert StuckRules(min_seconds=1.0).after([1.0, 1.0, 100.0], None).seconds == pytest.approx(
+        150.0
+    )
 
 
 def test_a_look_at_many_ranks_takes_time_in_proportion() -> None:

@@ -107,7 +107,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
     row = st.tuples(st.sampled_from("xyz"), st.integers(0, 4))
     with TemporaryDirectory() as folder:
         intake = PayloadReader(Path(folder), "node-1", Ring(Path(folder) / "ring", 1 << 20))
-        retake = Recomputer(intake)
+        recomputer = Recomputer(intake)
         parts, sent = [], 0
         seen: set[tuple[str, int]] = set()
         for seq in (1, 2):
@@ -132,7 +132,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
         for item in whole.restate:
             at = [part.key for part in parts].index(item.key)
             key = PayloadKey("i", at + 1)
-            again = retake.restate(key, JOB, ("old", "rollout"), item.skips)
+            again = recomputer.recompute(key, JOB, ("old", "rollout"), item.skips)
             parts[at] = dataclasses.replace(
                 parts[at],
                 summary=summary_from_bytes(again),

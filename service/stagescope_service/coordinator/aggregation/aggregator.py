@@ -1,6 +1,6 @@
 """Aggregating steps with the help of ingestors: payloads are joined and taken again where needed.
 
-No Ray in here: `IngestorClient` reaches the ingestors.
+No Ray in here.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.coordinator.aggregation import assembly as wholes
 from stagescope_service.coordinator.aggregation.assembly import StepParts
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Aggregate, Delete, PayloadKey, Put
+from stagescope_service.core.instructions import Aggregate, Delete, IngestJob, PayloadKey, Put
+from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.recompute import Source
 from stagescope_service.statistics import Recompute
 from stagescope_service.store.catalogue import Catalogue
@@ -38,7 +39,7 @@ class JoinOrder(NamedTuple):
 
     key: PayloadKey
     node_id: str | None
-    job: dict[str, Any]
+    job: IngestJob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +146,21 @@ def _is_alone(tensors: Mapping[str, Any]) -> bool:
 
 
 def _order(row: Row, process: Row, run: str) -> JoinOrder:
-    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank")
-    parts = ("occurrence", "epoch", "minibatch", "microbatch")
-    job = {name: row[name] for name in (*names, *parts)}
-    job |= {"run": run, "data_rank": process.get("data_rank"), "cp_size": process.get("cp_size")}
+    job: IngestJob = {
+        "run": run,
+        "attempt_id": row["attempt_id"],
+        "step": row["step"],
+        "policy_version": row["policy_version"],
+        "stage": row["stage"],
+        "role": row["role"],
+        "rank": row["rank"],
+        "occurrence": row["occurrence"],
+        "epoch": row["epoch"],
+        "minibatch": row["minibatch"],
+        "microbatch": row["microbatch"],
+        "data_rank": process.get("data_rank"),
+        "cp_size": process.get("cp_size"),
+    }
     return JoinOrder(_key(row), row["node_id"], job)
 
 
@@ -179,39 +191,16 @@ _NAMED: Final = 5
 Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
 
-class IngestorClient(Protocol):
-    """What ingestors do for the aggregation of a step; None: the ring no longer holds it."""
-
-    async def restate(
-        self,
-        node_id: str | None,
-        key: PayloadKey,
-        job: dict[str, Any],
-        pair: tuple[str, str],
-        skips: Sequence[tuple[int, int, int]],
-    ) -> bytes | None:
-        """Take a payload's statistics again without tokens that count elsewhere."""
-
-    async def join(
-        self,
-        node_id: str | None,
-        key: PayloadKey,
-        job: dict[str, Any],
-        sources: Sequence[tuple[Any, ...]],
-    ) -> dict[str, Any] | None:
-        """Join a trainer's payload with rollouts; see `Retake.join`."""
-
-
 class Aggregator:
     """Aggregates the steps of one coordinator; one call a step at a time."""
 
-    def __init__(self, catalogue: Catalogue, hands: IngestorClient, write: Write) -> None:
+    def __init__(self, catalogue: Catalogue, ingestors: IngestorClient, write: Write) -> None:
         self._catalogue = catalogue
-        self._hands = hands
+        self._ingestors = ingestors
         self._write = write
         self._waiting: OrderedDict[Aggregate, _Waiting] = OrderedDict()
 
-    async def form(self, order: Aggregate, run: str, *, forgotten: bool = False) -> None:
+    async def aggregate(self, order: Aggregate, run: str, *, forgotten: bool = False) -> None:
         """Aggregate a step and write it with its findings.
 
         Where the state machine has `forgotten` the step, its verdict is corrected, too.
@@ -225,13 +214,13 @@ class Aggregator:
                 wholes.begin, self._catalogue, order.attempt_id, order.step
             )
         step_parts.alone = alone
-        await self._restate(step_parts)
+        await self._recompute(step_parts)
         rows = await asyncio.to_thread(wholes.rows_of, step_parts, run)
         if forgotten:
             rows += await asyncio.to_thread(wholes.verdict, self._catalogue, step_parts)
         await self._write(rows)
 
-    def arrived(self, job: Mapping[str, Any], rows: Sequence[Put]) -> list[Aggregate]:
+    def arrived(self, job: IngestJob, rows: Sequence[Put]) -> list[Aggregate]:
         """Return the steps to form again now that a payload was read."""
         if job["stage"] in TRAINER_STAGES or not self._waiting:
             return []
@@ -262,28 +251,27 @@ class Aggregator:
         keys: set[PayloadKey] = set()
         used: set[tuple[int, int]] = set()
         joined = False
-        sources = [tuple(source) for source in plan.sources]
-        for item in plan.orders if sources else ():
-            answer = await self._hands.join(item.node_id, item.key, dict(item.job), sources)
+        for item in plan.orders if plan.sources else ():
+            answer = await self._ingestors.join(item.node_id, item.key, item.job, plan.sources)
             if answer is None or answer["left_out"]:
                 ranks.add((str(item.job["role"]), int(item.job["rank"])))
             if answer is None:
                 left_out.setdefault(NOT_KEPT, []).append("")
                 continue
-            rows += [Put(table, row) for table, row in answer["rows"]]
+            rows += answer["rows"]
             joined = joined or bool(answer["rows"])
             alone.update(answer["tokens"])
-            used |= {(int(a), int(b)) for a, b in answer["used"]}
+            used.update(answer["used"])
             for why, samples in answer["left_out"].items():
                 left_out.setdefault(why, []).extend(samples)
                 keys.add(item.key)
         missing = {uid for samples in left_out.values() for uid in samples}
-        if not sources:
+        if not plan.sources:
             keys, missing = {item.key for item in plan.orders}, set(plan.samples)
         if keys:
             self._wait(order, _Waiting(run, frozenset(keys), frozenset(missing)))
         rows += plan.used(used)
-        if sources and plan.orders:
+        if plan.sources and plan.orders:
             rows.append(_not_joined(order, run, plan.stage, left_out, ranks))
         if rows:
             await self._write(rows)
@@ -294,30 +282,31 @@ class Aggregator:
         while len(self._waiting) > _REMEMBERED:
             self._waiting.popitem(last=False)
 
-    async def _restate(self, step_parts: wholes.StepParts) -> None:
+    async def _recompute(self, step_parts: wholes.StepParts) -> None:
         """Take parts again of which some tokens count elsewhere, until every token counts once."""
         if not step_parts.restate and not step_parts.restate_ranks:
             return
         nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, step_parts)
         for item in step_parts.restate_ranks:
-            summary = await self._restated(item, step_parts, nodes)
+            summary = await self._recomputed(item, step_parts, nodes)
             step_parts.replace(item, summary, for_rank=True)
         # A part that cannot be taken again may leave its tokens to others, which then overlap.
         for _ in range(len(step_parts.parts) + 1):
             for item in step_parts.restate:
-                step_parts.replace(item, await self._restated(item, step_parts, nodes))
+                step_parts.replace(item, await self._recomputed(item, step_parts, nodes))
             await asyncio.to_thread(step_parts.assemble)
             if not step_parts.restate:
                 return
 
-    async def _restated(
+    async def _recomputed(
         self, item: Recompute, step_parts: wholes.StepParts, nodes: Mapping[str, str | None]
     ) -> bytes | None:
         row = step_parts.rows[item.key]
         key = PayloadKey(row["incarnation"], row["seq"])
-        job = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
+        job: IngestJob = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
         pair = step_parts.whole.summary.pair if step_parts.whole else ("old", "rollout")
-        return await self._hands.restate(nodes.get(item.key), key, job, pair, list(item.skips))
+        node_id = nodes.get(item.key)
+        return await self._ingestors.recompute(node_id, key, job, pair, list(item.skips))
 
 
 class _Waiting:

@@ -1,0 +1,163 @@
+"""Waiting until everything of a run is read, and asking the processes of an attempt to leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import uuid
+from collections.abc import Callable
+from typing import Final, TypedDict
+
+from stagescope.wire.schema import FINISH
+from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.load import Load
+from stagescope_service.core import departures
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.instructions import Instruction
+
+_LEAVE_SECONDS: Final = 10.0
+"""After which a process that was asked to leave, and was not heard since, counts as gone."""
+_MOST_NAMED: Final = 20
+
+
+class DrainAnswer(TypedDict):
+    """What `drain` answers."""
+
+    run: str | None
+    drained: bool
+    """Everything is read, and no rank is missing."""
+    pending: int
+    """Payloads that are still to be read."""
+    known: bool
+    """Whether anything of the run, or else of the start, ever came."""
+    missing: list[str]
+    """Ranks of the start that never came, fell silent or did not answer; the first 20."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Request:
+    """A request to a process: send what it has, and leave."""
+
+    request_id: str
+    since: float
+    is_handed_out: bool = False
+
+
+class Draining:
+    """Drains runs; used from one event loop.
+
+    Args:
+        effects: carries out instructions.
+        load: by how much processes wait longer than usual.
+        mono: monotonic seconds.
+    """
+
+    def __init__(self, effects: Effects, load: Load, mono: Callable[[], float]) -> None:
+        self._effects = effects
+        self._commits = effects.commits
+        self._state = effects.commits.state
+        self._load = load
+        self._mono = mono
+        self._requests: dict[str, _Request] = {}
+
+    async def drain(
+        self, run: str | None, timeout: float, attempt_key: str | None = None
+    ) -> DrainAnswer:
+        """Wait until nothing of a run (None: of any) is still to be read.
+
+        With an attempt key, the training of that start is over: each of its processes is asked
+        to leave, which it does once everything that it has was sent.
+        """
+        deadline = self._mono() + timeout
+        missing: list[str] = []
+        if attempt_key is not None:
+            missing = await self._leave(run, attempt_key, deadline)
+        while pending := self._state.pending(run):
+            left = deadline - self._mono()
+            if left <= 0:
+                break
+            await self._commits.wait(pending[0].incarnation, min(left, 0.5))
+        registry = self._state.registry
+        known = registry.is_known(run)
+        if run is None and attempt_key is not None:
+            known = bool(registry.of_key(None, attempt_key))
+        return {
+            "run": run,
+            "drained": not pending and not missing and (known or attempt_key is None),
+            "pending": len(pending),
+            "known": known,
+            "missing": missing,
+        }
+
+    async def _leave(self, run: str | None, attempt_key: str, deadline: float) -> list[str]:
+        """Have the processes of a start leave; return those that did not, or are missing."""
+        unknown_until = min(deadline, self._mono() + _LEAVE_SECONDS)
+        for incarnation in [*self._requests]:
+            process = self._state.registry.processes.get(incarnation)
+            if process is None or not process.live:
+                del self._requests[incarnation]
+        while True:
+            attempts = self._state.registry.of_key(run, attempt_key)
+            present = self._request_all(attempts)
+            named = itertools.chain.from_iterable(each.missing() for each in attempts)
+            missing = [*itertools.islice(named, _MOST_NAMED)]
+            waited = [each for each in present if not self._does_not_answer(each)]
+            left = (deadline if attempts else unknown_until) - self._mono()
+            may_come = any(not spoke for _, _, spoke in missing)
+            # A run that is named may be another job's: then nobody is asked.
+            nobody = not attempts and run is not None and self._state.registry.is_known(run)
+            if left <= 0 or nobody or (attempts and not waited and not may_come):
+                break
+            name = waited[0].incarnation if waited else attempt_key
+            await self._commits.wait(name, min(left, 0.2))
+        out: list[Instruction] = []
+        for process in present:
+            if self._does_not_answer(process):
+                # The driver that drains has ended it, if it had not ended before.
+                wall = self._effects.wall()
+                out += departures.leave(self._state.registry, process, wall, finished=True)
+                process.finish_seq = process.begun_seq
+                del self._requests[process.incarnation]
+        await self._effects.carry_out(out)
+        ranks = dict.fromkeys((role, rank) for role, rank, _ in missing)
+        ranks |= dict.fromkeys((process.role, process.rank) for process in present)
+        return [f"{role} rank {rank}" for role, rank in ranks][:_MOST_NAMED]
+
+    def _request_all(self, attempts: list[Attempt]) -> list[Process]:
+        """Ask the live processes with a probe to leave, each once; return them."""
+        present = [
+            process
+            for attempt in attempts
+            for process in attempt.processes.values()
+            if process.live and not process.raw
+        ]
+        for process in present:
+            if process.incarnation not in self._requests:
+                self._requests[process.incarnation] = _Request(uuid.uuid4().hex, self._mono())
+                self._commits.notify([process.incarnation])
+        return present
+
+    def _does_not_answer(self, process: Process) -> bool:
+        """Whether a process did not answer: Ray ends an actor with its last handle, unheard."""
+        request = self._requests.get(process.incarnation)
+        patience = _LEAVE_SECONDS + self._load.pause
+        quiet = self._effects.wall() - process.heard > patience
+        return quiet and request is not None and self._mono() - request.since > patience
+
+    # --- polls ------------------------------------------------------------------------------
+    def has_news(self, incarnation: str) -> bool:
+        """Whether a process is to leave, and no poll has said so yet."""
+        request = self._requests.get(incarnation)
+        return request is not None and not request.is_handed_out
+
+    def hand_out(self, incarnation: str) -> list[dict[str, str]]:
+        """Return the request to leave, as a poll's answer carries it."""
+        request = self._requests.get(incarnation)
+        if request is None:
+            return []
+        request.is_handed_out = True
+        return [{"what": FINISH, "request_id": request.request_id}]
+
+    def finished(self, incarnation: str) -> None:
+        """Note that a process has left."""
+        self._requests.pop(incarnation, None)

@@ -1,0 +1,322 @@
+"""Takes in batches of events and polls, and expires leases. No Ray in here.
+
+One event loop owns the state. A call changes it, has the rows committed, and answers after the
+commit; what rests on the rows is started by `Effects`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypedDict
+
+from typing_extensions import NotRequired
+
+from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.schema import FINISH, Event, Sender
+from stagescope_service.coordinator.draining import Draining
+from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.hang_watch import HangWatch
+from stagescope_service.coordinator.load import Load
+from stagescope_service.core import reports
+from stagescope_service.core.captures.agreement import ASKED
+from stagescope_service.core.captures.plan import Entry
+from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
+
+logger = logging.getLogger(__name__)
+
+_CHECK_SECONDS: Final = 0.02
+
+
+class BatchAnswer(TypedDict):
+    """What a batch of events is answered; the probe reads it."""
+
+    coordinator: str
+    """Names this incarnation of the coordinator."""
+    wall: float
+    received: int
+    refused: dict[int, str]
+    """Seq -> why that event was not taken in."""
+    refused_in_part: NotRequired[dict[int, str]]
+    """Seq -> what of that event was not taken in."""
+    receipts: dict[int, str]
+    """Seq -> state of payloads whose end is on disk."""
+    revision: int
+    """Of the plan."""
+    pause: NotRequired[float]
+    """Seconds to wait before the next batch."""
+
+
+class PollAnswer(TypedDict):
+    """What a poll is answered; the probe reads it."""
+
+    coordinator: str
+    wall: float
+    revision: int
+    plan: dict[str, Any] | None
+    """The plan, where its revision is another than the poll's."""
+    receipts: dict[int, str]
+    requests: list[dict[str, str]]
+    """For stacks, or to leave."""
+    poll_seconds: float
+
+
+class Intake:
+    """Takes in what ranks report; used from one event loop.
+
+    Args:
+        effects: carries out instructions.
+        requests: the capture requests in force.
+        hangs: watches for ranks that are stuck.
+        load: bounds what is taken in at a time.
+        draining: asks processes to leave.
+        poll_seconds: after which a poll is answered without news.
+        mono: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        effects: Effects,
+        requests: CaptureRequests,
+        hangs: HangWatch,
+        load: Load,
+        draining: Draining,
+        *,
+        coordinator: str,
+        poll_seconds: float,
+        mono: Callable[[], float],
+    ) -> None:
+        self.coordinator = coordinator
+        self.poll_seconds = poll_seconds
+        self.events_taken = 0
+        """Events of batches taken in so far."""
+        self._effects = effects
+        self._commits = effects.commits
+        self._state = effects.commits.state
+        self._requests = requests
+        self._plan = requests.plan
+        self._hangs = hangs
+        self._load = load
+        self._draining = draining
+        self._mono = mono
+        self._wall = effects.wall
+        self._last_expiry = mono()
+        self._check: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Begin every lease now, when calls are answered: nobody could be heard before."""
+        self._last_expiry = self._mono()
+        self._renew_all(self._last_expiry)
+
+    # --- batches ----------------------------------------------------------------------------
+    async def record(
+        self,
+        sender_wire: object,
+        events: Sequence[object],
+        payloads: Mapping[int, object] | None = None,
+    ) -> BatchAnswer:
+        """Take in a batch and answer once it is committed; a bad event is refused alone.
+
+        Raises:
+            InvalidEvent: the sender cannot be read: then nothing of the batch is taken in.
+            NotReady: the catalogue cannot be written now, or too much waits; nothing was taken in.
+        """
+        self._commits.check_ready()
+        sender = Sender.parse(sender_wire)
+        async with self._load.admit(len(events)):
+            answer = await self._record(sender, events, payloads or {})
+        if pause := self._load.pause:
+            answer["pause"] = pause
+        return answer
+
+    async def _record(
+        self, sender: Sender, events: Sequence[object], payloads: Mapping[int, object]
+    ) -> BatchAnswer:
+        refused: dict[int, str] = {}
+        in_part: dict[int, str] = {}
+        out: list[Instruction] = []
+        newest: float | None = None
+        for wire in events:
+            try:
+                event = Event.parse(wire)
+                newest = event.wall
+                has_payload = event.seq in payloads
+                instructions = self._state.handle(
+                    sender, event, self._mono(), has_payload=has_payload, arrived=self._wall()
+                )
+            except InvalidEvent as error:
+                refused[_seq_of(wire)] = str(error)
+                out += self._refusal(sender, error)
+                continue
+            if has_payload:
+                self._effects.hold(instructions, payloads[event.seq])
+            if (reason := reports.refused_in_part(instructions)) is not None:
+                in_part[event.seq] = reason
+            out += instructions
+            if event.kind == FINISH:
+                self._draining.finished(sender.incarnation)
+        self.events_taken += len(events) - len(refused)
+        if newest is not None and sender.clock_offset is not None:
+            self._load.arrived(self._wall() - sender.clock_offset - newest)
+        await self._carry_out(out)
+        uncommitted = self._commits.uncommitted
+        receipts = {
+            each.key.seq: each.state
+            for each in out
+            if isinstance(each, Settled) and each.key not in uncommitted
+        }
+        answer: BatchAnswer = {
+            "coordinator": self.coordinator,
+            "wall": self._wall(),
+            "received": len(events) - len(refused),
+            "refused": refused,
+            "receipts": receipts,
+            "revision": self._plan.revision,
+        }
+        if in_part:
+            answer["refused_in_part"] = in_part
+        return answer
+
+    async def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        """Carry out instructions, and change the plan by what they report of dumps."""
+        mono, wall = self._mono(), self._wall()
+        changes = [
+            put
+            for each in instructions
+            if isinstance(each, DumpReported)
+            for put in self._requests.reported(each.row, mono, wall)
+        ]
+        await self._effects.carry_out(instructions)
+        # A step that a rank missed may be agreed on again: then every rank is to hear of it.
+        await self.change_plan(changes)
+
+    def _refusal(self, sender: Sender, error: InvalidEvent) -> list[Instruction]:
+        process = self._state.registry.processes.get(sender.incarnation)
+        return [
+            finding(
+                "refused_event",
+                str(error),
+                run=sender.run,
+                attempt_id=None if process is None else process.attempt_id,
+                wall=self._wall(),
+                role=sender.role,
+                rank=sender.rank,
+                advice="the rest of its batch was taken in",
+            )
+        ]
+
+    # --- polls ------------------------------------------------------------------------------
+    async def poll(
+        self, sender_wire: object, revision: int, unreceipted: Iterable[object], wait: float
+    ) -> PollAnswer:
+        """Renew a lease; answer when the plan changed, a payload settled or a request waits."""
+        self._commits.check_ready()
+        sender = Sender.parse(sender_wire)
+        incarnation = sender.incarnation
+        renewed = self._renew(incarnation, revision)
+        await self._effects.carry_out(renewed)
+        if renewed and self._plan.entries:
+            self._check_requests_soon()
+        seqs = [seq for seq in unreceipted if isinstance(seq, int)]
+        # While too many calls come, each is to wait longer; news end the wait at once.
+        poll_seconds = self.poll_seconds + self._load.pause
+        deadline = self._mono() + max(0.0, min(wait, poll_seconds))
+        while True:
+            receipts = self._commits.receipts(incarnation, seqs)
+            left = deadline - self._mono()
+            requested = self._state.stack_requests.is_news(incarnation)
+            requested = requested or self._draining.has_news(incarnation)
+            if receipts or requested or revision != self._plan.revision or left <= 0:
+                break
+            await self._commits.wait(incarnation, left)
+        changed = revision != self._plan.revision
+        return {
+            "coordinator": self.coordinator,
+            "wall": self._wall(),
+            "revision": self._plan.revision,
+            "plan": self._plan.wire(sender.run) if changed else None,
+            "receipts": receipts,
+            "requests": [
+                *self._state.stack_requests.hand_out(incarnation),
+                *self._draining.hand_out(incarnation),
+            ],
+            "poll_seconds": poll_seconds,
+        }
+
+    def _renew(self, incarnation: str, revision: int) -> list[Instruction]:
+        out = self._state.renew(incarnation, self._mono(), self._wall())
+        process = self._state.registry.processes.get(incarnation)
+        if process is not None and process.plan_revision != revision:
+            process.plan_revision = revision
+            out.append(Put("processes", {"incarnation": incarnation, "plan_revision": revision}))
+        return out
+
+    # --- leases -----------------------------------------------------------------------------
+    async def expire(self) -> None:
+        """Expire the leases of processes that do not poll; to be called several times a lease.
+
+        While the catalogue cannot be written, events arrive late, or this process was held up
+        itself, nobody could be heard: then every lease begins anew, and nobody is stuck.
+        """
+        now, wall = self._mono(), self._wall()
+        held_up = now - self._last_expiry > self._state.lease_seconds / 2
+        self._last_expiry = now
+        if not self._commits.store.health().healthy:
+            self._renew_all(now)
+            return
+        await self._effects.carry_out(self._load.look(now, wall))
+        if held_up or self._load.is_late(now):
+            self._renew_all(now)
+        else:
+            await self._carry_out(self._state.expire(now, wall))
+            await self._carry_out(self._hangs.look(now, wall))
+        await self.check_requests()
+
+    def _renew_all(self, now: float) -> None:
+        self._state.renew_all(now)
+        self._state.registry.listening_since = self._wall()
+
+    # --- capture requests -------------------------------------------------------------------
+    def _check_requests_soon(self) -> None:
+        # Of a thousand ranks that acknowledge at once, each would have every request checked.
+        if self._check is None or self._check.done():
+            self._check = asyncio.get_running_loop().create_task(self._check_requests_later())
+
+    async def _check_requests_later(self) -> None:
+        await asyncio.sleep(_CHECK_SECONDS)
+        try:
+            await self.check_requests()
+        except Exception:
+            logger.exception("capture requests could not be checked")
+
+    async def check_requests(self) -> None:
+        """Agree on the capture requests that ranks acknowledged, and end those that are done."""
+        if self._plan.entries:
+            await self.change_plan(self._requests.look(self._mono(), self._wall()))
+
+    async def change_plan(self, rows: Sequence[Put]) -> None:
+        """Commit changes of the plan, then let every rank know."""
+        if not rows:
+            return
+        publication = self._plan.publication()
+        await self._effects.carry_out(rows)
+        self._plan.publish(publication)
+        self._commits.notify_all()
+
+    async def agreed(self, capture_id: str, wait: float) -> Entry | None:
+        """Wait until a capture is agreed on or refused, at most `wait` seconds; None: it ended."""
+        deadline = self._mono() + wait
+        while (entry := self._plan.entries.get(capture_id)) is not None:
+            left = deadline - self._mono()
+            if entry.agreement.phase != ASKED or left <= 0:
+                break
+            await self._commits.wait(f"capture/{capture_id}", left)
+        return entry
+
+
+def _seq_of(wire: object) -> int:
+    seq = wire[2] if isinstance(wire, tuple | list) and len(wire) > 2 else None
+    return seq if isinstance(seq, int) else -1

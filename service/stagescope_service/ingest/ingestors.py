@@ -1,0 +1,349 @@
+"""What the ingestors do for the coordinator: their interface, and one that works in this process.
+
+No Ray in here. `Ingestor` (see `ingest.actor`) runs an `IngestWorker` in an actor on each node;
+`LocalIngestors` runs them in the coordinator's own process, as a service without a cluster does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from stagescope.wire.errors import Forbidden, StagescopeError, Unreachable
+from stagescope.wire.stacks import read_watchdog
+from stagescope_service.core.findings import describe
+from stagescope_service.core.instructions import IngestJob, PayloadKey
+from stagescope_service.ingest import kept_files
+from stagescope_service.ingest.kept_files import Keeper
+from stagescope_service.ingest.reader import Outcome, PayloadReader
+from stagescope_service.ingest.recompute import JoinAnswer, Recomputer, Source
+from stagescope_service.ingest.rollout_join import RolloutRows
+from stagescope_service.store.artifacts import confine, read_piece, ring_directory
+from stagescope_service.store.contract import Put
+from stagescope_service.store.pins import Pinned
+from stagescope_service.store.ring import DEFAULT_RESERVE, Ring
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Row = dict[str, Any]
+TokenRange = tuple[int, int, int]
+"""Row of a payload, first and last position (half open)."""
+
+
+class IngestorDied(Unreachable):
+    """The ingestor's process ended during a call; Ray starts it again."""
+
+
+class IngestorClient(Protocol):
+    """The ingestors of all nodes, one method a call.
+
+    `node_id` is the node on which the data lies. Another node serves the call where it is None or
+    gone (`node_of`).
+    """
+
+    @property
+    def home(self) -> str:
+        """The node of the coordinator."""
+        ...
+
+    def node_of(self, node_id: str | None) -> str:
+        """Return the node whose ingestor serves calls for `node_id`."""
+        ...
+
+    async def ingest(
+        self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
+    ) -> Outcome:
+        """Read a payload. An ingestor that dies makes the outcome `lost`; nothing is raised."""
+        ...
+
+    async def recompute(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: IngestJob,
+        pair: tuple[str, str],
+        skips: Sequence[TokenRange],
+    ) -> bytes | None:
+        """Return a payload's summary without tokens that count elsewhere.
+
+        Returns None where the ring no longer holds the payload or no ingestor answers.
+        """
+        ...
+
+    async def join(
+        self, node_id: str | None, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+    ) -> JoinAnswer | None:
+        """Join a trainer's payload with rollouts; None as in `recompute`."""
+        ...
+
+    async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
+        """Make a dump's operator table and return its rows.
+
+        Raises:
+            IngestorDied: its process ended meanwhile.
+            StagescopeError: a failure that may pass, such as a full disk.
+        """
+        ...
+
+    async def read_watchdogs(self, node_id: str | None, paths: Mapping[str, str]) -> dict[str, Row]:
+        """Return incarnation -> what its watchdog wrote, of the processes that have such a file.
+
+        Raises:
+            Unreachable: the ingestor does not answer.
+        """
+        ...
+
+    async def kept_files(self, node_id: str) -> list[str]:
+        """Return the paths of the kept files below the data directory of a node.
+
+        Raises:
+            Unreachable: the ingestor does not answer.
+        """
+        ...
+
+    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> Sequence[tuple[Row, Row]]:
+        """Return (row of `artifacts`, job) of the files that can be read.
+
+        Raises:
+            Unreachable: the ingestor does not answer.
+        """
+        ...
+
+    async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
+        """Delete files; return those that do not exist any more.
+
+        Raises:
+            Unreachable: the ingestor does not answer.
+        """
+        ...
+
+    async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
+        """Pin the payloads of a step in a node's ring; `reason` says why that failed."""
+        ...
+
+    async def unpin(self, node_id: str | None, attempt_id: int, step: int) -> bool:
+        """Release the payloads of a step; return whether the node's ring did."""
+        ...
+
+
+class IngestWorker:
+    """The work of one node's ingestor; one call at a time, but those on files."""
+
+    def __init__(
+        self,
+        node_id: str,
+        data_dir: Path,
+        roots: Sequence[Path],
+        *,
+        ring_bytes: int,
+        reserve_bytes: int = DEFAULT_RESERVE,
+    ) -> None:
+        self.node_id = node_id
+        self._data_dir = data_dir
+        self._roots = roots
+        self._ring_bytes = ring_bytes
+        self._reserve_bytes = reserve_bytes
+        self._reader: PayloadReader | None = None
+
+    @property
+    def reader(self) -> PayloadReader:
+        """Its reader of payloads, opened with the first call."""
+        if self._reader is None:
+            directory = ring_directory(self._data_dir, self.node_id)
+            ring = Ring(directory, self._ring_bytes, reserve_bytes=self._reserve_bytes)
+            keeper = Keeper(self._data_dir, self.node_id, self._reserve_bytes)
+            self._reader = PayloadReader(self._data_dir, self.node_id, ring, keeper)
+        return self._reader
+
+    def ingest(self, key: PayloadKey, job: IngestJob, value: object) -> Outcome:
+        """Read a payload whose tensors are in memory."""
+        try:
+            return self.reader.take(key, job, value)
+        except Exception as error:  # one payload must not end the ingestor
+            return Outcome("refused", f"the service failed to read it: {describe(error)}", [], {})
+
+    # --- the ring: None where it cannot be used, or holds the payload no longer ---------------
+    def recompute(
+        self,
+        key: PayloadKey,
+        job: IngestJob,
+        pair: tuple[str, str],
+        skips: Sequence[TokenRange],
+    ) -> bytes | None:
+        """Return a payload's summary without tokens that count elsewhere."""
+        return self._of_ring(Recomputer.recompute, key, job, pair, skips)
+
+    def samples(self, key: PayloadKey, job: IngestJob) -> list[str] | None:
+        """Return the sample ids of a payload."""
+        return self._of_ring(Recomputer.samples, key, job)
+
+    def rollouts(self, sources: Sequence[Source], sample_ids: Sequence[str]) -> list[RolloutRows]:
+        """Return the rows of these samples in rollouts of this node."""
+        return self._of_ring(Recomputer.rollouts, sources, sample_ids) or []
+
+    def join(
+        self, key: PayloadKey, job: IngestJob, rollouts: Sequence[RolloutRows]
+    ) -> JoinAnswer | None:
+        """Join a trainer's payload with rollouts."""
+        return self._of_ring(Recomputer.join, key, job, rollouts)
+
+    def pin(self, attempt_id: int, step: int) -> Pinned:
+        """Pin the payloads of a step."""
+        pinned = self._of_ring(Recomputer.pin, attempt_id, step)
+        return pinned or Pinned(0, 0, f"node {self.node_id} has no usable ring")
+
+    def unpin(self, attempt_id: int, step: int) -> bool:
+        """Release the payloads of a step."""
+        return bool(self._of_ring(Recomputer.unpin, attempt_id, step))
+
+    def _of_ring(self, work: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return work(Recomputer(self.reader), *arguments)
+        except StagescopeError:
+            return None
+
+    # --- files ------------------------------------------------------------------------------
+    def build_operator_table(self, job: Mapping[str, Any]) -> list[Put]:
+        """Make a dump's operator table; see `ingest.operator_tables`."""
+        # Here, since the coordinator imports this module and has no use for Parquet.
+        from stagescope_service.ingest.operator_tables import build_operator_table
+
+        return build_operator_table(job, self._roots, self.node_id)
+
+    def read_artifact(self, path: str, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes of a file.
+
+        Raises:
+            Forbidden: it lies outside of the allowed roots.
+            NotFound: there is no such file.
+        """
+        return read_piece(confine(path, self._roots), offset, size)
+
+    def kept_files(self) -> list[str]:
+        """Return the paths of the kept files."""
+        return kept_files.find(self._data_dir)
+
+    def describe_kept(self, paths: Sequence[str]) -> list[tuple[Row, Row]]:
+        """Return (row of `artifacts`, job) of the kept files that can be read."""
+        inside = [str(confine(path, self._roots)) for path in paths]
+        return kept_files.describe(inside, self.node_id)
+
+    def discard(self, paths: Sequence[str]) -> list[str]:
+        """Delete kept files; return those that do not exist any more."""
+        return kept_files.discard(self._data_dir, paths)
+
+
+class LocalIngestors:
+    """The ingestors of nodes that this process stands in for (`IngestorClient`).
+
+    Args:
+        worker_of: returns the worker of a node, the same one each time.
+        home: the node of the coordinator.
+    """
+
+    def __init__(self, worker_of: Callable[[str], IngestWorker], *, home: str = "local") -> None:
+        self.home = home
+        self._worker_of = worker_of
+        self._workers: dict[str, IngestWorker] = {}
+        # One thread, as an ingestor has: two payloads at once would hold twice the memory.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+
+    def worker(self, node_id: str | None) -> IngestWorker:
+        """Return the worker of a node."""
+        node = self.node_of(node_id)
+        if node not in self._workers:
+            self._workers[node] = self._worker_of(node)
+        return self._workers[node]
+
+    def node_of(self, node_id: str | None) -> str:
+        """Return the node itself: every node is here."""
+        return self.home if node_id is None else node_id
+
+    async def ingest(
+        self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
+    ) -> Outcome:
+        """Read a payload."""
+        return await self._run(self.worker(node_id).ingest, key, job, payload)
+
+    async def recompute(
+        self,
+        node_id: str | None,
+        key: PayloadKey,
+        job: IngestJob,
+        pair: tuple[str, str],
+        skips: Sequence[TokenRange],
+    ) -> bytes | None:
+        """Return a payload's summary without tokens that count elsewhere."""
+        return await self._run(self.worker(node_id).recompute, key, job, pair, skips)
+
+    async def join(
+        self, node_id: str | None, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+    ) -> JoinAnswer | None:
+        """Join a trainer's payload with rollouts."""
+        worker = self.worker(node_id)
+
+        def work() -> JoinAnswer | None:
+            sample_ids = worker.samples(key, job)
+            if sample_ids is None:
+                return None
+            found: list[RolloutRows] = []
+            for source in sources:
+                found += self.worker(source.node_id).rollouts([source], sample_ids)
+            return worker.join(key, job, found)
+
+        return await self._run(work)
+
+    async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
+        """Make a dump's operator table."""
+        return await self._run(self.worker(node_id).build_operator_table, job)
+
+    async def read_watchdogs(self, node_id: str | None, paths: Mapping[str, str]) -> dict[str, Row]:
+        """Return what watchdogs wrote."""
+        del node_id
+        return await self._run(read_watchdogs, paths)
+
+    async def kept_files(self, node_id: str) -> list[str]:
+        """Return the paths of a node's kept files."""
+        return await self._run(self.worker(node_id).kept_files)
+
+    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[tuple[Row, Row]]:
+        """Return (row of `artifacts`, job) of the files that can be read."""
+        return await self._run(self.worker(node_id).describe_kept, paths)
+
+    async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
+        """Delete files; return those that do not exist any more."""
+        return await self._run(self.worker(node_id).discard, paths)
+
+    async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
+        """Pin the payloads of a step."""
+        return await self._run(self.worker(node_id).pin, attempt_id, step)
+
+    async def unpin(self, node_id: str | None, attempt_id: int, step: int) -> bool:
+        """Release the payloads of a step."""
+        return await self._run(self.worker(node_id).unpin, attempt_id, step)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def read_watchdogs(paths: Mapping[str, str]) -> dict[str, Row]:
+    """Return incarnation -> what its watchdog wrote, of the processes that have such a file."""
+    found: dict[str, Row] = {}
+    for incarnation, path in paths.items():
+        try:
+            fields = read_watchdog(path)
+        except (Forbidden, OSError) as error:
+            logger.warning("the watchdog's file of %s cannot be read: %s", incarnation, error)
+            continue
+        if fields is not None:
+            found[incarnation] = fields
+    return found
