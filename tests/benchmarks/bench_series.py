@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.api import Rank, Service, service
-from tests.support.measure import payload, whole_rows
+from tests.support.measure import payload
+from tests.support.stores import rows_of
 
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.contract import Put
@@ -35,12 +36,13 @@ def fill(live: Service, steps: int) -> None:
         rank.stage(STAGE, 1, handed, scalars={"loss": 1.0})
     for rank in ranks:
         rank.begin(STAGE, steps + 1)
-    formed = [put.row for put in whole_rows(live.catalogue, 1, 1)]
+    (own_step,) = (row for row in rows_of(live.store, "steps") if row["step"] == 1)
+    (own_metrics,) = rows_of(live.store, "step_metrics")
     for first in range(2, steps + 1, 500):
         puts = []
         for step in range(first, min(first + 500, steps + 1)):
-            puts.append(Put("steps", {**formed[0], "step": step, "closed_wall": 1.0}))
-            puts.append(Put("step_metrics", {**formed[1], "step": step}))
+            puts.append(Put("steps", {**own_step, "step": step, "closed_wall": 1.0}))
+            puts.append(Put("step_metrics", {**own_metrics, "step": step}))
             for number in range(RANKS):
                 key = {"incarnation": f"i-{number}", "work_key": f"{step}", "name": "loss"}
                 place = {"attempt_id": 1, "step": step, "stage": STAGE, "role": "actor"}

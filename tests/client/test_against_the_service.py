@@ -249,8 +249,9 @@ def test_who_is_stuck(session: Session, hung: tuple[Rank, Rank]) -> None:
 def test_stacks_to_read(session: Session, hung: tuple[Rank, Rank], found: Service) -> None:
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(session.stacks, "hung", ranks=[0, 1, 4], wait=3.0)
-        eventually(lambda: found.catalogue.stacks(request_id="request"))
-        hung[0].say("stacks", request_id="request", threads=THREADS, step=2, stage="actor_update")
+        row, *_ = eventually(found.catalogue.stacks)
+        request = {"request_id": row["request_id"], "threads": THREADS}
+        hung[0].say("stacks", **request, step=2, stage="actor_update")
         taken = asking.result(30)
     assert [row["rank"] for row in taken.rows] == [0]
     assert [row["rank"] for row in taken.not_answered] == [1, 4]

@@ -41,6 +41,7 @@ from stagescope_service.core.instructions import (
     CompareWeights,
     Delete,
     DumpKey,
+    DumpReported,
     Ingest,
     IngestJob,
     Instruction,
@@ -58,7 +59,6 @@ from stagescope_service.triggers.watch import REACH
 logger = logging.getLogger(__name__)
 
 _MOST_FILES: Final = 100_000
-_STARTED: Final = (Ingest, Aggregate, BuildOperatorTable, CompareWeights, ReadWatchdogs)
 
 
 class Effects:
@@ -132,20 +132,32 @@ class Effects:
 
     async def carry_out(self, instructions: Sequence[Instruction]) -> None:
         """Commit the rows, and only then start what the other instructions say."""
-        due = [each for each in instructions if isinstance(each, Aggregate)]
+        rows: list[Put | Delete] = []
+        settled: list[PayloadKey] = []
+        started: list[Instruction] = []
+        due: list[Aggregate] = []
+        names: set[str] = set()
+        for each in instructions:
+            kind = type(each)  # an event makes a few rows: by far the most of a batch
+            if kind is Put or kind is Delete:
+                rows.append(each)  # type: ignore[arg-type]
+            elif isinstance(each, Settled):
+                settled.append(each.key)
+                names.add(each.key.incarnation)
+            elif isinstance(each, Ask):
+                names.add(each.incarnation)
+            elif isinstance(each, Aggregate):
+                due.append(each)
+                started.append(each)
+            elif not isinstance(each, DumpReported):  # which `Intake` handles
+                started.append(each)
         self._due.update(due)
         try:
-            settled = [each.key for each in instructions if isinstance(each, Settled)]
-            await self.write(
-                [each for each in instructions if isinstance(each, Put | Delete)], settled
-            )
-            for instruction in instructions:
-                if isinstance(instruction, _STARTED):
-                    self.start(instruction)
+            await self.write(rows, settled)
+            for each in started:
+                self.start(each)
         finally:
             self._due -= Counter(due)
-        names = {key.incarnation for key in settled}
-        names.update(each.incarnation for each in instructions if isinstance(each, Ask))
         self.commits.notify(names)
 
     async def write(self, rows: Sequence[Put | Delete], settled: Sequence[PayloadKey] = ()) -> None:

@@ -166,7 +166,7 @@ class Intake:
         receipts = {
             each.key.seq: each.state
             for each in out
-            if isinstance(each, Settled) and each.key not in uncommitted
+            if type(each) is Settled and each.key not in uncommitted
         }
         answer: BatchAnswer = {
             "coordinator": self.coordinator,
@@ -186,7 +186,7 @@ class Intake:
         changes = [
             put
             for each in instructions
-            if isinstance(each, DumpReported)
+            if type(each) is DumpReported
             for put in self._requests.reported(each.row, mono, wall)
         ]
         await self._effects.carry_out(instructions)

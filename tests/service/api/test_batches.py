@@ -49,7 +49,7 @@ def asked(tmp_path: Path) -> Iterator[Service]:
     with service(tmp_path / "home") as running:
         data = running.settings.data_path
         ring = Ring(data / "ring" / "here", 1 << 22, reserve_bytes=0)
-        running.engine.intake = PayloadReader(data, "here", ring)
+        running.engine.read_with(PayloadReader(data, "here", ring))
         ranks = [Rank(running, rank=rank, settings={"clip": 0.2}) for rank in (0, 1)]
         for rank in (0, 1):
             rows = [2 * rank, 2 * rank + 1]
@@ -132,7 +132,7 @@ def test_names_and_stages_are_chosen(asked: Service, step: stagescope.Step) -> N
 
 def test_kept_files_are_there_when_the_ring_is_not(asked: Service) -> None:
     assert asked.tokens is not None
-    asked.engine.keep = ("trajectories",)
+    asked.engine.keep("trajectories")
     rank = Rank(asked, rank=0, key="a2", world_size=1, start=2_000.0)
     rank.stage(STAGE, 7, recorded([0, 1, 2, 3], "responses", "response_mask", "rewards"))
     shutil.rmtree(asked.settings.data_path / "ring")
@@ -165,7 +165,7 @@ def test_a_rollout_of_no_step_gives_the_samples_that_were_consumed(asked: Servic
     payload = recorded(rows, "rollout_log_probs", "response_mask", "responses")
     prompts = np.array([[3], [0], [2]])
     payload["tensors"]["prompts"] = ("int64", prompts.shape, prompts, None)
-    asked.engine.keep = ("trajectories",)
+    asked.engine.keep("trajectories")
     rollout.stage("rollout_generate", None, payload, policy_version=4)
     rank = Rank(asked, rank=5, world_size=6)
     rank.stage(STAGE, 8, recorded([0, 3], "old_log_probs", "response_mask"))

@@ -64,7 +64,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
         data = made.settings.data_path
         ring = Ring(data / "ring" / "here", 1 << 24, reserve_bytes=0)
-        made.engine.intake = PayloadReader(data, "here", ring)
+        made.engine.read_with(PayloadReader(data, "here", ring))
         train(made, "one", [[0, 1, 2, 3]])
         train(made, "split", [[3, 1], [0, 2]])
         train(made, "other", [[0, 1, 2, 3]], rollout_log_probs=nudged)
@@ -113,9 +113,9 @@ def test_an_export_that_is_taken_in_again_pairs_every_number(
     running: Service, session: stagescope.Session, tmp_path: Path
 ) -> None:
     """The export puts what ranks recorded into one file of the step, and each number by itself."""
-    running.engine.keep = tuple(SECTIONS)
+    running.engine.keep(*SECTIONS)
     logging(running, "exported", 0.5)
-    running.engine.keep = ()
+    running.engine.keep()
     assert running.tokens is not None
     env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
     kept = running.settings.data_path / "exported" / "a1"

@@ -54,21 +54,21 @@ def test_who_is_stuck(live: Service, ranks: tuple[Rank, Rank]) -> None:
     assert closed["rows"] == []
 
 
-def ask(live: Service, answers: Callable[[], object], **body: Any) -> Any:
-    """Ask for stacks, and let `answers` speak while the call waits."""
+def ask(live: Service, answer: Callable[[str], object], **body: Any) -> Any:
+    """Ask for stacks, and let `answer` give some for the request while the call waits."""
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(live.operate.post, "/stacks", json=body)
-        eventually(lambda: live.catalogue.stacks(request_id="request"))
-        answers()
+        row, *_ = eventually(live.catalogue.stacks)
+        answer(row["request_id"])
         response = call.result(30)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def test_stacks_are_answered_and_kept(live: Service, ranks: tuple[Rank, Rank]) -> None:
-    def say() -> None:
+    def say(request_id: str) -> None:
         for rank in ranks:
-            rank.say(STACKS, request_id="request", threads=THREADS, step=2, stage="actor_update")
+            rank.say(STACKS, request_id=request_id, threads=THREADS, step=2, stage="actor_update")
 
     answer = ask(live, say, wait=20)
     assert [row["rank"] for row in answer["rows"]] == [0, 1]
@@ -79,15 +79,15 @@ def test_stacks_are_answered_and_kept(live: Service, ranks: tuple[Rank, Rank]) -
     assert live.get("/steps/2/stacks", rank=1)["rows"][0]["rank"] == 1
     assert live.get("/steps/2/stacks", source="watchdog")["rows"] == []
     assert live.get("/steps/1/stacks")["rows"] == []
-    assert len(live.get("/stacks", request_id="request")["rows"]) == 2
+    assert len(live.get("/stacks", request_id=answer["request_id"])["rows"]) == 2
     page = live.get("/stacks", limit=1)
     assert len(page["rows"]) == 1
     assert live.get("/stacks", limit=1, cursor=page["next"])["next"] is None
 
 
 def test_who_does_not_answer_is_named(live: Service, ranks: tuple[Rank, Rank]) -> None:
-    def say() -> None:
-        ranks[0].say(STACKS, request_id="request", threads=THREADS)
+    def say(request_id: str) -> None:
+        ranks[0].say(STACKS, request_id=request_id, threads=THREADS)
 
     answer = ask(live, say, wait=0.5, ranks=[0, 1, 5])
     assert [row["rank"] for row in answer["rows"]] == [0]

@@ -46,10 +46,10 @@ def train(running: Service, run: str, *, loss: float = 0.1) -> Path:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
         data = made.settings.data_path
-        made.engine.intake = PayloadReader(
-            data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0)
+        made.engine.read_with(
+            PayloadReader(data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0))
         )
-        made.engine.keep = tuple(SECTIONS)
+        made.engine.keep(*SECTIONS)
         yield made
 
 
