@@ -30,7 +30,8 @@ def upgrade(connection: sa.Connection) -> None:
             are kept apart by its lock.
 
     Raises:
-        CatalogueUnavailable: the catalogue is of a later version than this package.
+        CatalogueUnavailable: this package does not know the catalogue's revision: a later one
+            wrote it, or one before the first release.
     """
     revision = current(connection)
     if revision == HEAD:
@@ -45,8 +46,8 @@ def upgrade(connection: sa.Connection) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if revision is not None and revision not in known:
         raise CatalogueUnavailable(
-            f"the catalogue is of revision {revision!r}, later than this package",
-            expected=f"{HEAD!r} or earlier",
-            advice="install the newer stagescope again, or give another catalogue",
+            f"the catalogue is of revision {revision!r}, which this package does not know",
+            expected=f"one of {', '.join(sorted(known))}",
+            advice="install the stagescope that wrote it, or give another catalogue",
         )
     command.upgrade(config, HEAD)

@@ -65,13 +65,16 @@ def test_head_is_the_newest_revision() -> None:
     assert ScriptDirectory(str(migrate._FOLDER)).get_heads() == [migrate.HEAD]
 
 
-def test_upgrade_is_idempotent_and_refuses_a_later_catalogue(tmp_path: Path) -> None:
+@pytest.mark.parametrize("revision", ["9999", "0003"], ids=["later", "before the first"])
+def test_upgrade_is_idempotent_and_refuses_an_unknown_revision(
+    tmp_path: Path, revision: str
+) -> None:
     engine = connect.writer_engine(url_of(tmp_path))
     with engine.begin() as connection:
         migrate.upgrade(connection)
         migrate.upgrade(connection)
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
-    with engine.begin() as connection, pytest.raises(CatalogueUnavailable, match="later than"):
+        connection.execute(sa.text(f"UPDATE alembic_version SET version_num = '{revision}'"))
+    with engine.begin() as connection, pytest.raises(CatalogueUnavailable, match="does not know"):
         migrate.upgrade(connection)
     engine.dispose()
 
