@@ -31,7 +31,7 @@ from stagescope_service.store.sql import SqlStore
 T = TypeVar("T")
 
 
-class Desk:
+class Clocked:
     """A coordinator whose clock the test moves."""
 
     def __init__(self, store: SqlStore, folder: Path) -> None:
@@ -67,51 +67,51 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def made(tmp_path: Path) -> Iterator[Clocked]:
     store = SqlStore(url_of(tmp_path))
     store.open()
-    yield Desk(store, tmp_path)
+    yield Clocked(store, tmp_path)
     store.close()
 
 
-def test_finish_of_a_raw_run_ends_its_newest_attempt_for_all_its_ranks(desk: Desk) -> None:
+def test_finish_of_a_raw_run_ends_its_newest_attempt_for_all_its_ranks(made: Clocked) -> None:
     with pytest.raises(NotFound):
-        desk.raw("finish", "nobody", run="unknown")
+        made.raw("finish", "nobody", run="unknown")
     for rank in (0, 1, 2):
-        desk.raw("begin", f"begin {rank}", rank=rank)
+        made.raw("begin", f"begin {rank}", rank=rank)
     for rank in (0, 1):
-        desk.raw("end", f"end {rank}", rank=rank, status="ok")
-    one = desk.raw("finish", "one", rank=1)
+        made.raw("end", f"end {rank}", rank=rank, status="ok")
+    one = made.raw("finish", "one", rank=1)
     assert (one["finished"], one["over"]) == ([{"role": "actor", "rank": 1}], False)
-    reply = desk.run(desk.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
+    reply = made.run(made.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
     assert ([each["rank"] for each in reply["finished"]], reply["over"]) == ([0, 2], True)
-    (attempt,) = rows_of(desk.store, "attempts")
+    (attempt,) = rows_of(made.store, "attempts")
     assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
-    again = desk.run(desk.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
+    again = made.run(made.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
     assert (again["finished"], again["over"]) == ([], True)
 
 
-def test_what_raw_callers_begin_after_their_finish_is_the_next_attempt(desk: Desk) -> None:
+def test_what_raw_callers_begin_after_their_finish_is_the_next_attempt(made: Clocked) -> None:
     for rank, step in ((0, 1), (1, 1), (0, 2)):
-        desk.raw("begin", f"begin {rank} {step}", rank=rank, step=step)
-        desk.raw("end", f"end {rank} {step}", rank=rank, step=step, status="ok")
-    desk.raw("finish", "first")
-    assert desk.raw("begin", "late", step=2, rank=1)["attempt"] == 1
-    assert desk.raw("begin", "again", step=1)["attempt"] == 2
-    assert desk.raw("end", "again's end", step=1, status="ok")["attempt"] == 2
-    desk.raw("finish", "second")
-    assert desk.raw("begin", "one step again", step=1)["attempt"] == 3
-    assert [row["number"] for row in rows_of(desk.store, "attempts")] == [1, 2, 3]
-    assert desk.statuses().count((0, "ok")) == 4
+        made.raw("begin", f"begin {rank} {step}", rank=rank, step=step)
+        made.raw("end", f"end {rank} {step}", rank=rank, step=step, status="ok")
+    made.raw("finish", "first")
+    assert made.raw("begin", "late", step=2, rank=1)["attempt"] == 1
+    assert made.raw("begin", "again", step=1)["attempt"] == 2
+    assert made.raw("end", "again's end", step=1, status="ok")["attempt"] == 2
+    made.raw("finish", "second")
+    assert made.raw("begin", "one step again", step=1)["attempt"] == 3
+    assert [row["number"] for row in rows_of(made.store, "attempts")] == [1, 2, 3]
+    assert made.statuses().count((0, "ok")) == 4
 
 
-def test_a_raw_call_that_is_refused_is_a_finding(desk: Desk) -> None:
-    desk.raw("begin", "first", rank=0, world_size=2)
+def test_a_raw_call_that_is_refused_is_a_finding(made: Clocked) -> None:
+    made.raw("begin", "first", rank=0, world_size=2)
     for fields in ({"rank": -1}, {"step": -3}):
         with pytest.raises(InvalidEvent):
-            desk.raw("begin", "second", **fields)
-    desk.raw("begin", "third", rank=2, world_size=2)
-    rows = {row["kind"]: row for row in rows_of(desk.store, "findings")}
+            made.raw("begin", "second", **fields)
+    made.raw("begin", "third", rank=2, world_size=2)
+    rows = {row["kind"]: row for row in rows_of(made.store, "findings")}
     assert rows.keys() == {"refused_call", "refused_world_size"}
     assert "step is -3" in rows["refused_call"]["message"]
     assert "actor rank 2 says world_size 2" in rows["refused_world_size"]["message"]
@@ -130,156 +130,158 @@ def test_a_raw_call_that_is_refused_is_a_finding(desk: Desk) -> None:
     ],
 )
 def test_a_misspelt_field_of_a_raw_call_is_refused(
-    desk: Desk, kind: str, fields: dict[str, Any], meant: str
+    made: Clocked, kind: str, fields: dict[str, Any], meant: str
 ) -> None:
     with pytest.raises(InvalidEvent, match=f"has no field .*{meant}, which is the closest"):
-        desk.run(desk.coordinator.raw_calls.take(kind, "d", fields))
-    [row] = rows_of(desk.store, "findings")
+        made.run(made.coordinator.raw_calls.take(kind, "d", fields))
+    [row] = rows_of(made.store, "findings")
     assert (row["kind"], row["advice"]) == ("refused_call", "nothing of this call was taken")
-    assert rows_of(desk.store, "stages") == []
+    assert rows_of(made.store, "stages") == []
 
 
-def test_a_field_that_a_raw_call_does_not_have_is_said_and_the_rest_is_taken(desk: Desk) -> None:
+def test_a_field_that_a_raw_call_does_not_have_is_said_and_the_rest_is_taken(made: Clocked) -> None:
     every = {"role": "actor", "rank": 0, "world_size": 1, "attempt_key": "a", "policy_version": 3}
     every |= {"occurrence": 0, "epoch": 0, "minibatch": 0, "microbatch": 0}
     # state is no misspelling of the stage beside it
     for step in (1, 2):
-        told = desk.raw("begin", f"{step}", **every, step=step, state="x", tp_rank=2)
+        told = made.raw("begin", f"{step}", **every, step=step, state="x", tp_rank=2)
         assert (
             "begin_stage of actor has no field state, tp_rank: not taken"
             in (told["refused_in_part"])
         )
-    assert "refused_in_part" not in desk.raw("end", "end", **every, status="ok", scalars={})
-    assert "has no field scalars" in desk.raw("end_step", "s", scalars={})["refused_in_part"]
-    assert "has no field timeout" in desk.raw("finish", "f", timeout=30)["refused_in_part"]
-    kinds = [row["kind"] for row in rows_of(desk.store, "findings")]
+    assert "refused_in_part" not in made.raw("end", "end", **every, status="ok", scalars={})
+    assert "has no field scalars" in made.raw("end_step", "s", scalars={})["refused_in_part"]
+    assert "has no field timeout" in made.raw("finish", "f", timeout=30)["refused_in_part"]
+    kinds = [row["kind"] for row in rows_of(made.store, "findings")]
     assert kinds == ["unknown_fields"] * 3
-    assert len(rows_of(desk.store, "stages")) == 2
+    assert len(rows_of(made.store, "stages")) == 2
 
 
-def test_a_raw_call_says_what_of_it_was_not_taken(desk: Desk) -> None:
-    desk.raw("begin", "begin", rank=0)
-    told = desk.raw("log", "log", rank=0, scalars={"loss": "x", "reward": 0.5, "kl": None})
+def test_a_raw_call_says_what_of_it_was_not_taken(made: Clocked) -> None:
+    made.raw("begin", "begin", rank=0)
+    told = made.raw("log", "log", rank=0, scalars={"loss": "x", "reward": 0.5, "kl": None})
     assert "kl (NoneType), loss (str)" in told["refused_in_part"]
-    assert [row["name"] for row in rows_of(desk.store, "scalars")] == ["reward"]
-    assert "refused_in_part" not in desk.raw("log", "good", rank=0, scalars={"loss": 0.1})
-    told = desk.raw("end", "end", rank=0, status="ok", scalars=[0.5])
+    assert [row["name"] for row in rows_of(made.store, "scalars")] == ["reward"]
+    assert "refused_in_part" not in made.raw("log", "good", rank=0, scalars={"loss": 0.1})
+    told = made.raw("end", "end", rank=0, status="ok", scalars=[0.5])
     assert "scalars (list)" in told["refused_in_part"]
-    assert "world_size 1" in desk.raw("begin", "two", rank=2, world_size=1)["refused_in_part"]
+    assert "world_size 1" in made.raw("begin", "two", rank=2, world_size=1)["refused_in_part"]
     nothings: list[dict[str, Any]] = [{}, {"scalars": None}, {"scalars": [0.5]}, {"loss": 0.5}]
     for nothing in nothings:
         with pytest.raises(InvalidEvent, match="scalars: a dict of names"):
-            desk.raw("log", "nothing", rank=0, **nothing)
+            made.raw("log", "nothing", rank=0, **nothing)
 
 
-def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(desk: Desk) -> None:
+def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(made: Clocked) -> None:
     sender = Sender("i", "r", "a", "actor", 0).wire()
     said: list[dict[str, Any]] = [{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}]
     events = [(1, "log", seq, 1.0, 1.0, {"step": 1, **fields}) for seq, fields in enumerate(said)]
-    answer = desk.run(desk.coordinator.intake.record(sender, events))
+    answer = made.run(made.coordinator.intake.record(sender, events))
     assert (answer["received"], [*answer["refused"]]) == (2, [2])
     assert [*answer["refused_in_part"]] == [0]
     assert "b (str)" in answer["refused_in_part"][0]
 
 
 @pytest.mark.parametrize("kind", ["end", "log", "end_step"])
-def test_a_late_word_of_a_stranger_does_not_reopen_what_has_finished(desk: Desk, kind: str) -> None:
-    desk.raw("begin", "begin", rank=0)
-    assert desk.raw("end", "end", rank=0, status="ok")["over"] is False
-    desk.raw("finish", "finish")
-    told = desk.raw(kind, "late", rank=1, step=2, world_size=2, scalars={"loss": 0.5})
+def test_a_late_word_of_a_stranger_does_not_reopen_what_has_finished(
+    made: Clocked, kind: str
+) -> None:
+    made.raw("begin", "begin", rank=0)
+    assert made.raw("end", "end", rank=0, status="ok")["over"] is False
+    made.raw("finish", "finish")
+    told = made.raw(kind, "late", rank=1, step=2, world_size=2, scalars={"loss": 0.5})
     assert (told["attempt"], told["over"]) == (1, True)
-    (attempt,) = rows_of(desk.store, "attempts")
+    (attempt,) = rows_of(made.store, "attempts")
     assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
-    assert not any(each.live for each in desk.coordinator.state.registry.processes.values())
+    assert not any(each.live for each in made.coordinator.state.registry.processes.values())
     if kind != "end_step":
-        assert [row["value"] for row in rows_of(desk.store, "scalars")] == [0.5]
+        assert [row["value"] for row in rows_of(made.store, "scalars")] == [0.5]
     # What begins is work: the next start, as ever.
-    assert desk.raw("begin", "again", rank=1, step=1)["attempt"] == 2
+    assert made.raw("begin", "again", rank=1, step=1)["attempt"] == 2
 
 
-def test_a_raw_call_says_why_its_payload_was_not_taken(desk: Desk) -> None:
+def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
     async def end() -> dict[str, Any]:
         fields = {"run": "r", "step": 1, "stage": "s"}
         call = asyncio.create_task(
-            desk.coordinator.raw_calls.take("end", "d", fields, {"old_log_probs": [[0.5]]})
+            made.coordinator.raw_calls.take("end", "d", fields, {"old_log_probs": [[0.5]]})
         )
         await asyncio.sleep(0)  # it was taken, and waits for who reads it
-        [key] = desk.coordinator.state.pending("r")
-        await desk.coordinator.effects.settle(key, "refused", "response_mask is missing")
+        [key] = made.coordinator.state.pending("r")
+        await made.coordinator.effects.settle(key, "refused", "response_mask is missing")
         return await call
 
-    answer = desk.run(end())
+    answer = made.run(end())
     assert (answer["payload"], answer["payload_reason"]) == ("refused", "response_mask is missing")
 
 
-def test_a_raw_callers_misspelt_tensor_is_a_finding(desk: Desk) -> None:
+def test_a_raw_callers_misspelt_tensor_is_a_finding(made: Clocked) -> None:
     async def end() -> None:
-        taken = desk.coordinator.raw_calls.take(
+        taken = made.coordinator.raw_calls.take(
             "end", "d", {"run": "r", "step": 1, "stage": "s"}, {"rollout_logprobs": [[0.5]]}
         )
         with contextlib.suppress(asyncio.TimeoutError):  # nobody reads it here
             await asyncio.wait_for(taken, 0.2)
 
-    desk.run(end())
-    [row] = [row for row in rows_of(desk.store, "findings") if row["kind"] == "misspelt_tensor"]
+    made.run(end())
+    [row] = [row for row in rows_of(made.store, "findings") if row["kind"] == "misspelt_tensor"]
     assert "rollout_logprobs (expected rollout_log_probs)" in row["message"]
 
 
-def test_raw_calls_that_ran_in_the_other_order_are_one_stage(desk: Desk) -> None:
-    assert desk.raw("end", "first end", status="ok")["occurrence"] == 0
-    assert desk.raw("begin", "first begin")["occurrence"] == 0
-    assert desk.statuses() == [(0, "ok")]
-    assert desk.raw("begin", "second begin")["occurrence"] == 1
-    assert desk.raw("begin", "third begin")["occurrence"] == 2
-    assert desk.raw("end", "second end", status="ok")["occurrence"] == 1
-    assert desk.raw("begin", "first begin")["occurrence"] == 0  # a retry
-    assert desk.statuses() == [(0, "ok"), (1, "ok"), (2, "open")]
+def test_raw_calls_that_ran_in_the_other_order_are_one_stage(made: Clocked) -> None:
+    assert made.raw("end", "first end", status="ok")["occurrence"] == 0
+    assert made.raw("begin", "first begin")["occurrence"] == 0
+    assert made.statuses() == [(0, "ok")]
+    assert made.raw("begin", "second begin")["occurrence"] == 1
+    assert made.raw("begin", "third begin")["occurrence"] == 2
+    assert made.raw("end", "second end", status="ok")["occurrence"] == 1
+    assert made.raw("begin", "first begin")["occurrence"] == 0  # a retry
+    assert made.statuses() == [(0, "ok"), (1, "ok"), (2, "open")]
 
 
-def test_a_silent_process_loses_its_lease(desk: Desk) -> None:
-    desk.begin()
-    desk.pass_time(44.0)
-    assert desk.statuses() == [(0, "open")]
-    desk.pass_time(3.0)
-    assert desk.statuses() == [(0, "unfinished")]
+def test_a_silent_process_loses_its_lease(made: Clocked) -> None:
+    made.begin()
+    made.pass_time(44.0)
+    assert made.statuses() == [(0, "open")]
+    made.pass_time(3.0)
+    assert made.statuses() == [(0, "unfinished")]
 
 
-def test_leases_begin_anew_where_the_coordinator_was_held_up(desk: Desk) -> None:
-    desk.begin()
-    desk.pass_time(200.0, every=200.0)
-    desk.pass_time(44.0)
-    assert desk.statuses() == [(0, "open")]
-    desk.pass_time(3.0)
-    assert desk.statuses() == [(0, "unfinished")]
+def test_leases_begin_anew_where_the_coordinator_was_held_up(made: Clocked) -> None:
+    made.begin()
+    made.pass_time(200.0, every=200.0)
+    made.pass_time(44.0)
+    assert made.statuses() == [(0, "open")]
+    made.pass_time(3.0)
+    assert made.statuses() == [(0, "unfinished")]
 
 
 def test_leases_begin_anew_where_the_catalogue_could_not_be_written(
-    desk: Desk, tmp_path: Path
+    made: Clocked, tmp_path: Path
 ) -> None:
-    desk.begin()
+    made.begin()
     there = tmp_path / "catalogue.db"
     os.rename(there, tmp_path / "away.db")
-    waiting = desk.store.submit([])
-    eventually(lambda: not desk.store.health().healthy)
+    waiting = made.store.submit([])
+    eventually(lambda: not made.store.health().healthy)
     with pytest.raises(NotReady, match="was removed"):
-        desk.begin()
-    desk.pass_time(200.0)
+        made.begin()
+    made.pass_time(200.0)
     os.rename(tmp_path / "away.db", there)
     waiting.result(30)
-    eventually(lambda: desk.store.health().healthy)
-    desk.pass_time(44.0)
-    assert desk.statuses() == [(0, "open")]
-    desk.pass_time(3.0)
-    assert desk.statuses() == [(0, "unfinished")]
+    eventually(lambda: made.store.health().healthy)
+    made.pass_time(44.0)
+    assert made.statuses() == [(0, "open")]
+    made.pass_time(3.0)
+    assert made.statuses() == [(0, "unfinished")]
 
 
-def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(desk: Desk) -> None:
+def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(made: Clocked) -> None:
     with pytest.raises(InvalidEvent, match="the payload is a int"):
-        desk.run(
-            desk.coordinator.raw_calls.take("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
+        made.run(
+            made.coordinator.raw_calls.take("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
         )
-    assert desk.statuses() == []
+    assert made.statuses() == []
 
 
 class HeldStore:
@@ -309,58 +311,58 @@ class HeldStore:
         return getattr(self._store, name)
 
 
-def test_a_receipt_is_given_after_its_commit_and_not_before(desk: Desk) -> None:
-    store = HeldStore(desk.store)
-    desk.coordinator.commits.store = cast(Store, store)
+def test_a_receipt_is_given_after_its_commit_and_not_before(made: Clocked) -> None:
+    store = HeldStore(made.store)
+    made.coordinator.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)
 
     async def settle_slowly() -> None:
-        await desk.coordinator.intake.record(sender, [end], {2: {}})
-        await desk.coordinator.intake.poll(sender, 0, [], 0.0)  # its own row is written now
+        await made.coordinator.intake.record(sender, [end], {2: {}})
+        await made.coordinator.intake.poll(sender, 0, [], 0.0)  # its own row is written now
         store.slow = True
         settling = asyncio.create_task(
-            desk.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
+            made.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
         )
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
-        early = await desk.coordinator.intake.poll(sender, 0, [2], 0.0)
-        again = await desk.coordinator.intake.record(sender, [end], {2: {}})
+        early = await made.coordinator.intake.poll(sender, 0, [2], 0.0)
+        again = await made.coordinator.intake.record(sender, [end], {2: {}})
         store.release()
         await settling
         assert early["receipts"] == again["receipts"] == {}
-        late = await desk.coordinator.intake.poll(sender, 0, [2], 0.0)
+        late = await made.coordinator.intake.poll(sender, 0, [2], 0.0)
         assert late["receipts"] == {2: "ingested"}
 
-    desk.run(settle_slowly())
+    made.run(settle_slowly())
 
 
-def test_a_step_is_due_while_its_last_payload_is_written(desk: Desk) -> None:
+def test_a_step_is_due_while_its_last_payload_is_written(made: Clocked) -> None:
     """Else a later step, formed meanwhile, is held against the rules before it."""
-    store = HeldStore(desk.store)
-    desk.coordinator.commits.store = cast(Store, store)
+    store = HeldStore(made.store)
+    made.coordinator.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)
     later = (1, "begin", 3, 2.0, 2.0, {"step": 2, "stage": "actor_update"})
 
     async def settle_slowly() -> None:
-        await desk.coordinator.intake.record(sender, [end, later], {2: {}})
-        attempt = desk.coordinator.state.attempt(1)
+        await made.coordinator.intake.record(sender, [end, later], {2: {}})
+        attempt = made.coordinator.state.attempt(1)
         assert attempt is not None
         assert list(attempt.pending) == [1]
         store.slow = True
         settling = asyncio.create_task(
-            desk.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
+            made.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
         )
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
         assert not attempt.pending
-        assert list(desk.coordinator.effects._due) == [Aggregate(1, 1)]
+        assert list(made.coordinator.effects._due) == [Aggregate(1, 1)]
         store.release()
         await settling
-        assert not desk.coordinator.effects._due
+        assert not made.coordinator.effects._due
 
-    desk.run(settle_slowly())
+    made.run(settle_slowly())
 
 
 async def published(coordinator: Coordinator) -> None:
@@ -369,12 +371,12 @@ async def published(coordinator: Coordinator) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
+def test_a_missed_step_is_asked_again_of_every_rank(made: Clocked) -> None:
     sender = Sender("i", "r", "a", "actor", 0).wire()
     place = {"step": 1, "stage": "actor_update"}
 
     async def miss() -> None:
-        coordinator = desk.coordinator
+        coordinator = made.coordinator
         await coordinator.intake.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture({**spec, "again": 1}, allowed_roots=())
@@ -399,17 +401,17 @@ def test_a_missed_step_is_asked_again_of_every_rank(desk: Desk) -> None:
         news = await coordinator.intake.poll(sender, known, [], 0.0)
         (asked,) = (news["plan"] or {})["captures"]
         assert (asked["phase"], asked["agreement"], asked["steps"]) == ("asked", 2, [])
-        (finding,) = rows_of(desk.store, "findings")
+        (finding,) = rows_of(made.store, "findings")
         assert (finding["kind"], finding["step"]) == ("capture_partial", missed["step"])
 
-    desk.run(miss())
+    made.run(miss())
 
 
 class Trainer:
     """A rank of a start with the key `a`, that answers what its polls hand out, or does not."""
 
-    def __init__(self, desk: Desk, rank: int, run: str = "r") -> None:
-        self.desk = desk
+    def __init__(self, made: Clocked, rank: int, run: str = "r") -> None:
+        self.made = made
         self.seq = 0
         self.sender = Sender(f"{run}{rank}", run, "a", "actor", rank, started=1.0).wire()
         self.polling: asyncio.Task[dict[str, Any]] | None = None
@@ -417,10 +419,10 @@ class Trainer:
     async def say(self, kind: str, **fields: Any) -> None:
         self.seq += 1
         event = (1, kind, self.seq, float(self.seq), 1.0, fields)
-        await self.desk.coordinator.intake.record(self.sender, [event])
+        await self.made.coordinator.intake.record(self.sender, [event])
 
     async def poll(self) -> list[dict[str, str]]:
-        answer = await self.desk.coordinator.intake.poll(self.sender, 0, [], 20.0)
+        answer = await self.made.coordinator.intake.poll(self.sender, 0, [], 20.0)
         requests: list[dict[str, str]] = answer["requests"]
         return requests
 
@@ -434,93 +436,93 @@ class Trainer:
         await self.say("finish")
 
 
-def live(desk: Desk) -> None:
+def live(made: Clocked) -> None:
     """Let the clock be the real one: what is waited for happens meanwhile."""
-    desk.mono = time.monotonic
-    desk.coordinator.intake.poll_seconds = 0.05
+    made.mono = time.monotonic
+    made.coordinator.intake.poll_seconds = 0.05
 
 
-def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(desk: Desk) -> None:
+def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: Clocked) -> None:
     async def train() -> DrainAnswer:
-        live(desk)
-        ranks = [Trainer(desk, rank) for rank in (0, 1)]
+        live(made)
+        ranks = [Trainer(made, rank) for rank in (0, 1)]
         for rank in ranks:
             await rank.say("hello", world_size=2)
             await rank.say("begin", step=1, stage="actor_update")
             await rank.say("end", step=1, stage="actor_update", status="ok")
-        drain = asyncio.create_task(desk.coordinator.draining.drain(None, 30.0, "a"))
+        drain = asyncio.create_task(made.coordinator.draining.drain(None, 30.0, "a"))
         await asyncio.gather(*(rank.obey(2) for rank in ranks))
         return await drain
 
-    said = desk.run(train())
+    said = made.run(train())
     assert (said["drained"], said["known"], said["missing"]) == (True, True, [])
-    [attempt] = rows_of(desk.store, "attempts")
+    [attempt] = rows_of(made.store, "attempts")
     assert attempt["end_reason"] == "finished"
-    steps = rows_of(desk.store, "steps")
+    steps = rows_of(made.store, "steps")
     assert {row["step"]: row["closed_wall"] is not None for row in steps} == {1: True, 2: True}
 
 
-def test_the_driver_hears_of_ranks_that_never_came(desk: Desk) -> None:
+def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
     async def train() -> tuple[DrainAnswer, ...]:
-        live(desk)
-        nothing = await desk.coordinator.draining.drain(None, 0.05, "a")
-        rank = Trainer(desk, 1)
+        live(made)
+        nothing = await made.coordinator.draining.drain(None, 0.05, "a")
+        rank = Trainer(made, 1)
         await rank.say("hello", world_size=3)
         answer, _ = await asyncio.gather(
-            desk.coordinator.draining.drain("r", 0.5, "a"), rank.obey(1)
+            made.coordinator.draining.drain("r", 0.5, "a"), rank.obey(1)
         )
-        other = await desk.coordinator.draining.drain("r", 0.05, "of another job")
+        other = await made.coordinator.draining.drain("r", 0.05, "of another job")
         return nothing, answer, other
 
-    nothing, answer, other = desk.run(train())
+    nothing, answer, other = made.run(train())
     assert (nothing["drained"], nothing["known"]) == (False, False)
     assert (answer["drained"], answer["missing"]) == (False, ["actor rank 0", "actor rank 2"])
     assert other["known"]  # a run that was named counts whatever its key
 
 
 def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    made: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def train() -> DrainAnswer:
-        live(desk)
+        live(made)
         monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.05)
-        await Trainer(desk, 0).say("hello", world_size=1)
-        return await desk.coordinator.draining.drain(None, 30.0, "a")
+        await Trainer(made, 0).say("hello", world_size=1)
+        return await made.coordinator.draining.drain(None, 30.0, "a")
 
-    said = desk.run(train())
+    said = made.run(train())
     assert (said["drained"], said["missing"]) == (False, ["actor rank 0"])
-    [attempt] = rows_of(desk.store, "attempts")
+    [attempt] = rows_of(made.store, "attempts")
     assert attempt["end_reason"] == "finished"
-    assert not rows_of(desk.store, "findings")
+    assert not rows_of(made.store, "findings")
 
 
-def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(desk: Desk) -> None:
+def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(made: Clocked) -> None:
     async def train() -> None:
-        live(desk)
-        rank = Trainer(desk, 0)
+        live(made)
+        rank = Trainer(made, 0)
         await rank.say("hello", world_size=1)
-        await asyncio.gather(desk.coordinator.draining.drain(None, 30.0, "a"), rank.obey(1))
+        await asyncio.gather(made.coordinator.draining.drain(None, 30.0, "a"), rank.obey(1))
         await rank.say("begin", step=2, stage="actor_update")
         await rank.say("end", step=2, stage="actor_update", status="ok")
 
-    desk.run(train())
-    [attempt] = rows_of(desk.store, "attempts")
+    made.run(train())
+    [attempt] = rows_of(made.store, "attempts")
     assert (attempt["end_reason"], attempt["ended_wall"]) == (None, None)
-    assert {row["status"] for row in rows_of(desk.store, "stages")} == {"ok"}
-    [process] = rows_of(desk.store, "processes")
+    assert {row["status"] for row in rows_of(made.store, "stages")} == {"ok"}
+    [process] = rows_of(made.store, "processes")
     assert process["finished_wall"] is None
-    assert not rows_of(desk.store, "losses")
+    assert not rows_of(made.store, "losses")
 
 
-def test_a_rank_between_two_polls_is_asked_by_the_next_and_only_once(desk: Desk) -> None:
+def test_a_rank_between_two_polls_is_asked_by_the_next_and_only_once(made: Clocked) -> None:
     async def train() -> tuple[float, float]:
-        live(desk)
-        desk.coordinator.intake.poll_seconds = 20.0
-        rank = Trainer(desk, 0)
+        live(made)
+        made.coordinator.intake.poll_seconds = 20.0
+        rank = Trainer(made, 0)
         await rank.say("hello", world_size=1)
-        drain = asyncio.create_task(desk.coordinator.draining.drain(None, 30.0, "a"))
+        drain = asyncio.create_task(made.coordinator.draining.drain(None, 30.0, "a"))
         await asyncio.sleep(0)  # it asks, and waits
-        assert desk.coordinator.draining._requests
+        assert made.coordinator.draining._requests
         began = time.monotonic()
         asked = await rank.poll()  # it was not there when it was asked
         first = time.monotonic() - began
@@ -533,37 +535,37 @@ def test_a_rank_between_two_polls_is_asked_by_the_next_and_only_once(desk: Desk)
         again.cancel()
         return first, time.monotonic() - began
 
-    first, _ = desk.run(train())
+    first, _ = made.run(train())
     assert first < 5.0
 
 
 def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    made: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def train() -> None:
-        live(desk)
+        live(made)
         monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.05)
-        rank = Trainer(desk, 0)
+        rank = Trainer(made, 0)
         await rank.say("hello", world_size=1)
         await rank.say("begin", step=1, stage="actor_update")
-        assert not (await desk.coordinator.draining.drain(None, 30.0, "a"))["drained"]
+        assert not (await made.coordinator.draining.drain(None, 30.0, "a"))["drained"]
         await rank.say("begin", step=2, stage="actor_update")
         await rank.say("end", step=2, stage="actor_update", status="ok")
 
-    desk.run(train())
-    [process] = rows_of(desk.store, "processes")
+    made.run(train())
+    [process] = rows_of(made.store, "processes")
     assert process["finished_wall"] is None
-    stages = {row["step"]: row["status"] for row in rows_of(desk.store, "stages")}
+    stages = {row["step"]: row["status"] for row in rows_of(made.store, "stages")}
     assert stages[2] == "ok"
 
 
-def test_another_jobs_driver_asks_nobody_to_leave(desk: Desk) -> None:
+def test_another_jobs_driver_asks_nobody_to_leave(made: Clocked) -> None:
     async def train() -> DrainAnswer:
-        live(desk)
-        await Trainer(desk, 0).say("hello", world_size=1)
-        return await desk.coordinator.draining.drain("r", 30.0, "of another job")
+        live(made)
+        await Trainer(made, 0).say("hello", world_size=1)
+        return await made.coordinator.draining.drain("r", 30.0, "of another job")
 
-    assert desk.run(train())["drained"]
-    assert not desk.coordinator.draining._requests
-    [process] = rows_of(desk.store, "processes")
+    assert made.run(train())["drained"]
+    assert not made.coordinator.draining._requests
+    [process] = rows_of(made.store, "processes")
     assert process["finished_wall"] is None

@@ -30,7 +30,7 @@ T = TypeVar("T")
 RULES = StuckRules(min_seconds=10.0)
 
 
-class Desk:
+class Clocked:
     """A coordinator whose clocks the test moves; `now` is wall and monotonic time alike."""
 
     def __init__(self, store: SqlStore, folder: Path, now: float = 1000.0) -> None:
@@ -100,10 +100,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def made(tmp_path: Path) -> Iterator[Clocked]:
     store = SqlStore(url_of(tmp_path))
     store.open()
-    yield Desk(store, tmp_path)
+    yield Clocked(store, tmp_path)
     store.close()
 
 
@@ -114,32 +114,32 @@ def catalogue(tmp_path: Path) -> Iterator[Catalogue]:
     found.close()
 
 
-def train(desk: Desk, steps: int = 4) -> int:
+def train(made: Clocked, steps: int = 4) -> int:
     """Two ranks do steps of 2 s; return the step that comes next."""
     for rank in (0, 1):
-        desk.say(rank, HELLO, world_size=2, watchdog=f"/w/{rank}.txt")
+        made.say(rank, HELLO, world_size=2, watchdog=f"/w/{rank}.txt")
     for step in range(1, steps + 1):
         for rank in (0, 1):
-            desk.begin(rank, step)
-        desk.now += 2.0
+            made.begin(rank, step)
+        made.now += 2.0
         for rank in (0, 1):
-            desk.end(rank, step)
+            made.end(rank, step)
     return steps + 1
 
 
-def hang(desk: Desk) -> int:
+def hang(made: Clocked) -> int:
     """Let rank 0 begin a step that rank 1 never begins; return the step."""
-    step = train(desk)
-    desk.begin(0, step)
+    step = train(made)
+    made.begin(0, step)
     return step
 
 
-def test_a_hang_makes_one_finding_and_is_over_when_the_rank_goes_on(desk: Desk) -> None:
-    step = hang(desk)
-    desk.pass_time(8.0)
-    assert desk.findings() == []
-    desk.pass_time(60.0)
-    [found] = desk.findings()
+def test_a_hang_makes_one_finding_and_is_over_when_the_rank_goes_on(made: Clocked) -> None:
+    step = hang(made)
+    made.pass_time(8.0)
+    assert made.findings() == []
+    made.pass_time(60.0)
+    [found] = made.findings()
     assert (found["rank"], found["step"], found["stage"]) == (1, step, "actor_update")
     assert found["message"].startswith(
         f"rank 1 of actor has not begun actor_update in step {step}: quiet for 1"
@@ -147,386 +147,386 @@ def test_a_hang_makes_one_finding_and_is_over_when_the_rank_goes_on(desk: Desk) 
     assert (found["severity"], found["over_wall"]) == ("error", None)
     assert found["evidence"]["history_steps"] == 4
     first = found["first_wall"]
-    desk.begin(1, step)
-    desk.pass_time(5.0)
-    [found] = desk.findings()
+    made.begin(1, step)
+    made.pass_time(5.0)
+    [found] = made.findings()
     assert (found["severity"], found["first_wall"]) == ("info", first)
-    assert found["over_wall"] == pytest.approx(desk.now, abs=5.0)
+    assert found["over_wall"] == pytest.approx(made.now, abs=5.0)
 
 
-def test_a_whole_role_is_one_finding(desk: Desk) -> None:
-    step = hang(desk)
-    desk.begin(1, step)
-    desk.pass_time(30.0)
-    [found] = desk.findings()
+def test_a_whole_role_is_one_finding(made: Clocked) -> None:
+    step = hang(made)
+    made.begin(1, step)
+    made.pass_time(30.0)
+    [found] = made.findings()
     assert found["rank"] is None
     assert found["message"].startswith("every rank of actor has not ended actor_update")
-    desk.end(0, step)
-    desk.pass_time(3.0)
-    over = {row["rank"]: row["over_wall"] for row in desk.findings()}
+    made.end(0, step)
+    made.pass_time(3.0)
+    over = {row["rank"]: row["over_wall"] for row in made.findings()}
     assert over[None] is not None
-    desk.pass_time(30.0)  # now rank 1 alone has not ended it
-    assert {row["rank"] for row in desk.findings() if row["over_wall"] is None} == {1}
+    made.pass_time(30.0)  # now rank 1 alone has not ended it
+    assert {row["rank"] for row in made.findings() if row["over_wall"] is None} == {1}
 
 
-def test_a_finding_outlives_the_coordinator_and_is_over_after_it(desk: Desk) -> None:
-    step = hang(desk)
-    desk.pass_time(30.0)
-    [before] = desk.findings()
-    desk.renew()
-    desk.pass_time(10.0)
-    assert desk.findings() == [before]
-    desk.begin(1, step)
-    desk.pass_time(5.0)
-    assert desk.findings()[0]["over_wall"] is not None
+def test_a_finding_outlives_the_coordinator_and_is_over_after_it(made: Clocked) -> None:
+    step = hang(made)
+    made.pass_time(30.0)
+    [before] = made.findings()
+    made.renew()
+    made.pass_time(10.0)
+    assert made.findings() == [before]
+    made.begin(1, step)
+    made.pass_time(5.0)
+    assert made.findings()[0]["over_wall"] is not None
 
 
-def test_a_finding_of_a_job_that_died_stuck_is_not_over(desk: Desk) -> None:
-    hang(desk)
-    desk.pass_time(30.0)
-    desk.pass_time(120.0, polling=())
-    assert desk.coordinator.state.registry.attempts[1].over
-    assert [row["over_wall"] for row in desk.findings()] == [None]
+def test_a_finding_of_a_job_that_died_stuck_is_not_over(made: Clocked) -> None:
+    hang(made)
+    made.pass_time(30.0)
+    made.pass_time(120.0, polling=())
+    assert made.coordinator.state.registry.attempts[1].over
+    assert [row["over_wall"] for row in made.findings()] == [None]
 
 
-def test_a_finding_of_a_job_that_took_leave_is_over(desk: Desk) -> None:
-    hang(desk)
-    desk.pass_time(30.0)
+def test_a_finding_of_a_job_that_took_leave_is_over(made: Clocked) -> None:
+    hang(made)
+    made.pass_time(30.0)
     for rank in (0, 1):
-        desk.say(rank, FINISH)
-    desk.pass_time(5.0)
-    assert [row["severity"] for row in desk.findings()] == ["info"]
+        made.say(rank, FINISH)
+    made.pass_time(5.0)
+    assert [row["severity"] for row in made.findings()] == ["info"]
 
 
 # --- stacks -----------------------------------------------------------------------------------
 
 
-def answer(desk: Desk, rank: int, request_id: str, **fields: Any) -> None:
+def answer(made: Clocked, rank: int, request_id: str, **fields: Any) -> None:
     threads = [{"name": "t", "ident": 1, "is_training": True, "stack": "  in f"}]
-    desk.say(rank, STACKS, **{"request_id": request_id, "threads": threads, **fields})
+    made.say(rank, STACKS, **{"request_id": request_id, "threads": threads, **fields})
 
 
-def test_a_finding_asks_for_the_stacks_of_the_stuck_rank_and_of_another_once(desk: Desk) -> None:
-    hang(desk)
-    desk.pass_time(15.0)
-    request_id = desk.findings()[0]["evidence"]["request_id"]
+def test_a_finding_asks_for_the_stacks_of_the_stuck_rank_and_of_another_once(made: Clocked) -> None:
+    hang(made)
+    made.pass_time(15.0)
+    request_id = made.findings()[0]["evidence"]["request_id"]
     wanted = [{"what": STACKS, "request_id": request_id}]
-    assert desk.poll(0) == desk.poll(1) == wanted
-    assert desk.poll(1) == wanted  # an answer of a poll can be lost
-    answer(desk, 1, request_id, step=5, stage="actor_update")
-    assert desk.poll(1) == []
-    row = desk.stacks()["rank-1", request_id]
+    assert made.poll(0) == made.poll(1) == wanted
+    assert made.poll(1) == wanted  # an answer of a poll can be lost
+    answer(made, 1, request_id, step=5, stage="actor_update")
+    assert made.poll(1) == []
+    row = made.stacks()["rank-1", request_id]
     assert (row["state"], row["step"], row["stage"]) == ("answered", 5, "actor_update")
     assert row["threads"][0]["stack"] == "  in f"
-    desk.pass_time(100.0)
-    assert len(desk.stacks()) == 2
-    assert desk.stacks()["rank-0", request_id]["state"] == "not answered"
+    made.pass_time(100.0)
+    assert len(made.stacks()) == 2
+    assert made.stacks()["rank-0", request_id]["state"] == "not answered"
 
 
-def ask(desk: Desk, ranks: list[int] | None = None, seconds: float = 10.0) -> dict[str, Any]:
-    return desk.run(
-        desk.coordinator.ask_stacks(attempt_id=1, role=None, ranks=ranks, seconds=seconds, by="me")
+def ask(made: Clocked, ranks: list[int] | None = None, seconds: float = 10.0) -> dict[str, Any]:
+    return made.run(
+        made.coordinator.ask_stacks(attempt_id=1, role=None, ranks=ranks, seconds=seconds, by="me")
     )
 
 
-def test_who_can_be_asked_is_asked_and_the_others_are_named(desk: Desk) -> None:
-    train(desk)
-    desk.run(
-        desk.coordinator.raw_calls.take(
+def test_who_can_be_asked_is_asked_and_the_others_are_named(made: Clocked) -> None:
+    train(made)
+    made.run(
+        made.coordinator.raw_calls.take(
             "begin", "d", {"run": "r", "rank": 2, "step": 5, "stage": "s"}, None
         )
     )
-    reply = ask(desk)
+    reply = ask(made)
     assert reply["asked"] == [{"role": "actor", "rank": 0}, {"role": "actor", "rank": 1}]
     [refused] = reply["refused"]
     assert (refused["rank"], "raw calls" in refused["reason"]) == (2, True)
-    assert [row["action"] for row in rows_of(desk.store, "audit")] == ["ask_stacks"]
-    reply = ask(desk, [1, 9])
+    assert [row["action"] for row in rows_of(made.store, "audit")] == ["ask_stacks"]
+    reply = ask(made, [1, 9])
     assert [row["rank"] for row in reply["asked"]] == [1]
     assert [row["rank"] for row in reply["refused"]] == [9]
-    desk.say(0, FINISH)
-    assert "took leave" in ask(desk, [0])["refused"][0]["reason"]
+    made.say(0, FINISH)
+    assert "took leave" in ask(made, [0])["refused"][0]["reason"]
 
 
 def test_no_more_are_asked_at_once_than_can_be_kept(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    made: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(desk)
+    train(made)
     monkeypatch.setattr(stack_requests, "MOST_ASKED", 1)
     with pytest.raises(InvalidInput, match="2 processes"):
-        ask(desk)
+        ask(made)
     with pytest.raises(NotFound, match="over"):
-        desk.run(
-            desk.coordinator.ask_stacks(attempt_id=77, role=None, ranks=None, seconds=1.0, by="me")
+        made.run(
+            made.coordinator.ask_stacks(attempt_id=77, role=None, ranks=None, seconds=1.0, by="me")
         )
 
 
-def test_a_waiting_poll_is_answered_at_once(desk: Desk) -> None:
-    train(desk)
+def test_a_waiting_poll_is_answered_at_once(made: Clocked) -> None:
+    train(made)
 
     async def asked_meanwhile() -> Mapping[str, Any]:
         sender = Sender("rank-1", "r", "a", "actor", 1).wire()
-        polling = asyncio.create_task(desk.coordinator.intake.poll(sender, 0, [], 20.0))
+        polling = asyncio.create_task(made.coordinator.intake.poll(sender, 0, [], 20.0))
         await asyncio.sleep(0)
-        await desk.coordinator.ask_stacks(attempt_id=1, role=None, ranks=[1], seconds=10.0, by="me")
+        await made.coordinator.ask_stacks(attempt_id=1, role=None, ranks=[1], seconds=10.0, by="me")
         return await asyncio.wait_for(polling, 10.0)
 
-    answered = desk.run(asked_meanwhile())
+    answered = made.run(asked_meanwhile())
     assert [request["what"] for request in answered["requests"]] == [STACKS]
 
 
-def test_a_request_outlives_the_coordinator_until_its_deadline(desk: Desk) -> None:
-    train(desk)
-    request_id = ask(desk, [0, 1], seconds=10.0)["request_id"]
-    desk.renew()
-    assert desk.poll(1) == [{"what": STACKS, "request_id": request_id}]
-    answer(desk, 1, request_id)
-    desk.pass_time(12.0)
-    states = {name: row["state"] for (name, _), row in desk.stacks().items()}
+def test_a_request_outlives_the_coordinator_until_its_deadline(made: Clocked) -> None:
+    train(made)
+    request_id = ask(made, [0, 1], seconds=10.0)["request_id"]
+    made.renew()
+    assert made.poll(1) == [{"what": STACKS, "request_id": request_id}]
+    answer(made, 1, request_id)
+    made.pass_time(12.0)
+    states = {name: row["state"] for (name, _), row in made.stacks().items()}
     assert states == {"rank-0": "not answered", "rank-1": "answered"}
-    assert desk.poll(0) == []
-    answer(desk, 0, request_id)  # late, and kept all the same
-    assert desk.stacks()["rank-0", request_id]["state"] == "answered"
+    assert made.poll(0) == []
+    answer(made, 0, request_id)  # late, and kept all the same
+    assert made.stacks()["rank-0", request_id]["state"] == "answered"
 
 
-def test_stacks_of_any_form_are_kept_in_bounds(desk: Desk) -> None:
-    train(desk)
+def test_stacks_of_any_form_are_kept_in_bounds(made: Clocked) -> None:
+    train(made)
     threads = [5, {"stack": "x" * 300_000}, {"stack": "y" * 10, "ident": "no", "name": 7}]
-    answer(desk, 0, "r1", threads=threads)
-    row = desk.stacks()["rank-0", "r1"]
+    answer(made, 0, "r1", threads=threads)
+    row = made.stacks()["rank-0", "r1"]
     assert [len(thread["stack"]) for thread in row["threads"]] == [256_000, 0]
     assert row["truncated"]
-    answer(desk, 0, "r2", threads="nonsense")
-    assert desk.stacks()["rank-0", "r2"]["threads"] == []
+    answer(made, 0, "r2", threads="nonsense")
+    assert made.stacks()["rank-0", "r2"]["threads"] == []
     sender = Sender("rank-0", "r", "a", "actor", 0).wire()
     nameless: tuple[Any, ...] = (1, STACKS, 99, 1.0, 1.0, {"threads": []})
-    refused = desk.run(desk.coordinator.intake.record(sender, [nameless]))["refused"]
+    refused = made.run(made.coordinator.intake.record(sender, [nameless]))["refused"]
     assert "request_id" in refused[99]
 
 
 # --- watchdogs --------------------------------------------------------------------------------
 
 
-def test_the_file_of_a_silent_process_is_read_until_it_says_something(desk: Desk) -> None:
-    train(desk)
-    desk.pass_time(28.0, polling=(0,))
-    assert desk.watchdogs == []
-    desk.pass_time(10.0, polling=(0,))
-    assert {order.node_id for order in desk.watchdogs} == {"node"}
-    assert all(order.paths == {"rank-1": "/w/1.txt"} for order in desk.watchdogs)
+def test_the_file_of_a_silent_process_is_read_until_it_says_something(made: Clocked) -> None:
+    train(made)
+    made.pass_time(28.0, polling=(0,))
+    assert made.watchdogs == []
+    made.pass_time(10.0, polling=(0,))
+    assert {order.node_id for order in made.watchdogs} == {"node"}
+    assert all(order.paths == {"rank-1": "/w/1.txt"} for order in made.watchdogs)
     threads = [{"name": "t", "ident": 1, "is_training": True, "stack": "  a in f\n  b in hold"}]
     written = {"request_id": "watchdog-1", "source": "watchdog", "threads": threads, "step": 4}
-    desk.watchdog("rank-1", {**written, "stage": "actor_update"})
-    desk.queue.clear()
-    desk.pass_time(60.0, polling=(0,))
-    assert desk.watchdogs == []
-    [found] = desk.findings("interpreter_held")
+    made.watchdog("rank-1", {**written, "stage": "actor_update"})
+    made.queue.clear()
+    made.pass_time(60.0, polling=(0,))
+    assert made.watchdogs == []
+    [found] = made.findings("interpreter_held")
     assert found["message"].endswith(": b in hold")
     assert (found["rank"], found["step"], found["stage"]) == (1, 4, "actor_update")
-    row = desk.stacks()["rank-1", "watchdog-1"]
+    row = made.stacks()["rank-1", "watchdog-1"]
     assert (row["source"], row["state"]) == ("watchdog", "answered")
 
 
 def test_the_step_in_which_a_watchdog_stands_is_known_though_its_beginning_never_came(
-    desk: Desk,
+    made: Clocked,
 ) -> None:
-    step = train(desk)
+    step = train(made)
     written = {"request_id": "watchdog-1", "source": "watchdog", "threads": [], "step": step}
-    desk.watchdog("rank-1", {**written, "stage": "actor_update"})
-    assert step in {row["step"] for row in rows_of(desk.store, "steps")}
-    [closed] = [row for row in rows_of(desk.store, "steps") if row["step"] == step - 1]
+    made.watchdog("rank-1", {**written, "stage": "actor_update"})
+    assert step in {row["step"] for row in rows_of(made.store, "steps")}
+    [closed] = [row for row in rows_of(made.store, "steps") if row["step"] == step - 1]
     assert closed["closed_wall"] is None  # the other rank is still in it
-    desk.begin(0, step)
-    [closed] = [row for row in rows_of(desk.store, "steps") if row["step"] == step - 1]
+    made.begin(0, step)
+    [closed] = [row for row in rows_of(made.store, "steps") if row["step"] == step - 1]
     assert closed["completeness"] == "complete"
 
 
-def test_a_file_that_says_nothing_is_not_read_for_ever(desk: Desk) -> None:
-    train(desk)
-    desk.pass_time(200.0, polling=(0,))
-    desk.queue.clear()
-    desk.pass_time(200.0, polling=(0,))
-    assert desk.watchdogs == []
+def test_a_file_that_says_nothing_is_not_read_for_ever(made: Clocked) -> None:
+    train(made)
+    made.pass_time(200.0, polling=(0,))
+    made.queue.clear()
+    made.pass_time(200.0, polling=(0,))
+    assert made.watchdogs == []
 
 
-def test_a_process_that_does_not_answer_is_looked_at_though_it_polled_lately(desk: Desk) -> None:
-    train(desk)
-    ask(desk, [1], seconds=3.0)
-    desk.pass_time(8.0)
-    assert desk.watchdogs[0].paths == {"rank-1": "/w/1.txt"}
+def test_a_process_that_does_not_answer_is_looked_at_though_it_polled_lately(made: Clocked) -> None:
+    train(made)
+    ask(made, [1], seconds=3.0)
+    made.pass_time(8.0)
+    assert made.watchdogs[0].paths == {"rank-1": "/w/1.txt"}
 
 
-def test_a_watchdog_s_words_without_a_step_are_kept(desk: Desk) -> None:
-    train(desk)
-    desk.watchdog(
+def test_a_watchdog_s_words_without_a_step_are_kept(made: Clocked) -> None:
+    train(made)
+    made.watchdog(
         "rank-1", {"request_id": "watchdog-1", "source": "watchdog", "step": "x", "threads": []}
     )
-    assert desk.stacks()["rank-1", "watchdog-1"]["step"] == 4
-    desk.watchdog("nobody", {"request_id": "w", "source": "watchdog"})
+    assert made.stacks()["rank-1", "watchdog-1"]["step"] == 4
+    made.watchdog("nobody", {"request_id": "w", "source": "watchdog"})
 
 
 # --- the catalogue says the same --------------------------------------------------------------
 
 
-def test_the_catalogue_is_judged_as_the_state_is(desk: Desk, catalogue: Catalogue) -> None:
-    step = hang(desk)
-    desk.pass_time(30.0)
-    [found] = desk.findings()
+def test_the_catalogue_is_judged_as_the_state_is(made: Clocked, catalogue: Catalogue) -> None:
+    step = hang(made)
+    made.pass_time(30.0)
+    [found] = made.findings()
     [row] = stuck_rows(catalogue, 1, step, found["first_wall"], RULES)
     evidence = found["evidence"]
     assert (row["rank"], row["status"], row["step"]) == (1, evidence["status"], step)
     for name in ("seconds", "limit_seconds", "usual_seconds", "history_steps", "ranks_begun"):
         assert row[name] == pytest.approx(evidence[name]), name
-    assert stuck_rows(catalogue, 1, step - 1, desk.now, RULES) == []
-    desk.begin(1, step)
-    assert stuck_rows(catalogue, 1, step, desk.now, RULES) == []
-    desk.pass_time(60.0)
-    rows = stuck_rows(catalogue, 1, step, desk.now, RULES)
+    assert stuck_rows(catalogue, 1, step - 1, made.now, RULES) == []
+    made.begin(1, step)
+    assert stuck_rows(catalogue, 1, step, made.now, RULES) == []
+    made.pass_time(60.0)
+    rows = stuck_rows(catalogue, 1, step, made.now, RULES)
     assert [(row["rank"], row["whole_role"]) for row in rows] == [(0, True), (1, True)]
-    desk.end(0, step)
-    desk.pass_time(40.0, polling=(0,))
-    [row] = stuck_rows(catalogue, 1, step, desk.now, RULES)
+    made.end(0, step)
+    made.pass_time(40.0, polling=(0,))
+    [row] = stuck_rows(catalogue, 1, step, made.now, RULES)
     assert (row["rank"], row["status"], row["process"]) == (1, "not ended", "silent")
-    desk.pass_time(60.0, polling=(0,))
-    [row] = stuck_rows(catalogue, 1, step, desk.now, RULES)
+    made.pass_time(60.0, polling=(0,))
+    [row] = stuck_rows(catalogue, 1, step, made.now, RULES)
     assert (row["rank"], row["process"]) == (1, "gone")
 
 
 # --- processes that do not answer ---------------------------------------------------------------
 
 
-def worked(desk: Desk, ranks: int = 3, steps: int = 3) -> None:
+def worked(made: Clocked, ranks: int = 3, steps: int = 3) -> None:
     """Let ranks do steps of 2 s; all stand after the last one then."""
     for rank in range(ranks):
-        desk.say(rank, HELLO, world_size=ranks)
+        made.say(rank, HELLO, world_size=ranks)
     for step in range(1, steps + 1):
         for rank in range(ranks):
-            desk.begin(rank, step)
-        desk.pass_time(2.0, polling=tuple(range(ranks)))
+            made.begin(rank, step)
+        made.pass_time(2.0, polling=tuple(range(ranks)))
         for rank in range(ranks):
-            desk.end(rank, step)
+            made.end(rank, step)
 
 
-def stuck_now(desk: Desk, catalogue: Catalogue, step: int) -> list[tuple[Any, ...]]:
-    rows = stuck_rows(catalogue, 1, step, desk.now, RULES)
+def stuck_now(made: Clocked, catalogue: Catalogue, step: int) -> list[tuple[Any, ...]]:
+    rows = stuck_rows(catalogue, 1, step, made.now, RULES)
     return [(row["rank"], row["status"], row["process"], row["since_wall"]) for row in rows]
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_process_that_stops_between_stages_is_named(
-    desk: Desk, catalogue: Catalogue, closed: bool
+    made: Clocked, catalogue: Catalogue, closed: bool
 ) -> None:
-    worked(desk)
+    worked(made)
     if closed:
-        desk.say(0, END_STEP, step=3)
-    desk.pass_time(5.0, polling=(0, 1, 2))
-    heard = desk.now
-    desk.pass_time(29.0, polling=(0, 2))
-    assert stuck_now(desk, catalogue, 3) == []
-    desk.pass_time(10.0, polling=(0, 2))
-    assert stuck_now(desk, catalogue, 3) == [(1, "between stages", "silent", heard)]
-    [found] = desk.findings("process_silent")
+        made.say(0, END_STEP, step=3)
+    made.pass_time(5.0, polling=(0, 1, 2))
+    heard = made.now
+    made.pass_time(29.0, polling=(0, 2))
+    assert stuck_now(made, catalogue, 3) == []
+    made.pass_time(10.0, polling=(0, 2))
+    assert stuck_now(made, catalogue, 3) == [(1, "between stages", "silent", heard)]
+    [found] = made.findings("process_silent")
     assert (found["rank"], found["step"], found["over_wall"]) == (1, 3, None)
     assert found["evidence"]["since_wall"] == heard
     assert "after actor_update of step 3" in found["message"]
 
 
 def test_a_process_that_stops_inside_a_stage_keeps_its_first_clock(
-    desk: Desk, catalogue: Catalogue
+    made: Clocked, catalogue: Catalogue
 ) -> None:
-    worked(desk)
+    worked(made)
     for rank in range(3):
-        desk.begin(rank, 4)
-    heard = desk.now
-    desk.pass_time(42.0, polling=(0, 2))
-    assert stuck_now(desk, catalogue, 4) == [(1, "not ended", "silent", heard)]
+        made.begin(rank, 4)
+    heard = made.now
+    made.pass_time(42.0, polling=(0, 2))
+    assert stuck_now(made, catalogue, 4) == [(1, "not ended", "silent", heard)]
     # Its lease ends; the others, which wait for it inside, are not named in its place.
-    desk.pass_time(60.0, polling=(0, 2))
-    assert stuck_now(desk, catalogue, 4) == [(1, "not ended", "gone", heard)]
-    desk.renew()
-    desk.pass_time(60.0, polling=(0, 2))
-    assert stuck_now(desk, catalogue, 4) == [(1, "not ended", "gone", heard)]
-    [found] = desk.findings("process_silent")
+    made.pass_time(60.0, polling=(0, 2))
+    assert stuck_now(made, catalogue, 4) == [(1, "not ended", "gone", heard)]
+    made.renew()
+    made.pass_time(60.0, polling=(0, 2))
+    assert stuck_now(made, catalogue, 4) == [(1, "not ended", "gone", heard)]
+    [found] = made.findings("process_silent")
     assert (found["over_wall"], found["evidence"]["since_wall"]) == (None, heard)
     # That all of them stand was news only until it was known why.
-    assert [(row["rank"], row["over_wall"] is None) for row in desk.findings()] == [(None, False)]
-    desk.poll(1)
-    desk.pass_time(6.0, polling=(0, 1, 2))
-    [found] = desk.findings("process_silent")
+    assert [(row["rank"], row["over_wall"] is None) for row in made.findings()] == [(None, False)]
+    made.poll(1)
+    made.pass_time(6.0, polling=(0, 1, 2))
+    [found] = made.findings("process_silent")
     assert found["over_wall"] is not None
-    assert [row[0] for row in stuck_now(desk, catalogue, 4)] == [0, 1, 2]
+    assert [row[0] for row in stuck_now(made, catalogue, 4)] == [0, 1, 2]
 
 
 def test_a_rank_that_is_made_anew_ends_the_silence_of_its_predecessor(
-    desk: Desk, catalogue: Catalogue
+    made: Clocked, catalogue: Catalogue
 ) -> None:
-    worked(desk, ranks=2)
-    desk.pass_time(60.0, polling=(0,))
-    assert [row[0] for row in stuck_now(desk, catalogue, 3)] == [1]
-    anew = Sender("anew", "r", "a", "actor", 1, node_id="node", clock_offset=0.0, started=desk.now)
-    event = (1, BEGIN, 1, desk.now, desk.now, {"step": 4, "stage": "actor_update"})
-    desk.run(desk.coordinator.intake.record(anew.wire(), [event]))
-    desk.pass_time(6.0, polling=(0,))
-    [found] = desk.findings("process_silent")
+    worked(made, ranks=2)
+    made.pass_time(60.0, polling=(0,))
+    assert [row[0] for row in stuck_now(made, catalogue, 3)] == [1]
+    anew = Sender("anew", "r", "a", "actor", 1, node_id="node", clock_offset=0.0, started=made.now)
+    event = (1, BEGIN, 1, made.now, made.now, {"step": 4, "stage": "actor_update"})
+    made.run(made.coordinator.intake.record(anew.wire(), [event]))
+    made.pass_time(6.0, polling=(0,))
+    [found] = made.findings("process_silent")
     assert found["over_wall"] is not None
 
 
-def test_a_service_that_was_held_up_calls_nobody_silent(desk: Desk) -> None:
-    worked(desk, ranks=2)
-    desk.now += 300.0
-    desk.run(desk.coordinator.intake.expire())
-    desk.pass_time(10.0, polling=(0, 1))
-    assert desk.findings("process_silent") == []
+def test_a_service_that_was_held_up_calls_nobody_silent(made: Clocked) -> None:
+    worked(made, ranks=2)
+    made.now += 300.0
+    made.run(made.coordinator.intake.expire())
+    made.pass_time(10.0, polling=(0, 1))
+    assert made.findings("process_silent") == []
 
 
-def test_nobody_is_silent_or_stuck_while_events_arrive_late(desk: Desk) -> None:
-    worked(desk, ranks=2)
-    desk.begin(0, 4)
+def test_nobody_is_silent_or_stuck_while_events_arrive_late(made: Clocked) -> None:
+    worked(made, ranks=2)
+    made.begin(0, 4)
 
     def wait(seconds: int, age: float) -> None:
         for _ in range(seconds):
             for _ in range(FEWEST_CALLS):
-                desk.coordinator.load.arrived(age)
-            desk.pass_time(1.0, polling=())
+                made.coordinator.load.arrived(age)
+            made.pass_time(1.0, polling=())
 
     wait(120, age=60.0)
-    assert desk.findings("process_silent") == desk.findings() == []
-    assert all(each.live for each in desk.coordinator.state.registry.processes.values())
-    assert desk.findings("service_behind")
+    assert made.findings("process_silent") == made.findings() == []
+    assert all(each.live for each in made.coordinator.state.registry.processes.values())
+    assert made.findings("service_behind")
     wait(120, age=0.1)
-    assert {row["rank"] for row in desk.findings("process_silent")} == {0, 1}
+    assert {row["rank"] for row in made.findings("process_silent")} == {0, 1}
 
 
-def test_after_a_restart_a_lease_is_whole_from_when_calls_are_answered(desk: Desk) -> None:
-    worked(desk, ranks=2)
+def test_after_a_restart_a_lease_is_whole_from_when_calls_are_answered(made: Clocked) -> None:
+    worked(made, ranks=2)
     polled = 300.0
-    desk.pass_time(polled, polling=(0, 1))
-    desk.renew()
-    desk.now += 20.0  # what else a coordinator opens before it answers
-    desk.coordinator.intake.begin()
-    desk.pass_time(29.0, polling=())
-    assert desk.findings("process_silent") == []
-    assert [process.lapsed for process in desk.coordinator.state.registry.processes.values()] == [
+    made.pass_time(polled, polling=(0, 1))
+    made.renew()
+    made.now += 20.0  # what else a coordinator opens before it answers
+    made.coordinator.intake.begin()
+    made.pass_time(29.0, polling=())
+    assert made.findings("process_silent") == []
+    assert [process.lapsed for process in made.coordinator.state.registry.processes.values()] == [
         False, False,
     ]  # fmt: skip
     # Polls are not stored: that it had polled until the restart must not count against it.
-    desk.pass_time(9.0, polling=(0,))
-    [found] = desk.findings("process_silent")
+    made.pass_time(9.0, polling=(0,))
+    [found] = made.findings("process_silent")
     assert found["rank"] == 1
     assert re.search(r"not heard in the 3\d s since the service restarted", found["message"])
 
 
-def test_a_restart_is_no_word_of_a_silent_process(desk: Desk) -> None:
-    worked(desk, ranks=2)
-    desk.pass_time(35.0, polling=(0,))
-    [before] = desk.findings("process_silent")
-    desk.renew()
-    desk.pass_time(10.0, polling=(0,))
-    assert desk.findings("process_silent") == [before]
-    desk.pass_time(60.0, polling=(0,))
-    [found] = desk.findings("process_silent")
+def test_a_restart_is_no_word_of_a_silent_process(made: Clocked) -> None:
+    worked(made, ranks=2)
+    made.pass_time(35.0, polling=(0,))
+    [before] = made.findings("process_silent")
+    made.renew()
+    made.pass_time(10.0, polling=(0,))
+    assert made.findings("process_silent") == [before]
+    made.pass_time(60.0, polling=(0,))
+    [found] = made.findings("process_silent")
     assert found["over_wall"] is None
-    desk.poll(1)
-    desk.pass_time(6.0, polling=(0, 1))
-    [found] = desk.findings("process_silent")
+    made.poll(1)
+    made.pass_time(6.0, polling=(0, 1))
+    [found] = made.findings("process_silent")
     assert found["over_wall"] is not None
