@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-MATTER: Final[tuple[str, ...]] = (
+KEY_METRICS: Final[tuple[str, ...]] = (
     "rollout_corr/k3_kl",
     "rollout_corr/kl",
     "logprob_abs_diff/mean",
@@ -148,7 +148,7 @@ class Metrics(Mapping[str, float]):
 
     def head(self) -> Metrics:
         """Return the ten that matter first, as far as they are here; all where none of them is."""
-        first = {name: self._values[name] for name in MATTER if name in self._values}
+        first = {name: self._values[name] for name in KEY_METRICS if name in self._values}
         return Metrics(first or self._values, self._about)
 
     def under(self, prefix: str) -> Metrics:

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics, Record
-from stagescope.asking import LIMIT
 from stagescope.batch import Batch
 from stagescope.batch.file import Blob, load, parse, whole_file
 from stagescope.columns import COLUMNS
+from stagescope.connection import LIMIT
 from stagescope.frames import Table
 from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.weights import WEIGHT_ORDER, Weights
 
 if TYPE_CHECKING:
-    from stagescope.orders import CaptureRequests
+    from stagescope.capture_requests import CaptureRequests
 
 # Columns that are shown first: a table in 80 columns leaves out the last.
 _ROUND_ORDER: Final = (

@@ -41,25 +41,25 @@ def test_nothing_known_says_what_was_tried() -> None:
 
 def test_the_file_that_serve_wrote() -> None:
     path = write_service_file("http://127.0.0.1:8700")
-    place = discovery.find()
-    assert (place.url, place.found) == ("http://127.0.0.1:8700", str(path))
-    assert (place.read_token, place.operate_token) == ("r" * 20, "o" * 20)
-    assert "rrrr" not in repr(place)
+    location = discovery.find()
+    assert (location.url, location.found) == ("http://127.0.0.1:8700", str(path))
+    assert (location.read_token, location.operate_token) == ("r" * 20, "o" * 20)
+    assert "rrrr" not in repr(location)
 
 
 def test_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     write_service_file("http://127.0.0.1:8700")
     monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700/")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
-    place = discovery.find()
-    assert (place.url, place.read_token) == ("http://head:8700", "from-environment")
+    location = discovery.find()
+    assert (location.url, location.read_token) == ("http://head:8700", "from-environment")
 
 
 def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
-    place = discovery.find("http://other:1", "given")
-    assert (place.url, place.read_token, place.operate_token) == (
+    location = discovery.find("http://other:1", "given")
+    assert (location.url, location.read_token, location.operate_token) == (
         "http://other:1",
         "given",
         "given",
@@ -71,9 +71,9 @@ def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_the_files_tokens_go_to_its_own_url_only(url: str) -> None:
     write_service_file("http://127.0.0.1:8700")
-    place = discovery.find(url)
-    assert place.read_token is None
-    assert place.operate_token is None
+    location = discovery.find(url)
+    assert location.read_token is None
+    assert location.operate_token is None
 
 
 def test_a_loopback_url_of_another_host_is_no_service_here() -> None:
@@ -107,9 +107,9 @@ def test_one_service_by_two_loopback_names() -> None:
 def test_a_missing_read_token_is_replaced_by_the_other() -> None:
     path = write_service_file("http://127.0.0.1:8700")
     (path.parent / "read.token").unlink()
-    place = discovery.find()
-    assert place.read_token == "o" * 20
-    assert "read.token" in place.note
+    location = discovery.find()
+    assert location.read_token == "o" * 20
+    assert "read.token" in location.note
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"url": 5}', '{"url": "ftp://x"}', '"\xff"'])

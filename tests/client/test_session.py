@@ -101,7 +101,7 @@ def test_a_service_that_repeats_its_pages_does_not_hold_the_client() -> None:
             raise AssertionError("tables are read by their own route")
 
     service = Answering()
-    session = Turning(stagescope.discovery.Place("http://unused", "the test"))
+    session = Turning(stagescope.discovery.ServiceLocation("http://unused", "the test"))
     answers = iter([{"rows": [{"a": 1}], "next": "x"}] * 50)
     session._transport.get = lambda *_, **__: next(answers)  # type: ignore[method-assign]
     assert len(session.table("/runs")) <= 3

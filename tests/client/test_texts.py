@@ -8,8 +8,8 @@ import pytest
 
 from stagescope import Metrics, Table, render
 from stagescope.answers import Status
-from stagescope.asking import segment, step_word
 from stagescope.changes import Changes
+from stagescope.connection import segment, step_segment
 from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
 from stagescope.wire.errors import InvalidInput, StagescopeError
@@ -55,11 +55,11 @@ def test_a_wrong_argument_is_named() -> None:
         InvalidInput, match=r"capture_id is \{\}, which is not a name; expected a text"
     ):
         segment(wrong, "capture_id")
-    for read in (step_word, lambda step: step_number(str(step))):
+    for read in (step_segment, lambda step: step_number(str(step))):
         with pytest.raises(InvalidInput, match="of at most 18 digits"):
             read(2**63)
-    assert step_word(10**18 - 1) == str(10**18 - 1)
-    assert step_number("-7") == int(step_word(-7)) == -7
+    assert step_segment(10**18 - 1) == str(10**18 - 1)
+    assert step_number("-7") == int(step_segment(-7)) == -7
 
 
 def test_nothing_is_expected_where_nothing_is_in_force() -> None:

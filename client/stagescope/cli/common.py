@@ -15,7 +15,7 @@ from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
 from stagescope.findings import FindingRows
 from stagescope.frames import Table
-from stagescope.session import Session, StepWord, attach
+from stagescope.session import Session, StepName, attach
 from stagescope.step import Step
 from stagescope.wire.errors import InvalidInput, StagescopeError
 
@@ -165,7 +165,7 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str
     return None if value is None else words(value)
 
 
-def read_step(_: click.Context, __: click.Parameter, value: str) -> StepWord:
+def read_step(_: click.Context, __: click.Parameter, value: str) -> StepName:
     """Read a step: a number, or a word for one."""
     if value == "latest":
         return "latest"
@@ -254,7 +254,7 @@ def question(*options: Callable[[Any], Any]) -> Callable[[_Ask], click.Command]:
     return command
 
 
-def noun(session: Session, step: StepWord, options: dict[str, Any]) -> Step:
+def noun(session: Session, step: StepName, options: dict[str, Any]) -> Step:
     """Return the step that a command asks about; its run and attempt leave the options."""
     return session.step(step, run=options.pop("run"), attempt=options.pop("attempt"))
 

@@ -24,12 +24,12 @@ from stagescope.cli.common import (
 )
 from stagescope.frames import Table
 from stagescope.operators import read_side
-from stagescope.session import Session, StepWord
+from stagescope.session import Session, StepName
 from stagescope.wire.captures import read_ranks
 
 
 @question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def dumps(session: Session, step: StepWord, **options: Any) -> Table:
+def dumps(session: Session, step: StepName, **options: Any) -> Table:
     """msprobe's dumps of a step: place, size and state."""
     return noun(session, step, options).dumps(**options)
 
@@ -48,19 +48,19 @@ def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, A
     click.option("--non-finite", is_flag=True, help="Only tensors with a NaN or an infinity."),
     LIMIT,
 )  # fmt: skip
-def operators(session: Session, step: StepWord, **options: Any) -> Table:
+def operators(session: Session, step: StepName, **options: Any) -> Table:
     """What the operators did that a capture recorded, in execution order."""
     return noun(session, step, options).operators(**options)
 
 
 @question(CAPTURED, RUN, ATTEMPT, STAGE, ROLE, PART, CAPTURE, LIMIT)
-def non_finite(session: Session, step: StepWord, **options: Any) -> Table:
+def non_finite(session: Session, step: StepName, **options: Any) -> Table:
     """The first operator with a NaN or an infinity, on each rank and over all."""
     return noun(session, step, options).non_finite(**options)
 
 
 @question(click.argument("stack_id"), CAPTURED, RUN, ATTEMPT, STAGE, ROLE, RANK, PART, CAPTURE)
-def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Record:
+def stack(session: Session, step: StepName, stack_id: str, **options: Any) -> Record:
     """The Python frames from which an operator was called (its `stack_id`), innermost first."""
     return noun(session, step, options).stack(stack_id, **options)
 
@@ -95,7 +95,7 @@ def tensors(session: Session, a: Any, b: Any, **options: Any) -> Table:
 
 
 @question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def stuck(session: Session, step: StepWord, **options: Any) -> Table:
+def stuck(session: Session, step: StepName, **options: Any) -> Table:
     """Which ranks hold up the others, and since when."""
     return noun(session, step, options).stuck(**options)
 

@@ -27,7 +27,7 @@ from stagescope.cli.common import (
     words,
 )
 from stagescope.frames import Table, meant
-from stagescope.session import Session, StepWord
+from stagescope.session import Session, StepName
 from stagescope.wire.errors import NotFound
 from stagescope.wire.keep import SECTIONS
 
@@ -75,7 +75,7 @@ def exact(session: Session, run: str | None, attempt: int | None) -> Record:
     ROUND,
     click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
 )
-def metrics(session: Session, step: StepWord, only: str | None, **place: Any) -> Metrics:
+def metrics(session: Session, step: StepName, only: str | None, **place: Any) -> Metrics:
     """A step's metrics, rollout against training."""
     filters = {name: place.pop(name) for name in ("stage", "role", "rank", "round")}
     found = session.step(step, **place).metrics(**filters)
@@ -104,13 +104,13 @@ def metrics(session: Session, step: StepWord, only: str | None, **place: Any) ->
     ),
     LIMIT,
 )
-def rounds(session: Session, step: StepWord, **options: Any) -> Table:
+def rounds(session: Session, step: StepName, **options: Any) -> Table:
     """A step's mismatch round by round."""
     return noun(session, step, options).rounds(**options)
 
 
 @question(MEASURED, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def ranks(session: Session, step: StepWord, **options: Any) -> Table:
+def ranks(session: Session, step: StepName, **options: Any) -> Table:
     """A step's mismatch rank by rank."""
     return noun(session, step, options).ranks(**options)
 
@@ -122,19 +122,19 @@ def ranks(session: Session, step: StepWord, **options: Any) -> Table:
     ),
     LIMIT,
 )  # fmt: skip
-def tokens(session: Session, step: StepWord, **options: Any) -> Table:
+def tokens(session: Session, step: StepName, **options: Any) -> Table:
     """A step's worst tokens, the worst first, then those that are not finite."""
     return noun(session, step, options).tokens(**options)
 
 
 @question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def stages(session: Session, step: StepWord, **options: Any) -> Table:
+def stages(session: Session, step: StepName, **options: Any) -> Table:
     """Who was in which stage of a step, and who has not arrived."""
     return noun(session, step, options).stages(**options)
 
 
 @question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def scalars(session: Session, step: StepWord, **options: Any) -> Table:
+def scalars(session: Session, step: StepName, **options: Any) -> Table:
     """The scalars that ranks handed over in a step."""
     return noun(session, step, options).scalars(**options)
 
@@ -224,7 +224,7 @@ def _words(_: click.Context, __: click.Parameter, value: str | None) -> list[str
     click.option("--names", callback=_words, metavar="A,B", help="Only these tensors."),
     click.option("--stages", callback=_words, metavar="A,B", help="Only these stages."),
 )
-def batch(session: Session, step: StepWord, output: Path | None, **options: Any) -> Record:
+def batch(session: Session, step: StepName, output: Path | None, **options: Any) -> Record:
     """A step's exact data, as one safetensors file (`stagescope.Batch.load` reads it)."""
     place = {"run": options.pop("run"), "attempt": options.pop("attempt")}
     try:
@@ -248,7 +248,7 @@ def batch(session: Session, step: StepWord, output: Path | None, **options: Any)
     click.option("--section", type=click.Choice(SECTIONS), help="Only files that hold it."),
     LIMIT,
 )
-def kept(session: Session, step: StepWord, **options: Any) -> Table:
+def kept(session: Session, step: StepName, **options: Any) -> Table:
     """The files that are kept of a step: what they hold, size, state and place."""
     return noun(session, step, options).kept(**options)
 

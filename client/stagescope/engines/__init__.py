@@ -14,12 +14,19 @@
 
 from __future__ import annotations
 
-from stagescope.engines.base import Engine, EngineInfo, Generation, Prompt, Sampling
+from stagescope.engines.base import (
+    Engine,
+    EngineInfo,
+    Generation,
+    Prompt,
+    Sampling,
+    multimodal_warning,
+    vision_part,
+)
 from stagescope.engines.detection import HttpEngine, connect
 from stagescope.engines.llama_cpp import LlamaCppEngine
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.engines.sglang import SGLangEngine
-from stagescope.engines.vision import multimodal_warning, vision_part
 
 __all__ = [
     "Engine",
