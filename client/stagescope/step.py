@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
-from stagescope.batch.file import Blob, load, parse, whole_file
+from stagescope.batch.file import DownloadBuffer, atomic_file, load, parse
 from stagescope.columns import COLUMNS
 from stagescope.connection import LIMIT
 from stagescope.frames import Table
@@ -252,9 +252,9 @@ class Step:
         Raises:
             NotFound: nothing of it is kept (any more), or no such tensor or stage.
         """
-        blob = Blob()
-        self._download(blob.write, names, stages, timeout)
-        return parse(blob.data, repr(self), Batch)
+        buffer = DownloadBuffer()
+        self._download(buffer.write, names, stages, timeout)
+        return parse(buffer.data, repr(self), Batch)
 
     def save_batch(
         self,
@@ -265,7 +265,7 @@ class Step:
         timeout: float = 120.0,
     ) -> Batch:
         """Write what `batch` returns to a file, as it comes, and open it."""
-        with whole_file(Path(path)) as file:
+        with atomic_file(Path(path)) as file:
             self._download(lambda piece, size: file.write(piece), names, stages, timeout)
         return load(Path(path), Batch)
 

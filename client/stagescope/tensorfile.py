@@ -25,10 +25,10 @@ import numpy.typing as npt
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.nonfinite import Json, JsonObject, spell
 
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array whose dtype is known only at run time, from the tag beside it."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-WireTensor: TypeAlias = tuple[str, tuple[int, ...], Array, Array | None]
+WireTensor: TypeAlias = "tuple[str, tuple[int, ...], Array, Array | None]"
 """(dtype tag, shape, numpy buffer, row offsets int64 [rows + 1] or None); see `schema`."""
 
 MOST_HEADER_BYTES: Final = 16 << 20
@@ -83,7 +83,9 @@ def layout(
             shapes[name + _OFFSETS] = ("int64", flat[name + _OFFSETS].shape)
     entries = place(shapes)
     header = make_header(entries, metadata, packed)
-    buffers = [flat[entry.name].reshape(-1).view(np.uint8).data for entry in entries]
+    buffers: list[bytes | memoryview] = [
+        flat[entry.name].reshape(-1).view(np.uint8).data for entry in entries
+    ]
     return header, buffers, len(header) + data_bytes(entries)
 
 
