@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from typing_extensions import Self
 
-from stagescope.frames import no_column
+from stagescope.frames import unknown_name
 from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.nonfinite import JsonObject
@@ -124,7 +124,7 @@ class BatchData:
             NotFound: it was not recorded or not kept.
         """
         if name not in self:
-            raise no_column(name, tuple(self), what="tensor")
+            raise unknown_name(name, tuple(self), what="tensor")
         return self.tensors[name] if name in self.tensors else self.others[name]
 
     @property
