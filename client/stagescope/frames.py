@@ -46,7 +46,15 @@ class Table:
         >>> table.where(stage="actor_update").to_pandas()
     """
 
-    __slots__ = ("_about", "_columns", "_declared_kinds", "_length", "_title", "_truncated", "_units")
+    __slots__ = (
+        "_about",
+        "_columns",
+        "_declared_kinds",
+        "_length",
+        "_title",
+        "_truncated",
+        "_units",
+    )
 
     def __init__(
         self,
