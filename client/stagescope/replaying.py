@@ -33,7 +33,7 @@ TOLERANCE: Final = {
 """|d| <= tolerance * max(1, |stored|), of the coarser of two dtypes; whole numbers are exact."""
 
 
-def as_made(stored: Tensor, made: Tensor) -> Tensor:
+def in_computed_dtype(stored: Tensor, made: Tensor) -> Tensor:
     """Return a stored number in the dtype that it was made in, if it is one of its values.
 
     Numbers are recorded as Python's floats, whatever they had been.
@@ -42,7 +42,7 @@ def as_made(stored: Tensor, made: Tensor) -> Tensor:
         return stored
     with np.errstate(over="ignore"):
         narrow = stored.values.astype(made.values.dtype)
-    exact = _same(narrow.astype(np.float64), stored.values.astype(np.float64))
+    exact = _equal(narrow.astype(np.float64), stored.values.astype(np.float64))
     return Tensor(made.dtype, narrow) if exact.all() else stored
 
 
@@ -66,7 +66,7 @@ def computed_tensor(name: str, value: Any) -> Tensor:
     return Tensor(array.dtype.name, array)
 
 
-class Comparison(NamedTuple):
+class TensorComparison(NamedTuple):
     """Two tensors held against each other, in float64; whole numbers exactly."""
 
     verdict: str
@@ -85,7 +85,7 @@ class Comparison(NamedTuple):
 
 def compare(
     stored: Tensor, computed: Tensor, mask: Array | None, tolerance: float | None = None
-) -> Comparison:
+) -> TensorComparison:
     """Compare what was computed with what is stored.
 
     Args:
@@ -96,50 +96,52 @@ def compare(
     dtypes = (computed.dtype, stored.dtype)
     if stored.values.shape != computed.values.shape:
         nothing = (0, 0, np.inf, np.inf, None, None, None, 0)
-        return Comparison(DIFFERENT, *nothing, *dtypes)
+        return TensorComparison(DIFFERENT, *nothing, *dtypes)
     a, b = widened(stored), widened(computed)
-    same = _same(a, b)
-    there = mask if mask is not None and mask.shape == a.shape else np.ones(a.shape, bool)
-    outside = int((~same & ~there).sum())
-    differ = ~same & there
+    same = _equal(a, b)
+    counted = mask if mask is not None and mask.shape == a.shape else np.ones(a.shape, bool)
+    outside = int((~same & ~counted).sum())
+    differ = ~same & counted
     with np.errstate(invalid="ignore", over="ignore"):
         d = np.where(same, 0.0, np.abs(a.astype(np.float64) - b.astype(np.float64)))
     d = np.where(np.isnan(d), np.inf, d)  # one of them is no number
-    whole = a.dtype.kind in "iub" and b.dtype.kind in "iub"
-    if whole:  # float64 does not tell neighbours apart beyond 2^53
+    are_integers = a.dtype.kind in "iub" and b.dtype.kind in "iub"
+    if are_integers:  # float64 does not tell neighbours apart beyond 2^53
         d = np.where(same, 0.0, np.maximum(d, 1.0))
-    count = int(there.sum())
+    count = int(counted.sum())
     if not differ.any():
-        exact = stored.dtype == computed.dtype and _bits(stored, there) == _bits(computed, there)
+        exact = stored.dtype == computed.dtype and _bits(stored, counted) == _bits(
+            computed, counted
+        )
         verdict = BITWISE if exact else EQUAL
-        return Comparison(verdict, count, 0, 0.0, 0.0, None, None, None, outside, *dtypes)
+        return TensorComparison(verdict, count, 0, 0.0, 0.0, None, None, None, outside, *dtypes)
     at = tuple(map(int, np.unravel_index(np.where(differ, d, -1.0).argmax(), a.shape)))
     allowed = _allowed(a, dtypes, tolerance)
-    verdict = WITHIN if not whole and (d <= allowed)[differ].all() else DIFFERENT
-    return Comparison(
-        verdict, count, int(differ.sum()), float(d[at]), float(d[there].mean()), at,
+    verdict = WITHIN if not are_integers and (d <= allowed)[differ].all() else DIFFERENT
+    return TensorComparison(
+        verdict, count, int(differ.sum()), float(d[at]), float(d[counted].mean()), at,
         float(a[at]), float(b[at]), outside, *dtypes,
     )  # fmt: skip
 
 
-def _same(a: Array, b: Array) -> Array:
+def _equal(a: Array, b: Array) -> Array:
     """Where two arrays hold the same value; NaN and NaN do."""
     if a.dtype.kind in "iub" and b.dtype.kind in "iub":
         return np.asarray(a == b)  # exact also beyond 2^53
     return np.asarray((a == b) | (np.isnan(a) & np.isnan(b)))
 
 
-def _bits(tensor: Tensor, there: Array) -> bytes:
-    return np.ascontiguousarray(tensor.values)[there].tobytes()
+def _bits(tensor: Tensor, counted: Array) -> bytes:
+    return np.ascontiguousarray(tensor.values)[counted].tobytes()
 
 
 def _allowed(a: Array, dtypes: tuple[str, str], tolerance: float | None) -> Array:
-    found = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+    result = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     if tolerance is not None:
-        found = tolerance
+        result = tolerance
     size = np.abs(a.astype(np.float64))
     # What is not finite is either the same or it is not.
-    return np.where(np.isfinite(size), found * np.maximum(size, 1.0), 0.0)
+    return np.where(np.isfinite(size), result * np.maximum(size, 1.0), 0.0)
 
 
 Array = np.ndarray[Any, Any]
@@ -201,8 +203,8 @@ class Replay(Table):
         lines += render.text_table(columns, units={}, width=width)
         for what in ("not_stored", "not_computed"):
             if names_of := self.about.get(what):
-                told = f"{what.replace('_', ' ')}: {', '.join(names_of)}"
-                lines += render.wrapped("", told, width)
+                text = f"{what.replace('_', ' ')}: {', '.join(names_of)}"
+                lines += render.wrapped("", text, width)
         return lines
 
 
@@ -235,7 +237,7 @@ def replay(
     rows: list[dict[str, Any]] = []
     not_stored: dict[str, None] = {}
     not_computed: dict[str, None] = {}
-    for place, micro, recorded in _microbatches(batch, stage):
+    for location, micro, recorded in _microbatches(batch, stage):
         computed = fn(micro)
         if not isinstance(computed, Mapping):
             raise InvalidInput(
@@ -248,9 +250,9 @@ def replay(
                 not_stored[name] = None
                 continue
             made = computed_tensor(name, value)
-            _check_shape(name, place, stored, made)
-            found = compare(as_made(stored, made), made, _mask(micro), tolerance)
-            rows.append({"name": name, **place, **_row(found, micro)})
+            _check_shape(name, location, stored, made)
+            result = compare(in_computed_dtype(stored, made), made, _mask(micro), tolerance)
+            rows.append({"name": name, **location, **_row(result, micro)})
         not_computed |= {name: None for name in recorded if name not in computed}
     if not rows:
         raise NotFound(
@@ -271,9 +273,14 @@ def _microbatches(
     if not batch.parts:
         yield {"stage": None, "role": None, "rank": None, "part": None}, batch, ()
     for part in batch.parts_of(stage) if batch.parts else ():
-        place = {"stage": part.stage, "role": part.role, "rank": part.rank, "part": str(part.part)}
+        location = {
+            "stage": part.stage,
+            "role": part.role,
+            "rank": part.rank,
+            "part": str(part.part),
+        }
         made = [name for name in part.names if order_of(name) >= order_of("log_probs")]
-        yield place, batch.microbatch(part), (*made, *part.numbers)
+        yield location, batch.microbatch(part), (*made, *part.numbers)
 
 
 def _stored(micro: Batch, name: str) -> Tensor | None:
@@ -284,11 +291,11 @@ def _stored(micro: Batch, name: str) -> Tensor | None:
     return None
 
 
-def _check_shape(name: str, place: Mapping[str, Any], stored: Tensor, made: Tensor) -> None:
+def _check_shape(name: str, location: Mapping[str, Any], stored: Tensor, made: Tensor) -> None:
     """Raise InvalidInput where an intermediate cannot be held against the stored one."""
     shapes = [list(tensor.values.shape) for tensor in (made, stored)]
     if shapes[0] != shapes[1]:
-        where = f"{place['stage']}, rank {place['rank']}, part {place['part']}"
+        where = f"{location['stage']}, rank {location['rank']}, part {location['part']}"
         raise InvalidInput(
             f"{name} that the loss function returned has shape {shapes[0]} ({where})",
             expected=f"{shapes[1]}, as it is stored",
@@ -303,9 +310,9 @@ def _mask(micro: Batch) -> Array | None:
     return np.asarray(micro["response_mask"] != 0)
 
 
-def _row(found: Comparison, micro: Batch) -> dict[str, Any]:
-    at, ids = found.coordinate, micro.sample_ids
-    row = found._asdict() | {"coordinate": None if at is None else list(at)}
+def _row(result: TensorComparison, micro: Batch) -> dict[str, Any]:
+    at, ids = result.coordinate, micro.sample_ids
+    row = result._asdict() | {"coordinate": None if at is None else list(at)}
     of_rows = at and ids is not None and at[0] < len(ids)
     return row | {"sample_id": ids[at[0]] if of_rows and ids and at else None}
 
@@ -323,10 +330,10 @@ def _sentence(first: Mapping[str, Any] | None, count: int) -> str:
         if first[name] is not None
     ).strip()
     head = "first difference" if first["verdict"] == DIFFERENT else "same within tolerance; first"
-    said = f"{head}: {first['name']} ({where})"
+    text = f"{head}: {first['name']} ({where})"
     sample = f" of sample {first['sample_id']}" if first["sample_id"] else ""
     return (
-        f"{said} at {first['coordinate']}{sample}: stored {first['stored']:.9g}, computed "
+        f"{text} at {first['coordinate']}{sample}: stored {first['stored']:.9g}, computed "
         f"{first['computed']:.9g}; {first['differ']} of {first['compared']} differ, max |d| "
         f"{first['max_abs']:.3g}, mean |d| {first['mean_abs']:.3g}"
     )
