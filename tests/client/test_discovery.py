@@ -29,7 +29,7 @@ def write_service_file(url: str, **extra: object) -> Path:
     return path
 
 
-def test_nothing_known_says_what_was_tried() -> None:
+def test_an_unknown_service_lists_what_was_tried() -> None:
     with pytest.raises(Unreachable) as caught:
         discovery.find()
     text = str(caught.value)
@@ -113,7 +113,7 @@ def test_a_missing_read_token_is_replaced_by_the_other() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"url": 5}', '{"url": "ftp://x"}', '"\xff"'])
-def test_a_damaged_file_is_said_not_raised_through(content: str) -> None:
+def test_a_damaged_file_is_reported_in_the_error(content: str) -> None:
     write_service_file("http://x").write_bytes(content.encode("latin-1"))
     with pytest.raises(Unreachable, match=r"service\.json"):
         discovery.find()
@@ -129,7 +129,7 @@ def test_not_the_url_of_a_service(url: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "two words", "\u00e9"])
-def test_a_token_file_holds_one_word(tmp_path: Path, content: str) -> None:
+def test_a_token_file_contains_one_word(tmp_path: Path, content: str) -> None:
     (tmp_path / "token").write_text(content, encoding="utf-8")
     with pytest.raises(Unauthorized):
         discovery.read_token(tmp_path / "token")

@@ -40,9 +40,9 @@ def test_the_ten_that_matter_come_first_and_the_rest_is_folded() -> None:
 
 
 def test_a_few_metrics_are_all_shown() -> None:
-    few = Metrics({"per_round/total_rounds": 2.0}, {"run": "r"})
-    assert "per_round/total_rounds" in repr(few)
-    assert "details" not in few._repr_html_()
+    metrics_ = Metrics({"per_round/total_rounds": 2.0}, {"run": "r"})
+    assert "per_round/total_rounds" in repr(metrics_)
+    assert "details" not in metrics_._repr_html_()
 
 
 def progress() -> Progress:
@@ -97,10 +97,10 @@ def test_a_status_says_why_it_is_not_ready() -> None:
 
 
 def test_names_complete_in_a_notebook() -> None:
-    asked: list[tuple[Any, str]] = [
+    updates: list[tuple[Any, str]] = [
         (metrics(), "rollout_corr/k3_kl"), (status(), "coordinator"), (Table({"k": [1]}), "k"),
     ]  # fmt: skip
-    for answer, name in asked:
+    for answer, name in updates:
         assert name in answer._ipython_key_completions_()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from stagescope import Metrics, Table, render
@@ -13,6 +11,7 @@ from stagescope.connection import segment, step_segment
 from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
 from stagescope.wire.errors import InvalidInput, StagescopeError
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import STAGES
 from stagescope_service.api.requests import step_number
 from stagescope_service.core.captures.plan import Plan
@@ -50,7 +49,7 @@ def test_ranks_of_evidence_are_read_as_ranks() -> None:
 
 
 def test_a_wrong_argument_is_named() -> None:
-    wrong: Any = {}
+    wrong: Json = {}
     with pytest.raises(
         InvalidInput, match=r"capture_id is \{\}, which is not a name; expected a text"
     ):

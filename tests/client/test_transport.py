@@ -71,7 +71,7 @@ def test_the_wait_ends_at_the_deadline_with_the_reason(service: Answering) -> No
     transport.close()
 
 
-def test_a_change_is_repeated_only_where_nothing_was_taken(
+def test_a_change_is_retried_only_if_it_was_not_accepted(
     service: Answering, session: Session
 ) -> None:
     service.refusals.append(NOT_READY)
@@ -150,7 +150,7 @@ def test_something_else_at_the_url(answer: bytes) -> None:
 BUSY = http(b'{"code": "not_ready", "wrong": "two are being computed"}', "503 Busy")
 
 
-def test_a_download_waits_for_a_busy_service_and_comes_whole(tmp_path: Path) -> None:
+def test_a_download_waits_for_a_busy_service_and_is_complete(tmp_path: Path) -> None:
     batch = step_batch()
     whole = batch.save(tmp_path / "here.safetensors").read_bytes()
     stages = http(b'{"step": 5, "run": "r", "attempt": 1}')
@@ -187,7 +187,7 @@ def test_a_service_that_never_answers_ends_at_the_deadline() -> None:
         assert time.monotonic() - began < 10
 
 
-def test_each_request_carries_its_own_token_and_who_asks(service: Answering) -> None:
+def test_each_request_carries_its_own_token_and_the_user(service: Answering) -> None:
     transport = Transport(ServiceLocation(service.url, "the test", READ, OPERATE), timeout=5.0)
     transport.get("/runs", {"limit": 1, "cursor": None})
     transport.change("POST", "/captures", {"steps": [1]})
