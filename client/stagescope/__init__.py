@@ -1,4 +1,4 @@
-"""stagescope: a debugging service for RL post-training on Ray (vocabulary and reading side).
+"""stagescope: a debugging service for RL post-training on Ray (wire format and client).
 
 Usage::
 
@@ -8,14 +8,14 @@ Usage::
     session.step("latest").metrics()        # exact mismatch of the last step
     session.step(5).rounds().to_pandas()    # which round went wrong
 
-Training processes import this package for its vocabulary (`stagescope.wire.schema`,
-`stagescope.wire.errors`), so the reading side and its HTTP library are loaded at their first use.
+Training processes import this package for `stagescope.wire`, so the client and its HTTP library are
+imported on first use.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stagescope.wire.errors import (
     CaptureError,
@@ -96,7 +96,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
@@ -105,5 +105,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what is for users alone: modules and imported helpers are not."""
+    """Return the public names only, without modules and imported helpers."""
     return sorted([*__all__, "__version__"])

@@ -1,4 +1,4 @@
-"""Answers that are not tables: `Metrics` of one step, and `Record`, one thing with named fields."""
+"""Answers that are not tables: `Metrics` of one step, and `Record`, an object with named fields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import html
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from stagescope import render
-from stagescope.frames import Table, begun_again, context, gaps_of, no_column, tokens_of
+from stagescope.frames import (
+    Row,
+    Table,
+    begun_again,
+    context,
+    coverage_gaps,
+    token_accounting,
+    unknown_name,
+)
 from stagescope.wire import nonfinite
+from stagescope.wire.nonfinite import Json, JsonObject
 
 if TYPE_CHECKING:
     import pandas
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-MATTER: Final[tuple[str, ...]] = (
+KEY_METRICS: Final[tuple[str, ...]] = (
     "rollout_corr/k3_kl",
     "rollout_corr/kl",
     "logprob_abs_diff/mean",
@@ -30,14 +39,14 @@ MATTER: Final[tuple[str, ...]] = (
     "per_round/max_round_diff",
     "counts/tokens",
 )
-"""The metrics that are looked at first, and shown first."""
+"""The most important metrics; they are displayed first."""
 
 _NATS: Final = ("rollout_corr/kl", "rollout_corr/k3_kl", "logprob", "per_round/max_diff_value")
 _TOKENS: Final = ("counts/tokens", "counts/masked_tokens", "nonfinite/")
 
 
 def unit_of_metric(name: str) -> str:
-    """Return a metric's unit as a word: nat, tokens, sequences; none where it is a pure number."""
+    """Return a metric's unit: `nat`, `tokens`, `sequences`, or "" for a pure number."""
     if name.startswith(_TOKENS) or name.endswith(("_count", "token_count")):
         return "tokens"
     if name == "counts/sequences":
@@ -47,26 +56,29 @@ def unit_of_metric(name: str) -> str:
     return "nat" if name == "train_rollout_logprob_abs_diff" else ""
 
 
+_Columns: TypeAlias = dict[str, tuple[str | float, ...]]
+
+
 class Metrics(Mapping[str, float]):
-    """The metrics of one step: a mapping of published names to floats, and what they rest on.
+    """The metrics of one step: a mapping of published names to floats, with their provenance.
 
     Usage:
         >>> metrics = session.step(5).metrics()
         >>> metrics["rollout_corr/k3_kl"]
-        >>> metrics.under("per_round/")          # a part of them
+        >>> metrics.under("per_round/")          # those with this prefix
         >>> metrics.complete, metrics.missing    # may be 'unknown'; ranks that have not arrived
-        >>> metrics.comparable, metrics.comparability    # read before a number is trusted
+        >>> metrics.comparable, metrics.comparability    # read them before you trust a number
     """
 
     __slots__ = ("_about", "_values")
 
-    def __init__(self, values: Mapping[str, float], about: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, float], about: JsonObject) -> None:
         self._values = dict(values)
         self._about = dict(about)
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any]) -> Metrics:
-        """Return the metrics of an answer of `/steps/{step}/metrics`."""
+    def from_answer(cls, answer: JsonObject) -> Metrics:
+        """Return the metrics in an answer of `/steps/{step}/metrics`."""
         about = {name: value for name, value in answer.items() if name != "metrics"}
         for name in ("noise_floor", "rollout_is", "coverage"):
             about[name] = nonfinite.numbers(about.get(name))
@@ -89,52 +101,52 @@ class Metrics(Mapping[str, float]):
 
     @property
     def stage(self) -> str | None:
-        """The one stage from which the numbers are taken."""
+        """The stage from which the numbers are computed."""
         return self._about.get("stage")
 
     @property
     def complete(self) -> str:
-        """How far the step has come: 'complete', 'partial', 'open', or 'unknown'."""
+        """The completeness of the step: 'complete', 'partial', 'open', or 'unknown'."""
         return str(self._about.get("complete") or "unknown")
 
     @property
-    def missing(self) -> list[dict[str, Any]]:
-        """Who is expected and has not arrived: role, rank, stage, status, since."""
+    def missing(self) -> list[Row]:
+        """The expected ranks that have not arrived: role, rank, stage, status, since."""
         return list(self._about.get("missing") or [])
 
     @property
     def comparable(self) -> str:
-        """Whether the two streams can be compared at all, in a word."""
+        """Whether the two streams can be compared at all: a verdict such as 'comparable'."""
         return str(self._about.get("comparable") or "unknown")
 
     @property
-    def comparability(self) -> list[dict[str, Any]]:
+    def comparability(self) -> list[Row]:
         """The reasons against comparing the two streams: code, verdict, text."""
         return list(self._about.get("comparability") or [])
 
     @property
-    def begun_again(self) -> list[dict[str, Any]]:
-        """Who began the step again within its attempt: role, ranks, stages. Both goes count."""
+    def begun_again(self) -> list[Row]:
+        """The ranks that began the step again: role, ranks, stages. Both passes count."""
         return list(self._about.get("begun_again") or [])
 
     @property
     def noise_floor(self) -> dict[str, float] | None:
-        """The same statistics of the trainer against itself; None where it was not measured."""
+        """The same statistics of the trainer against itself; None if they were not measured."""
         return self._about.get("noise_floor")
 
     @property
-    def nonfinite(self) -> Mapping[str, Any]:
+    def nonfinite(self) -> JsonObject:
         """Counts of NaN, +inf and -inf under the mask, per stream."""
         return self._about.get("nonfinite") or {}
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        """Everything that the answer said beside the metrics."""
+    def about(self) -> JsonObject:
+        """The fields of the answer beside the metrics."""
         return MappingProxyType(self._about)
 
     def __getitem__(self, name: str) -> float:
         if name not in self._values:
-            raise no_column(name, tuple(self._values), what="metric")
+            raise unknown_name(name, tuple(self._values), what="metric")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -147,8 +159,8 @@ class Metrics(Mapping[str, float]):
         return [*self._values]
 
     def head(self) -> Metrics:
-        """Return the ten that matter first, as far as they are here; all where none of them is."""
-        first = {name: self._values[name] for name in MATTER if name in self._values}
+        """Return the ten most important metrics that exist; all metrics if none of them does."""
+        first = {name: self._values[name] for name in KEY_METRICS if name in self._values}
         return Metrics(first or self._values, self._about)
 
     def under(self, prefix: str) -> Metrics:
@@ -161,11 +173,11 @@ class Metrics(Mapping[str, float]):
         about = {n: v for n, v in self._about.items() if n in ("run", "attempt", "step")}
         return Table(self._columns(), title="metrics", about=about)
 
-    def _columns(self) -> dict[str, tuple[Any, ...]]:
+    def _columns(self) -> _Columns:
         return {"name": tuple(self._values), "value": tuple(self._values.values())}
 
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return one dict of name and value a metric."""
+    def to_dicts(self) -> list[Row]:
+        """Return one dict with name and value per metric."""
         return self.table().to_dicts()
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -182,18 +194,18 @@ class Metrics(Mapping[str, float]):
 
     @property
     def heading(self) -> str:
-        """What the numbers are, on one line."""
+        """Run, attempt, step, role and stage of the numbers, on one line."""
         source = " ".join(str(self._about[n]) for n in ("role", "stage") if self._about.get(n))
         return ", ".join(p for p in ("metrics", context(self._about), source) if p)
 
     def notes(self) -> list[str]:
-        """Return what a reader must know beside the numbers, a sentence a line."""
+        """Return what a reader must know about the numbers, one sentence per line."""
         notes = []
         if self.complete != "complete":
             missing = f", missing {render.format_value(self.missing)}" if self.missing else ""
             notes.append(f"complete: {self.complete}{missing}")
-        gaps = gaps_of(self._about.get("coverage") or {})
-        if tokens := tokens_of(self._about.get("coverage") or {}):
+        gaps = coverage_gaps(self._about.get("coverage") or {})
+        if tokens := token_accounting(self._about.get("coverage") or {}):
             notes.append(tokens)
         if gaps:
             notes.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
@@ -216,7 +228,7 @@ class Metrics(Mapping[str, float]):
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the metrics as lines of text of at most `width` columns, without the heading.
 
-        What a reader must know beside the numbers is wrapped, never cut.
+        The notes are wrapped, never shortened.
         """
         lines: list[str] = []
         for note in self.notes():
@@ -241,22 +253,22 @@ class Metrics(Mapping[str, float]):
         folded = f"<details><summary>{len(rest)} more metrics</summary>{table}</details>"
         return render.html_block("", f"{shown}{notes}{folded}")
 
-    def _with_units(self) -> dict[str, tuple[Any, ...]]:
+    def _with_units(self) -> _Columns:
         return {**self._columns(), "unit": tuple(map(unit_of_metric, self._values))}
 
 
-class Record(Mapping[str, Any]):
-    """One thing with named fields, such as the service's status; a read-only mapping."""
+class Record(Mapping[str, Json]):
+    """An object with named fields, such as the service's status; a read-only mapping."""
 
     __slots__ = ("_fields", "_title")
 
-    def __init__(self, fields: Mapping[str, Any], *, title: str = "") -> None:
+    def __init__(self, fields: JsonObject, *, title: str = "") -> None:
         self._fields = dict(fields)
         self._title = title
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Json:
         if name not in self._fields:
-            raise no_column(name, tuple(self._fields), what="field")
+            raise unknown_name(name, tuple(self._fields), what="field")
         return self._fields[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -270,11 +282,11 @@ class Record(Mapping[str, Any]):
 
     @property
     def heading(self) -> str:
-        """What this is."""
+        """What the object is."""
         return self._title
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return a line a field, values that do not fit on the lines below; paths are whole."""
+        """Return one line per field; long values are wrapped, and paths stay in one piece."""
         fields = _flattened(self._fields)
         left = max(map(render.width_of, fields), default=0)
         lines = []
@@ -287,7 +299,7 @@ class Record(Mapping[str, Any]):
         return "\n".join([self._title, *self.lines()] if self._title else self.lines())
 
     def _repr_html_(self) -> str:
-        """Return the lines of the text, and all fields folded below them where these are more."""
+        """Return the text with all fields folded below it; a table if the text has all fields."""
         columns = self._cells()
         if type(self).lines is Record.lines:
             return render.html_table(columns, units={}, caption=self._title)
@@ -300,8 +312,8 @@ class Record(Mapping[str, Any]):
             f"<details><summary>all {len(columns['field'])} fields</summary>{table}</details>",
         )
 
-    def _cells(self) -> dict[str, tuple[Any, ...]]:
-        """Return every field and its value as words, times and sizes in their units."""
+    def _cells(self) -> _Columns:
+        """Return every field and its value as text; times and sizes have their units."""
         fields = _flattened(self._fields)
         values = []
         for name, value in fields.items():
@@ -314,7 +326,7 @@ class Record(Mapping[str, Any]):
 _HTML_WIDTH: Final = 110
 
 
-def _with_unit(value: Any, unit: str) -> str:
+def _with_unit(value: object, unit: str) -> str:
     text = render.format_value(value, unit)
     return f"{text} s" if unit == "s" and isinstance(value, int | float) else text
 
@@ -328,25 +340,27 @@ def _escaped_lines(text: str) -> str:
 
 
 class Status(Record):
-    """How the service is: ready or why not, what it takes in, what it holds."""
+    """The service's state: ready or the reason why not, what it ingests, what it stores."""
 
     __slots__ = ()
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return it as lines of at most `width` columns; `dict(status)` has every field."""
-        known = self.get("coordinator") or {}
+        coordinator = self.get("coordinator") or {}
         ready = "ready" if self.get("ready", True) else f"not ready: {self.get('reason')}"
-        facts: list[tuple[str, Any]] = [("version", self.get("version"))]
-        if known.get("started") is not None:
-            since = render.format_value(known["started"], "unix")
-            facts.append(("coordinator", f"since {since}, process {known.get('pid')}"))
+        facts: list[tuple[str, object]] = [("version", self.get("version"))]
+        if coordinator.get("started") is not None:
+            since = render.format_value(coordinator["started"], "unix")
+            facts.append(("coordinator", f"since {since}, process {coordinator.get('pid')}"))
         facts += [
-            (word, known[name]) for name, word in _STATUS.items() if known.get(name) is not None
+            (label, coordinator[name])
+            for name, label in _STATUS.items()
+            if coordinator.get(name) is not None
         ]
         facts.append(("data", self.get("data_dir")))
         if self.get("catalogue_bytes") is not None:
             facts.append(("catalogue", render.format_bytes(self["catalogue_bytes"])))
-        keeping = known.get("keeping")
+        keeping = coordinator.get("keeping")
         if isinstance(keeping, Mapping) and keeping.get("reason"):
             facts.append(("keeping", keeping["reason"]))
         lines = render.wrapped("", ready, width)
@@ -366,15 +380,15 @@ _STATUS: Final = {
 }
 
 
-def _any_counted(kinds: Any) -> bool:
+def _any_counted(kinds: object) -> bool:
     if isinstance(kinds, Mapping):
         return any(map(_any_counted, kinds.values()))
     return isinstance(kinds, int | float) and kinds != 0
 
 
-def _flattened(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flattened(fields: JsonObject, prefix: str = "") -> dict[str, Json]:
     """Return nested mappings as fields with dotted names."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, Json] = {}
     for name, value in fields.items():
         key = render.printable(f"{prefix}{name}")
         flat.update(_flattened(value, f"{key}.") if isinstance(value, Mapping) else {key: value})

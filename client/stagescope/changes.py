@@ -1,18 +1,19 @@
-"""What changed between two attempts: an answer that reads as lines, a thing a line."""
+"""`Changes`: what differs between two attempts, as a table and as text."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope import render
 from stagescope.frames import Table
 from stagescope.targets import Target
+from stagescope.wire.nonfinite import JsonObject
 
 CHANGE_ORDER: Final = ("weight", "area", "name", "a", "b")
-_HEADS: Final[Mapping[str, str]] = {
+_HEADINGS: Final[Mapping[str, str]] = {
     "numbers": "may change numbers",
     "place": "another place",
     "start": "differs at every start",
@@ -21,7 +22,7 @@ _HEADS: Final[Mapping[str, str]] = {
 
 
 class Changes(Table):
-    """Everything that is not the same in two attempts, what decides numbers first.
+    """All differences between two attempts; those that may change numbers come first.
 
     Usage:
         >>> changes = session.diff("qwen3-8b@1", "qwen3-8b@2")
@@ -43,29 +44,29 @@ class Changes(Table):
         return render.printable(f"{text}, {unknown} {verb} unknown" if unknown else text)
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return a block of lines for each weight, a thing's two values below each other."""
+        """Return a block of lines for each weight; long values are on separate lines."""
         lines = [
             f"side {name} has no fingerprint: only what is known of its ranks is compared"
             for name in self.about.get("unknown") or []
         ]
-        shown = [self[at] for at in range(len(self) if rows is None else min(rows, len(self)))]
-        head = None
+        shown = self[:rows]
+        weight = None
         for row in shown:
-            if row["weight"] != head:
-                head = row["weight"]
-                lines.append(f"{_HEADS.get(head, head)}:")
+            if row["weight"] != weight:
+                weight = row["weight"]
+                lines.append(f"{_HEADINGS.get(weight, weight)}:")
             lines += change_lines(row, width)
         if not len(self):
             lines.append("nothing that is known differs")
-        left = len(self) - len(shown)
-        return [*lines, f"... {left} more thing{'' if left == 1 else 's'}"] if left else lines
+        rest = len(self) - len(shown)
+        return [*lines, f"... {rest} more thing{'' if rest == 1 else 's'}"] if rest else lines
 
-    def _sides(self) -> Iterator[Mapping[str, Any]]:
+    def _sides(self) -> Iterator[JsonObject]:
         yield from (self.about["a"], self.about["b"])
 
 
-def change_lines(row: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield what one thing was on both sides, as lines of at most `width` columns."""
+def change_lines(row: JsonObject, width: int) -> Iterator[str]:
+    """Yield the two values of one change, as lines of at most `width` columns."""
     label = f"  {row['area']} {row['name']}: "
     missing = "unknown" if row["weight"] == "unknown" else render.MISSING
     values = [missing if row[side] is None else _value(row[side]) for side in ("a", "b")]
@@ -80,6 +81,6 @@ def change_lines(row: Mapping[str, Any], width: int) -> Iterator[str]:
         )
 
 
-def _value(value: Any) -> str:
-    """Spell a value so that two that differ never read the same."""
+def _value(value: object) -> str:
+    """Return a value as text; different values have different texts."""
     return value if isinstance(value, str) else json.dumps(value)

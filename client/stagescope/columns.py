@@ -1,7 +1,7 @@
-"""The columns that every row of an answer has: tables with and without rows have the same.
+"""The columns of each kind of table, so that a table without rows has the same columns.
 
-A page without rows names no column on the wire, and frames of two steps concatenate only where
-names, order and types are equal. Tests hold this to the models of the API's answers.
+An answer without rows names no columns, and frames of two steps concatenate only if names, order
+and types are equal. Tests compare this table with the models of the API's answers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Final
 
 Kinds = Mapping[str, str]
-"""Column -> int, float, bool, text, ints, texts or nested; `int?`, `bool?` may be missing."""
+"""Column -> int, float, bool, text, ints, texts or nested; `int?` and `bool?` may be missing."""
 
 
 def _read(text: str) -> dict[str, str]:
-    """Read `name:kind`; a name alone is a text."""
-    pairs = (word.partition(":") for word in text.split())
+    """Parse `name:kind name:kind ...`; a name without kind is a text."""
+    pairs = (item.partition(":") for item in text.split())
     return {name: kind or "text" for name, _, kind in pairs}
 
 

@@ -1,20 +1,26 @@
-"""Two or more things of one kind held against each other."""
+"""The methods of `Session` that compare attempts, steps and dumps."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from stagescope import render
-from stagescope.asking import LIMIT, Asking
 from stagescope.changes import CHANGE_ORDER, Changes
 from stagescope.compared import Compared
+from stagescope.connection import LIMIT, Connection
 from stagescope.frames import Table
 from stagescope.operators import Divergence
 from stagescope.render import wrapped
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
+
+DumpSide: TypeAlias = Mapping[str, str | int]
+"""One side of a comparison of dumps, with the fields of `stagescope.operators.SIDE_FIELDS`."""
+Side: TypeAlias = str | Mapping[str, str]
+"""`run[@attempt][:step]`, or `{"directory": path}`."""
 
 ORDER: Final = (
     "name", "cosine", "max_abs_error", "max_relative_error", "euclidean_distance",
@@ -30,7 +36,7 @@ _NUMBER: Final = 10
 
 
 class Tensors(Table):
-    """A row a tensor that both dumps hold, in execution order; `a` is msprobe's NPU side.
+    """One row per tensor that both dumps hold, in execution order; `a` is msprobe's NPU side.
 
     Usage:
         >>> tensors = session.tensors({"step": 5, "rank": 0}, {"rank": 1})
@@ -41,20 +47,20 @@ class Tensors(Table):
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return each tensor's name and numbers as lines of at most `width` columns."""
-        shown = [self[at] for at in range(len(self) if rows is None else min(rows, len(self)))]
-        words = "".join(f"{word:>{_NUMBER}}" for word in _NUMBERS.values())
-        head = wrapped("  ", f"{'tensor':<{_TENSOR}}{words}", width)
-        lines = head if shown else ["(no tensors)"]
+        shown = self[:rows]
+        titles = "".join(f"{title:>{_NUMBER}}" for title in _NUMBERS.values())
+        head = wrapped("  ", f"{'tensor':<{_TENSOR}}{titles}", width)
+        lines = head if len(shown) else ["(no tensors)"]
         for row in shown:
             other = "" if row["name_b"] in (None, row["name"]) else f" (b: {row['name_b']})"
             lines += wrapped("", f"{row['name']}{other}", width)
             numbers = "".join(f"{_number(row[name]):>{_NUMBER}}" for name in _NUMBERS)
             lines += wrapped("  ", f"{_tensor(row):<{_TENSOR}}{numbers}", width)
-        left = (self.about.get("count") or 0) - len(shown)
-        return [*lines, f"... {left} more tensors"] if left > 0 else lines
+        rest = (self.about.get("count") or 0) - len(shown)
+        return [*lines, f"... {rest} more tensors"] if rest > 0 else lines
 
 
-def _tensor(row: dict[str, Any]) -> str:
+def _tensor(row: JsonObject) -> str:
     sides = (f"{row[f'dtype_{side}'] or ''}{row[f'shape_{side}'] or ''}" for side in "ab")
     return " / ".join(dict.fromkeys(side.replace(" ", "") or render.MISSING for side in sides))
 
@@ -63,60 +69,61 @@ def _number(value: float | None) -> str:
     return render.MISSING if value is None else f"{value:.4g}"
 
 
-class Comparing(Asking):
-    """Attempts by their fingerprints, steps by their tensors, dumps by their operators."""
+class Comparing(Connection):
+    """Comparisons of attempts by fingerprint, of steps by tensors and of dumps by operators."""
 
     def diff(self, a: str, b: str) -> Changes:
-        """Return what changed between two attempts or runs, `run[@attempt]` each.
+        """Return what changed between two attempts or runs, each named `run[@attempt]`.
 
-        Their fingerprints (git, configuration, packages, drivers, environment) and where each
-        rank ran, what decides numbers first. Without an attempt: the run's newest.
+        It compares their fingerprints (git, configuration, packages, drivers, environment) and the
+        placement of their ranks; changes that may change numbers come first. The default attempt is
+        the run's newest.
 
         Raises:
-            NotFound: no such run or attempt.
+            NotFound: there is no such run or attempt.
         """
         params = {"a": a, "b": b}
         return Changes.of(self.table("/diff", params, title="diff", order=CHANGE_ORDER))
 
     def compare(
         self,
-        a: str | Mapping[str, Any],
-        b: str | Mapping[str, Any],
-        c: str | Mapping[str, Any] | None = None,
+        a: Side,
+        b: Side,
+        c: Side | None = None,
         *,
         tolerances: Sequence[str] = (),
         wait: float = 900.0,
     ) -> Compared:
-        """Hold what is kept of two or three steps, attempts or runs against each other.
+        """Compare the kept tensors of two or three steps, attempts or runs.
 
         Args:
-            a, b, c: `run[@attempt][:step]` (without a step: all that every side still holds), or
-                `{"directory": path}` on the service's machine.
-            tolerances: `PATTERN=ATOL[,RTOL]`: what counts as noise, beside the defaults.
-            wait: seconds.
+            a, b, c: `run[@attempt][:step]` (without a step: all steps that every side still has),
+                or `{"directory": path}` on the service's machine.
+            tolerances: `PATTERN=ATOL[,RTOL]`: differences that count as noise, beside the defaults.
+            wait: seconds to wait for the answer.
 
         Raises:
-            NotFound: no such run or step, or nothing of it is kept.
-            NotReady: it was not done in time; the same may be asked again.
+            NotFound: there is no such run or step, or none of its tensors are kept.
+            NotReady: the comparison did not finish in time; the call may be repeated.
         """
         body = {"a": a, "b": b, "c": c, "tolerances": [*tolerances]}
-        answer = self._patiently("/comparisons", body, wait)
+        answer = self._poll("/comparisons", body, wait)
         return Compared(answer, save=functools.partial(self._save_page, body, wait))
 
-    def _save_page(self, asked: Mapping[str, Any], wait: float, path: Path) -> None:
-        sides = {name: asked[name] for name in ("a", "b", "c")}
+    def _save_page(self, request: JsonObject, wait: float, path: Path) -> None:
+        sides = {name: request[name] for name in ("a", "b", "c")}
         if not all(isinstance(side, str | None) for side in sides.values()):
             raise InvalidInput("a page is made of runs only", expected="RUN[@ATTEMPT][:STEP]")
-        params = {**sides, "tolerances": ";".join(asked["tolerances"]) or None}
+        params = {**sides, "tolerances": ";".join(request["tolerances"]) or None}
         with path.open("wb") as file:
             self._transport.download(
-                "/comparisons/page", params, lambda piece, _: file.write(piece), timeout=wait
+                "/comparisons/page", params, lambda chunk, _: file.write(chunk), timeout=wait
             )
 
     def divergence(
         self,
-        a: Mapping[str, Any],
-        b: Mapping[str, Any],
+        a: DumpSide,
+        b: DumpSide,
         *,
         factor: float | None = None,
         by_dtype: Mapping[str, float] | None = None,
@@ -127,14 +134,14 @@ class Comparing(Asking):
         """Return the first operator, parameter and gradient in which two dumps differ.
 
         Args:
-            a, b: run, attempt, step, stage, role, rank, part, capture_id; what `b` leaves out is
-                as in `a`.
-            factor: threshold in eps of the coarsest dtype up to there; the service takes 4, and
-                100 where the devices are of two kinds.
-            by_dtype: dtype -> threshold of the relative difference, in the place of that.
+            a, b: run, attempt, step, stage, role, rank, part, capture_id; fields that `b` lacks
+                are those of `a`.
+            factor: threshold in eps of the coarsest dtype up to that operator; default: 4, and 100
+                between devices of two kinds.
+            by_dtype: dtype -> threshold of the relative difference; replaces `factor`.
             exact: every number must be equal.
-            skip_sharded: leave out tensors of which each rank holds another shard.
-            limit: most rows that differ in the answer; all are counted.
+            skip_sharded: skip tensors of which each rank holds a different shard.
+            limit: most differing rows in the answer; all are counted.
 
         Usage:
             >>> session.divergence({"step": 5, "rank": 0}, {"rank": 1})
@@ -145,24 +152,24 @@ class Comparing(Asking):
             "by_dtype": None if by_dtype is None else dict(by_dtype),
             "skip_sharded": skip_sharded, "limit": limit,
         }  # fmt: skip
-        said = {name: value for name, value in body.items() if value is not None}
-        return Divergence.from_answer(self._transport.ask("/operators/divergence", said))
+        body = {name: value for name, value in body.items() if value is not None}
+        return Divergence.from_answer(self._transport.query("/operators/divergence", body))
 
     def tensors(
-        self, a: Mapping[str, Any], b: Mapping[str, Any], *, limit: int = LIMIT, wait: float = 900.0
+        self, a: DumpSide, b: DumpSide, *, limit: int = LIMIT, wait: float = 900.0
     ) -> Tensors:
-        """Return how the full tensors of two dumps (task `tensor`) differ, compared by msprobe.
+        """Return the differences of the full tensors of two dumps (task `tensor`), by msprobe.
 
         Args:
             a, b: as in `divergence`.
-            limit: most rows; `about["count"]` says how many there are.
-            wait: seconds; msprobe takes one for some hundred tensors.
+            limit: most rows; `about["count"]` is the number of all rows.
+            wait: seconds to wait; msprobe compares some hundred tensors per second.
 
         Raises:
-            NotReady: msprobe was not done in time; the same may be asked again.
+            NotReady: msprobe did not finish in time; the call may be repeated.
         """
         body = {"a": dict(a), "b": dict(b), "limit": limit}
-        answer = self._patiently("/operators/tensors", body, wait)
+        answer = self._poll("/operators/tensors", body, wait)
         about = {name: value for name, value in answer.items() if name != "rows"}
-        found = Table.from_rows(answer["rows"], order=ORDER, title="tensors", about=about)
-        return Tensors.of(found)
+        table = Table.from_rows(answer["rows"], order=ORDER, title="tensors", about=about)
+        return Tensors.of(table)

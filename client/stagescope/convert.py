@@ -1,10 +1,11 @@
-"""Columns as other libraries have them: pandas, polars and arrow, imported when asked for.
+"""Convert columns to pandas, polars and arrow, which are imported on demand.
 
-A column has the same type in every answer: where its values do not tell (all are unknown, lists
-are empty, floats happen to be whole), its name does, so that the tables of two steps concatenate.
+A column has the same type in every answer, so that the tables of two steps concatenate. If its
+values do not determine the type (all are missing, lists are empty, all floats are integral), its
+name does.
 
-Not by one call of narwhals for all three: its `from_dict` refuses an int column with a missing
-value for pandas, and ranks, steps and rounds are such columns.
+narwhals cannot do this for all three: its `from_dict` refuses an int column with a missing value
+for pandas, and ranks, steps and rounds are such columns.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope.columns import Kinds
+from stagescope.render import Columns
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import MissingExtra
+from stagescope.wire.nonfinite import Json
 
 if TYPE_CHECKING:
     import pandas
     import polars
     import pyarrow
 
-Columns = Mapping[str, Sequence[Any]]
-
 _NONE: Final[Kinds] = {}
+_Library: TypeAlias = Any
+"""The module pandas, polars or pyarrow, none of which has to be installed."""
 
 
 def kinds(columns: Columns, known: Kinds = _NONE) -> Kinds:
-    """Return what each column holds, for tables that are to have the same types."""
+    """Return the kind of each column; `known` are the kinds that do not depend on values."""
     return {name: _kind(name, values, known) for name, values in columns.items()}
 
 
@@ -107,8 +110,8 @@ _INT_LISTS: Final = frozenset({"ranks", "odd_ranks", "shape", "policy_versions"}
 _TEXT_LISTS: Final = frozenset({"sections", "suspects", "names", "dtypes"})
 
 
-def _said(name: str) -> str:
-    """Return what a column's name says that it holds."""
+def _kind_by_name(name: str) -> str:
+    """Return the kind that a column's name implies."""
     if name in _BOOLS:
         return "bool"
     if name in _FLOATS or name.endswith(_FLOAT_ENDS):
@@ -118,22 +121,23 @@ def _said(name: str) -> str:
     return "text"
 
 
-def _kind(name: str, values: Sequence[Any], kinds: Kinds) -> str:
-    """Return what a column holds: int, bool, float, text, ints, texts, nested (? = with None)."""
+def _kind(name: str, values: Sequence[Json], kinds: Kinds) -> str:
+    """Return a column's kind: int, bool, float, text, ints, texts or nested; `?`: with None."""
     present = [value for value in values if value is not None]
     known = kinds.get(name)
-    said = known or _said(name)
+    declared = known or _kind_by_name(name)
     if not values and known:
         return known
-    may_lack = said.endswith("?") or len(present) < len(values)
-    said = said.rstrip("?")
-    optional = "?" if may_lack or not present else ""
+    has_missing = declared.endswith("?") or len(present) < len(values)
+    declared = declared.rstrip("?")
+    optional = "?" if has_missing or not present else ""
     types = {type(value) for value in present}
     if not types:
-        return said + (optional if said in ("int", "bool") else "")
+        return declared + (optional if declared in ("int", "bool") else "")
     if types == {bool}:
         return "bool" + optional
-    if types == {int} and said != "float" and all(-(2**63) <= value < 2**63 for value in present):
+    fits_int64 = types == {int} and all(-(2**63) <= value < 2**63 for value in present)
+    if fits_int64 and declared != "float":
         return "int" + optional
     if types <= {int, float}:
         return "float"
@@ -147,8 +151,8 @@ def _kind(name: str, values: Sequence[Any], kinds: Kinds) -> str:
     return "nested"
 
 
-def _flat(kind: str, values: Sequence[Any]) -> list[Any]:
-    """Return the values with what has no column type as JSON text, and floats all floats."""
+def _flat(kind: str, values: Sequence[Json]) -> list[Json]:
+    """Return the values of a column; nested values become JSON text, ints among floats floats."""
     if kind == "float":
         return [None if value is None else float(value) for value in values]
     if kind != "nested":
@@ -159,7 +163,7 @@ def _flat(kind: str, values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _polars_type(polars: Any, kind: str) -> Any:
+def _polars_type(polars: _Library, kind: str) -> object:
     return {
         "int": polars.Int64,
         "bool": polars.Boolean,
@@ -169,7 +173,7 @@ def _polars_type(polars: Any, kind: str) -> Any:
     }.get(kind.rstrip("?"), polars.String)
 
 
-def _arrow_type(arrow: Any, kind: str) -> Any:
+def _arrow_type(arrow: _Library, kind: str) -> object:
     return {
         "int": arrow.int64(),
         "bool": arrow.bool_(),
@@ -179,7 +183,7 @@ def _arrow_type(arrow: Any, kind: str) -> Any:
     }.get(kind.rstrip("?"), arrow.string())
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> _Library:
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,11 +1,12 @@
-"""Where the service is: arguments, then the environment, then the file that `serve` wrote.
+"""Find the service: from arguments, then the environment, then the file that `serve` wrote.
 
 `$STAGESCOPE_HOME/service.json` (default `~/.stagescope/service.json`, mode 0600) holds
 `{"url", "host", "read_token_file", "operate_token_file", "cluster_address", "started"}`. Its
-tokens go to its own URL only: a URL that is named otherwise never receives them. A loopback URL
-is that of one host: where the file is read on another (a shared home), it names no service.
+tokens are sent to its own URL only, never to a URL from another source. A loopback URL is valid on
+one host: a process on another host that reads the file (a shared home) ignores it.
 
-httpx is imported where a URL is read: a training process looks for the file, and most find none.
+httpx is imported only where a URL is parsed: every training process checks for the file, and most
+find none.
 """
 
 from __future__ import annotations
@@ -15,38 +16,38 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidInput, Unauthorized, Unreachable
+from stagescope.wire.nonfinite import JsonObject
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _PASSWORD: Final = re.compile(r"//[^/@\s]*@")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """A service's URL, how it was found, and the tokens for it (None: none is known)."""
+class ServiceLocation:
+    """A service's URL, where the URL comes from, and its tokens (None: unknown)."""
 
     url: str
     found: str
     read_token: str | None = dataclasses.field(default=None, repr=False)
     operate_token: str | None = dataclasses.field(default=None, repr=False)
     note: str = ""
-    """What could not be read on the way, for the message of an error that follows from it."""
+    """A file that could not be read, for the message of an error that follows from it."""
 
 
 def service_file() -> Path:
-    """Return the place of service.json, whether it exists or not."""
+    """Return the path of service.json, whether it exists or not."""
     return Path(os.environ.get("STAGESCOPE_HOME") or "~/.stagescope").expanduser() / "service.json"
 
 
-def find(url: str | None = None, token: str | None = None) -> Place:
-    """Return the service to talk to.
+def find(url: str | None = None, token: str | None = None) -> ServiceLocation:
+    """Return the URL and the tokens of the service to connect to.
 
     Raises:
-        Unreachable: no service is known here.
+        Unreachable: no service is known on this host.
         InvalidInput: a URL that is not http or https.
     """
     path = service_file()
@@ -59,7 +60,7 @@ def find(url: str | None = None, token: str | None = None) -> Place:
         found = "the URL given"
     elif os.environ.get("STAGESCOPE_URL"):
         url, found = os.environ["STAGESCOPE_URL"], "STAGESCOPE_URL"
-    elif written and not (problem := _elsewhere(written, path)):
+    elif written and not (problem := _other_host(written, path)):
         url, found = str(written["url"]), str(path)
     else:
         raise Unreachable(
@@ -69,16 +70,16 @@ def find(url: str | None = None, token: str | None = None) -> Place:
         )
     base = check_url(url)
     if token is not None:
-        return Place(base, found, token, token)
+        return ServiceLocation(base, found, token, token)
     if written and _same_service(base, written["url"]):
         read, read_problem = _token(written.get("read_token_file"))
         operate, operate_problem = _token(written.get("operate_token_file"))
-        # Either token reads: an operator's machine may keep only the one that operates.
+        # Both tokens allow reading: an operator's machine may hold the operate token alone.
         if not (read and operate):
             note = note or read_problem or operate_problem
-        return Place(base, found, read or operate, operate, note)
+        return ServiceLocation(base, found, read or operate, operate, note)
     other = f"{path} has tokens for another URL" if written else problem
-    return Place(base, found, note=note or other)
+    return ServiceLocation(base, found, note=note or other)
 
 
 def check_url(url: str) -> str:
@@ -108,8 +109,8 @@ def is_loopback(url: str) -> bool:
     return httpx.URL(url).host in _LOOPBACK
 
 
-def _elsewhere(written: Mapping[str, Any], path: Path) -> str:
-    """Return why the file's URL is of no use on this host; empty where it is."""
+def _other_host(written: JsonObject, path: Path) -> str:
+    """Return why the file's URL cannot be used on this host; empty if it can."""
     host = written.get("host")
     if not isinstance(host, str) or host == socket.gethostname() or not is_loopback(written["url"]):
         return ""
@@ -119,7 +120,7 @@ def _elsewhere(written: Mapping[str, Any], path: Path) -> str:
 def _same_service(one: str, other: str) -> bool:
     import httpx
 
-    def key(url: str) -> tuple[Any, ...]:
+    def key(url: str) -> tuple[str, str, int | None, str]:
         parsed = httpx.URL(url)
         host = "localhost" if parsed.host in _LOOPBACK else parsed.host
         port = parsed.port or {"http": 80, "https": 443}.get(parsed.scheme)
@@ -128,8 +129,8 @@ def _same_service(one: str, other: str) -> bool:
     return key(one) == key(other)
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any] | None, str]:
-    """Return what the file says, or None and why not."""
+def _read(path: Path) -> tuple[JsonObject | None, str]:
+    """Return the content of the file and "", or None and why it cannot be used."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -144,8 +145,8 @@ def _read(path: Path) -> tuple[Mapping[str, Any] | None, str]:
     return written, ""
 
 
-def _token(path: Any) -> tuple[str | None, str]:
-    """Return a token's text, or None and why there is none."""
+def _token(path: object) -> tuple[str | None, str]:
+    """Return the token in a file and "", or None and why there is none."""
     if not isinstance(path, str) or not path:
         return None, ""
     try:
@@ -158,7 +159,7 @@ def read_token(path: str | Path) -> str:
     """Return the token in a file.
 
     Raises:
-        Unauthorized: the file cannot be read, or does not hold one word.
+        Unauthorized: the file cannot be read, or does not contain exactly one word.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="ascii").strip()

@@ -1,19 +1,20 @@
-"""What the service noticed, what was lost and what fired: rows, shown by what they say.
+"""Findings, losses and firings of triggers as rows, displayed in groups.
 
-A NaN that lasts makes a finding a rank and step; as text and as HTML it is one paragraph, with its
-steps and ranks, its advice and the id by which `stagescope finding ID` shows it whole.
+A NaN that persists makes one finding per rank and step. As text and as HTML these are one paragraph
+with the steps and ranks, the advice, and the id for `stagescope finding ID`.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Table
+from stagescope.frames import Row, Table
 from stagescope.render import wrapped
+from stagescope.wire.nonfinite import JsonObject
 
 FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
 FIRING_ORDER: Final = ("run", "step", "rule", "message", "stage", "role", "rank", "round", "wall")
@@ -23,59 +24,60 @@ GROUP_ORDER: Final = (
     "role",
 )  # fmt: skip
 _ID: Final = 10
-"""Characters of an id that are shown: enough to name it."""
+"""Characters of an id that are displayed: enough to identify it."""
 _SHOWN: Final = 50
 
-Say = Callable[[str], str]
+AdviceFormat: TypeAlias = Callable[[str], str]
+"""Rewrites advice for its reader, such as API paths into commands."""
 
 
 class FindingRows(Table):
-    """Findings, losses or firings: a row each; `groups` holds a row for what lasts.
+    """Findings, losses or firings, one row each; `groups` has one row per group of them.
 
-    Text and HTML show the groups, the most severe and most specific first.
+    Text and HTML display the groups, the most severe and most specific first.
 
     Usage:
         >>> findings = session.findings()
         >>> findings.groups.select("severity", "kind", "where", "message")
         >>> findings.where(kind="non_finite_operator")["message"]
-        >>> session.finding(findings[0]["finding_id"])     # one whole, with its evidence
+        >>> session.finding(findings[0]["finding_id"])     # one of them, with its evidence
     """
 
-    __slots__ = ("_groups", "_say")
+    __slots__ = ("_format_advice", "_groups")
 
     _groups: Table
-    _say: Say
+    _format_advice: AdviceFormat
 
     @classmethod
     def of_answers(cls, rows: Table, groups: Table) -> FindingRows:
-        """Return the rows of a list, shown by the rows of its `/groups`."""
-        found = cls.of(rows)
-        found._groups = groups
-        found._say = str
-        return found
+        """Return the rows of a route with those of its `/groups`."""
+        table = cls.of(rows)
+        table._groups = groups
+        table._format_advice = str
+        return table
 
     @property
     def groups(self) -> Table:
-        """One row for what lasts over steps and ranks; see `GET /findings/groups`."""
+        """One row per group of alike findings; see `GET /findings/groups`."""
         return self._groups
 
-    def saying(self, say: Say) -> FindingRows:
-        """Return the same, its advice in other words (the command line's)."""
-        found = self.of_answers(self, self._groups)
-        found._say = say
-        return found
+    def saying(self, format_advice: AdviceFormat) -> FindingRows:
+        """Return the same findings with their advice in another format (the command line's)."""
+        table = self.of_answers(self, self._groups)
+        table._format_advice = format_advice
+        return table
 
     @property
     def heading(self) -> str:
-        """What they are, of which run, and how many."""
+        """The title, the run, and the number of rows and groups."""
         about = {**self._groups.about, "attempt": self.about.get("attempt")}
-        found = int(about.get("grouped") or 0)
+        grouped = int(about.get("grouped") or 0)
         groups = int(about.get("groups") or 0)
-        count = f" ({found} in {render.counted(groups, 'group')})" if groups < found else ""
+        count = f" ({grouped} in {render.counted(groups, 'group')})" if groups < grouped else ""
         return f"{super().heading}{count}"
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return a paragraph a group, as lines of at most `width` columns; nothing is cut."""
+        """Return a paragraph per group, as lines of at most `width` columns; nothing is cut."""
         if not len(self._groups):
             return ["(none)"]
         lines: list[str] = []
@@ -83,7 +85,7 @@ class FindingRows(Table):
             lines += self._paragraph(group, width)
         return lines + [line for note in self._notes(rows) for line in wrapped("", note, width)]
 
-    def _paragraph(self, group: Mapping[str, Any], width: int) -> list[str]:
+    def _paragraph(self, group: Row, width: int) -> list[str]:
         first, *more = wrapped("", self._titled(group), max(width - 4, 40))
         lines = [first, *(f"    {line}" for line in more)]
         text = group.get("message") or group.get("reason")
@@ -92,11 +94,11 @@ class FindingRows(Table):
         for outcome in group.get("outcomes") or ():
             lines += wrapped("  => ", str(outcome), width)
         if group.get("advice"):
-            lines += wrapped("  -> ", self._say(str(group["advice"])), width)
+            lines += wrapped("  -> ", self._format_advice(str(group["advice"])), width)
         return lines
 
-    def _titled(self, group: Mapping[str, Any]) -> str:
-        # The heading names the run, where one was asked for.
+    def _titled(self, group: Row) -> str:
+        # The heading names the run if one was requested.
         several = self._groups.about.get("run") is None
         return _title(group, str(group["run"]) if several and group.get("run") else "")
 
@@ -115,25 +117,25 @@ class FindingRows(Table):
 
     def _repr_html_(self) -> str:
         body = "".join(_html_group(group, self._titled(group)) for group in self._groups[:_SHOWN])
-        said = self._notes(None) if len(self._groups) else []
-        notes = "".join(f"<div>{_escaped(note)}</div>" for note in said)
+        lines = self._notes(None) if len(self._groups) else []
+        notes = "".join(f"<div>{_escaped(note)}</div>" for note in lines)
         empty = "" if len(self._groups) else "<div>(none)</div>"
         return render.html_block(self.heading, f"{body}{empty}{notes}")
 
 
 class Finding(Record):
-    """One finding whole: what, where, since when, what to try, and its evidence."""
+    """One finding: what, where, since when, what to try, and its evidence."""
 
-    __slots__ = ("_say",)
+    __slots__ = ("_format_advice",)
 
-    def __init__(self, answer: Mapping[str, Any], *, say: Say = str) -> None:
+    def __init__(self, answer: JsonObject, *, format_advice: AdviceFormat = str) -> None:
         severity, kind = answer.get("severity") or "finding", answer.get("kind")
         super().__init__(answer, title=f"{severity}: {kind} ({answer.get('finding_id')})")
-        self._say = say
+        self._format_advice = format_advice
 
-    def saying(self, say: Say) -> Finding:
-        """Return the same, its advice in other words (the command line's)."""
-        return Finding(self, say=say)
+    def saying(self, format_advice: AdviceFormat) -> Finding:
+        """Return the same finding with its advice in another format (the command line's)."""
+        return Finding(self, format_advice=format_advice)
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return it as lines of at most `width` columns; nothing is cut."""
@@ -141,7 +143,7 @@ class Finding(Record):
         for name, text in self._facts():
             lines += wrapped(f"{name:<9} ", text, width)
         if self.get("advice"):
-            lines += wrapped("try       ", self._say(str(self["advice"])), width)
+            lines += wrapped("try       ", self._format_advice(str(self["advice"])), width)
         if self.get("evidence"):
             lines.append("evidence")
             evidence = Record(self["evidence"]).lines(width=max(width - 2, 38))
@@ -149,61 +151,61 @@ class Finding(Record):
         return lines
 
     def _facts(self) -> list[tuple[str, str]]:
-        place = [f"{n} {self[n]}" for n in ("run", "attempt", "step") if self.get(n) is not None]
-        who = " rank ".join(str(self[n]) for n in ("role", "rank") if self.get(n) is not None)
-        place += [text for text in (str(self.get("stage") or ""), who) if text]
-        facts = [("where", ", ".join(place))]
+        where = [f"{n} {self[n]}" for n in ("run", "attempt", "step") if self.get(n) is not None]
+        rank = " rank ".join(str(self[n]) for n in ("role", "rank") if self.get(n) is not None)
+        where += [text for text in (str(self.get("stage") or ""), rank) if text]
+        facts = [("where", ", ".join(where))]
         times = {"first": "first_wall", "last": "last_wall", "over": "over_wall"}
         facts += [
-            (word, render.format_value(self[name], "unix"))
-            for word, name in times.items()
-            if self.get(name) is not None and (word != "last" or self[name] != self["first_wall"])
+            (label, render.format_value(self[name], "unix"))
+            for label, name in times.items()
+            if self.get(name) is not None and (label != "last" or self[name] != self["first_wall"])
         ]
         if (self.get("count") or 1) > 1:
             facts.append(("seen", f"{self['count']} times"))
         group = self.get("group") or {}
         if (group.get("findings") or 1) > 1:
-            own = group["first_id"] == self["finding_id"]
-            first = "this is the first" if own else f"the first is {group['first_id']}"
+            is_first = group["first_id"] == self["finding_id"]
+            first = "this is the first" if is_first else f"the first is {group['first_id']}"
             facts.append(("alike", f"{group['findings']} findings, {group['where']}; {first}"))
         return facts
 
 
-def _title(group: Mapping[str, Any], run: str) -> str:
+def _title(group: JsonObject, run: str) -> str:
     """Return `error non_finite_operator: step 10, actor rank 1, actor_update, attempt 1`.
 
     Args:
         group: a row of groups.
-        run: named first, where several are listed; else empty.
+        run: the first part of the title if several runs are listed, else empty.
     """
     head = " ".join(
-        str(word)
-        for word in (group.get("severity"), group.get("rule") or group.get("kind"))
-        if word
+        str(part)
+        for part in (group.get("severity"), group.get("rule") or group.get("kind"))
+        if part
     )
     steps, comma, ranks = str(group.get("where") or "").partition(", rank")
     role = str(group.get("role") or "")
-    who = f"{role} rank{ranks}".strip() if comma else role
+    rank = f"{role} rank{ranks}".strip() if comma else role
     if steps.startswith("rank"):
-        steps, who = "", f"{role} {steps}".strip()
-    words = [f"run {run}" if run else "", steps, who, group.get("stage")]
+        steps, rank = "", f"{role} {steps}".strip()
+    parts = [f"run {run}" if run else "", steps, rank, group.get("stage")]
     if group.get("attempt") is not None:
-        words.append(f"attempt {group['attempt']}")
+        parts.append(f"attempt {group['attempt']}")
     number = group.get("findings") or group.get("firings") or group.get("count") or 1
     if number > 1:
-        words.append(f"{number} lost" if "losses" in group else f"{number} times")
+        parts.append(f"{number} lost" if "losses" in group else f"{number} times")
     if group.get("bytes"):
-        words.append(render.format_bytes(group["bytes"]))
+        parts.append(render.format_bytes(group["bytes"]))
     if group.get("over_wall") is not None:
-        words.append("over")
+        parts.append("over")
     name = f"{str(group['finding_id'])[:_ID]} " if group.get("finding_id") else ""
-    return f"{name}{head}: {', '.join(str(word) for word in words if word)}"
+    return f"{name}{head}: {', '.join(str(part) for part in parts if part)}"
 
 
 _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
 
 
-def _html_group(group: Mapping[str, Any], title: str) -> str:
+def _html_group(group: JsonObject, title: str) -> str:
     colour = _COLOURS.get(str(group.get("severity")), "inherit")
     text = group.get("message") or group.get("reason") or ""
     done = "".join(f"<div>{_escaped(str(each))}</div>" for each in group.get("outcomes") or ())

@@ -1,4 +1,4 @@
-"""The order in which a step's data flows: what differs first in it is nearest to the cause."""
+"""The order in which a step's data flow: the first difference in it is nearest to the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOW: Final = (
     "pg_loss", "kl", "kl_loss", "entropy_loss", "value_loss", "loss",
     "gradient", "grad_norm", "parameter",
 )  # fmt: skip
-"""Names of tensors and numbers, the first first; `gradient` and `parameter` stand for families
+"""Names of tensors and numbers in that order; `gradient` and `parameter` stand for their families
 (`gradient/lm_head.weight`)."""
 
 _ORDER: Final = {name: order for order, name in enumerate(FLOW)}
@@ -27,9 +27,9 @@ _UPDATES: Final = ("actor_update", "critic_update")
 
 
 def order_of(name: str, stage: str | None = None) -> int:
-    """Return the place of a tensor or number in `FLOW`; what is unknown comes last.
+    """Return the index of a tensor or number in `FLOW`; unknown names come last.
 
-    `entropy` and `values` belong to the pass that an update makes where `stage` is an update.
+    In an update stage, `entropy` and `values` belong to the update's own forward pass.
     """
     family = name.partition("/")[0].partition(".")[0]
     if family in ("gradient", "parameter", "gradients", "parameters"):

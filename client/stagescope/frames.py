@@ -1,6 +1,6 @@
-"""`Table`: rows as the service answers them, by columns, shown as a table and converted to frames.
+"""`Table`: the rows of an answer, stored by column; displays as text or HTML, converts to frames.
 
-pandas, polars and pyarrow are imported when asked for (extra `notebook`).
+pandas, polars and pyarrow are imported on demand (extra `notebook`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import difflib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 
 from stagescope import convert, render
 from stagescope.columns import Kinds
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.nonfinite import Json, JsonObject
 
 if TYPE_CHECKING:
     import pandas
@@ -23,17 +24,20 @@ if TYPE_CHECKING:
 
 _Table = TypeVar("_Table", bound="Table")
 
-_FEW_NAMES: Final = 24
+Row: TypeAlias = dict[str, Json]
+"""Column -> value of one row."""
+
+_MAX_LISTED_NAMES: Final = 24
 SHOWN_ROWS: Final = 20
-"""Rows in a text repr; HTML shows five times as many."""
+"""Rows in the text representation; HTML shows five times as many."""
 
 
 class Table:
-    """Rows of one kind, kept by columns; immutable.
+    """Rows of one kind, stored by column; immutable.
 
-    Missing values are None; non-finite numbers are floats. `about` holds what the answer said
-    beside its rows (run, attempt, completeness, ...). `truncated` says that the service had
-    more rows than were asked for.
+    Missing values are None; non-finite numbers are floats. `about` holds the fields of the answer
+    beside its rows (run, attempt, completeness, ...). `truncated` is true if the service has more
+    rows than the limit.
 
     Usage:
         >>> table = session.step(5).rounds()
@@ -42,15 +46,23 @@ class Table:
         >>> table.where(stage="actor_update").to_pandas()
     """
 
-    __slots__ = ("_about", "_columns", "_given_kinds", "_length", "_title", "_truncated", "_units")
+    __slots__ = (
+        "_about",
+        "_columns",
+        "_declared_kinds",
+        "_length",
+        "_title",
+        "_truncated",
+        "_units",
+    )
 
     def __init__(
         self,
-        columns: Mapping[str, Sequence[Any]],
+        columns: Mapping[str, Sequence[Json]],
         *,
         title: str = "",
         units: Mapping[str, str] | None = None,
-        about: Mapping[str, Any] | None = None,
+        about: JsonObject | None = None,
         truncated: bool = False,
         kinds: Kinds = MappingProxyType({}),
     ) -> None:
@@ -64,32 +76,34 @@ class Table:
         self._units.update(units or {})
         self._about = dict(about or {})
         self._truncated = truncated
-        self._given_kinds = kinds
+        self._declared_kinds = kinds
 
     @classmethod
     def from_rows(
         cls,
-        rows: Iterable[Mapping[str, Any]],
+        rows: Iterable[JsonObject],
         *,
         order: Sequence[str] = (),
         columns: Kinds = MappingProxyType({}),
-        **keywords: Any,
+        title: str = "",
+        about: JsonObject | None = None,
+        truncated: bool = False,
     ) -> Table:
-        """Return a table of `rows` as the service sends them, columns of `order` first.
+        """Return a table of `rows` as the service sends them, with the columns of `order` first.
 
-        A field that a row lacks is None in it; the strings "nan", "inf" and "-inf" become floats
-        in columns of numbers. `columns` are what every row has: a table without rows has them.
+        Missing fields become None; the strings "nan", "inf" and "-inf" become floats in columns of
+        numbers. `columns` are those that every row has: a table without rows has them, too.
         """
         rows = list(rows)
         found = dict.fromkeys(name for row in rows for name in row) if rows else dict(columns)
         names = [name for name in dict.fromkeys((*order, *columns)) if name in found]
         names += [name for name in found if name not in names]
         values = {name: nonfinite.column(name, [row.get(name) for row in rows]) for name in names}
-        return cls(values, kinds=columns, **keywords)
+        return cls(values, kinds=columns, title=title, about=about, truncated=truncated)
 
     @classmethod
     def of(cls: type[_Table], table: Table, *, title: str | None = None) -> _Table:
-        """Return the same rows as a table of this kind, under another title where one is given."""
+        """Return the rows of `table` as a table of this class, with `title` if it is given."""
         columns = {name: table[name] for name in table.names}
         name = table.title if title is None else title
         return cls(
@@ -98,7 +112,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """What the rows are, for a reader."""
+        """What the rows are."""
         return self._title
 
     @property
@@ -112,31 +126,31 @@ class Table:
         return MappingProxyType(self._units)
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        """What the answer said beside its rows."""
+    def about(self) -> JsonObject:
+        """The fields of the answer beside its rows."""
         return MappingProxyType(self._about)
 
     @property
     def truncated(self) -> bool:
-        """Whether the service had more rows than were asked for."""
+        """Whether the service has more rows than the limit."""
         return self._truncated
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Row]:
         return (self._row(index) for index in range(self._length))
 
     @overload
-    def __getitem__(self, key: int) -> dict[str, Any]: ...
+    def __getitem__(self, key: int) -> Row: ...
     @overload
     def __getitem__(self, key: slice) -> Table: ...
     @overload
-    def __getitem__(self, key: str) -> tuple[Any, ...]: ...
-    def __getitem__(self, key: int | slice | str) -> dict[str, Any] | Table | tuple[Any, ...]:
+    def __getitem__(self, key: str) -> tuple[Json, ...]: ...
+    def __getitem__(self, key: int | slice | str) -> Row | Table | tuple[Json, ...]:
         if isinstance(key, str):
             if key not in self._columns:
-                raise no_column(key, self.names)
+                raise unknown_name(key, self.names)
             return self._columns[key]
         if isinstance(key, slice):
             return self._with({name: values[key] for name, values in self._columns.items()})
@@ -156,12 +170,12 @@ class Table:
         """Return the table with these columns only."""
         return self._with({name: self[name] for name in names})
 
-    def where(self, **equal: Any) -> Table:
+    def where(self, **equal: object) -> Table:
         """Return the rows whose columns have these values."""
         for name in equal:
-            # A table without rows may have no columns either: then nothing matches.
+            # A table without rows may have no columns: then nothing matches.
             if name not in self._columns and (self._columns or self._length):
-                raise no_column(name, self.names)
+                raise unknown_name(name, self.names)
         kept = [
             row
             for row in range(self._length)
@@ -169,15 +183,15 @@ class Table:
         ]
         return self._with({n: [v[row] for row in kept] for n, v in self._columns.items()})
 
-    def to_dicts(self) -> list[dict[str, Any]]:
+    def to_dicts(self) -> list[Row]:
         """Return the rows as dicts."""
         return list(self)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas DataFrame.
 
-        A column of ints with missing values is `Int64`, of bools `boolean`; among floats a missing
-        value is NaN, as pandas has it (polars and arrow keep the two apart).
+        A column of ints with missing values is `Int64`, of bools `boolean`. In a column of floats a
+        missing value becomes NaN; polars and arrow distinguish the two.
         """
         return convert.to_pandas(self._columns, self._kinds)
 
@@ -195,12 +209,12 @@ class Table:
 
     @property
     def _kinds(self) -> Mapping[str, str]:
-        """Types of columns, where they are known without the values."""
-        return self._given_kinds
+        """Types of the columns that are known without their values."""
+        return self._declared_kinds
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return the table as lines of text of at most `width` columns, without its title."""
-        columns, _ = self._shown(rows)
+        columns = self._displayed_columns(rows)
         if not columns or not self._length:
             return ["(no rows)"]
         foot = [piece for line in self._foot(rows) for piece in textwrap.wrap(line, width)]
@@ -218,21 +232,20 @@ class Table:
 
     def _repr_html_(self) -> str:
         rows = 5 * SHOWN_ROWS
-        columns, _ = self._shown(rows)
+        columns = self._displayed_columns(rows)
         if not columns or not self._length:
             return render.html_table({}, units={}, caption=self.heading, foot=["(no rows)"])
         foot = self._foot(rows)
         return render.html_table(columns, units=self._units, caption=self.heading, foot=foot)
 
-    def _shown(self, rows: int | None) -> tuple[dict[str, tuple[Any, ...]], int]:
-        # What is the same in every row and named in the heading needs no column.
-        said = {
+    def _displayed_columns(self, rows: int | None) -> dict[str, tuple[Json, ...]]:
+        # A value that is the same in every row and in the heading needs no column.
+        in_heading = {
             name
             for name, value in self._about.items()
             if name in ("run", "attempt", "step") and set(self._columns.get(name, ())) == {value}
         }
-        columns = {n: v[:rows] for n, v in self._columns.items() if n not in said}
-        return columns, len(said)
+        return {n: v[:rows] for n, v in self._columns.items() if n not in in_heading}
 
     def _foot(self, rows: int | None) -> list[str]:
         foot = []
@@ -243,11 +256,11 @@ class Table:
         about = self._about
         if "coverage" in about and about.get("complete") not in (None, "complete"):
             foot.append(f"the step is {render.format_value(about['complete'])}")
-        if "coverage" in about and (gaps := gaps_of(about["coverage"])):
+        if "coverage" in about and (gaps := coverage_gaps(about["coverage"])):
             foot.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
         elif about.get("gap"):
             foot.append(str(about["gap"]))
-        foot += not_comparable(about)
+        foot += comparability_notes(about)
         foot += begun_again(about)
         if "begun_again" in self._columns and "step" in self._columns:
             foot += begun_again_steps(self)
@@ -255,13 +268,13 @@ class Table:
             foot.append(f"superseded by {render.format_value(about['superseded_by'])}")
         return foot
 
-    def _row(self, index: int) -> dict[str, Any]:
+    def _row(self, index: int) -> Row:
         return {name: values[index] for name, values in self._columns.items()}
 
-    def _with(self, columns: Mapping[str, Sequence[Any]]) -> Table:
-        is_empty = self._length and not any(map(len, columns.values()))
-        # What no row is left of keeps the types of what it was taken from.
-        kinds = convert.kinds(self._columns, self._kinds) if is_empty else self._kinds
+    def _with(self, columns: Mapping[str, Sequence[Json]]) -> Table:
+        lost_all_rows = self._length and not any(map(len, columns.values()))
+        # A selection without rows keeps the column types of the table it was selected from.
+        kinds = convert.kinds(self._columns, self._kinds) if lost_all_rows else self._kinds
         return Table(
             kinds=kinds,
             columns=columns,
@@ -272,35 +285,38 @@ class Table:
         )
 
 
-def no_column(name: str, names: Sequence[str], *, what: str = "column") -> NotFound:
-    """Return the error of a name that is not there, with those that may be meant."""
-    close = meant(name, names)
-    few = len(names) <= _FEW_NAMES
-    return _NoSuchName(
+def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> NotFound:
+    """Return the error of a name that does not exist; it suggests similar names."""
+    similar = meant(name, names)
+    is_short = len(names) <= _MAX_LISTED_NAMES
+    return _UnknownName(
         f"there is no {what} {name!r}",
-        expected=f"one of {', '.join(names)}" if few or not close else "",
-        advice=f"did you mean {' or '.join(close)}?" if close else "",
+        expected=f"one of {', '.join(names)}" if is_short or not similar else "",
+        advice=f"did you mean {' or '.join(similar)}?" if similar else "",
     )
 
 
 def meant(name: str, names: Sequence[str], most: int = 3) -> list[str]:
-    """Return the names that somebody may have meant: with it as a part first, then alike ones."""
-    word = str(name).lower()
-    last = word.rpartition("/")[2]
-    parts = [known for known in names if known.lower().rpartition("/")[2] == last]
-    parts += [known for known in names if word in known.lower() and known not in parts]
-    alike = difflib.get_close_matches(word, names, n=most)
-    by_end = {known.rpartition("/")[2]: known for known in reversed(names)}
-    ends = [by_end[end] for end in difflib.get_close_matches(last, [*by_end], n=most)]
-    return [*dict.fromkeys([*parts[:most], *alike, *ends])][:most]
+    """Return up to `most` of `names` that are similar to `name`.
+
+    Names with the same last segment come first, then names that contain it, then close matches.
+    """
+    lowered = str(name).lower()
+    last = lowered.rpartition("/")[2]
+    parts = [other for other in names if other.lower().rpartition("/")[2] == last]
+    parts += [other for other in names if lowered in other.lower() and other not in parts]
+    matches = difflib.get_close_matches(lowered, names, n=most)
+    by_last = {other.rpartition("/")[2]: other for other in reversed(names)}
+    last_matches = [by_last[end] for end in difflib.get_close_matches(last, [*by_last], n=most)]
+    return [*dict.fromkeys([*parts[:most], *matches, *last_matches])][:most]
 
 
-class _NoSuchName(NotFound, KeyError):
+class _UnknownName(NotFound, KeyError):
     """Also a KeyError, so that `get` and `in` of a mapping work."""
 
 
-def context(about: Mapping[str, Any]) -> str:
-    """Return run, attempt and step as words."""
+def context(about: JsonObject) -> str:
+    """Return run, attempt and step as text."""
     parts = [
         f"{name} {about[name]}"
         for name in ("run", "attempt", "step")
@@ -309,8 +325,8 @@ def context(about: Mapping[str, Any]) -> str:
     return ", ".join(map(render.printable, parts))
 
 
-def not_comparable(about: Mapping[str, Any]) -> list[str]:
-    """Return why the numbers of an answer are not to be trusted, the likeliest cause first."""
+def comparability_notes(about: JsonObject) -> list[str]:
+    """Return why the numbers of an answer cannot be trusted, the most likely cause first."""
     verdict = about.get("comparable")
     if verdict in (None, "comparable"):
         return []
@@ -322,18 +338,18 @@ def not_comparable(about: Mapping[str, Any]) -> list[str]:
     return [f"comparable: {verdict}", *(f"  {reason}" for reason in reasons)]
 
 
-def begun_again(about: Mapping[str, Any]) -> list[str]:
-    """Return who began the step of an answer again within its attempt, in a sentence."""
+def begun_again(about: JsonObject) -> list[str]:
+    """Return a sentence on the ranks that began the answer's step again within its attempt."""
     ranks = about.get("begun_again")
     if not ranks:
         return []
-    return [f"begun again by {render.format_value(ranks)}: {_BOTH_COUNT}"]
+    return [f"begun again by {render.format_value(ranks)}: {_BOTH_PASSES_COUNT}"]
 
 
 def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
-    """Return which rows (of a step each) were begun again within their attempt, in a sentence.
+    """Return a sentence on the steps of `table` that were begun again within their attempt.
 
-    By whom is said where it is of all of them the same. `mark` stands before it.
+    It names the ranks if they are the same for all of these steps. `mark` is its prefix.
     """
     by_ranks: dict[str, list[int]] = {}
     for step, ranks in zip(table["step"], table["begun_again"], strict=True):
@@ -341,17 +357,17 @@ def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
             by_ranks.setdefault(render.format_value(ranks), []).append(step)
     if not by_ranks:
         return []
-    steps = sorted({step for those in by_ranks.values() for step in those})
+    steps = sorted({step for group in by_ranks.values() for step in group})
     by = f" by {next(iter(by_ranks))}" if len(by_ranks) == 1 else ""
-    return [f"{mark}begun again in {render.stretches('step', steps)}{by}: {_BOTH_COUNT}"]
+    return [f"{mark}begun again in {render.stretches('step', steps)}{by}: {_BOTH_PASSES_COUNT}"]
 
 
-_BOTH_COUNT: Final = (
+_BOTH_PASSES_COUNT: Final = (
     "both goes count in the numbers, as passes of one step; see findings (step_begun_again)"
 )
 
 
-_GAPS: Final = {
+_GAP_TEXTS: Final = {
     "payloads_refused": "refused payloads",
     "payloads_lost": "lost payloads",
     "payloads_dropped": "dropped payloads",
@@ -361,13 +377,13 @@ _GAPS: Final = {
 }
 
 
-def gaps_of(coverage: Mapping[str, Any]) -> list[str]:
-    """Return what was announced and is not in the numbers, as `1 refused payloads`."""
-    return [f"{coverage[name]} {what}" for name, what in _GAPS.items() if coverage.get(name)]
+def coverage_gaps(coverage: JsonObject) -> list[str]:
+    """Return what was announced but is not in the numbers, such as `1 refused payloads`."""
+    return [f"{coverage[name]} {text}" for name, text in _GAP_TEXTS.items() if coverage.get(name)]
 
 
-def tokens_of(coverage: Mapping[str, Any]) -> str | None:
-    """Return what became of all tokens that were sent, None where the service does not say it."""
+def token_accounting(coverage: JsonObject) -> str | None:
+    """Return how many of the sent tokens count and why others do not; None if unknown."""
     sent, left_out = coverage.get("tokens_sent"), coverage.get("tokens_left_out") or {}
     if sent is None:
         return None

@@ -1,47 +1,78 @@
-"""`Stacks`: what the threads of processes did, as text to read."""
+"""Answers about hangs: `Stuck`, the ranks that hold up others, and `Stacks` of their threads."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Final, TypedDict
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Table
+from stagescope.frames import Row, Table
+from stagescope.wire.nonfinite import JsonObject
 
 STUCK_ORDER: Final = (
     "rank", "status", "stage", "seconds", "usual_seconds", "ranks_begun", "ranks", "ranks_ended",
     "role", "process", "host", "pid", "step", "limit_seconds",
 )  # fmt: skip
-_WHERE: Final = ("process", "host", "pid", "role")
+_PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")
+
+
+class Thread(TypedDict, total=False):
+    """One thread of a process; `stack` is text, the outermost frame first."""
+
+    name: str | None
+    ident: int
+    is_training: bool
+    stack: str
+
+
+class ProcessStacks(TypedDict, total=False):
+    """The stacks of one process."""
+
+    role: str
+    rank: int
+    step: int | None
+    stage: str | None
+    state: str
+    source: str
+    threads: Sequence[Thread]
+    request_id: str
+
+
+class NotAnswered(TypedDict):
+    """A process that did not answer."""
+
+    role: str | None
+    rank: int
+    reason: str
 
 
 class Stuck(Table):
-    """Who holds the others up, a row a rank; as text, each rank's process stands below."""
+    """The ranks that hold up the others; in text, each rank's process is below the table."""
 
     __slots__ = ()
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the table and, below it, of each rank its process, host and pid; none is cut."""
-        here = {name for name in _WHERE if name in self.names}
-        shown = [name for name in self.names if name not in here]
-        if width >= render.WIDE_ENOUGH or not len(self) or len(here) < len(_WHERE):
+        """Return the table, and below it each rank's process, host and pid, never shortened."""
+        shown = [name for name in self.names if name not in _PROCESS_COLUMNS]
+        has_processes = len(self.names) - len(shown) == len(_PROCESS_COLUMNS)
+        if width >= render.WIDE_ENOUGH or not len(self) or not has_processes:
             return super().lines(width=width, rows=rows)
         lines = self.select(*shown).lines(width=width, rows=rows)
         for row in self[:rows]:
-            who = f"{row['role']} rank {row['rank']}: "
-            lines += render.wrapped(who, _process(row), width)
+            rank = f"{row['role']} rank {row['rank']}: "
+            lines += render.wrapped(rank, _process(row), width)
         return lines
 
 
-def _process(row: Mapping[str, Any]) -> str:
-    """Return `process silent, pid 4711 on gpu-3`; what is unknown is named so."""
+def _process(row: Row) -> str:
+    """Return a text such as `process silent, pid 4711 on gpu-3`."""
     pid = "unknown" if row["pid"] is None else row["pid"]
     return f"process {row['process'] or 'unknown'}, pid {pid} on {row['host'] or 'unknown host'}"
 
 
 class Stacks(Record):
-    """The Python stacks of processes; `rows` holds one mapping a process.
+    """The Python stacks of processes; `rows` holds one mapping per process.
 
     Usage:
         >>> print(session.stacks(ranks=[1]))             # the training thread of rank 1
@@ -49,48 +80,48 @@ class Stacks(Record):
         >>> print(step.stacks().all_threads())
     """
 
-    __slots__ = ("_every",)
+    __slots__ = ("_shows_all_threads",)
 
-    def __init__(self, answer: Mapping[str, Any], *, title: str, every: bool = False) -> None:
+    def __init__(self, answer: JsonObject, *, title: str, shows_all_threads: bool = False) -> None:
         super().__init__(answer, title=title)
-        self._every = every
+        self._shows_all_threads = shows_all_threads
 
     @property
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        """The processes: role, rank, stage, state, source, threads, ..."""
-        rows: Sequence[Mapping[str, Any]] = self["rows"]
+    def rows(self) -> Sequence[ProcessStacks]:
+        """The processes that answered."""
+        rows: Sequence[ProcessStacks] = self["rows"]
         return rows
 
     @property
-    def not_answered(self) -> Sequence[Mapping[str, Any]]:
-        """Who did not answer: role, rank, reason."""
-        said: Sequence[Mapping[str, Any]] = self.get("not_answered") or []
-        return said
+    def not_answered(self) -> Sequence[NotAnswered]:
+        """The processes that did not answer, with the reasons."""
+        rows: Sequence[NotAnswered] = self.get("not_answered") or []
+        return rows
 
     def of_ranks(self, ranks: Collection[int]) -> Stacks:
-        """Return those of these ranks alone."""
-        rows = [row for row in self.rows if row["rank"] in ranks]
-        return Stacks({**self, "rows": rows}, title=self.heading, every=self._every)
+        """Return the stacks of these ranks only."""
+        answer = {**self, "rows": [row for row in self.rows if row["rank"] in ranks]}
+        return Stacks(answer, title=self.heading, shows_all_threads=self._shows_all_threads)
 
     def all_threads(self) -> Stacks:
-        """Return the same, shown with every thread, not the training threads alone."""
-        return Stacks(self, title=self.heading, every=True)
+        """Return the same stacks, displayed with all threads instead of the training threads."""
+        return Stacks(self, title=self.heading, shows_all_threads=True)
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return a heading a process, and below it the stacks; frames are never cut."""
+        """Return a heading per process, and below it the stacks; frames are never shortened."""
         lines: list[str] = ["outermost frame first, as in a traceback"] if self.rows else []
         for row in self.rows:
-            lines += [render.clip(_who(row), width), *self._of(row), ""]
-        for row in self.not_answered:
-            who = f"{row['role'] or ''} rank {row['rank']}".strip()
-            lines.append(render.printable(f"{who}: {row['reason']}"))
+            lines += [render.clip(_heading(row), width), *self._threads(row), ""]
+        for missing in self.not_answered:
+            rank = f"{missing['role'] or ''} rank {missing['rank']}".strip()
+            lines.append(render.printable(f"{rank}: {missing['reason']}"))
         return lines or ["no stacks were taken"]
 
-    def _of(self, row: Mapping[str, Any]) -> list[str]:
+    def _threads(self, row: ProcessStacks) -> list[str]:
         threads = row.get("threads") or []
         training = [thread for thread in threads if thread.get("is_training")]
-        # Where nobody knows which one trains, all of them may.
-        shown = threads if self._every or not training else training
+        # If no thread is known to train, each of them may.
+        shown = threads if self._shows_all_threads or not training else training
         lines = []
         for thread in shown:
             name = thread.get("name") or f"thread {thread.get('ident')}"
@@ -103,9 +134,9 @@ class Stacks(Record):
         return lines
 
 
-def _who(row: Mapping[str, Any]) -> str:
-    place = "" if row.get("step") is None else f" in step {row['step']}"
+def _heading(row: ProcessStacks) -> str:
+    step = "" if row.get("step") is None else f" in step {row['step']}"
     stage = f", {row['stage']}" if row.get("stage") else ""
-    said = "" if row.get("state") == "answered" else f": {row.get('state')}"
     source = " (its watchdog)" if row.get("source") == "watchdog" else ""
-    return render.printable(f"{row.get('role')} rank {row.get('rank')}{place}{stage}{source}{said}")
+    state = "" if row.get("state") == "answered" else f": {row.get('state')}"
+    return render.printable(f"{row.get('role')} rank {row.get('rank')}{step}{stage}{source}{state}")

@@ -1,63 +1,152 @@
-"""Answers about operators: what a dump holds, what was first not finite, where two first differ.
+"""Answers about operators: the content of a dump, the first non-finite result, and divergences.
 
-Names of operators are long (`Module.model.layers.27.self_attn.o_proj.Linear.forward.0`): as text
-each stands on a line of its own and is never cut.
+Names of operators are long (`Module.model.layers.27.self_attn.o_proj.Linear.forward.0`): in text
+each has a line of its own and is never shortened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Table
+from stagescope.frames import Row, Table
 from stagescope.render import wrapped
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
 
 SIDE_FIELDS: Final = ("run", "attempt", "step", "stage", "role", "rank", "part", "capture_id")
-"""What names one side of a comparison."""
+"""The fields that identify one side of a comparison."""
 
 _INTEGERS: Final = ("attempt", "step", "rank")
 _NUMBERS: Final = ("min", "max", "mean", "norm")
 _ARGUMENT: Final = 15
 _TENSOR: Final = 22
 _NUMBER: Final = 9
+"""Widths of columns, in characters."""
 
-
-_LEFT_OUT: Final = {
+_IGNORED_ROWS: Final = {
     "not_read": "in memory that no call read left out",
     "zero_gradients": "gradients zero but for rounding left out",
 }
-"""Rows of a divergence that differ and are no difference."""
+"""Rows of a divergence that differ but do not count as a difference."""
+
+
+class _Dump(TypedDict):
+    """The fields that identify the dump of a row."""
+
+    stage: str
+    role: str
+    rank: int
+    part: str | None
+
+
+class _TableState(_Dump, total=False):
+    """The state of the operator table of a dump."""
+
+    state: str
+    reason: str | None
+    truncated: bool | None
+    truncated_at: int | None
+    done: bool | None
+
+
+class _Argument(TypedDict):
+    """The value of an argument, result, parameter or gradient."""
+
+    dtype: str | None
+    shape: Sequence[int] | None
+    type: str | None
+    value: object
+    min: float | str | None
+    max: float | str | None
+    mean: float | str | None
+    norm: float | str | None
+
+
+class _ArgumentRow(_Dump, _Argument):
+    """A row of `Operators`."""
+
+    order: int
+    name: str
+    source: str | None
+    section: str | None
+    index: str | None
+
+
+class _NonFiniteRow(_TableState, total=False):
+    """A row of `NonFiniteOperators`: the first non-finite operator of a dump."""
+
+    name: str | None
+    parent: str | None
+    section: str | None
+    index: str | None
+    non_finite: str
+    bad_inputs: Sequence[Mapping[str, str | None]] | None
+    certain: bool | None
+    source: str | None
+    not_read: int | None
+    masks: int | None
+    earliest: bool
+    order_differs: bool
+
+
+class _OperatorValue(_Argument):
+    """One side of a difference."""
+
+    name: str
+    parent: str | None
+    source: str | None
+
+
+class _DifferenceRow(TypedDict):
+    """Two values that differ; a side that lacks the operator is None."""
+
+    a: _OperatorValue | None
+    b: _OperatorValue | None
+    section: str | None
+    index: str | None
+    verdict: str
+    relative: float | None
+    threshold: float
+
+
+class _Side(_TableState, total=False):
+    """One side of a divergence."""
+
+    run: str
+    attempt: int
+    step: int
+    device: str | None
 
 
 class Operators(Table):
-    """Operator calls, a row an argument, result, parameter or gradient, in execution order.
+    """Operator calls in execution order: one row per argument, result, parameter or gradient.
 
     Usage:
         >>> operators = session.step(5).operators(rank=0, name="*lm_head*")
         >>> operators.to_pandas()
-        >>> operators.about["tables"]    # what there is: state, truncated, done, ...
+        >>> operators.about["tables"]    # the tables read: state, truncated, done, ...
     """
 
     __slots__ = ()
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return each call's name, source and arguments as lines of at most `width` columns."""
-        shown = [self[at] for at in range(len(self) if rows is None else min(rows, len(self)))]
-        words = f"{'argument':<{_ARGUMENT}} {'tensor':<{_TENSOR}}{_words()}"
-        lines = wrapped("  ", words, width) if shown else ["(no rows)"]
+        shown = [self[index] for index in range(len(self))][:rows]
+        titles = f"{'argument':<{_ARGUMENT}} {'tensor':<{_TENSOR}}{_number_titles()}"
+        lines = wrapped("  ", titles, width) if shown else ["(no rows)"]
         dump = ""
-        for row, call in _calls(shown):
-            if _dump_of(row) != dump:
-                dump = _dump_of(row)
+        for first, call in _calls(shown):
+            if _dump_name(first) != dump:
+                dump = _dump_name(first)
                 lines.append(dump)
-            lines += wrapped(f"{row['order']:>5}  ", row["name"], width)
-            if row["source"]:
-                lines += wrapped("       ", row["source"], width)
+            lines += wrapped(f"{first['order']:>5}  ", first["name"], width)
+            if first["source"]:
+                lines += wrapped("       ", first["source"], width)
             lines += [line for argument in call for line in _argument(argument, width)]
         return [*lines, *self._table_notes(width, len(shown))]
 
@@ -71,7 +160,7 @@ class Operators(Table):
 
 
 class NonFiniteOperators(Table):
-    """The first operator with a NaN or infinite result of each rank, and the earliest."""
+    """The first operator with a NaN or infinite result on each rank, and the earliest of all."""
 
     __slots__ = ()
 
@@ -85,23 +174,23 @@ class NonFiniteOperators(Table):
             together = [rank for rank in earliest["together"] if rank != earliest["rank"]]
             also = f" (and at the same place rank {_listed(together)})" if together else ""
             left_out = _not_read(earliest)
-            lines += wrapped("", f"the earliest: {_dump_of(earliest)}{also}{left_out}", width)
+            lines += wrapped("", f"the earliest: {_dump_name(earliest)}{also}{left_out}", width)
             lines += _first(earliest, width)
         for row in self:
             if row["name"] is None:
                 masks = f", {row['masks']} masks" if row["masks"] else ""
                 state = "all finite" if row["state"] == "digested" else row["state"]
-                lines += wrapped("", f"{_dump_of(row)}: {state}{masks}{_not_read(row)}", width)
+                lines += wrapped("", f"{_dump_name(row)}: {state}{masks}{_not_read(row)}", width)
             elif not row["earliest"]:
                 order = ", in another order of calls" if row["order_differs"] else ""
-                lines += wrapped("", f"{_dump_of(row)}{order}{_not_read(row)}:", width)
+                lines += wrapped("", f"{_dump_name(row)}{order}{_not_read(row)}:", width)
                 lines += _first(row, width)
             lines += [line for note in _notes_of(row) for line in wrapped("", note, width)]
         return lines
 
 
-def _not_read(row: Mapping[str, Any]) -> str:
-    """Return how many calls were left out of a search, as they read no memory."""
+def _not_read(row: _NonFiniteRow | Row) -> str:
+    """Return how many calls the search skipped because they do not read their memory."""
     count = row.get("not_read")
     if not count:
         return ""
@@ -110,23 +199,23 @@ def _not_read(row: Mapping[str, Any]) -> str:
 
 
 class Divergence(Record):
-    """Two dumps held against each other; a mapping with the fields of the answer.
+    """The comparison of two dumps; a mapping with the fields of the answer.
 
     Usage:
-        >>> found = session.divergence({"step": 5, "rank": 0}, {"rank": 1})
-        >>> found.same
-        >>> found["first"]["a"]["name"], found["first"]["relative"]
+        >>> divergence = session.divergence({"step": 5, "rank": 0}, {"rank": 1})
+        >>> divergence.same
+        >>> divergence["first"]["a"]["name"], divergence["first"]["relative"]
     """
 
     __slots__ = ()
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any]) -> Divergence:
-        """Return the divergence of an answer of `/operators/divergence`."""
-        found = {**answer, "rows": [_verdict(row) for row in answer["rows"]]}
+    def from_answer(cls, answer: JsonObject) -> Divergence:
+        """Return the divergence in an answer of `/operators/divergence`."""
+        fields = {**answer, "rows": [_with_numbers(row) for row in answer["rows"]]}
         for name in ("first", "first_parameter", "first_gradient"):
-            found[name] = None if answer[name] is None else _verdict(answer[name])
-        return cls(found, title="divergence")
+            fields[name] = None if answer[name] is None else _with_numbers(answer[name])
+        return cls(fields, title="divergence")
 
     @property
     def same(self) -> bool:
@@ -136,7 +225,7 @@ class Divergence(Record):
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the answer as lines of at most `width` columns."""
         lines = [line for name in ("a", "b") for line in _side(name, self[name], width)]
-        lines += wrapped("", self._measure(), width)
+        lines += wrapped("", self._summary(), width)
         if self["first"] is None:
             lines.append("no operator differs")
         else:
@@ -148,29 +237,28 @@ class Divergence(Record):
         for name, what in (("parameter", "parameters"), ("gradient", "gradients")):
             lines += self._first_of(f"first_{name}", what, width)
         for name in ("a", "b"):
-            lines += self._alone(name, width)
+            lines += self._only_in(name, width)
         return lines
 
-    def _measure(self) -> str:
+    def _summary(self) -> str:
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self["counts"].items())
         threshold = "exactly" if self["exact"] else f"within {self['factor']:g} eps"
         sharded = f", {self['sharded']} shards left out" if self["sharded"] else ""
-        no_difference = "".join(
-            f", {self[name]} {what}" for name, what in _LEFT_OUT.items() if self.get(name)
+        ignored = "".join(
+            f", {self[name]} {text}" for name, text in _IGNORED_ROWS.items() if self.get(name)
         )
         return (
             f"{self['compared']} values of {self['paired']} calls compared {threshold}"
-            f"{sharded}{no_difference}; different: {counts or 'none'}"
+            f"{sharded}{ignored}; different: {counts or 'none'}"
         )
 
     def _first_of(self, name: str, what: str, width: int) -> list[str]:
         compared = self[f"{what}_compared"]
         if self[name] is None:
-            said = f"{compared} {what} are the same" if compared else f"no {what} recorded"
-            return [said]
+            return [f"{compared} {what} are the same" if compared else f"no {what} recorded"]
         return [f"the first of the {what}:", *_difference(self[name], width)]
 
-    def _alone(self, name: str, width: int) -> list[str]:
+    def _only_in(self, name: str, width: int) -> list[str]:
         count = self[f"only_{name}_count"]
         if not count:
             return []
@@ -186,28 +274,28 @@ class Stack(Record):
     __slots__ = ()
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return each frame's place and code as lines of at most `width` columns."""
+        """Return each frame's location and code as lines of at most `width` columns."""
         lines = []
         for frame in self["frames"]:
-            place, *code = (line.strip() for line in str(frame).splitlines())
-            lines += wrapped("", place.rstrip(", "), width)
+            location, *code = (line.strip() for line in str(frame).splitlines())
+            lines += wrapped("", location.rstrip(", "), width)
             lines += [line for text in code for line in wrapped("    ", text, width)]
         return lines
 
 
-def read_side(text: str) -> dict[str, Any]:
-    """Read `step=5,rank=0`.
+def read_side(text: str) -> dict[str, str | int]:
+    """Parse `step=5,rank=0`.
 
     Raises:
-        InvalidInput: an unknown name, or a value that is no number where one belongs.
+        InvalidInput: an unknown name, or a value that is not a number where one is required.
     """
-    side: dict[str, Any] = {}
-    for word in text.split(","):
-        name, equals, value = (part.strip() for part in word.partition("="))
+    side: dict[str, str | int] = {}
+    for item in text.split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
         name = {"capture": "capture_id"}.get(name, name)
         if not equals or name not in SIDE_FIELDS or not value:
             raise InvalidInput(
-                f"{word!r} does not name a side", expected=f"NAME=VALUE, of {_listed(SIDE_FIELDS)}"
+                f"{item!r} does not name a side", expected=f"NAME=VALUE, of {_listed(SIDE_FIELDS)}"
             )
         try:
             side[name] = int(value) if name in _INTEGERS else value
@@ -216,22 +304,23 @@ def read_side(text: str) -> dict[str, Any]:
     return side
 
 
-def _calls(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
-    for _, group in groupby(rows, key=lambda row: (_dump_of(row), row["order"])):
+def _calls(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
+    """Yield each call's first row and all its rows."""
+    for _, group in groupby(rows, key=lambda row: (_dump_name(row), row["order"])):
         call = list(group)
         yield call[0], call
 
 
-def _dump_of(row: Mapping[str, Any]) -> str:
+def _dump_name(row: _Dump | Row) -> str:
     part = "" if row["part"] in (None, "0.0.0.0") else f" part {row['part']}"
     return render.printable(f"{row['stage']} {row['role']}/{row['rank']}{part}")
 
 
-def _words() -> str:
-    return "".join(f"{word:>{_NUMBER + 1}}" for word in _NUMBERS)
+def _number_titles() -> str:
+    return "".join(f"{name:>{_NUMBER + 1}}" for name in _NUMBERS)
 
 
-def _argument(row: Mapping[str, Any], width: int) -> list[str]:
+def _argument(row: _ArgumentRow | Row, width: int) -> list[str]:
     if row["section"] is None:
         return ["  (nothing recorded)"]
     name = ".".join(str(row[part]) for part in ("section", "index") if row[part])
@@ -241,8 +330,8 @@ def _argument(row: Mapping[str, Any], width: int) -> list[str]:
     return wrapped(f"  {name:<{_ARGUMENT}} ", line, width)
 
 
-def _value(row: Mapping[str, Any]) -> str:
-    """Return what is known of an argument: a tensor's statistics, or the value itself."""
+def _value(row: _Argument | Row) -> str:
+    """Return a tensor's statistics, or the value of an argument that is not a tensor."""
     if not row["dtype"]:
         value = "" if row["value"] is None else f" {row['value']}"
         return f"{row['type'] or 'None':<{_TENSOR}}{value}".rstrip()
@@ -255,76 +344,78 @@ def _shape(shape: Sequence[int]) -> str:
     return f"[{','.join(map(str, shape))}]"
 
 
-def _number(value: Any) -> str:
+def _number(value: float | str | None) -> str:
     return render.MISSING if value is None else f"{float(value):.3g}"
 
 
-def _first(row: Mapping[str, Any], width: int) -> list[str]:
+def _argument_name(section: str | None, index: str | None) -> str:
+    return ".".join(part for part in (section, index) if part)
+
+
+def _first(row: _NonFiniteRow | Row, width: int) -> list[str]:
     inputs = ", ".join(
-        ".".join(word for word in (bad["section"], bad["index"]) if word)
-        for bad in row["bad_inputs"] or ()
+        _argument_name(bad["section"], bad["index"]) for bad in row["bad_inputs"] or ()
     )
     before = f"not finite before it: {inputs}" if inputs else "its inputs were finite"
-    sure = "" if row["certain"] else "; it may be a mask"
-    lines = wrapped("  ", row["name"], width)
+    doubt = "" if row["certain"] else "; it may be a mask"
+    lines = wrapped("  ", row["name"] or "", width)
     if row["parent"]:
         lines += wrapped("  in ", row["parent"], width)
-    place = ".".join(word for word in (row["section"], row["index"]) if word)
-    lines += wrapped("  ", f"{place} is {row['non_finite']}; {before}{sure}", width)
+    argument = _argument_name(row["section"], row["index"])
+    lines += wrapped("  ", f"{argument} is {row['non_finite']}; {before}{doubt}", width)
     if row["source"]:
         lines += wrapped("  ", row["source"], width)
     return lines
 
 
-def _verdict(row: Mapping[str, Any]) -> dict[str, Any]:
-    sides = {name: _with_numbers(row[name]) for name in ("a", "b")}
+def _with_numbers(row: JsonObject) -> Row:
+    """Return a difference with spelled non-finite numbers as floats."""
+    sides = {
+        name: row[name]
+        and {**row[name], **{number: nonfinite.number(row[name][number]) for number in _NUMBERS}}
+        for name in ("a", "b")
+    }
     return {**row, "relative": nonfinite.number(row["relative"]), **sides}
 
 
-def _with_numbers(side: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if side is None:
-        return None
-    return {**side, **{name: nonfinite.number(side[name]) for name in _NUMBERS}}
-
-
-def _side(name: str, side: Mapping[str, Any], width: int) -> list[str]:
-    words = [f"run {side['run']}, attempt {side['attempt']}, step {side['step']}", _dump_of(side)]
+def _side(name: str, side: _Side, width: int) -> list[str]:
+    parts = [f"run {side['run']}, attempt {side['attempt']}, step {side['step']}", _dump_name(side)]
     if side.get("device"):
-        words.append(str(side["device"]))
-    lines = wrapped(f"{name}: ", ", ".join(words), width)
+        parts.append(str(side["device"]))
+    lines = wrapped(f"{name}: ", ", ".join(parts), width)
     return lines + [line for note in _notes_of(side) for line in wrapped("   ", note, width)]
 
 
-def _difference(row: Mapping[str, Any], width: int) -> list[str]:
-    known = row["a"] or row["b"]
-    place = ".".join(word for word in (row["section"], row["index"]) if word)
-    lines = wrapped("  ", known["name"], width)
-    if known["parent"]:
-        lines += wrapped("  in ", known["parent"], width)
-    how = row["verdict"]
+def _difference(row: _DifferenceRow, width: int) -> list[str]:
+    operator = row["a"] or row["b"]
+    assert operator is not None
+    lines = wrapped("  ", operator["name"], width)
+    if operator["parent"]:
+        lines += wrapped("  in ", operator["parent"], width)
+    verdict = row["verdict"]
     if row["relative"] is not None:
-        how += f", relative {row['relative']:.3g} over {row['threshold']:.3g}"
-    lines += wrapped("  ", f"{place}: {how}", width)
-    if known["source"]:
-        lines += wrapped("  ", known["source"], width)
-    lines += wrapped("     ", f"{'tensor':<{_TENSOR}}{_words()}", width)
-    for name in ("a", "b"):
-        side = row[name]
+        verdict += f", relative {row['relative']:.3g} over {row['threshold']:.3g}"
+    argument = _argument_name(row["section"], row["index"])
+    lines += wrapped("  ", f"{argument}: {verdict}", width)
+    if operator["source"]:
+        lines += wrapped("  ", operator["source"], width)
+    lines += wrapped("     ", f"{'tensor':<{_TENSOR}}{_number_titles()}", width)
+    for name, side in (("a", row["a"]), ("b", row["b"])):
         lines += wrapped(f"  {name}  ", "not there" if side is None else _value(side), width)
     return lines
 
 
-def _notes_of(table: Mapping[str, Any]) -> list[str]:
+def _notes_of(table: _TableState | Row) -> list[str]:
     if table["state"] != "digested":
         reason = f": {table['reason']}" if table.get("reason") else ""
-        return [f"{_dump_of(table)} is {table['state']}{reason}"]
+        return [f"{_dump_name(table)} is {table['state']}{reason}"]
     if not table["truncated"]:
         return []
-    at = table.get("truncated_at")
-    where = "" if at is None else f" at byte {at}"
+    offset = table.get("truncated_at")
+    where = "" if offset is None else f" at byte {offset}"
     done = "did not come to its end" if table["done"] is None else "broke off"
-    return [f"{_dump_of(table)} is truncated{where}: the capture {done}"]
+    return [f"{_dump_name(table)} is truncated{where}: the capture {done}"]
 
 
-def _listed(items: Sequence[Any]) -> str:
+def _listed(items: Sequence[object]) -> str:
     return ", ".join(map(str, items))

@@ -1,35 +1,72 @@
-"""How far a capture has come: who acknowledged it, what each step came to, and its dumps."""
+"""The progress of a capture: acknowledgements, the result of each step, and the dumps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope.answers import Record
 from stagescope.frames import Table
+from stagescope.wire.nonfinite import JsonObject
 
 ENDED: Final = frozenset({"complete", "partial", "given up", "too late", "refused", "withdrawn"})
 """States after which nothing more is collected."""
 
-_ORDER: Final = ("run", "stages", "ranks", "steps")
+_REQUEST_FIELDS: Final = ("run", "stages", "ranks", "steps")
 _RANKS: Final = ("role", "rank", "acknowledged", "there", "joined_later", "host", "pid")
 _STEPS: Final = ("attempt", "step", "state", "collected", "waiting", "gaps")
 _DUMPS: Final = ("attempt", "step", "stage", "role", "rank", "part", "state", "bytes", "seconds")
-_NAMED: Final = 8
+_MAX_NAMED: Final = 8
+"""Ranks or estimates that are listed one by one."""
 
 
-class CaptureProgress(Record):
-    """What `POST /captures` answers: the order with its id, as far as it is agreed on."""
+class _Rank(TypedDict):
+    role: str
+    rank: int
+
+
+class _RequestedRank(_Rank):
+    acknowledged: bool
+
+
+class _RankState(_Rank):
+    state: str
+
+
+class _StepProgress(TypedDict):
+    step: int
+    state: str
+    collected: int
+    waiting: Sequence[_Rank]
+    gaps: Sequence[_RankState]
+
+
+class _Estimate(_Rank, total=False):
+    stage: str
+    error: str | None
+    basis: str | None
+    assumed: bool
+    tokens: int
+    bytes: float
+    seconds: float
+
+
+class RequestedCapture(Record):
+    """The answer of `POST /captures`: the request with its id and the state of the agreement."""
 
     __slots__ = ()
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        super().__init__(said, title=f"capture {said.get('capture_id')}")
+    def __init__(self, answer: JsonObject) -> None:
+        super().__init__(answer, title=f"capture {answer.get('capture_id')}")
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return what was ordered, where it starts, and what the asker should know."""
+        """Return the request, the step on which it starts, its estimates and notes."""
         agreement = self.get("agreement") or {}
-        lines = [f"{name}: {_said(self[name])}" for name in _ORDER if self.get(name) is not None]
+        lines = [
+            f"{name}: {_value(self[name])}"
+            for name in _REQUEST_FIELDS
+            if self.get(name) is not None
+        ]
         lines.append(f"state: {agreement.get('phase', 'asked')}")
         if agreement.get("reason"):
             lines.append(f"reason: {agreement['reason']}")
@@ -37,18 +74,18 @@ class CaptureProgress(Record):
             lines.append(f"starts at step {agreement['start']}")
         if agreement.get("without"):
             lines.append(f"without {_names(agreement['without'])}")
-        lines += map(_estimate, (agreement.get("estimates") or ())[:_NAMED])
+        lines += map(_estimate_line, (agreement.get("estimates") or ())[:_MAX_NAMED])
         lines += [f"note: {note}" for note in self.get("notes") or ()]
         return [*lines, f"see: stagescope progress {self.get('capture_id')} --wait"]
 
 
 class Progress(Record):
-    """What `/captures/{capture_id}` says; `ranks`, `steps` and `dumps` are tables of it."""
+    """The answer of `/captures/{capture_id}`, also as the tables `ranks`, `steps` and `dumps`."""
 
     __slots__ = ()
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        super().__init__(said, title=f"capture {said['capture_id']}, {said['state']}")
+    def __init__(self, answer: JsonObject) -> None:
+        super().__init__(answer, title=f"capture {answer['capture_id']}, {answer['state']}")
 
     @property
     def ended(self) -> bool:
@@ -57,15 +94,15 @@ class Progress(Record):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody whom it asks is there: it waits for the run's next attempt."""
-        return not self.ended and not any(each["there"] for each in self["ranks"])
+        """Whether no requested rank is alive: the capture waits for the run's next attempt."""
+        return not self.ended and not any(row["there"] for row in self["ranks"])
 
     def ranks(self) -> Table:
-        """Return whom the capture asks, and who has acknowledged it."""
+        """Return the requested ranks, and which of them have acknowledged."""
         return self._table("ranks", _RANKS)
 
     def steps(self) -> Table:
-        """Return what each step came to: complete, partial or waited for."""
+        """Return the state of each step, such as complete, partial or waited for."""
         return self._table("steps", _STEPS)
 
     def dumps(self) -> Table:
@@ -73,9 +110,10 @@ class Progress(Record):
         return self._table("dumps", _DUMPS)
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return the state in words, each on a line of its own."""
+        """Return the progress as text, one fact per line."""
         agreement = self["agreement"]
-        lines = [_asked(self["ranks"], "it" if self["state"] == "asked" else "the agreed step")]
+        subject = "it" if self["state"] == "asked" else "the agreed step"
+        lines = [_acknowledgements(self["ranks"], subject)]
         if unmatched := self.get("unmatched_ranks"):
             lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
         if self.is_abandoned:
@@ -84,15 +122,15 @@ class Progress(Record):
             lines.append(f"reason: {self['reason']}")
         if agreement["start"] is not None:
             trip = agreement["round_trip"]
-            known = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
-            lines.append(f"starts at step {agreement['start']}{known}")
+            latency = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
+            lines.append(f"starts at step {agreement['start']}{latency}")
         if agreement["without"]:
             lines.append(f"without {_names(agreement['without'])}")
         if agreement["missed_steps"]:
             lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
-        lines += map(_estimate, agreement["estimates"][:_NAMED])
-        lines += [_step(each) for each in self["steps"]]
-        lines += [each["path"] for each in self["dumps"] if each["path"]]
+        lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
+        lines += map(_step_line, self["steps"])
+        lines += [dump["path"] for dump in self["dumps"] if dump["path"]]
         return lines
 
     def _table(self, name: str, order: Sequence[str]) -> Table:
@@ -100,42 +138,45 @@ class Progress(Record):
         return Table.from_rows(self[name], order=order, title=title, about={})
 
 
-def _said(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {each}" for name, each in value.items() if each is not None)
+        return ", ".join(f"{name} {item}" for name, item in value.items() if item is not None)
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _asked(ranks: Sequence[Mapping[str, Any]], what: str) -> str:
-    late = [each for each in ranks if not each["acknowledged"]]
-    told = f"{len(ranks) - len(late)} of {len(ranks)} ranks have acknowledged {what}"
-    return told if not late else f"{told}; not {_names(late)}"
+def _acknowledgements(ranks: Sequence[_RequestedRank], subject: str) -> str:
+    late = [rank for rank in ranks if not rank["acknowledged"]]
+    text = f"{len(ranks) - len(late)} of {len(ranks)} ranks have acknowledged {subject}"
+    return text if not late else f"{text}; not {_names(late)}"
 
 
-def _names(ranks: Sequence[Mapping[str, Any]]) -> str:
-    named = ", ".join(f"{each['role']} {each['rank']}" for each in ranks[:_NAMED])
-    return named + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+def _names(ranks: Sequence[_Rank]) -> str:
+    return _listed([f"{rank['role']} {rank['rank']}" for rank in ranks])
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:_NAMED]))
-    return named + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+    return _listed([*map(str, ranks)])
 
 
-def _estimate(said: Mapping[str, Any]) -> str:
-    place = f"{said['role']} {said['rank']}, {said['stage']}"
-    if said.get("error") or said.get("basis") in (None, "unknown"):
-        return f"estimate of {place}: {said.get('error') or 'not known'}"
-    basis = said["basis"]
-    if said.get("assumed"):
-        basis += f", {said['tokens']} tokens assumed: no tensor was recorded there yet"
-    size, seconds = said["bytes"] / 1e6, said["seconds"]
-    return f"estimate of {place}: {size:.1f} MB, {seconds:.1f} s a step ({basis})"
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _step(each: Mapping[str, Any]) -> str:
-    text = f"step {each['step']}: {each['state']}, {each['collected']} ranks collected"
-    if each["waiting"]:
-        text += f"; waiting for {_names(each['waiting'])}"
-    gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in each["gaps"][:_NAMED]]
+def _estimate_line(estimate: _Estimate) -> str:
+    location = f"{estimate['role']} {estimate['rank']}, {estimate['stage']}"
+    basis = estimate.get("basis")
+    if estimate.get("error") or basis in (None, "unknown"):
+        return f"estimate of {location}: {estimate.get('error') or 'not known'}"
+    if estimate.get("assumed"):
+        basis = f"{basis}, {estimate['tokens']} tokens assumed: no tensor was recorded there yet"
+    size, seconds = estimate["bytes"] / 1e6, estimate["seconds"]
+    return f"estimate of {location}: {size:.1f} MB, {seconds:.1f} s a step ({basis})"
+
+
+def _step_line(step: _StepProgress) -> str:
+    text = f"step {step['step']}: {step['state']}, {step['collected']} ranks collected"
+    if step["waiting"]:
+        text += f"; waiting for {_names(step['waiting'])}"
+    gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]
     return text + (f"; {', '.join(gaps)}" if gaps else "")

@@ -1,8 +1,8 @@
-"""Tables as text and as HTML: columns in, strings out; no I/O and no colours.
+"""Render tables as text and as HTML: columns in, strings out; no I/O and no colours.
 
-Text fits a width (80 columns unless told) by shortening the widest words first and then leaving
-out the last columns, which it names. HTML has no script and no colour of its own, so that it reads
-on a dark page as on a light one; everything in it is escaped.
+Text fits a width (default: 80 columns): the widest cells are shortened first, then the last columns
+are left out and listed. HTML has no script and no colours, so that it is readable on dark and light
+pages; all content is escaped.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any, Final
+from typing import Final
+
+from stagescope.wire.nonfinite import Json, JsonObject
 
 MISSING: Final = "-"
-"""How an unknown value (null) is written; a NaN is written nan."""
+"""The text of an unknown value (null); that of a NaN is nan."""
 GAP: Final = "  "
-_WHOLE: Final = 24
-"""Words of up to so many columns are never cut: a time, an id, a stage's name."""
-_WIDEST: Final = 48
-_NAMED: Final = 6
-"""How many stretches of numbers are named."""
+_MIN_WIDTH: Final = 24
+"""Cells of up to this width are never shortened: a time, an id, a stage's name."""
+_MAX_WIDTH: Final = 48
+_MAX_RANGES: Final = 6
+"""Most ranges of numbers that are listed."""
 WIDE_ENOUGH: Final = 1000
-"""Columns from which on nothing is shortened: somebody asked for all of it."""
+"""From this width on nothing is shortened: the user requested all of it."""
 _WALLS: Final = frozenset({
     "begun", "created", "ended", "since", "started", "waited_since", "wall",
 })  # fmt: skip
 _CALENDAR_END: Final = 253_402_300_800.0
-"""First second of the year 10000, which no datetime holds."""
+"""First second of the year 10000, which a datetime cannot represent."""
 
-Columns = Mapping[str, Sequence[Any]]
+Columns = Mapping[str, Sequence[Json]]
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a column's name implies: `B`, `s`, `unix` (a wall clock) or none."""
+    """Return the unit that a column's name implies: `B`, `s`, `unix` (a wall clock) or ""."""
     if name == "bytes" or name.endswith("_bytes"):
         return "B"
     if name.endswith(("_wall", "_at")) or name in _WALLS:
@@ -46,8 +48,8 @@ def unit_of(name: str) -> str:
     return ""
 
 
-def format_value(value: Any, unit: str = "") -> str:
-    """Return one value as a person reads it, on one line, without control characters."""
+def format_value(value: object, unit: str = "") -> str:
+    """Return one value as text for a reader, on one line, without control characters."""
     if value is None:
         return MISSING
     if isinstance(value, bool):
@@ -63,7 +65,7 @@ def format_value(value: Any, unit: str = "") -> str:
     return printable(str(value))
 
 
-def _format_ranks(value: Sequence[Any]) -> str:
+def _format_ranks(value: Sequence[Json]) -> str:
     """Return [[role, rank], ...] as `actor ranks 1, 3, critic rank 0`; empty for anything else."""
     by_role: dict[str, list[str]] = {}
     for item in value:
@@ -76,13 +78,12 @@ def _format_ranks(value: Sequence[Any]) -> str:
     )
 
 
-def _format_mapping(value: Mapping[str, Any]) -> str:
+def _format_mapping(value: JsonObject) -> str:
     if value.keys() == {"role", "ranks", "stages"}:  # ranks that began a step again
         return printable(f"{value['role']} {stretches('rank', value['ranks'])}")
     if "role" in value and "rank" in value:  # a rank that has not arrived
-        place = f"{value['role']}/{value['rank']}"
-        words = (place, value.get("stage"), value.get("status"))
-        return printable(" ".join(str(word) for word in words if word))
+        parts = (f"{value['role']}/{value['rank']}", value.get("stage"), value.get("status"))
+        return printable(" ".join(str(part) for part in parts if part))
     return f"{{{len(value)} fields}}" if len(value) > 3 else printable(_json(value))
 
 
@@ -106,14 +107,14 @@ def format_bytes(count: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters spelled: a name must not steer the terminal."""
+    """Return `text` with control characters escaped, so that it cannot control the terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def width_of(text: str) -> int:
-    """Return the terminal columns that `text` takes (wide characters take two)."""
+    """Return the width of `text` in terminal columns (wide characters take two)."""
     if text.isascii():
         return len(text)
     widths = (
@@ -124,7 +125,7 @@ def width_of(text: str) -> int:
 
 
 def clip(text: str, width: int) -> str:
-    """Return `text` in at most `width` columns, `..` at its end where something is left out."""
+    """Return `text` in at most `width` columns; a shortened text ends in `..`."""
     if width_of(text) <= width:
         return text
     kept = ""
@@ -136,29 +137,29 @@ def clip(text: str, width: int) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return 1 file, 2 files."""
+    """Return a number with its noun: `1 file`, `2 files`."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def stretches(noun: str, numbers: Sequence[int]) -> str:
-    """Return ascending numbers in short: `steps 10-12, 15`, and how many more there are."""
-    found: list[list[int]] = []
+    """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in found[:_NAMED]]
-    left = sum(b - a + 1 for a, b in found[_NAMED:])
-    more = f" and {left} more" if left else ""
-    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(words)}{more}"
+            ranges.append([number, number])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MAX_RANGES]]
+    rest = sum(b - a + 1 for a, b in ranges[_MAX_RANGES:])
+    more = f" and {rest} more" if rest else ""
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(texts)}{more}"
 
 
 def wrapped(indent: str, text: str, width: int) -> list[str]:
-    """Return `text` behind `indent`, and what does not fit below it; nothing is left out.
+    """Return `text` wrapped to `width` columns, its first line after `indent`.
 
-    Lines break at spaces alone: a path or an id that is longer than a line stays in one piece, to
-    be copied.
+    Lines break only at spaces: a path or id that is longer than a line stays in one piece, so that
+    it can be copied.
     """
     text = printable(text)
     room = max(width - len(indent), 20)
@@ -166,7 +167,7 @@ def wrapped(indent: str, text: str, width: int) -> list[str]:
     while len(text) > room:
         cut = text.rfind(" ", room // 2, room + 1)
         cut = text.rfind(" ", 0, room // 2) if cut <= 0 else cut
-        # The indent of a first line may be spaces of the text itself: they are no place to break.
+        # The text may itself begin with spaces as its indent: do not break there.
         cut = cut if text[: max(cut, 0)].strip() else text.find(" ", room)
         if cut < 0:
             break
@@ -174,21 +175,21 @@ def wrapped(indent: str, text: str, width: int) -> list[str]:
         text = text[cut:].lstrip()
     pieces.append(text)
     blank = " " * len(indent)
-    return [f"{indent if not at else blank}{piece}" for at, piece in enumerate(pieces)]
+    return [f"{blank if index else indent}{piece}" for index, piece in enumerate(pieces)]
 
 
 def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -> list[str]:
-    """Return the lines of a table: a header, a rule, and one line a row.
+    """Return the lines of a table: a header, a rule, and one line per row.
 
-    A last line names the columns for which there was no room.
+    The last line lists the columns that did not fit.
     """
     cells = {
         name: [format_value(value, units.get(name, "")) for value in values]
         for name, values in columns.items()
     }
-    # A path that is cut leads nowhere: where a column of paths has no room, each has its own line.
+    # A shortened path is useless: paths of a column that does not fit have lines of their own.
     paths = [name for name in cells if _are_paths(columns[name])]
-    widths, left_out = _fit(cells, width, whole=paths)
+    widths, left_out = _fit(cells, width, uncut=paths)
     below = [name for name in paths if name not in widths]
     left_out = [name for name in left_out if name not in map(printable, below)]
     numeric = {name for name in widths if _is_numeric(columns[name])}
@@ -209,38 +210,38 @@ def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -
     return lines
 
 
-def _are_paths(values: Sequence[Any]) -> bool:
+def _are_paths(values: Sequence[Json]) -> bool:
     """Return whether a column holds paths or addresses."""
     texts = [value for value in values if isinstance(value, str)]
     return (
         bool(texts)
         and all("/" in text and " " not in text for text in texts)
-        and (max(map(len, texts)) > _WHOLE)
+        and (max(map(len, texts)) > _MIN_WIDTH)
     )
 
 
 def _fit(
-    cells: Mapping[str, Sequence[str]], width: int, *, whole: Sequence[str] = ()
+    cells: Mapping[str, Sequence[str]], width: int, *, uncut: Sequence[str] = ()
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the width of each column that is shown, and the names of those that are not.
+    """Return the width of each column that fits, and the names of those that do not.
 
-    Long words are shortened, but names, times and ids stay whole: rather than cut them, columns
-    are left out, first those without any value, then those of `whole` where they do not fit, then
-    the last. A column of `whole` is never shortened.
+    Long cells are shortened down to `_MIN_WIDTH`, which keeps names, times and ids complete. Then
+    columns are left out: first those of `uncut` if not everything fits, then those without any
+    value, then the last. A column of `uncut` is never shortened.
     """
     names = {name: printable(name) for name in cells}
     full = {name: max(map(width_of, (names[name], *cells[name]))) for name in cells}
     natural = {
-        name: wide if name in whole or width > WIDE_ENOUGH else min(_WIDEST, wide)
-        for name, wide in full.items()
+        name: needed if name in uncut or width > WIDE_ENOUGH else min(_MAX_WIDTH, needed)
+        for name, needed in full.items()
     }
     kept = list(cells)
-    if whole and sum(natural.values()) + len(GAP) * (len(kept) - 1) > width:
-        kept = [name for name in kept if name not in whole] or kept
+    if uncut and sum(natural.values()) + len(GAP) * (len(kept) - 1) > width:
+        kept = [name for name in kept if name not in uncut] or kept
     while kept:
         widths = {name: natural[name] for name in kept}
         excess = sum(widths.values()) + len(GAP) * (len(kept) - 1) - width
-        least = _WHOLE if len(kept) > 1 else 1
+        least = _MIN_WIDTH if len(kept) > 1 else 1
         while excess > 0 and max(widths.values()) > least:
             widest = max(widths, key=lambda name: widths[name])
             widths[widest] -= 1
@@ -252,7 +253,7 @@ def _fit(
     return {}, list(names.values())
 
 
-def _is_numeric(values: Sequence[Any]) -> bool:
+def _is_numeric(values: Sequence[Json]) -> bool:
     present = [value for value in values if value is not None]
     return bool(present) and all(
         isinstance(value, int | float) and not isinstance(value, bool) for value in present
@@ -267,7 +268,7 @@ def _pad(text: str, width: int, *, right: bool) -> str:
 def html_table(
     columns: Columns, *, units: Mapping[str, str], caption: str, foot: Sequence[str] = ()
 ) -> str:
-    """Return a table as HTML, its caption above it and the lines of `foot` below."""
+    """Return a table as HTML with `caption` above it and the lines of `foot` below it."""
     rule = "border-bottom:1px solid rgba(128,128,128,.5)"
     style = "padding:.2em .8em .2em 0;color:inherit;background:transparent;vertical-align:top"
     align = {name: "right" if _is_numeric(columns[name]) else "left" for name in columns}
@@ -296,7 +297,7 @@ def html_table(
 
 
 def html_block(heading: str, body: str) -> str:
-    """Return a heading and below it `body`, which is HTML already."""
+    """Return a heading with `body` below it; `body` is HTML."""
     return f'<div style="overflow-x:auto;color:inherit">{_html_heading(heading)}{body}</div>'
 
 
@@ -313,7 +314,7 @@ def _header(name: str, units: Mapping[str, str]) -> str:
     return html.escape(printable(name) + unit)
 
 
-def _html_cell(value: Any, unit: str) -> str:
+def _html_cell(value: Json, unit: str) -> str:
     text = html.escape(format_value(value, unit))
     if not isinstance(value, Mapping) or len(value) <= 3:
         return text
@@ -324,5 +325,5 @@ def _html_cell(value: Any, unit: str) -> str:
     )
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def _json(value: Json, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, default=str, indent=indent)

@@ -1,20 +1,23 @@
-"""`replay`: a stored step through the user's own loss function, held against what was stored."""
+"""`replay`: run a stored step through a loss function and compare with the stored results."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope import render
 from stagescope.batch import Batch, Tensor, check_rows, widened
 from stagescope.flow import order_of
-from stagescope.frames import Table
+from stagescope.frames import Row, Table
 from stagescope.rollouts import batch_of
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
     from stagescope.step import Step
@@ -25,39 +28,52 @@ EQUAL: Final = "equal"
 WITHIN: Final = "within tolerance"
 DIFFERENT: Final = "different"
 VERDICTS: Final = (BITWISE, EQUAL, WITHIN, DIFFERENT)
-"""The best first. `equal` are equal values of another dtype."""
+"""The best first. `equal`: equal values of another dtype."""
 
 TOLERANCE: Final = {
     "float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2,
 }  # fmt: skip
-"""|d| <= tolerance * max(1, |stored|), of the coarser of two dtypes; whole numbers are exact."""
+"""|d| <= tolerance * max(1, |stored|), of the coarser of two dtypes; integers must be equal."""
+
+Intermediate: TypeAlias = object
+"""A torch tensor, numpy array or number; torch may not be installed, so it cannot be named here."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
-def as_made(stored: Tensor, made: Tensor) -> Tensor:
-    """Return a stored number in the dtype that it was made in, if it is one of its values.
+class _Location(TypedDict):
+    """Where a microbatch was recorded; None if the batch has no parts."""
 
-    Numbers are recorded as Python's floats, whatever they had been.
+    stage: str | None
+    role: str | None
+    rank: int | None
+    part: str | None
+
+
+def in_computed_dtype(stored: Tensor, computed: Tensor) -> Tensor:
+    """Return a stored scalar in the dtype of the computed one, if that represents it exactly.
+
+    Scalars are recorded as Python floats, whatever their original dtype.
     """
-    if stored.values.ndim or made.dtype == "bfloat16" or made.values.dtype.kind != "f":
+    if stored.values.ndim or computed.dtype == "bfloat16" or computed.values.dtype.kind != "f":
         return stored
     with np.errstate(over="ignore"):
-        narrow = stored.values.astype(made.values.dtype)
-    exact = _same(narrow.astype(np.float64), stored.values.astype(np.float64))
-    return Tensor(made.dtype, narrow) if exact.all() else stored
+        narrow = stored.values.astype(computed.values.dtype)
+    is_exact = _equal(narrow.astype(np.float64), stored.values.astype(np.float64))
+    return Tensor(computed.dtype, narrow) if is_exact.all() else stored
 
 
-def computed_tensor(name: str, value: Any) -> Tensor:
-    """Return what a loss function gave as bits and dtype; torch is not imported for it.
+def computed_tensor(name: str, value: Intermediate) -> Tensor:
+    """Return a result of a loss function as a `Tensor`; torch is not imported.
 
     Raises:
-        InvalidInput: no numbers.
+        InvalidInput: it is not numeric.
     """
     if hasattr(value, "detach"):
-        value = value.detach().cpu().contiguous()
-        if str(value.dtype) == "torch.bfloat16":
-            library = sys.modules[type(value).__module__.partition(".")[0]]
-            return Tensor("bfloat16", value.view(library.int16).numpy().view(np.uint16))
-        value = value.numpy()
+        tensor = value.detach().cpu().contiguous()
+        if str(tensor.dtype) == "torch.bfloat16":
+            torch = sys.modules[type(tensor).__module__.partition(".")[0]]
+            return Tensor("bfloat16", tensor.view(torch.int16).numpy().view(np.uint16))
+        value = tensor.numpy()
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
         raise InvalidInput(
@@ -66,8 +82,8 @@ def computed_tensor(name: str, value: Any) -> Tensor:
     return Tensor(array.dtype.name, array)
 
 
-class Comparison(NamedTuple):
-    """Two tensors held against each other, in float64; whole numbers exactly."""
+class TensorComparison(NamedTuple):
+    """The comparison of two tensors in float64, or of integers exactly."""
 
     verdict: str
     compared: int
@@ -75,7 +91,7 @@ class Comparison(NamedTuple):
     max_abs: float
     mean_abs: float
     coordinate: tuple[int, ...] | None
-    """Of the largest |d|; None where nothing differs, or shapes do."""
+    """Index of the largest |d|; None if nothing differs, or if the shapes do."""
     stored: float | None
     computed: float | None
     outside: int
@@ -84,67 +100,68 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    stored: Tensor, computed: Tensor, mask: Array | None, tolerance: float | None = None
-) -> Comparison:
-    """Compare what was computed with what is stored.
+    stored: Tensor, computed: Tensor, mask: Mask | None, tolerance: float | None = None
+) -> TensorComparison:
+    """Compare a computed tensor with the stored one.
 
     Args:
-        stored, computed: of one shape, else they are different.
-        mask: bool; where it has their shape, only what it marks is compared.
-        tolerance: in the place of `TOLERANCE`.
+        stored, computed: tensors of one shape; other tensors are different.
+        mask: restricts the comparison if it has the shape of the tensors.
+        tolerance: replaces `TOLERANCE`.
     """
     dtypes = (computed.dtype, stored.dtype)
     if stored.values.shape != computed.values.shape:
         nothing = (0, 0, np.inf, np.inf, None, None, None, 0)
-        return Comparison(DIFFERENT, *nothing, *dtypes)
+        return TensorComparison(DIFFERENT, *nothing, *dtypes)
     a, b = widened(stored), widened(computed)
-    same = _same(a, b)
-    there = mask if mask is not None and mask.shape == a.shape else np.ones(a.shape, bool)
-    outside = int((~same & ~there).sum())
-    differ = ~same & there
+    equal = _equal(a, b)
+    counted = mask if mask is not None and mask.shape == a.shape else np.ones(a.shape, bool)
+    outside = int((~equal & ~counted).sum())
+    differ = ~equal & counted
     with np.errstate(invalid="ignore", over="ignore"):
-        d = np.where(same, 0.0, np.abs(a.astype(np.float64) - b.astype(np.float64)))
-    d = np.where(np.isnan(d), np.inf, d)  # one of them is no number
-    whole = a.dtype.kind in "iub" and b.dtype.kind in "iub"
-    if whole:  # float64 does not tell neighbours apart beyond 2^53
-        d = np.where(same, 0.0, np.maximum(d, 1.0))
-    count = int(there.sum())
+        d = np.where(equal, 0.0, np.abs(a.astype(np.float64) - b.astype(np.float64)))
+    d = np.where(np.isnan(d), np.inf, d)  # exactly one of the two is NaN
+    are_integers = a.dtype.kind in "iub" and b.dtype.kind in "iub"
+    if are_integers:  # float64 cannot represent adjacent integers beyond 2^53
+        d = np.where(equal, 0.0, np.maximum(d, 1.0))
+    count = int(counted.sum())
     if not differ.any():
-        exact = stored.dtype == computed.dtype and _bits(stored, there) == _bits(computed, there)
+        exact = stored.dtype == computed.dtype and _bits(stored, counted) == _bits(
+            computed, counted
+        )
         verdict = BITWISE if exact else EQUAL
-        return Comparison(verdict, count, 0, 0.0, 0.0, None, None, None, outside, *dtypes)
-    at = tuple(map(int, np.unravel_index(np.where(differ, d, -1.0).argmax(), a.shape)))
+        return TensorComparison(verdict, count, 0, 0.0, 0.0, None, None, None, outside, *dtypes)
+    worst = tuple(map(int, np.unravel_index(np.where(differ, d, -1.0).argmax(), a.shape)))
     allowed = _allowed(a, dtypes, tolerance)
-    verdict = WITHIN if not whole and (d <= allowed)[differ].all() else DIFFERENT
-    return Comparison(
-        verdict, count, int(differ.sum()), float(d[at]), float(d[there].mean()), at,
-        float(a[at]), float(b[at]), outside, *dtypes,
+    verdict = WITHIN if not are_integers and (d <= allowed)[differ].all() else DIFFERENT
+    return TensorComparison(
+        verdict, count, int(differ.sum()), float(d[worst]), float(d[counted].mean()), worst,
+        float(a[worst]), float(b[worst]), outside, *dtypes,
     )  # fmt: skip
 
 
-def _same(a: Array, b: Array) -> Array:
-    """Where two arrays hold the same value; NaN and NaN do."""
+def _equal(a: Array, b: Array) -> Mask:
+    """Return where two arrays have equal values; NaN equals NaN."""
     if a.dtype.kind in "iub" and b.dtype.kind in "iub":
         return np.asarray(a == b)  # exact also beyond 2^53
     return np.asarray((a == b) | (np.isnan(a) & np.isnan(b)))
 
 
-def _bits(tensor: Tensor, there: Array) -> bytes:
-    return np.ascontiguousarray(tensor.values)[there].tobytes()
+def _bits(tensor: Tensor, counted: Mask) -> bytes:
+    return np.ascontiguousarray(tensor.values)[counted].tobytes()
 
 
-def _allowed(a: Array, dtypes: tuple[str, str], tolerance: float | None) -> Array:
-    found = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+def _allowed(a: Array, dtypes: tuple[str, str], tolerance: float | None) -> npt.NDArray[np.float64]:
+    result = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     if tolerance is not None:
-        found = tolerance
+        result = tolerance
     size = np.abs(a.astype(np.float64))
-    # What is not finite is either the same or it is not.
-    return np.where(np.isfinite(size), found * np.maximum(size, 1.0), 0.0)
+    # Non-finite values must be equal.
+    return np.where(np.isfinite(size), result * np.maximum(size, 1.0), 0.0)
 
 
-Array = np.ndarray[Any, Any]
-LossFunction = Callable[[Batch], Mapping[str, Any]]
-"""Takes a microbatch, returns its intermediates by name: tensors, arrays or numbers."""
+LossFunction: TypeAlias = Callable[[Batch], Mapping[str, Intermediate]]
+"""Takes a microbatch and returns its intermediates by name: tensors, arrays or numbers."""
 
 _ORDER: Final = (
     "name", "verdict", "max_abs", "mean_abs", "rank", "part", "sample_id", "coordinate", "stored",
@@ -153,22 +170,22 @@ _ORDER: Final = (
 
 
 class Replay(Table):
-    """A row an intermediate of a microbatch, in the order in which data flow.
+    """One row per intermediate of a microbatch, in the order in which data flow.
 
-    Columns: `verdict` (see VERDICTS), `compared` and `differ` (elements compared, and how many are
-    not the same), `max_abs` and `mean_abs` of |d|, `coordinate` of the largest, its `sample_id`,
-    `stored` and `computed` value, `dtype` and `dtype_stored`, `outside` (how many differ where the
-    mask does not count).
+    Columns: `verdict` (see VERDICTS), `compared` and `differ` (numbers of elements that were
+    compared and that differ), `max_abs` and `mean_abs` of |d|, `coordinate` of the largest |d|, its
+    `sample_id`, `stored` and `computed` value, `dtype` and `dtype_stored`, `outside` (number of
+    elements that differ outside of the mask).
 
     Usage:
-        >>> found = stagescope.replay(session.step(5), loss)
-        >>> found.same, found.first
+        >>> result = stagescope.replay(session.step(5), loss)
+        >>> result.same, result.first
     """
 
     __slots__ = ()
 
     @property
-    def first(self) -> dict[str, Any] | None:
+    def first(self) -> Row | None:
         """The first intermediate that is different; else the first within tolerance; else None."""
         for verdict in (DIFFERENT, WITHIN):
             if verdict in self["verdict"]:
@@ -177,7 +194,7 @@ class Replay(Table):
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs by more than the tolerance."""
+        """Whether all differences are within the tolerance."""
         return DIFFERENT not in self["verdict"]
 
     @property
@@ -186,23 +203,29 @@ class Replay(Table):
         return str(max(self["verdict"], key=VERDICTS.index))
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the verdict, the first difference, and a line an intermediate's name."""
+        """Return the verdict, the first difference, and one line per name of an intermediate."""
         lines = render.wrapped("", _sentence(self.first, len(self)), width)
         names = dict.fromkeys(self["name"])
-        columns: dict[str, list[Any]] = {"name": [*names], "verdict": [], "microbatches": [],
-                                         "max_abs": [], "mean_abs": []}  # fmt: skip
+        summaries: list[Row] = []
         for name in names:
-            of_name = self.where(name=name)
-            columns["verdict"].append(max(of_name["verdict"], key=VERDICTS.index))
-            columns["microbatches"].append(len(of_name))
-            columns["max_abs"].append(max(of_name["max_abs"], key=_largest))
-            counts, means = np.array(of_name["compared"]), np.array(of_name["mean_abs"])
-            columns["mean_abs"].append(float((counts * means).sum() / max(counts.sum(), 1)))
+            microbatches = self.where(name=name)
+            counts = np.array(microbatches["compared"])
+            means = np.array(microbatches["mean_abs"])
+            summaries.append(
+                {
+                    "name": name,
+                    "verdict": max(microbatches["verdict"], key=VERDICTS.index),
+                    "microbatches": len(microbatches),
+                    "max_abs": max(microbatches["max_abs"], key=_nan_as_inf),
+                    "mean_abs": float((counts * means).sum() / max(counts.sum(), 1)),
+                }
+            )
+        columns = {column: [row[column] for row in summaries] for column in summaries[0]}
         lines += render.text_table(columns, units={}, width=width)
-        for what in ("not_stored", "not_computed"):
-            if names_of := self.about.get(what):
-                told = f"{what.replace('_', ' ')}: {', '.join(names_of)}"
-                lines += render.wrapped("", told, width)
+        for field in ("not_stored", "not_computed"):
+            if listed := self.about.get(field):
+                text = f"{field.replace('_', ' ')}: {', '.join(listed)}"
+                lines += render.wrapped("", text, width)
         return lines
 
 
@@ -213,29 +236,29 @@ def replay(
     stage: str | None = None,
     tolerance: float | None = None,
 ) -> Replay:
-    """Put a stored step through `fn`, microbatch by microbatch as it was kept, and compare.
+    """Call `fn` with each stored microbatch of a step and compare its results with the stored ones.
 
     Args:
         source: a batch, a step of a session, or a file of `stagescope batch --output`.
         fn: called with each microbatch (a `Batch`: `batch.as_tensors()`, `batch["advantages"]`);
             returns intermediates by the names under which they were recorded: torch tensors,
-            numpy arrays or numbers. It runs here, on the host.
-        stage: whose microbatches; default: `actor_update`, else the last stage there is.
-        tolerance: in the place of `TOLERANCE`, of every dtype.
+            numpy arrays or numbers. It runs in this process, on the host.
+        stage: the stage of the microbatches; default: `actor_update`, else the last stage.
+        tolerance: replaces `TOLERANCE` for every dtype.
 
     Returns:
         Every intermediate that both have; `first` is where they first differ.
 
     Raises:
-        NotFound: nothing that `fn` returns is stored; says what is.
-        InvalidInput: `fn` returns no mapping of names to numbers, or an intermediate of another
-            shape than the stored one; or a batch whose tensors have other rows than it says.
+        NotFound: nothing that `fn` returns is stored; the message lists what is.
+        InvalidInput: `fn` does not return a mapping of names to numbers, or an intermediate has
+            another shape than the stored one; or tensors of the batch have the wrong rows.
     """
     batch = check_rows(batch_of(source))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     not_stored: dict[str, None] = {}
     not_computed: dict[str, None] = {}
-    for place, micro, recorded in _microbatches(batch, stage):
+    for location, micro, recorded in _microbatches(batch, stage):
         computed = fn(micro)
         if not isinstance(computed, Mapping):
             raise InvalidInput(
@@ -247,10 +270,11 @@ def replay(
             if stored is None:
                 not_stored[name] = None
                 continue
-            made = computed_tensor(name, value)
-            _check_shape(name, place, stored, made)
-            found = compare(as_made(stored, made), made, _mask(micro), tolerance)
-            rows.append({"name": name, **place, **_row(found, micro)})
+            tensor = computed_tensor(name, value)
+            _check_shape(name, location, stored, tensor)
+            stored = in_computed_dtype(stored, tensor)
+            result = compare(stored, tensor, _mask(micro), tolerance)
+            rows.append({"name": name, **location, **_row(result, micro)})
         not_computed |= {name: None for name in recorded if name not in computed}
     if not rows:
         raise NotFound(
@@ -266,14 +290,14 @@ def replay(
 
 def _microbatches(
     batch: Batch, stage: str | None
-) -> Iterator[tuple[dict[str, Any], Batch, tuple[str, ...]]]:
-    """Yield where each was recorded, what it holds, and which intermediates it recorded."""
+) -> Iterator[tuple[_Location, Batch, tuple[str, ...]]]:
+    """Yield each microbatch's location, its rows, and the names of its recorded intermediates."""
     if not batch.parts:
         yield {"stage": None, "role": None, "rank": None, "part": None}, batch, ()
     for part in batch.parts_of(stage) if batch.parts else ():
-        place = {"stage": part.stage, "role": part.role, "rank": part.rank, "part": str(part.part)}
-        made = [name for name in part.names if order_of(name) >= order_of("log_probs")]
-        yield place, batch.microbatch(part), (*made, *part.numbers)
+        location = _Location(stage=part.stage, role=part.role, rank=part.rank, part=str(part.part))
+        computed = [name for name in part.names if order_of(name) >= order_of("log_probs")]
+        yield location, batch.microbatch(part), (*computed, *part.numbers)
 
 
 def _stored(micro: Batch, name: str) -> Tensor | None:
@@ -284,49 +308,50 @@ def _stored(micro: Batch, name: str) -> Tensor | None:
     return None
 
 
-def _check_shape(name: str, place: Mapping[str, Any], stored: Tensor, made: Tensor) -> None:
-    """Raise InvalidInput where an intermediate cannot be held against the stored one."""
-    shapes = [list(tensor.values.shape) for tensor in (made, stored)]
+def _check_shape(name: str, location: _Location, stored: Tensor, computed: Tensor) -> None:
+    """Raise InvalidInput if an intermediate has another shape than the stored one."""
+    shapes = [list(tensor.values.shape) for tensor in (computed, stored)]
     if shapes[0] != shapes[1]:
-        where = f"{place['stage']}, rank {place['rank']}, part {place['part']}"
+        where = f"{location['stage']}, rank {location['rank']}, part {location['part']}"
         raise InvalidInput(
             f"{name} that the loss function returned has shape {shapes[0]} ({where})",
             expected=f"{shapes[1]}, as it is stored",
-            advice="the function is called with a microbatch as it was kept: keep its rows and "
-            "its width, padding included",
+            advice="the function is called with the microbatch as it was kept: its result must "
+            "have the same rows and width, with padding",
         )
 
 
-def _mask(micro: Batch) -> Array | None:
+def _mask(micro: Batch) -> Mask | None:
     if "response_mask" not in micro:
         return None
     return np.asarray(micro["response_mask"] != 0)
 
 
-def _row(found: Comparison, micro: Batch) -> dict[str, Any]:
-    at, ids = found.coordinate, micro.sample_ids
-    row = found._asdict() | {"coordinate": None if at is None else list(at)}
-    of_rows = at and ids is not None and at[0] < len(ids)
-    return row | {"sample_id": ids[at[0]] if of_rows and ids and at else None}
+def _row(result: TensorComparison, micro: Batch) -> Row:
+    index, ids = result.coordinate, micro.sample_ids or ()
+    return result._asdict() | {
+        "coordinate": None if index is None else list(index),
+        "sample_id": ids[index[0]] if index and index[0] < len(ids) else None,
+    }
 
 
-def _largest(value: float) -> float:
+def _nan_as_inf(value: float) -> float:
     return np.inf if np.isnan(value) else value
 
 
-def _sentence(first: Mapping[str, Any] | None, count: int) -> str:
+def _sentence(first: JsonObject | None, count: int) -> str:
     if first is None:
         return f"the same, bit by bit or in value: {count} intermediates"
     where = ", ".join(
-        f"{word} {first[name]}"
-        for name, word in (("stage", ""), ("rank", "rank"), ("part", "part"))
+        f"{label} {first[name]}"
+        for name, label in (("stage", ""), ("rank", "rank"), ("part", "part"))
         if first[name] is not None
     ).strip()
     head = "first difference" if first["verdict"] == DIFFERENT else "same within tolerance; first"
-    said = f"{head}: {first['name']} ({where})"
+    text = f"{head}: {first['name']} ({where})"
     sample = f" of sample {first['sample_id']}" if first["sample_id"] else ""
     return (
-        f"{said} at {first['coordinate']}{sample}: stored {first['stored']:.9g}, computed "
+        f"{text} at {first['coordinate']}{sample}: stored {first['stored']:.9g}, computed "
         f"{first['computed']:.9g}; {first['differ']} of {first['compared']} differ, max |d| "
         f"{first['max_abs']:.3g}, mean |d| {first['mean_abs']:.3g}"
     )

@@ -1,4 +1,4 @@
-"""`ReplayRollouts`: stored trajectories in the place of a rollout worker, by (group_id, run_id)."""
+"""`ReplayRollouts`: serves stored trajectories in place of a rollout worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,12 @@ from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 if TYPE_CHECKING:
     from stagescope.step import Step
 
-_NEAR: Final = 4
+_MAX_LISTED: Final = 4
 _LOG: Final = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
-    """Which trajectory."""
+    """The identity of a trajectory; `step` is None if any step may serve it."""
 
     group_id: str
     run_id: str
@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 
 class ReplayRollouts:
-    """Serves the trajectories of stored steps, each once; usable from several threads.
+    """Serves the trajectories of stored steps, each once; safe to use from several threads.
 
     Usage::
 
@@ -46,12 +46,12 @@ class ReplayRollouts:
 
     Args:
         sources: batches, steps of a session, or files of `stagescope batch --output`.
-        strict: what is not there raises; else `get` returns None and `missed` counts it.
-        once: a trajectory is served once; else as often as it is asked for.
+        strict: a missing trajectory raises; else `get` returns None and `missed` counts it.
+        once: serve each trajectory only once; else as often as it is requested.
 
     Raises:
-        InvalidInput: two rows of a step have one key.
-        NotFound: a source has no `response_mask`, so that its rows are no trajectories.
+        InvalidInput: two rows of a step have the same key.
+        NotFound: a source has no `response_mask`, so its rows are not trajectories.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class ReplayRollouts:
         self.strict = strict
         self.once = once
         self.missed: dict[Key, int] = {}
-        """What was asked for and is not there, and how often."""
+        """Requested keys that are not stored -> number of requests."""
         self.batches = tuple(map(batch_of, sources))
         self._stored: dict[Key, Trajectory] = {}
-        self._asked: set[Key] = set()
+        self._served: set[Key] = set()
         self._lock = threading.Lock()
         for batch in self.batches:
             for trajectory in trajectories(batch):
@@ -92,86 +92,87 @@ class ReplayRollouts:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Everything that is stored, in the order of the sources and their rows."""
+        """The stored keys, in the order of the sources and their rows."""
         return tuple(self._stored)
 
     @property
     def unasked(self) -> tuple[Key, ...]:
-        """What is stored and was never asked for."""
-        return tuple(key for key in self._stored if key not in self._asked)
+        """The stored keys that were never requested."""
+        return tuple(key for key in self._stored if key not in self._served)
 
     def get(
         self,
-        group_id: Any,
-        run_id: Any,
+        group_id: object,
+        run_id: object,
         *,
         step: int | None = None,
         prompt: Iterable[int] | None = None,
     ) -> Trajectory | None:
-        """Return a trajectory; None only where it is not there and `strict` is off.
+        """Return a trajectory; None only if it is not stored and `strict` is off.
 
         Args:
-            group_id: of its group; as a text.
+            group_id: its group; compared as text.
             run_id: which of the group's samples, a number or a text.
-            step: of this step; default: of the first source that has not served it yet.
-            prompt: the ids of the prompt that was asked; another one is refused.
+            step: its step; default: that of the first source that has not served it yet.
+            prompt: token ids of the requested prompt; a trajectory of another prompt is refused.
 
         Raises:
-            NotFound: no such trajectory; names those that are near.
+            NotFound: there is no such trajectory; the message suggests similar keys.
             Conflict: it was served before, and `once` is on.
-            InvalidInput: it was made from another prompt.
+            InvalidInput: it was generated from another prompt.
         """
         wanted = Key(str(group_id), str(run_id), step)
         with self._lock:
-            found = [
+            matching = [
                 key for key in self._stored if key[:2] == wanted[:2] and step in (None, key.step)
             ]
-            if not found:
+            if not matching:
                 self._miss(wanted)
                 return None
-            left = [key for key in found if key not in self._asked]
-            if not left and self.once:
+            unserved = [key for key in matching if key not in self._served]
+            if not unserved and self.once:
                 raise Conflict(
-                    f"the trajectory of {found[0]} was served before",
+                    f"the trajectory of {matching[0]} was served before",
                     expected="each one once",
                     advice="ReplayRollouts(..., once=False) serves them again",
                 )
-            key = left[0] if left else found[0]
+            key = unserved[0] if unserved else matching[0]
             trajectory = self._stored[key]
             if prompt is not None:
                 _check_prompt(key, trajectory, [*prompt])
-            self._asked.add(key)
+            self._served.add(key)
             return trajectory
 
     def summary(self) -> str:
-        """Return what was served, what was missed, and what was never asked for, in words."""
-        said = [f"{len(self._asked)} of {len(self)} stored trajectories were served"]
+        """Return how many trajectories were served, missed and never requested, as text."""
+        parts = [f"{len(self._served)} of {len(self)} stored trajectories were served"]
         if self.missed:
-            said.append(f"{len(self.missed)} were asked for and are not there: {_few(self.missed)}")
+            missed = _listed(self.missed)
+            parts.append(f"{len(self.missed)} were asked for and are not there: {missed}")
         if self.unasked:
-            said.append(f"{len(self.unasked)} were never asked for: {_few(self.unasked)}")
-        return "; ".join(said)
+            parts.append(f"{len(self.unasked)} were never asked for: {_listed(self.unasked)}")
+        return "; ".join(parts)
 
     def _miss(self, wanted: Key) -> None:
         self.missed[wanted] = self.missed.get(wanted, 0) + 1
         if not self.strict:
             return
         names = {str(key): key for key in self._stored}
-        near = difflib.get_close_matches(str(wanted), names, n=_NEAR, cutoff=0.3)
+        similar = difflib.get_close_matches(str(wanted), names, n=_MAX_LISTED, cutoff=0.3)
         raise NotFound(
             f"no trajectory of {wanted} is stored ({len(self)} are)",
-            expected=f"such as {'; '.join(near or [*names][:_NEAR])}" if names else "",
+            expected=f"such as {'; '.join(similar or [*names][:_MAX_LISTED])}" if names else "",
             advice="replay the step with the settings it was made with (seed, groups, group_size), "
             "or with strict=False",
         )
 
 
 def batch_of(source: Batch | Step | str | Path) -> Batch:
-    """Return a batch, that of a step, or that in a file.
+    """Return `source` if it is a batch, else the batch of a step or in a file.
 
     Raises:
-        NotFound: no such file, or nothing is kept of the step.
-        InvalidInput: a directory.
+        NotFound: there is no such file, or nothing is kept of the step.
+        InvalidInput: it is a directory.
     """
     if isinstance(source, Batch):
         return source
@@ -196,6 +197,6 @@ def _check_prompt(key: Key, trajectory: Trajectory, prompt: list[int]) -> None:
         )
 
 
-def _few(keys: Iterable[Key]) -> str:
-    named = [*map(str, keys)]
-    return "; ".join(named[:_NEAR]) + ("; ..." if len(named) > _NEAR else "")
+def _listed(keys: Iterable[Key]) -> str:
+    names = [*map(str, keys)]
+    return "; ".join(names[:_MAX_LISTED]) + ("; ..." if len(names) > _MAX_LISTED else "")

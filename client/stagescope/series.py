@@ -1,4 +1,4 @@
-"""`Series`: one number over the steps of a run, as columns, with a sparkline as text."""
+"""`Series`: a number over the steps of a run, displayed as a sparkline, and `Exact`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import math
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Table, begun_again_steps
+from stagescope.frames import Row, Table, begun_again_steps
 from stagescope.wire import nonfinite
+from stagescope.wire.nonfinite import Json, JsonObject
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PLAIN: Final = "_.-=+*%#"
 _NAN: Final = "!"
-_AGAIN: Final = "^"
-_ALIGNED: Final = frozenset({
+_AGAIN_MARK: Final = "^"
+_STEP_FIELDS: Final = frozenset({
     "steps", "attempts", "superseded_by", "complete", "comparable", "begun_again", "reasons",
 })  # fmt: skip
-"""What an answer holds an entry a step of, and is a column."""
+"""Fields of an answer with one entry per step; they become columns."""
 _SHOWN: Final = 64
 
 Value = float | None
 
 
 class Series(Table):
-    """A row a step, ascending: `step`, `attempt`, ..., and a column of values for each series.
+    """One row per step, ascending: `step`, `attempt`, ..., and one column of values per series.
 
-    A value is None where the step has none (`reason` says why) and NaN where it is NaN.
-    `comparable` is the verdict on the step's two streams: read it before a number is trusted.
-    `begun_again` names the ranks that did the step again within its attempt: both goes count.
-    `series` names the columns of values; `about["series"]` says what each is of, and of scalars
-    `low` and `high` over ranks and parts.
+    A value is None if the step has none (`reason` says why) and NaN if it is NaN. `comparable` is
+    the verdict on the step's two streams: read it before you trust a number. `begun_again` names
+    the ranks that repeated the step within its attempt: both passes count. `series` names the
+    columns of values; `about["series"]` describes each, for scalars with their `low` and `high`
+    over ranks and parts.
 
     Usage:
         >>> series = session.series("rollout_corr/k3_kl", by="rank")
@@ -45,9 +46,9 @@ class Series(Table):
     __slots__ = ()
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any]) -> Series:
-        """Return what `GET /series` answered."""
-        columns: dict[str, Sequence[Any]] = {
+    def from_answer(cls, answer: JsonObject) -> Series:
+        """Return the series in an answer of `GET /series`."""
+        columns: dict[str, Sequence[Json]] = {
             "step": answer["steps"],
             "attempt": answer["attempts"],
             "superseded_by": answer["superseded_by"],
@@ -61,15 +62,15 @@ class Series(Table):
             name = one["name"] or "value"
             names.append(name)
             columns[name] = [nonfinite.number(value) for value in one["values"]]
-        about = {name: value for name, value in answer.items() if name not in _ALIGNED}
-        about["series"] = [_place(one) for one in answer["series"]]
+        about = {name: value for name, value in answer.items() if name not in _STEP_FIELDS}
+        about["series"] = [_series_fields(one) for one in answer["series"]]
         about["names"] = names
         title = answer["metric"] + (f" by {answer['by']}" if answer["by"] else "")
         return cls(columns, title=title, about=about, truncated=answer["earlier_to"] is not None)
 
     @property
     def series(self) -> list[str]:
-        """Names of the columns that hold values, one a series."""
+        """Names of the columns of values, one per series."""
         return list(self.about["names"])
 
     @property
@@ -83,22 +84,23 @@ class Series(Table):
         return [(step, reason) for step, reason in pairs if reason is not None]
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return a sparkline a series with its extremes, then its gaps and verdicts."""
+        """Return a sparkline per series with its extremes, then the gaps and verdicts."""
         if not len(self):
             return ["(no steps)"]
         shown = self.series[: _SHOWN if rows is None else rows]
         left = max((render.width_of(name) for name in shown), default=0)
-        facts = {name: _facts(self["step"], self[name]) for name in shown}
+        facts = {name: _summary(self["step"], self[name]) for name in shown}
         right = max((len(text) for text in facts.values()), default=0)
         indent = left + len(render.GAP) if left else 0
         room = width - left - right - 2 * len(render.GAP)
-        is_tight = room < 8
-        room = width - indent if is_tight else room
+        is_narrow = room < 8
+        room = width - indent if is_narrow else room
         lines = []
         for name in shown:
             label = f"{render.printable(name):<{left}}{render.GAP}" if left else ""
             bars = f"{label}{sparkline(self[name], room)}"
-            lines += [bars, f"  {facts[name]}"] if is_tight else [bars + render.GAP + facts[name]]
+            summary = facts[name]
+            lines += [bars, f"  {summary}"] if is_narrow else [bars + render.GAP + summary]
         if shown and any(self["begun_again"]):
             lines.append(" " * indent + self._marks(room))
         if len(shown) < len(self.series):
@@ -106,12 +108,14 @@ class Series(Table):
         return lines + [line for note in self.notes() for line in render.wrapped("", note, width)]
 
     def _marks(self, width: int) -> str:
-        """Return a line of `^` for below a sparkline: where a step was begun again."""
+        """Return a line with a `^` below each step of a sparkline that was begun again."""
         again = [bool(ranks) for ranks in self["begun_again"]]
-        return "".join(_AGAIN if any(again[a:b]) else " " for a, b in _places(len(again), width))
+        return "".join(
+            _AGAIN_MARK if any(again[a:b]) else " " for a, b in _step_ranges(len(again), width)
+        )
 
     def notes(self) -> list[str]:
-        """Return which steps they are, which have no value and why, and which to distrust."""
+        """Return which steps these are, which have no value and why, and which are doubtful."""
         steps, attempts = self["step"], self["attempt"]
         notes = [f"{render.counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"]
         if len(set(attempts)) > 1:
@@ -134,7 +138,7 @@ class Series(Table):
         again = [step for step, by in zip(steps, self["superseded_by"], strict=True) if by]
         if again:
             notes.append(f"done again by a later attempt: {render.stretches('step', again)}")
-        notes += begun_again_steps(self, mark=f"{_AGAIN} ")
+        notes += begun_again_steps(self, mark=f"{_AGAIN_MARK} ")
         if self.about.get("earlier_to") is not None:
             notes.append(f"there are earlier steps: ask for those up to {self.about['earlier_to']}")
         return notes
@@ -146,7 +150,7 @@ class Series(Table):
         rows = []
         for name in self.series[:_SHOWN]:
             line = html.escape(sparkline(self[name], 60, bars=_BARS))
-            facts = html.escape(_facts(self["step"], self[name])) if len(self) else ""
+            facts = html.escape(_summary(self["step"], self[name])) if len(self) else ""
             rows.append(
                 f"<tr><td>{html.escape(render.printable(name))}</td>"
                 f'<td style="font-family:monospace;white-space:pre">{line}</td>'
@@ -164,8 +168,8 @@ class Series(Table):
         return render.html_block(self.heading, f"<table>{''.join(rows)}</table>{notes}")
 
 
-def _place(one: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a series is of; of a scalar also its extremes over ranks and parts."""
+def _series_fields(one: JsonObject) -> Row:
+    """Return the fields of a series without its values."""
     return {
         name: nonfinite.numbers(value) if name in ("low", "high") else value
         for name, value in one.items()
@@ -174,35 +178,35 @@ def _place(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sparkline(values: Sequence[Value], width: int, *, bars: str = "") -> str:
-    """Return the values as a line of at most `width` bars, the highest of each stretch.
+    """Return the values as a line of at most `width` bars; each bar is the maximum of its steps.
 
     A space is a gap, `!` a value that is not finite.
     """
-    bars = bars or (_BARS if _draws(_BARS) else _PLAIN)
+    bars = bars or (_BARS if _can_encode(_BARS) else _PLAIN)
     finite = [value for value in values if value is not None and math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     line = ""
-    for begin, end in _places(len(values), width):
-        here = [value for value in values[begin:end] if value is not None]
-        if not here:
+    for begin, end in _step_ranges(len(values), width):
+        present = [value for value in values[begin:end] if value is not None]
+        if not present:
             line += " "
-        elif not all(map(math.isfinite, here)):
+        elif not all(map(math.isfinite, present)):
             line += _NAN
         else:
-            share = (max(here) - low) / (high - low) if high > low else 0.0
+            share = (max(present) - low) / (high - low) if high > low else 0.0
             line += bars[min(int(share * len(bars)), len(bars) - 1)]
     return line
 
 
-def _places(count: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield which of `count` steps, from and to, each place of a line of `width` stands for."""
+def _step_ranges(count: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of the steps that each character of a line of `width` represents."""
     width = max(min(width, count), 1)
-    for place in range(width):
-        yield place * count // width, (place + 1) * count // width
+    for position in range(width):
+        yield position * count // width, (position + 1) * count // width
 
 
-def _draws(text: str) -> bool:
-    """Return whether the output's encoding has these characters."""
+def _can_encode(text: str) -> bool:
+    """Return whether the encoding of stdout can represent `text`."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -210,37 +214,37 @@ def _draws(text: str) -> bool:
     return True
 
 
-def _facts(steps: Sequence[int], values: Sequence[Value]) -> str:
-    known = [(value, step) for step, value in zip(steps, values, strict=True) if value is not None]
-    if not known:
+def _summary(steps: Sequence[int], values: Sequence[Value]) -> str:
+    pairs = [(value, step) for step, value in zip(steps, values, strict=True) if value is not None]
+    if not pairs:
         return "no value"
-    finite = [(value, step) for value, step in known if math.isfinite(value)]
-    last = render.format_value(float(known[-1][0]))
+    finite = [(value, step) for value, step in pairs if math.isfinite(value)]
+    last = render.format_value(float(pairs[-1][0]))
     text = f"last {last}"
     if finite:
         (low, at_low), (high, at_high) = min(finite), max(finite)
         text += f"  min {low:.4g} ({at_low})  max {high:.4g} ({at_high})"
-    bad = [step for value, step in known if not math.isfinite(value)]
+    bad = [step for value, step in pairs if not math.isfinite(value)]
     return text + (f"  not finite at {render.stretches('step', bad)}" if bad else "")
 
 
 class Exact(Record):
-    """Which steps of a run are exact; `ranges` is a table of it."""
+    """The steps of a run in which trainer and rollout agree bitwise; `ranges` is the table."""
 
     __slots__ = ()
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        attempt = said.get("attempt")
-        of = "" if attempt is None else f", attempt {attempt}"
-        super().__init__(said, title=f"exact: run {said.get('run')}{of}")
+    def __init__(self, answer: JsonObject) -> None:
+        attempt = answer.get("attempt")
+        suffix = "" if attempt is None else f", attempt {attempt}"
+        super().__init__(answer, title=f"exact: run {answer.get('run')}{suffix}")
 
     @property
     def text(self) -> str:
-        """All of it in a sentence."""
+        """The answer as one sentence."""
         return str(self["text"])
 
     @property
-    def first(self) -> dict[str, Any] | None:
+    def first(self) -> Row | None:
         """The first step that differs, and its first token by sample and position."""
         return None if self["first"] is None else dict(self["first"])
 
@@ -250,7 +254,7 @@ class Exact(Record):
         return bool(self["rows"]) and {row["verdict"] for row in self["rows"]} == {"exact"}
 
     def ranges(self) -> Table:
-        """Return a row for each range of steps of one verdict."""
+        """Return one row per range of steps with the same verdict."""
         return Table.from_rows(self["rows"], title="ranges of steps")
 
     def lines(self, *, width: int = 80) -> list[str]:

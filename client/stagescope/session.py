@@ -15,33 +15,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from stagescope import discovery
-from stagescope.answers import Status
-from stagescope.asking import LIMIT, segment, step_word
+from stagescope.answers import Record, Status
+from stagescope.capture_requests import CaptureRequests
 from stagescope.columns import COLUMNS
 from stagescope.comparing import Comparing
-from stagescope.engine_registry import EngineRegistry
+from stagescope.connection import LIMIT, segment, step_segment
+from stagescope.engines.http import engine_url
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.frames import Table
 from stagescope.hangs import Stacks
-from stagescope.orders import CaptureRequests
 from stagescope.series import Exact, Series
 from stagescope.step import Step
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 from stagescope.wire.errors import NotFound
-from stagescope.wire.framing import MEDIA_TYPE, Taken, pack_batch
+from stagescope.wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
+from stagescope.wire.nonfinite import Json
 
 if TYPE_CHECKING:
     from stagescope.engines import HttpEngine
 
-StepWord = int | Literal["latest", "measured", "captured"]
-"""How a step is named."""
-_RECENT: Final = 100
-"""Steps in which the newest measured one is looked for."""
+StepName = int | Literal["latest", "measured", "captured"]
+"""A step's number, or a name for a step; see `Session.step`."""
+_RECENT_STEPS: Final = 100
+"""How many of the newest steps are searched for one with numbers."""
 
-# Columns that are shown first: a table in 80 columns leaves out the last.
+# Columns that are shown first: in 80 columns a table leaves out the last ones.
 _RUN_ORDER: Final = ("run", "live", "attempt", "last_closed_step", "last_wall")
 _ATTEMPT_ORDER: Final = ("attempt", "state", "first_step", "last_closed_step", "resumed_from_step")
 _STEPS_ORDER: Final = (
@@ -55,11 +56,12 @@ _STEPS_ORDER: Final = (
     "superseded_by",
     "missing",
 )
+_ENGINE_ORDER: Final = ("name", "state", "age_seconds", "kind", "url", "model", "used_by")
 _POLL_SECONDS: Final = 2.0
 
 
 def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 120.0) -> HttpEngine:
-    """Return an engine that was registered with the service of `attach()`, by its name.
+    """Connect to an engine that is registered with the service of `attach()`.
 
     Raises:
         Unreachable: no service is known, or nothing answers there.
@@ -72,14 +74,13 @@ def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 12
 def attach(url: str | None = None, *, token: str | None = None, timeout: float = 10.0) -> Session:
     """Connect to the service of this machine's user, or to the one at `url`.
 
-    Where no `url` is given: `STAGESCOPE_URL`, then `$STAGESCOPE_HOME/service.json`, which
-    `stagescope serve` wrote. Where no `token` is given: `STAGESCOPE_TOKEN`, then that file's
-    tokens if the URL is its own. `timeout` is the deadline of each call in seconds, retries
-    included.
+    The default of `url` is `STAGESCOPE_URL`, then the URL in `$STAGESCOPE_HOME/service.json`,
+    which `stagescope serve` writes. The default of `token` is `STAGESCOPE_TOKEN`, then that file's
+    tokens if the URL is the file's. `timeout` is the deadline of each call with its retries [s].
 
     Raises:
         Unreachable: no service is known, or nothing answers there.
-        Unauthorized: the service does not accept the token, or wants one.
+        Unauthorized: the service does not accept the token, or requires one.
     """
     session = Session(discovery.find(url, token), timeout=timeout)
     try:
@@ -90,19 +91,19 @@ def attach(url: str | None = None, *, token: str | None = None, timeout: float =
     return session
 
 
-class Session(CaptureRequests, Comparing, EngineRegistry):
-    """What the service knows, a method a noun; usable from several threads.
+class Session(CaptureRequests, Comparing):
+    """The data of the service, one method per noun; safe to use from several threads.
 
-    Each answer names the run and attempt that it is about. Without `run` that is the run whose
-    training stage began last, without `attempt` its latest.
+    Each answer names its run and attempt. The default of `run` is the run whose training stage
+    began last, that of `attempt` is the run's latest.
     """
 
     def status(self) -> Status:
-        """Return how the service is: ready or why not, versions, what it knows."""
+        """Return the service's state: ready or the reason why not, versions, counts."""
         return Status(self.get("/status"), title=f"stagescope at {self.url}")
 
     def runs(self, *, limit: int = LIMIT) -> Table:
-        """Return the runs, the one that was active last first."""
+        """Return the runs, the most recently active first."""
         return self.table(
             "/runs", title="runs", order=_RUN_ORDER, columns=COLUMNS["runs"], limit=limit
         )
@@ -121,7 +122,7 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
     def steps(
         self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
     ) -> Table:
-        """Return the steps, with how complete each is, the newest first."""
+        """Return the steps with their completeness, the newest first."""
         params = {"run": run, "attempt": attempt}
         return self.table(
             "/steps",
@@ -134,33 +135,34 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
 
     def step(
         self,
-        step: StepWord = "latest",
+        step: StepName = "latest",
         *,
         run: str | None = None,
         attempt: int | None = None,
     ) -> Step:
-        """Return one step; it stays at the run and attempt that answer now.
+        """Return one step, bound to the run and attempt that answer now.
 
-        `"latest"` is the step that began last, which may hold no numbers yet; `"measured"` is the
-        newest closed one that does (the latest, where it holds some and none is closed);
-        `"captured"` is the newest one of which a capture left operators.
+        `"latest"` is the step that began last, which may have no numbers yet; `"measured"` is the
+        newest closed step with numbers (the latest if it has numbers and none is closed);
+        `"captured"` is the newest step with captured operators.
 
         Raises:
-            NotFound: no such step; of `"measured"`, no step of the run has numbers, with what the
-                latest lacks.
+            NotFound: there is no such step; for `"measured"`, no step of the run has numbers, and
+                the message says what the latest lacks.
         """
         if step == "measured":
             return self._measured(run, attempt)
         if step == "captured":
-            said = self.get("/steps/latest/operators", run=run, attempt=attempt, limit=1)
-            return Step(self, said["step"], run=said.get("run"), attempt=said.get("attempt"))
-        said = self.get(f"/steps/{step_word(step)}/stages", run=run, attempt=attempt, limit=1)
+            path = "/steps/latest/operators"
+        else:
+            path = f"/steps/{step_segment(step)}/stages"
+        answer = self.get(path, run=run, attempt=attempt, limit=1)
         return Step(
             self,
-            said["step"],
-            run=said.get("run"),
-            attempt=said.get("attempt"),
-            gap=said.get("gap"),
+            answer["step"],
+            run=answer.get("run"),
+            attempt=answer.get("attempt"),
+            gap=None if step == "captured" else answer.get("gap"),
         )
 
     def series(
@@ -182,17 +184,17 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
 
         Args:
             metric: a published metric (`rollout_corr/k3_kl`), or the name of a scalar (`loss`).
-            by: a series for each rank, round or staleness; scalars only by rank. Without it the
-                step's own number, of scalars the mean over ranks and parts.
-            run, attempt: of these; without `attempt` those in force, each step once.
-            stage: scalars only: those of this stage.
+            by: one series per rank, round or staleness; for scalars only per rank. The default is
+                one value per step: the step's own, or of a scalar the mean over ranks and parts.
+            run, attempt: restrict to these; the default of `attempt` is each step's current one.
+            stage: for scalars: only this stage.
             role, rank: only these.
             from_step, to_step: the first and the last step.
-            superseded: also the steps that a later attempt did again.
-            limit: most steps, the newest.
+            superseded: include steps that a later attempt repeated.
+            limit: the most steps; the newest are returned.
 
         Raises:
-            NotFound: no metric and no scalar has that name, with what may be meant.
+            NotFound: no metric or scalar has this name; the message suggests similar names.
 
         Usage:
             >>> session.series("rollout_corr/k3_kl", by="rank").to_pandas()
@@ -215,7 +217,7 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
     ) -> Table:
         """Return the recorded versions of weights and their verdicts, the newest first.
 
-        With `version` its weights, as `Step.weights` does.
+        With `version`, return the weights of that version, as `Step.weights` does.
 
         Raises:
             NotFound: no weights of that version were recorded.
@@ -237,10 +239,10 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
         )
 
     def devices(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
-        """Return the devices whose weights were not their replicas', over all runs by default.
+        """Return the devices whose weights differed from their replicas', by default of all runs.
 
-        `odd` counts the recorded versions in which most replicas held something else, `suspected`
-        those without a majority.
+        `odd` counts the recorded versions in which the majority of the replicas differed from this
+        device, `suspected` those without a majority.
         """
         return self.table(
             "/devices",
@@ -252,9 +254,9 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
         )
 
     def exact(self, run: str | None = None, attempt: int | None = None) -> Exact:
-        """Return in which steps trainer and rollout agree in every bit, and where first not.
+        """Return the steps in which trainer and rollout agree bitwise, and the first difference.
 
-        Without `attempt`, of the attempts in force: a step that a later one did again counts there.
+        Without `attempt`, each step counts in the latest attempt that computed it.
 
         Usage:
             >>> found = session.exact("my-run")
@@ -271,9 +273,9 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
         only: str | None = None,
         limit: int = LIMIT,
     ) -> FindingRows:
-        """Return what was announced and never arrived, with the reasons; see `findings`."""
+        """Return what was announced and never arrived, with the reasons, as `findings` does."""
         params = {"run": run, "attempt": attempt, "only": only}
-        return self._noticed("/losses", params, "losses", LOSS_ORDER, limit)
+        return self._findings_table("/losses", params, "losses", LOSS_ORDER, limit)
 
     def findings(
         self,
@@ -283,24 +285,25 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
         only: str | None = None,
         limit: int = LIMIT,
     ) -> FindingRows:
-        """Return what the service noticed to be wrong, a row each, the last seen first.
+        """Return the service's findings, one row each, the last seen first.
 
-        It is shown by `groups`: one for what lasts over steps and ranks, the most severe first.
+        They are displayed in `groups`: findings that repeat over steps and ranks are one group, and
+        the most severe comes first.
 
         Args:
-            run, attempt: of these.
+            run, attempt: only these.
             only: severities and patterns of kinds, joined by commas: `"error"`,
                 `"streams_*,non_finite_operator"`.
             limit: most rows.
 
         Raises:
-            NotFound: no finding is of such a kind.
+            NotFound: no finding has such a kind.
         """
         params = {"run": run, "attempt": attempt, "only": only}
-        return self._noticed("/findings", params, "findings", FINDING_ORDER, limit)
+        return self._findings_table("/findings", params, "findings", FINDING_ORDER, limit)
 
     def finding(self, finding_id: str) -> Finding:
-        """Return one finding whole, by its id or how it begins.
+        """Return one finding with its evidence, by its id or a prefix of the id.
 
         Raises:
             NotFound: there is none.
@@ -316,17 +319,19 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
         ranks: Sequence[int] | None = None,
         wait: float = 5.0,
     ) -> Stacks:
-        """Ask live processes for the stacks of their threads, also where they are blocked.
+        """Request the stacks of all threads of live processes, also of blocked ones.
 
-        Those who answer within `wait` seconds (less than this session's timeout) are in `rows`;
-        `not_answered` names the others. All of it is kept: see `Step.stacks`.
+        Processes that answer within `wait` seconds (less than this session's timeout) are in
+        `rows`; `not_answered` lists the others. The answers are stored: see `Step.stacks`.
 
         Raises:
-            Forbidden: the token may only read.
-            NotFound: no such run or attempt, or it is over.
+            Forbidden: the token allows only reading.
+            NotFound: there is no such run or attempt, or it has ended.
         """
-        asked = {"run": run, "attempt": attempt, "role": role}
-        body: dict[str, Any] = {name: word for name, word in asked.items() if word is not None}
+        filters = {"run": run, "attempt": attempt, "role": role}
+        body: dict[str, Json] = {
+            name: value for name, value in filters.items() if value is not None
+        }
         if ranks is not None:
             body["ranks"] = [*ranks]
         body["wait"] = min(wait, 0.8 * self._transport.timeout)
@@ -335,31 +340,77 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
 
     def send(
         self,
-        sender: Sequence[Any],
-        events: Sequence[Sequence[Any]],
-        payloads: Mapping[int, Mapping[str, Any]] | None = None,
-    ) -> Taken:
-        """Send events of a process that is not this one; return which were refused, and why.
+        sender: Sequence[Json],
+        events: Sequence[Sequence[Json]],
+        payloads: Mapping[int, WirePayload] | None = None,
+    ) -> SendResult:
+        """Send events on behalf of another process; return the refused ones with the reasons.
 
-        An event may be refused in part, too: a scalar that is no number, say.
-        `stagescope.wire.schema` says what travels. What was sent before counts once.
+        An event may be refused in part, such as a scalar that is not a number. The format is
+        described in `stagescope.wire.schema`. An event that is sent twice counts once.
 
         Raises:
             Unauthorized: it needs the operate token.
         """
         body = pack_batch(sender, events, payloads or {})
-        answer = self._transport.deliver("/events", body, MEDIA_TYPE)
-        return Taken.from_answer(answer)
+        answer = self._transport.post_events("/events", body, MEDIA_TYPE)
+        return SendResult.from_answer(answer)
 
-    def settled(self, sender: Sequence[Any], seqs: Sequence[int]) -> dict[int, str]:
-        """Return seq -> state of a process's payloads that were taken in, after a short wait.
+    def settled(self, sender: Sequence[Json], seqs: Sequence[int]) -> dict[int, str]:
+        """Return seq -> state of those payloads that the service has ingested, after a short wait.
 
         Raises:
             Unauthorized: it needs the operate token.
         """
-        said = {"sender": [*sender], "unreceipted": [*seqs], "wait": _POLL_SECONDS}
-        answer = self._transport.change("POST", "/poll", said)
+        body = {"sender": [*sender], "unreceipted": [*seqs], "wait": _POLL_SECONDS}
+        answer = self._transport.change("POST", "/poll", body)
         return {int(seq): str(state) for seq, state in (answer.get("receipts") or {}).items()}
+
+    def engines(self, *, check: bool = False, limit: int = LIMIT) -> Table:
+        """Return the registered inference engines and the last answer of each.
+
+        With `check` the service first requests each engine's health path (timeout: 2 s).
+        """
+        params = {"check": "true" if check else None}
+        return self.table("/engines", params, title="engines", order=_ENGINE_ORDER, limit=limit)
+
+    def engine(
+        self, name: str, *, key_file: str | Path | None = None, timeout: float = 120.0
+    ) -> HttpEngine:
+        """Connect to a registered engine; see `stagescope.engines`.
+
+        Args:
+            name: the name under which it is registered.
+            key_file, timeout: as `stagescope.engines.connect`.
+
+        Raises:
+            NotFound: no engine has this name.
+            EngineError: it does not answer, or is no longer an inference engine.
+        """
+        from stagescope.engines import connect
+
+        row = self.get(f"/engines/{segment(name)}")
+        return connect(str(row["url"]), key_file=key_file, timeout=timeout)
+
+    def add_engine(self, url: str, **fields: Json) -> Record:
+        """Register an engine with the service; needs the operate token.
+
+        Args:
+            url: `http://HOST:PORT`, or HOST:PORT.
+            fields: of `stagescope.engines.registry.ENGINE_FIELDS`; those of None are left out.
+        """
+        body = {name: value for name, value in fields.items() if value is not None}
+        answer = self._transport.change("POST", "/engines", {**body, "url": engine_url(url)})
+        return Record(answer or {}, title="registered engine")
+
+    def remove_engine(self, name: str) -> Record:
+        """Remove an engine from the registry; the engine itself keeps running.
+
+        Raises:
+            NotFound: no engine has this name.
+        """
+        answer = self._transport.change("DELETE", f"/engines/{segment(name)}")
+        return Record(answer or {"name": name}, title="engine, no longer registered")
 
     def _measured(self, run: str | None, attempt: int | None) -> Step:
         """Return the newest step that has numbers.
@@ -367,20 +418,24 @@ class Session(CaptureRequests, Comparing, EngineRegistry):
         Raises:
             NotFound: there is none.
         """
-        steps = self.steps(run, attempt, limit=_RECENT)
+        steps = self.steps(run, attempt, limit=_RECENT_STEPS)
         for row in steps:
-            in_force = attempt is not None or row.get("superseded_by") is None
-            if row.get("measured") and in_force:
+            is_current = attempt is not None or row.get("superseded_by") is None
+            if row.get("measured") and is_current:
                 gap = row.get("gap")
                 return Step(self, row["step"], run=row["run"], attempt=row["attempt"], gap=gap)
         latest = self.step("latest", run=run, attempt=attempt)
         try:
-            latest.metrics()  # of an open step, as far as it has come
+            latest.metrics()  # an open step has the numbers that arrived so far
         except NotFound as error:
-            of = f"run {latest.run}" + ("" if attempt is None else f", attempt {attempt},")
-            which = "no step" if len(steps) < _RECENT else f"none of the newest {_RECENT} steps"
+            target = f"run {latest.run}" + ("" if attempt is None else f", attempt {attempt},")
+            searched = (
+                "no step"
+                if len(steps) < _RECENT_STEPS
+                else f"none of the newest {len(steps)} steps"
+            )
             raise NotFound(
-                f"{which} of {of} has numbers; the latest: {error.wrong}",
+                f"{searched} of {target} has numbers; the latest: {error.wrong}",
                 expected=error.expected,
                 advice=error.advice,
             ) from error

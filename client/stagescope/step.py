@@ -1,25 +1,26 @@
-"""`Step`: what the service knows about one step, a method a question."""
+"""`Step`: the data of one step, one method per question."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from stagescope.answers import Metrics, Record
-from stagescope.asking import LIMIT
 from stagescope.batch import Batch
-from stagescope.batch.file import Blob, load, parse, whole_file
+from stagescope.batch.file import DownloadBuffer, atomic_file, load, parse
 from stagescope.columns import COLUMNS
+from stagescope.connection import LIMIT
 from stagescope.frames import Table
 from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
+from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
 
 if TYPE_CHECKING:
-    from stagescope.orders import CaptureRequests
+    from stagescope.capture_requests import CaptureRequests
 
-# Columns that are shown first: a table in 80 columns leaves out the last.
+# Columns that are shown first: in 80 columns a table leaves out the last ones.
 _ROUND_ORDER: Final = (
     "round", "turn", "staleness", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "comparable",
     "cause", "nonfinite",
@@ -50,7 +51,7 @@ _SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
 
 
 class Step:
-    """One step of one attempt of one run: a method a question."""
+    """One step of one attempt of one run; each method asks one question about it."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class Step:
         self.step = step
         self.run = run
         self.attempt = attempt
-        #: What the numbers of the step, closed by then, lacked when it was asked for, or why it
-        #: had none; None: nothing.
+        #: What the numbers of the step, if it was closed, lacked when this object was created, or
+        #: why there were none; None: nothing is missing.
         self.gap = gap
 
     def __repr__(self) -> str:
@@ -81,10 +82,10 @@ class Step:
         rank: int | None = None,
         round: int | None = None,
     ) -> Metrics:
-        """Return the step's metrics: of the whole, or of one stage, role, rank or round.
+        """Return the metrics of the step, or of one stage, role, rank or round of it.
 
         Raises:
-            NotFound: nothing was measured there.
+            NotFound: there are no such measurements.
         """
         params = self._params(stage=stage, role=role, rank=rank, round=round)
         return Metrics.from_answer(self._session.get(self._path("metrics"), **params))
@@ -98,9 +99,9 @@ class Step:
         rank: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return the mismatch round by round, or by true turn or staleness.
+        """Return the mismatch per round, or per true turn or staleness.
 
-        `about["whole"]` holds the same columns of the whole, to which the rows add up.
+        `about["whole"]` has the same columns for the step, to which the rows add up.
         """
         filters = {"by": by, "stage": stage, "role": role, "rank": rank}
         return self._table("rounds", _ROUND_ORDER, limit, **filters)
@@ -113,7 +114,7 @@ class Step:
         rank: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return the mismatch rank by rank, with where each rank ran."""
+        """Return the mismatch per rank, with each rank's placement."""
         return self._table("ranks", _RANK_ORDER, limit, stage=stage, role=role, rank=rank)
 
     def tokens(
@@ -126,7 +127,7 @@ class Step:
         round: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return the worst tokens, the largest |p - q| first, then those that are not finite."""
+        """Return the worst tokens, the largest |p - q| first, then the non-finite ones."""
         filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
         return self._table("tokens", _TOKEN_ORDER, limit, **filters)
 
@@ -138,7 +139,7 @@ class Step:
         rank: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return who was in which stage, when, and who has not arrived, since when."""
+        """Return which ranks were in which stage and when, and which have not arrived."""
         return self._table("stages", _STAGE_ORDER, limit, stage=stage, role=role, rank=rank)
 
     def stuck(
@@ -149,12 +150,12 @@ class Step:
         rank: int | None = None,
         limit: int = LIMIT,
     ) -> Stuck:
-        """Return which ranks hold up the others, since when, and what they were judged by.
+        """Return the ranks that hold up the others, since when, and the usual durations.
 
-        `about["findings"]` holds what was found of this step before, also what is over.
+        `about["findings"]` holds all findings about hangs in this step, also ended ones.
         """
-        found = self._table("stuck", STUCK_ORDER, limit, stage=stage, role=role, rank=rank)
-        return Stuck.of(found)
+        table = self._table("stuck", STUCK_ORDER, limit, stage=stage, role=role, rank=rank)
+        return Stuck.of(table)
 
     def stacks(
         self,
@@ -165,7 +166,7 @@ class Step:
         source: Literal["probe", "watchdog"] | None = None,
         limit: int = LIMIT,
     ) -> Stacks:
-        """Return the stacks that were taken in this step; `Session.stacks` takes new ones."""
+        """Return the stacks that were recorded in this step; `Session.stacks` takes new ones."""
         filters = {"stage": stage, "role": role, "rank": rank, "source": source}
         table = self._table("stacks", (), limit, **filters)
         answer = {**table.about, "rows": table.to_dicts()}
@@ -179,7 +180,7 @@ class Step:
         rank: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return msprobe's dumps: place, size and state."""
+        """Return msprobe's dumps: path, size and state."""
         return self._table("dumps", _DUMP_ORDER, limit, stage=stage, role=role, rank=rank)
 
     def kept(
@@ -191,26 +192,26 @@ class Step:
         section: str | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return the files that are kept of this step: sections, tensors, place, size and state.
+        """Return the files that are kept of this step: sections, tensors, path, size and state.
 
         Args:
             stage, role, rank: only these.
-            section: only files that hold something of it (`stagescope.wire.keep.SECTIONS`).
+            section: only files with data of this section (`stagescope.wire.keep.SECTIONS`).
             limit: most rows.
         """
         filters = {"stage": stage, "role": role, "rank": rank, "section": section}
         return self._table("kept", _KEPT_ORDER, limit, **filters)
 
     def pin(self) -> Record:
-        """Let its kept files and recent payloads stay; needs the operate token."""
+        """Exempt its kept files and recent payloads from deletion; needs the operate token."""
         return self._session.pin(self.step, run=self.run, attempt=self.attempt)
 
     def unpin(self) -> Record:
-        """Let them go when room is needed; needs the operate token."""
+        """Allow them to be deleted again; needs the operate token."""
         return self._session.unpin(self.step, run=self.run, attempt=self.attempt)
 
     def weights(self, *, verdict: str | None = None, limit: int = LIMIT) -> Weights:
-        """Return the weights recorded at this step, trainer against rollout, the worst first.
+        """Return the weights recorded at this step, trainer compared with rollout, worst first.
 
         Args:
             verdict: only `differs`, `missing`, `replicas differ`, `not comparable`,
@@ -231,7 +232,7 @@ class Step:
         rank: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return the scalars that ranks handed over."""
+        """Return the scalars that ranks logged."""
         filters = {"name": name, "stage": stage, "role": role, "rank": rank}
         return self._table("scalars", _SCALAR_ORDER, limit, **filters)
 
@@ -242,19 +243,19 @@ class Step:
         stages: Sequence[str] | None = None,
         timeout: float = 120.0,
     ) -> Batch:
-        """Return what was recorded of the step, as far as it is kept: rows of all ranks, exactly.
+        """Return the recorded rows of all ranks, exactly, as far as they are kept.
 
         Args:
             names: only these tensors; default: all but parameters and gradients.
-            stages: only what these stages recorded.
+            stages: only these stages.
             timeout: seconds until the answer begins.
 
         Raises:
-            NotFound: nothing of it is kept (any more), or no such tensor or stage.
+            NotFound: nothing of the step is kept, or there is no such tensor or stage.
         """
-        blob = Blob()
-        self._download(blob.write, names, stages, timeout)
-        return parse(blob.data, repr(self), Batch)
+        buffer = DownloadBuffer()
+        self._download(buffer.write, names, stages, timeout)
+        return parse(buffer.data, repr(self), Batch)
 
     def save_batch(
         self,
@@ -264,14 +265,14 @@ class Step:
         stages: Sequence[str] | None = None,
         timeout: float = 120.0,
     ) -> Batch:
-        """Write what `batch` returns to a file, as it comes, and open it."""
-        with whole_file(Path(path)) as file:
-            self._download(lambda piece, size: file.write(piece), names, stages, timeout)
+        """Download the result of `batch` to a file, and open it."""
+        with atomic_file(Path(path)) as file:
+            self._download(lambda chunk, size: file.write(chunk), names, stages, timeout)
         return load(Path(path), Batch)
 
     def _download(
         self,
-        write: Callable[[bytes, int], Any],
+        write: Callable[[bytes, int], object],
         names: Sequence[str] | None,
         stages: Sequence[str] | None,
         timeout: float,
@@ -298,10 +299,10 @@ class Step:
         non_finite: bool | None = None,
         limit: int = LIMIT,
     ) -> Operators:
-        """Return operator calls in execution order, a row an argument.
+        """Return operator calls in execution order, one row per argument.
 
         Args:
-            stage, role, rank, part, capture_id: of which dumps; default: of all.
+            stage, role, rank, part, capture_id: only dumps of these; default: all dumps.
             name: a pattern with `*` and `?`, or a text that the name contains.
             kind: Module, Functional, Torch, Tensor, ...
             direction: forward, backward, parameters_grad or debug.
@@ -311,7 +312,7 @@ class Step:
             limit: most rows.
 
         Raises:
-            NotFound: no dump of this step was captured.
+            NotFound: this step has no dump.
         """
         filters = {
             "stage": stage, "role": role, "rank": rank, "part": part, "capture_id": capture_id,
@@ -333,8 +334,8 @@ class Step:
         """Return the Python frames of an operator's call, the innermost first.
 
         Args:
-            stack_id: of a row of `operators`.
-            stage, role, rank, part, capture_id: of its dump, as far as one is not the only one.
+            stack_id: that of a row of `operators`.
+            stage, role, rank, part, capture_id: identify its dump if there are several.
         """
         params = self._params(
             stack_id=stack_id, stage=stage, role=role, rank=rank, part=part, capture_id=capture_id
@@ -355,15 +356,15 @@ class Step:
     ) -> NonFiniteOperators:
         """Return the first operator with a NaN or infinite result on each rank.
 
-        `about["earliest"]` is the earliest over the ranks, None where all is finite.
+        `about["earliest"]` is the earliest over the ranks, None if everything is finite.
         """
         filters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
         found = self._table("operators/non-finite", _NON_FINITE_ORDER, limit, **filters)
         return NonFiniteOperators.of(found, title="first non-finite operators")
 
-    def _table(self, noun: str, order: Sequence[str], limit: int, **params: Any) -> Table:
-        # Of rounds, the one column that was asked for stands beside the others.
-        by = {params.get("by") or "round": "int"} if noun == "rounds" else {}
+    def _table(self, noun: str, order: Sequence[str], limit: int, **params: QueryValue) -> Table:
+        # Rounds have an additional column: the one by which they are grouped.
+        by = {str(params.get("by") or "round"): "int"} if noun == "rounds" else {}
         return self._session.table(
             self._path(noun),
             self._params(**params),
@@ -376,5 +377,5 @@ class Step:
     def _path(self, noun: str) -> str:
         return f"/steps/{self.step}/{noun}"
 
-    def _params(self, **params: Any) -> dict[str, Any]:
+    def _params(self, **params: QueryValue) -> dict[str, QueryValue]:
         return {"run": self.run, "attempt": self.attempt, **params}

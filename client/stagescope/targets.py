@@ -1,9 +1,9 @@
-"""How two runs, attempts or steps are named where they are compared: `run[@attempt][:step]`."""
+"""Names of runs, attempts and steps in comparisons: `run[@attempt][:step]`."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import check_run_name
@@ -12,7 +12,7 @@ _TARGET: Final = re.compile(r"(?P<run>[^@:]+)(?:@(?P<attempt>\d{1,9}))?(?::(?P<s
 
 
 class Target(NamedTuple):
-    """A run, an attempt of it (None: its newest that answers) and a step (None: as asked)."""
+    """A run, an attempt of it (None: the newest) and a step (None: not specified)."""
 
     run: str
     attempt: int | None = None
@@ -23,20 +23,20 @@ class Target(NamedTuple):
         return f"{self.run}{attempt}{'' if self.step is None else f':{self.step}'}"
 
 
-def read_target(text: Any) -> Target:
-    """Read `qwen3-8b`, `qwen3-8b@2`, `qwen3-8b:5` or `qwen3-8b@2:5`.
+def read_target(text: object) -> Target:
+    """Parse `qwen3-8b`, `qwen3-8b@2`, `qwen3-8b:5` or `qwen3-8b@2:5`.
 
     Raises:
-        InvalidInput: anything else, or no name of a run.
+        InvalidInput: another form, or an invalid name of a run.
     """
-    found = _TARGET.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
+    match = _TARGET.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
         raise InvalidInput(
             f"{text!r:.200} names no run", expected="RUN[@ATTEMPT][:STEP], such as qwen3-8b@2:5"
         )
-    attempt, step = found["attempt"], found["step"]
+    attempt, step = match["attempt"], match["step"]
     return Target(
-        check_run_name(found["run"]),
+        check_run_name(match["run"]),
         None if attempt is None else int(attempt),
         None if step is None else int(step),
     )

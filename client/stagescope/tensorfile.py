@@ -1,12 +1,12 @@
-"""The safetensors format in numpy alone: what a file or an answer must hold, checked byte by byte.
+"""Read and write the safetensors format with numpy alone; every byte of a file is checked.
 
 The format is https://github.com/huggingface/safetensors: 8 bytes with the header's length, a JSON
-header `{name: {dtype, shape, data_offsets}, "__metadata__": {str: str}}`, the data without holes.
-It is written here, and not by its library, because that copies every tensor once more and has no
-bfloat16 for numpy. bfloat16 travels as uint16 and is a real BF16 in the file, so torch and every
-other reader of safetensors sees it as what it is.
+header `{name: {dtype, shape, data_offsets}, "__metadata__": {str: str}}`, and the data without
+holes. This module does not use the safetensors library, because that copies every tensor once more
+and has no bfloat16 for numpy. bfloat16 is uint16 in numpy and BF16 in the file, so that torch and
+every other reader of safetensors reads it as bfloat16.
 
-Our metadata is one JSON text under `stagescope`; the row offsets of packed tensors are tensors
+Our own metadata is one JSON text under `stagescope`; the row offsets of packed tensors are tensors
 named `{name}.row_offsets`.
 """
 
@@ -20,13 +20,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.nonfinite import spell
+from stagescope.wire.nonfinite import Json, JsonObject, spell
 
-WireTensor: TypeAlias = (
-    "tuple[str, tuple[int, ...], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]"
-)
+Array: TypeAlias = "np.ndarray[Any, Any]"
+"""An array whose dtype is known only at run time, from the tag beside it."""
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+WireTensor: TypeAlias = "tuple[str, tuple[int, ...], Array, Array | None]"
 """(dtype tag, shape, numpy buffer, row offsets int64 [rows + 1] or None); see `schema`."""
 
 MOST_HEADER_BYTES: Final = 16 << 20
@@ -36,21 +38,21 @@ CODES: Final = {
     "bfloat16": ("BF16", "<u2"), "int64": ("I64", "<i8"), "int32": ("I32", "<i4"),
     "int16": ("I16", "<i2"), "int8": ("I8", "|i1"), "uint8": ("U8", "|u1"), "bool": ("BOOL", "|b1"),
 }  # fmt: skip
-"""dtype tag -> the format's name of it, and the buffer's numpy dtype."""
+"""dtype tag -> (the format's name of the dtype, the numpy dtype of the buffer)."""
 
 _TAGS: Final = {code: (tag, np.dtype(kind)) for tag, (code, kind) in CODES.items()}
 _OFFSETS: Final = ".row_offsets"
 
 
 class TensorFile(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     tensors: dict[str, WireTensor]
-    metadata: dict[str, Any]
+    metadata: dict[str, Json]
 
 
 class Entry(NamedTuple):
-    """One tensor of a header: `data[begin:end]`."""
+    """One tensor of a header: its bytes are `data[begin:end]`."""
 
     name: str
     tag: str
@@ -61,14 +63,14 @@ class Entry(NamedTuple):
 
 
 def layout(
-    tensors: Mapping[str, WireTensor], metadata: Mapping[str, Any]
-) -> tuple[bytes, list[Any], int]:
-    """Return the header with its length before it, the tensors' bytes in order, and the sum.
+    tensors: Mapping[str, WireTensor], metadata: JsonObject
+) -> tuple[bytes, list[bytes | memoryview], int]:
+    """Return the header with its length prefix, the tensors' bytes in order, and the total size.
 
     Raises:
-        InvalidTensor: a dtype, shape or name that cannot be written.
+        InvalidTensor: a dtype, shape or name cannot be written.
     """
-    flat: dict[str, np.ndarray[Any, Any]] = {}
+    flat: dict[str, Array] = {}
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     packed = [name for name, tensor in tensors.items() if tensor[3] is not None]
     for name, (tag, shape, values, offsets) in tensors.items():
@@ -81,15 +83,17 @@ def layout(
             shapes[name + _OFFSETS] = ("int64", flat[name + _OFFSETS].shape)
     entries = place(shapes)
     header = make_header(entries, metadata, packed)
-    buffers = [flat[entry.name].reshape(-1).view(np.uint8).data for entry in entries]
+    buffers: list[bytes | memoryview] = [
+        flat[entry.name].reshape(-1).view(np.uint8).data for entry in entries
+    ]
     return header, buffers, len(header) + data_bytes(entries)
 
 
 def place(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Entry]:
-    """Return where tensors of these dtypes and shapes lie in a file, in the order of their bytes.
+    """Return the header entries of tensors of these dtypes and shapes, in the order of their bytes.
 
     Raises:
-        InvalidTensor: a dtype or name that cannot be written.
+        InvalidTensor: a dtype or name cannot be written.
     """
     for name, (tag, _) in shapes.items():
         if tag not in CODES:
@@ -97,7 +101,7 @@ def place(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Entry]:
         if name == "__metadata__":
             raise InvalidTensor("a tensor named '__metadata__'", expected="another name")
     entries, position = list[Entry](), 0
-    # The widest first, so that every tensor is aligned to its own items.
+    # Widest first, so that every tensor is aligned to its item size.
     for name, (tag, shape) in sorted(
         shapes.items(), key=lambda item: -np.dtype(CODES[item[1][0]][1]).itemsize
     ):
@@ -109,24 +113,24 @@ def place(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Entry]:
 
 
 def data_bytes(entries: Sequence[Entry]) -> int:
-    """Return the bytes of all tensors."""
+    """Return the size of all tensors in bytes."""
     return entries[-1].end if entries else 0
 
 
 def make_header(
-    entries: Sequence[Entry], metadata: Mapping[str, Any], packed: Sequence[str] = ()
+    entries: Sequence[Entry], metadata: JsonObject, packed: Sequence[str] = ()
 ) -> bytes:
-    """Return the header of a file, its length before it.
+    """Return the header of a file with its length prefix.
 
     Args:
-        entries: what `place` gave.
-        metadata: anything that JSON can say.
-        packed: names of tensors whose row offsets are among the entries.
+        entries: the result of `place`.
+        metadata: JSON values.
+        packed: names of the tensors whose row offsets are among the entries.
     """
     ours = {"packed": [*packed], "metadata": dict(metadata)}
-    header: dict[str, Any] = {
+    header: dict[str, Json] = {
         "__metadata__": {
-            "format": "pt",  # what transformers asks for before it opens a file
+            "format": "pt",  # transformers checks it before it opens a file
             "stagescope": json.dumps(spell(ours), allow_nan=False, separators=(",", ":")),
         }
     }
@@ -146,11 +150,15 @@ def make_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def parse(data: np.ndarray[Any, Any], where: object) -> TensorFile:
-    """Read a whole file's bytes (uint8), of anybody's: tensors are views of them.
+def parse(data: Bytes, where: object) -> TensorFile:
+    """Read the bytes of a file from any writer; the tensors are views of `data`.
+
+    Args:
+        data: the whole file.
+        where: names the file in errors.
 
     Raises:
-        InvalidTensor: not the format, truncated, or of a dtype unknown here.
+        InvalidTensor: not safetensors, truncated, or of an unknown dtype.
     """
     claimed = int.from_bytes(data[:8].tobytes(), "little")
     window = io.BytesIO(data[: 8 + min(claimed, MOST_HEADER_BYTES)].tobytes())
@@ -159,9 +167,7 @@ def parse(data: np.ndarray[Any, Any], where: object) -> TensorFile:
     return assemble(data[start:], entries, read_metadata(header, where))
 
 
-def _buffer(
-    name: str, tag: str, shape: tuple[int, ...], values: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
+def _buffer(name: str, tag: str, shape: tuple[int, ...], values: Array) -> Array:
     if tag not in CODES:
         raise InvalidTensor(f"tensor {name!r} has dtype {tag!r}", expected=f"one of {[*CODES]}")
     wanted = np.dtype(CODES[tag][1])
@@ -174,8 +180,8 @@ def _buffer(
     return np.ascontiguousarray(values).reshape(shape)
 
 
-def read_header(file: BinaryIO, where: object, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header of a file of `size` bytes, and where the data begin.
+def read_header(file: BinaryIO, where: object, size: int) -> tuple[dict[str, Json], int]:
+    """Return the header of a file of `size` bytes, and the offset at which the data begin.
 
     Raises:
         InvalidTensor: not a header, or longer than the file or `MOST_HEADER_BYTES`.
@@ -190,17 +196,17 @@ def read_header(file: BinaryIO, where: object, size: int) -> tuple[dict[str, Any
     try:
         header = json.loads(file.read(length).decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidTensor(f"{where} has a header that is no JSON: {error}") from error
+        raise InvalidTensor(f"{where} has a header that is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise InvalidTensor(f"{where} has a header that is no JSON object")
+        raise InvalidTensor(f"{where} has a header that is not a JSON object")
     return header, 8 + length
 
 
-def check_entries(header: dict[str, Any], where: object, data_bytes: int) -> list[Entry]:
-    """Return the tensors in the order of their bytes, which cover the data without holes.
+def check_entries(header: JsonObject, where: object, data_bytes: int) -> list[Entry]:
+    """Return the entries in the order of their bytes; they cover the data without holes.
 
     Raises:
-        InvalidTensor: dtypes, shapes or offsets that do not fit.
+        InvalidTensor: dtypes, shapes or offsets do not match.
     """
     entries = [
         _check_entry(name, entry, where) for name, entry in header.items() if name != "__metadata__"
@@ -222,9 +228,9 @@ def check_entries(header: dict[str, Any], where: object, data_bytes: int) -> lis
     return entries
 
 
-def _check_entry(name: str, entry: Any, where: object) -> Entry:
+def _check_entry(name: str, entry: object, where: object) -> Entry:
     if not isinstance(entry, dict):
-        raise InvalidTensor(f"{where}: entry {name!r} is no object")
+        raise InvalidTensor(f"{where}: entry {name!r} is not an object")
     tag, dtype = _TAGS.get(str(entry.get("dtype")), ("", np.dtype(np.uint8)))
     shape, offsets = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
     if not tag:
@@ -243,15 +249,15 @@ def _check_entry(name: str, entry: Any, where: object) -> Entry:
     return Entry(name, tag, dtype, shape, begin, end)
 
 
-def _sizes(values: Any) -> tuple[int, ...] | None:
+def _sizes(values: object) -> tuple[int, ...] | None:
     if not isinstance(values, list):
         return None
-    # bool is an int to Python and no size to anybody.
+    # `type(...) is int` excludes bool, which is a subclass of int.
     return tuple(values) if all(type(v) is int and 0 <= v < 1 << 62 for v in values) else None
 
 
-def read_metadata(header: dict[str, Any], where: object) -> dict[str, Any]:
-    """Return the strings that the header says of the file.
+def read_metadata(header: JsonObject, where: object) -> dict[str, str]:
+    """Return the metadata of a header.
 
     Raises:
         InvalidTensor: they are not strings.
@@ -262,21 +268,19 @@ def read_metadata(header: dict[str, Any], where: object) -> dict[str, Any]:
     return found
 
 
-def _view(data: np.ndarray[Any, Any], entry: Entry) -> np.ndarray[Any, Any]:
+def _view(data: Bytes, entry: Entry) -> Array:
     piece = data[entry.begin : entry.end]
     if entry.tag == "bool" and piece.size and piece.max() > 1:
         raise InvalidTensor(f"tensor {entry.name!r} of bool holds other bytes than 0 and 1")
     try:
-        # A copy only where a foreign file did not align the tensor to its items.
+        # Copies only if another writer did not align the tensor to its item size.
         return np.require(piece.view(entry.dtype).reshape(entry.shape), requirements="A")
     except ValueError as error:
         raise InvalidTensor(f"tensor {entry.name!r} of shape {entry.shape}: {error}") from error
 
 
-def assemble(
-    data: np.ndarray[Any, Any], entries: list[Entry], strings: dict[str, Any]
-) -> TensorFile:
-    """Return the tensors of a file's data (uint8), as views, and its metadata."""
+def assemble(data: Bytes, entries: list[Entry], strings: Mapping[str, str]) -> TensorFile:
+    """Return the tensors of a file as views of `data`, and its metadata."""
     arrays = {entry.name: (entry.tag, entry.shape, _view(data, entry)) for entry in entries}
     try:
         ours = json.loads(strings["stagescope"])

@@ -1,4 +1,4 @@
-"""What the command line says: answers on stdout, errors on stderr, and its exit codes."""
+"""The output of the command line: answers on stdout, errors on stderr, and exit codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Container, Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import click
 
@@ -25,14 +25,14 @@ from stagescope.wire.errors import (
 )
 
 _PATH: Final = re.compile(
-    r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<of>[^\s/;,]+)/)?(?P<noun>[a-z-]+)"
+    r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<name>[^\s/;,]+)/)?(?P<noun>[a-z-]+)"
     r"(?:\?(?P<query>\w+=\w+(?:&\w+=\w+)*))?(?![\w/?])"
 )
-_CAPTURE: Final = re.compile(r"(?<![\w./])/captures/(?P<of>[^\s/;,]+)")
+_CAPTURE: Final = re.compile(r"(?<![\w./])/captures/(?P<name>[^\s/;,]+)")
 
 
 def for_command_line(text: str, commands: Container[str]) -> str:
-    """Return `text` with the commands that answer what its paths of the API answer.
+    """Return `text` with the API's paths replaced by the commands that give the same answers.
 
     Usage:
         >>> for_command_line("see /steps/5/stages, /losses", {"stages", "losses"})
@@ -40,19 +40,19 @@ def for_command_line(text: str, commands: Container[str]) -> str:
 
     Args:
         text: an error's advice.
-        commands: what `stagescope` knows; what looks like a path of something else stays.
+        commands: the commands of `stagescope`; any other path is left unchanged.
     """
 
     def command(path: re.Match[str]) -> str:
-        noun, kind, of = path["noun"], path["kind"], path["of"]
+        noun, kind, name = path["noun"], path["kind"], path["name"]
         if noun not in commands or kind not in (None, "runs", "steps"):
             return path[0]
-        which = {None: "", "runs": f" --run {of}", "steps": f" {of}"}[kind]
-        asked = [word.split("=") for word in (path["query"] or "").split("&") if word]
-        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in asked)
-        return f"`stagescope {noun}{which}{options}`"
+        target = {None: "", "runs": f" --run {name}", "steps": f" {name}"}[kind]
+        query = [item.split("=") for item in (path["query"] or "").split("&") if item]
+        options = "".join(f" --{option.replace('_', '-')} {value}" for option, value in query)
+        return f"`stagescope {noun}{target}{options}`"
 
-    return _PATH.sub(command, _CAPTURE.sub(r"`stagescope progress \g<of>`", text))
+    return _PATH.sub(command, _CAPTURE.sub(r"`stagescope progress \g<name>`", text))
 
 
 EXIT_CODES: Final[Mapping[int, str]] = {
@@ -74,21 +74,21 @@ _CODES: Final[tuple[tuple[type[StagescopeError], int], ...]] = (
 )
 
 
-class Shown(Protocol):
+class Displayable(Protocol):
     """An answer with a heading and lines: a Table, Metrics or Record."""
 
     @property
     def heading(self) -> str:
-        """What it is, on one line."""
+        """A title, on one line."""
         ...
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return it as lines of text."""
+        """Return the content as lines of text."""
         ...
 
 
 def report(error: StagescopeError) -> None:
-    """Print what was wrong on stderr, and below it what was expected and what to do."""
+    """Print an error on stderr: what is wrong, and below it what is expected and what to do."""
     click.echo(f"{style('error:', fg='red', err=True)} {_plain(error.wrong)}", err=True)
     expected = f"expected {error.expected}" if error.expected else ""
     hint = "; ".join(part for part in (expected, in_commands(error.advice)) if part)
@@ -97,35 +97,35 @@ def report(error: StagescopeError) -> None:
 
 
 def in_commands(text: str) -> str:
-    """Return advice with the commands that stand for the API's paths in it."""
+    """Return advice with the API's paths replaced by commands of the running command line."""
     root = click.get_current_context().find_root()
-    known = root.command.list_commands(root) if isinstance(root.command, click.Group) else []
-    return for_command_line(text, known)
+    commands = root.command.list_commands(root) if isinstance(root.command, click.Group) else []
+    return for_command_line(text, commands)
 
 
 def exit_code(error: StagescopeError) -> int:
-    """Return the exit code that stands for `error`."""
+    """Return the exit code of `error`."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), 1)
 
 
 def width() -> int:
-    """Return the columns to fill: the terminal's, 80 where there is none."""
+    """Return the width of the terminal in columns; 80 without a terminal."""
     return max(shutil.get_terminal_size((80, 24)).columns, 40)
 
 
-def style(text: str, *, err: bool = False, **styles: Any) -> str:
-    """Return `text` styled where a terminal that wants colours shows it."""
+def style(text: str, *, err: bool = False, fg: str | None = None, bold: bool | None = None) -> str:
+    """Return `text` styled if the stream is a terminal and NO_COLOR is not set."""
     stream = sys.stderr if err else sys.stdout
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
-    return click.style(text, **styles)
+    return click.style(text, fg=fg, bold=bold)
 
 
 _WIDE: Final = 1_000_000
 
 
-def show(answer: Shown, *, wide: bool = False) -> None:
-    """Print an answer for a reader; with `wide` a table's columns are all shown, and whole."""
+def show(answer: Displayable, *, wide: bool = False) -> None:
+    """Print an answer for a reader; with `wide` all columns of a table, without shortening."""
     columns = width()
     for line in render.wrapped("", answer.heading, columns):
         click.echo(style(line, bold=True))
@@ -133,7 +133,7 @@ def show(answer: Shown, *, wide: bool = False) -> None:
         click.echo(line)
 
 
-def show_json(value: Any) -> None:
+def show_json(value: object) -> None:
     """Print strict JSON: non-finite numbers are the strings "nan", "inf" and "-inf"."""
     click.echo(nonfinite.dumps(value))
 

@@ -1,8 +1,8 @@
-"""HTTP to the service: tokens, retries inside a deadline, answers or errors of this project.
+"""HTTP calls to the service: tokens, retries within a deadline, and answers or typed errors.
 
-What is retried: any call on 503 "not ready" (nothing was taken), and reading calls also on a
-broken connection, 502, 503 and 504, so that a notebook outlives a restart of the service. Never a
-call that changes something and may have arrived.
+Every call is retried on 503 "not ready", because the service did nothing. Reading calls are also
+retried on a broken connection, 502, 503 and 504, so that a notebook survives a restart of the
+service. A call that changes something is never retried once it may have arrived.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import httpx
 
-from stagescope.discovery import Place, is_loopback
+from stagescope.discovery import ServiceLocation, is_loopback
 from stagescope.wire.errors import (
     Conflict,
     Forbidden,
@@ -30,10 +30,15 @@ from stagescope.wire.errors import (
     Unreachable,
     error_of_code,
 )
+from stagescope.wire.nonfinite import Json, JsonObject
 
-_FIRST_PAUSE: Final = 0.1
-_LONGEST_PAUSE: Final = 1.0
-_PIECE: Final = 1 << 20
+QueryValue: TypeAlias = str | int | float | bool | None
+Params: TypeAlias = Mapping[str, QueryValue]
+"""Query parameters; those of None are left out."""
+
+_INITIAL_BACKOFF: Final = 0.1
+_MAX_BACKOFF: Final = 1.0
+_CHUNK_BYTES: Final = 1 << 20
 
 _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
     400: InvalidInput,
@@ -51,98 +56,96 @@ _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
 
 
 _Retry = Callable[[StagescopeError, int | None], bool]
-"""Whether to ask again after a problem; the status is None where nothing answered."""
+"""Whether to repeat a call after an error; the status is None if nothing answered."""
 
 
 class Transport:
-    """One service's HTTP connections; `timeout` is the deadline of a whole call, in seconds."""
+    """One service's HTTP connections; `timeout` is the deadline of a call with its retries [s]."""
 
-    def __init__(self, place: Place, *, timeout: float) -> None:
-        self.place = place
+    def __init__(self, location: ServiceLocation, *, timeout: float) -> None:
+        self.location = location
         self.timeout = timeout
-        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach our own loopback.
-        near = is_loopback(place.url)
-        # Loading the system's certificates takes 40 ms, in vain where nothing is encrypted; this
-        # context trusts nobody.
-        plain = near and place.url.startswith("http:")
+        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach this host's loopback.
+        is_local = is_loopback(location.url)
+        # Loading the system's certificates takes 40 ms and is useless without TLS; an empty
+        # context trusts no server.
+        is_plain = is_local and location.url.startswith("http:")
         self._client = httpx.Client(
             headers={"accept": "application/json", "x-stagescope-user": _user()},
-            trust_env=not near,
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True,
+            trust_env=not is_local,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else True,
         )
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def get(
-        self, path: str, params: Mapping[str, Any] | None = None, *, patient: bool = True
-    ) -> Any:
-        """Return the JSON that `path` answers; not `patient` asks once only.
+    def get(self, path: str, params: Params | None = None, *, retry: bool = True) -> Json:
+        """Return the JSON that `path` answers; without `retry` the request is sent once.
 
         Raises:
             Unreachable: nothing answered before the deadline.
-            StagescopeError: the service refused, as the class of its code.
+            StagescopeError: the service refused; the class is that of the answer's code.
         """
-        return self._call("GET", path, params=params, retry=_any_gap if patient else _never)
+        return self._call("GET", path, params=params, retry=_if_unavailable if retry else _never)
 
-    def ask(self, path: str, body: Any, *, patient: bool = True) -> Any:
-        """Ask a question that is too long for a query; return the JSON of the answer.
+    def query(self, path: str, body: JsonObject, *, retry: bool = True) -> Json:
+        """POST a question that is too long for a query string; return the JSON of the answer.
 
-        Without `patient` it is asked once: whoever may have to wait long asks again itself.
+        Without `retry` the request is sent once: a caller that polls repeats it itself.
 
         Raises:
             StagescopeError: as `get`.
         """
-        return self._call("POST", path, body=body, retry=_any_gap if patient else _never)
+        return self._call("POST", path, body=body, retry=_if_unavailable if retry else _never)
 
-    def change(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask for a change with the operator's token; return the JSON of the answer, or None.
+    def change(self, method: str, path: str, body: JsonObject | None = None) -> Json:
+        """Request a change with the operate token; return the JSON of the answer, or None.
 
         Raises:
             StagescopeError: as `get`; after `Unreachable` the change may have been made.
         """
-        return self._call(method, path, body=body, operate=True, retry=_not_taken)
+        return self._call(method, path, body=body, operate=True, retry=_if_not_ready)
 
-    def deliver(self, path: str, body: bytes, media_type: str) -> Any:
-        """Hand over events with the operator's token; sent again it counts once, so it is retried.
+    def post_events(self, path: str, body: bytes, media_type: str) -> Json:
+        """Send events with the operate token; a repeated batch counts once, so it is retried.
 
         Raises:
             StagescopeError: as `get`.
         """
-        headers = self._authorization(self.place.operate_token) | {"content-type": media_type}
-        url = self.place.url + path
+        headers = self._authorization(self.location.operate_token) | {"content-type": media_type}
+        url = self.location.url + path
         request = self._client.build_request("POST", url, headers=headers, content=body)
-        return self._sent(request, _any_gap)
+        return self._send(request, _if_unavailable)
 
     def download(
         self,
         path: str,
-        params: Mapping[str, Any],
+        params: Params,
         write: Callable[[bytes, int], object],
         *,
         timeout: float,
     ) -> None:
-        """Hand the bytes that `path` answers to `write`, piece by piece, with their whole size.
+        """Call `write(chunk, total size)` for each chunk of the bytes that `path` answers.
 
-        Until `timeout` seconds are over it is asked again while the service is busy; bytes that
-        come are waited for, each piece as long.
+        The request is repeated while the service is busy, for `timeout` seconds; each chunk of
+        the answer may take as long.
 
         Raises:
-            Unreachable: nothing answered, or it broke off.
-            StagescopeError: the service refused, as the class of its code.
+            Unreachable: nothing answered, or the answer broke off.
+            StagescopeError: the service refused; the class is that of the answer's code.
         """
         deadline = time.monotonic() + timeout
-        request = self._request("GET", path, params=params, body=None, operate=False)
-        request.headers["accept-encoding"] = "identity"  # its size is what will come
+        request = self._request("GET", path, params=params)
+        request.headers["accept-encoding"] = "identity"  # so that content-length is the size
         request.extensions["timeout"] = httpx.Timeout(timeout).as_dict()
         while True:
             try:
                 return self._stream(request, write)
-            except NotReady:  # noqa: PERF203 - it is asked again
-                if time.monotonic() + _LONGEST_PAUSE >= deadline:
+            except NotReady:  # noqa: PERF203 - the request is repeated
+                if time.monotonic() + _MAX_BACKOFF >= deadline:
                     raise
-                time.sleep(_LONGEST_PAUSE)
+                time.sleep(_MAX_BACKOFF)
 
     def _stream(self, request: httpx.Request, write: Callable[[bytes, int], object]) -> None:
         try:
@@ -151,35 +154,37 @@ class Transport:
                 if not response.is_success:
                     response.read()
                     raise self._problem(response)
-                size, come = int(response.headers.get("content-length", 0)), 0
-                for piece in response.iter_bytes(_PIECE):
-                    come += len(piece)
-                    write(piece, size)
+                size, received = int(response.headers.get("content-length", 0)), 0
+                for chunk in response.iter_bytes(_CHUNK_BYTES):
+                    received += len(chunk)
+                    write(chunk, size)
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
-        if come != size:
-            raise Unreachable(f"{self.place.url} sent {come} of {size} bytes", advice="ask again")
+        if received != size:
+            raise Unreachable(
+                f"{self.location.url} sent {received} of {size} bytes", advice="ask again"
+            )
 
     def _call(
         self,
         method: str,
         path: str,
         *,
-        params: Mapping[str, Any] | None = None,
-        body: Any = None,
+        params: Params | None = None,
+        body: JsonObject | None = None,
         operate: bool = False,
         retry: _Retry,
-    ) -> Any:
+    ) -> Json:
         request = self._request(method, path, params=params, body=body, operate=operate)
-        return self._sent(request, retry)
+        return self._send(request, retry)
 
-    def _sent(self, request: httpx.Request, retry: _Retry) -> Any:
+    def _send(self, request: httpx.Request, retry: _Retry) -> Json:
         deadline = time.monotonic() + self.timeout
-        pause = _FIRST_PAUSE
+        backoff = _INITIAL_BACKOFF
         while True:
             left = max(deadline - time.monotonic(), 0.05)
             request.extensions["timeout"] = httpx.Timeout(left).as_dict()
-            wait = pause
+            wait = backoff
             try:
                 response = self._client.send(request)
             except httpx.TransportError as error:
@@ -190,30 +195,30 @@ class Transport:
                     return self._json(response)
                 problem = self._problem(response)
                 again = retry(problem, response.status_code)
-                wait = _asked_pause(response, pause)
+                wait = _retry_after(response, backoff)
             if not again or time.monotonic() + wait >= deadline:
                 raise problem
             time.sleep(wait)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            backoff = min(2 * backoff, _MAX_BACKOFF)
 
     def _request(
         self,
         method: str,
         path: str,
         *,
-        params: Mapping[str, Any] | None,
-        body: Any,
-        operate: bool,
+        params: Params | None = None,
+        body: JsonObject | None = None,
+        operate: bool = False,
     ) -> httpx.Request:
-        token = self.place.operate_token if operate else self.place.read_token
+        token = self.location.operate_token if operate else self.location.read_token
         headers = self._authorization(token)
         if body is not None:
             headers["content-type"] = "application/json"
-        given = {name: value for name, value in (params or {}).items() if value is not None}
+        query = {name: value for name, value in (params or {}).items() if value is not None}
         return self._client.build_request(
             method,
-            self.place.url + path,
-            params=given or None,
+            self.location.url + path,
+            params=query or None,
             headers=headers,
             content=None if body is None else json.dumps(body, allow_nan=False),
         )
@@ -221,28 +226,28 @@ class Transport:
     def _authorization(self, token: str | None) -> dict[str, str]:
         return {"authorization": f"Bearer {token}"} if token else {}
 
-    def _json(self, response: httpx.Response) -> Any:
+    def _json(self, response: httpx.Response) -> Json:
         if not response.content:
             return None
         try:
             return response.json()
         except ValueError as error:
             raise Unreachable(
-                f"what answers at {self.place.url} is not a stagescope service",
+                f"the server at {self.location.url} is not a stagescope service",
                 expected="JSON",
                 advice="check the URL",
             ) from error
 
     def _unreachable(self, error: httpx.TransportError) -> Unreachable:
-        # The text names hosts and errno only: no header, hence no token, is in it.
+        # The text names hosts and errno only: it contains no header, hence no token.
         reason = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             reason = f"no answer within {self.timeout:g} s"
         advice = "is it running? `stagescope serve` starts it"
-        if not is_loopback(self.place.url) and _proxy(self.place.url):
-            advice += f"; a proxy is set ({_proxy(self.place.url)}): NO_PROXY leaves it out"
+        if not is_loopback(self.location.url) and _proxy(self.location.url):
+            advice += f"; a proxy is set ({_proxy(self.location.url)}): NO_PROXY leaves it out"
         return Unreachable(
-            f"the service at {self.place.url} (from {self.place.found}) cannot be reached: "
+            f"the service at {self.location.url} (from {self.location.found}) cannot be reached: "
             f"{reason}",
             advice=advice,
         )
@@ -260,11 +265,11 @@ class Transport:
         wrong = body.get("wrong") or body.get("detail") or body.get("title")
         advice = str(body.get("advice") or "")
         if not isinstance(wrong, str):
-            wrong = f"{self.place.url} answered {status} {response.reason_phrase}".rstrip()
+            wrong = f"{self.location.url} answered {status} {response.reason_phrase}".rstrip()
             if status < 400 or not body:
                 advice = advice or "check the URL: something else may answer there"
         if kind is Unauthorized:
-            advice = _token_advice(advice, self.place)
+            advice = _token_advice(advice, self.location)
         return kind(wrong, expected=str(body.get("expected") or ""), advice=advice)
 
 
@@ -272,21 +277,21 @@ def _never(problem: StagescopeError, status: int | None) -> bool:
     return False
 
 
-def _not_taken(problem: StagescopeError, status: int | None) -> bool:
+def _if_not_ready(problem: StagescopeError, status: int | None) -> bool:
     return status == 503 and type(problem) is NotReady
 
 
-def _any_gap(problem: StagescopeError, status: int | None) -> bool:
+def _if_unavailable(problem: StagescopeError, status: int | None) -> bool:
     return status in (None, 502, 503, 504)
 
 
-def _asked_pause(response: httpx.Response, pause: float) -> float:
-    asked = response.headers.get("retry-after", "")
-    return max(pause, float(asked)) if asked.isdecimal() else pause
+def _retry_after(response: httpx.Response, backoff: float) -> float:
+    seconds = response.headers.get("retry-after", "")
+    return max(backoff, float(seconds)) if seconds.isdecimal() else backoff
 
 
 def _user() -> str:
-    """Return who asks, for the service's audit; what it is worth the token says."""
+    """Return this process's user name for the service's audit log; the token alone authorizes."""
     try:
         name = getpass.getuser()
     except (OSError, KeyError, ImportError):  # a user id without a name, as in many containers
@@ -300,6 +305,6 @@ def _proxy(url: str) -> str | None:
     return next((name for name in names if os.environ.get(name)), None)
 
 
-def _token_advice(advice: str, place: Place) -> str:
+def _token_advice(advice: str, location: ServiceLocation) -> str:
     hint = "give token=, STAGESCOPE_TOKEN or, on the command line, --token-file"
-    return "; ".join(part for part in (advice, place.note, hint) if part)
+    return "; ".join(part for part in (advice, location.note, hint) if part)

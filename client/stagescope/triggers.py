@@ -1,12 +1,13 @@
-"""Answers about triggers: the rules in force, what fired, and what would have fired."""
+"""Answers about triggers: the rules in force, and what rules would have fired."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope import render
-from stagescope.frames import Table
+from stagescope.frames import Row, Table
+from stagescope.wire.nonfinite import JsonObject
 
 _RULE_ORDER: Final = ("name", "metric", "when", "fired", "last_step", "last_value", "actions")
 _TEST_ORDER: Final = ("step", "rule", "value", "stage", "role", "rank", "round", "fired_live")
@@ -14,11 +15,26 @@ _DETAILS: Final = ("message", "evidence")
 _SHOWN_STEPS: Final = 20
 
 
-class Triggers(Table):
-    """The rules in force, a row each: what it looks at, and when it fired last.
+class _Amounts(TypedDict):
+    """Captures, bytes and share of the time; None: without limit."""
 
-    `about` holds the `revision`, who gave it, and as the service said them `rules`, `runs`,
-    `budgets` (of the runs that may be captured unasked) and `pinned` (steps whose payloads stay).
+    captures: int
+    bytes: int | None
+    share: float | None
+
+
+class _Budget(TypedDict):
+    run: str
+    budget: _Amounts
+    spent: _Amounts
+    refusal: str | None
+
+
+class Triggers(Table):
+    """The rules in force, one row each: the metric and its bounds, and the last firing.
+
+    `about` holds the `revision`, its author, and as in the answer `rules`, `runs`, `budgets` (of
+    the runs that rules may capture) and `pinned` (steps whose payloads are kept).
 
     Usage:
         >>> triggers = session.triggers()
@@ -30,16 +46,13 @@ class Triggers(Table):
     __slots__ = ()
 
     @classmethod
-    def of_answer(cls, answer: Mapping[str, Any]) -> Triggers:
-        """Return what `GET /triggers` answered."""
-        given = answer["rules"]
-        rows = [_rule_row(rule) for rule in given]
-        plain = [{n: v for n, v in rule.items() if n not in _STATE} for rule in given]
+    def of_answer(cls, answer: JsonObject) -> Triggers:
+        """Return the triggers in an answer of `GET /triggers`."""
+        rows = [_rule_row(rule) for rule in answer["rules"]]
+        rules = [{n: v for n, v in rule.items() if n not in _STATE} for rule in answer["rules"]]
         title = f"triggers, revision {answer['revision']} by {answer['by'] or 'nobody'}"
-        about = {**answer, "rules": plain}
-        found = cls.from_rows(rows, order=_RULE_ORDER, title=title, about=about)
-        assert isinstance(found, Triggers)
-        return found
+        about = {**answer, "rules": rules}
+        return cls.of(Table.from_rows(rows, order=_RULE_ORDER, title=title, about=about))
 
     def _foot(self, rows: int | None) -> list[str]:
         foot = super()._foot(rows)
@@ -48,17 +61,17 @@ class Triggers(Table):
             foot.append("no run may be captured unasked")
         pinned = self.about.get("pinned") or ()
         if pinned:
-            named = ", ".join(f"{row['run']} {row['step']}" for row in pinned[:_SHOWN_STEPS])
+            steps = ", ".join(f"{row['run']} {row['step']}" for row in pinned[:_SHOWN_STEPS])
             more = "" if len(pinned) <= _SHOWN_STEPS else f" and {len(pinned) - _SHOWN_STEPS} more"
-            foot.append(render.printable(f"pinned steps: {named}{more}"))
+            foot.append(render.printable(f"pinned steps: {steps}{more}"))
         return foot
 
 
 _STATE: Final = ("fired", "last_fired")
 
 
-def dry_run(answer: Mapping[str, Any]) -> Table:
-    """Return what `POST /triggers/test` answered."""
+def dry_run(answer: JsonObject) -> Table:
+    """Return the firings in an answer of `POST /triggers/test`."""
     rows = answer["rows"]
     steps = f"{answer['steps']} stored steps of run {answer['run']}"
     times = f"{len(rows)} time{'s' if len(rows) > 1 else ''}"
@@ -66,15 +79,15 @@ def dry_run(answer: Mapping[str, Any]) -> Table:
         f"would have fired {times} in {steps}" if rows else f"nothing would have fired in {steps}"
     )
     about = {name: value for name, value in answer.items() if name != "rows"}
-    # The words and numbers of each are long: they come last, and a narrow terminal leaves them out.
-    ordered = [
+    # Messages and evidence are long: they are the last columns, which a narrow terminal leaves out.
+    rows = [
         {**{n: v for n, v in row.items() if n not in _DETAILS}, **{n: row[n] for n in _DETAILS}}
         for row in rows
     ]
-    return Table.from_rows(ordered, order=_TEST_ORDER, title=title, about=about)
+    return Table.from_rows(rows, order=_TEST_ORDER, title=title, about=about)
 
 
-def _rule_row(rule: Mapping[str, Any]) -> dict[str, Any]:
+def _rule_row(rule: JsonObject) -> Row:
     last = rule["last_fired"] or {}
     when = [f"{name} {_bound(bound)}" for name, bound in rule["when"].items()]
     if rule["for"] > 1:
@@ -94,18 +107,18 @@ def _rule_row(rule: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bound(bound: Any) -> str:
+def _bound(bound: object) -> str:
     if isinstance(bound, Mapping):
         return " ".join(f"{name} {value}" for name, value in bound.items())
     return render.format_value(bound)
 
 
-def _budget_line(said: Mapping[str, Any]) -> str:
-    budget, spent = said["budget"], said["spent"]
+def _budget_line(row: _Budget) -> str:
+    budget, spent = row["budget"], row["spent"]
     parts = [f"{spent['captures']} of {budget['captures']} captures"]
     if budget["bytes"] is not None:
         parts.append(f"{spent['bytes']} of {budget['bytes']} bytes")
     if budget["share"] is not None:
         parts.append(f"{spent['share']:.2%} of {budget['share']:.2%} of the time")
-    line = f"run {said['run']} may be captured: {', '.join(parts)}"
-    return render.printable(line + (f"; no more: {said['refusal']}" if said["refusal"] else ""))
+    line = f"run {row['run']} may be captured: {', '.join(parts)}"
+    return render.printable(line + (f"; no more: {row['refusal']}" if row["refusal"] else ""))

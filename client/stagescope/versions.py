@@ -1,7 +1,7 @@
-"""The versions of other packages that stagescope works with, and a word about those it may not.
+"""The supported versions of other packages, and remarks about unsupported or untested ones.
 
-Here alone: the training side, the service and verl's integration read the same ranges. Installed
-versions are read from the packages' metadata, so that nothing is imported for it.
+The workers, the service and the verl integration all read these ranges. Installed versions come
+from the packages' metadata, so that no package is imported.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Supported:
-    """The versions of one package that stagescope works with.
+    """The supported versions of one package.
 
     Attributes:
-        package: as `pip install` calls it; "python" is the interpreter.
-        floor: the first version that is supported; the tests ran with it.
-        tried: the newest version that the tests ran with; None where none could be tried.
+        package: its name for `pip install`; "python" is the interpreter.
+        floor: the first supported version; the tests ran with it.
+        tried: the newest version that the tests ran with; None if none could be tested.
     """
 
     package: str
@@ -39,17 +39,17 @@ SUPPORTED: Final = (
 )
 ALL: Final = tuple(supported.package for supported in SUPPORTED)
 SERVICE: Final = ("python", "ray")
-"""What the service itself needs of them."""
+"""The packages that the service itself needs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remark:
-    """An installed version outside of what was tried; as a str, one line that says so."""
+    """An installed version outside of the tested range; `str()` gives one line of text."""
 
     supported: Supported
     found: str
     is_unsupported: bool
-    """Older than the floor; else it was only never tried."""
+    """Whether it is older than the floor; else it is newer than the tested versions."""
 
     def __str__(self) -> str:
         package, floor = self.supported.package, self.supported.floor
@@ -66,11 +66,11 @@ class Remark:
 
 
 def remarks(packages: Iterable[str] = ALL) -> list[Remark]:
-    """Return what is to be said of the installed versions; nothing of packages that are absent."""
-    asked = set(packages)
+    """Return the remarks about installed versions of `packages`; absent packages have none."""
+    wanted = set(packages)
     found: list[Remark] = []
     for supported in SUPPORTED:
-        version = installed(supported.package) if supported.package in asked else None
+        version = installed(supported.package) if supported.package in wanted else None
         release = _release(version or "")
         if version is None or not release:
             continue
@@ -92,11 +92,11 @@ def installed(package: str) -> str | None:
 
 
 def _is_newer(release: tuple[int, ...], tried: tuple[int, ...]) -> bool:
-    # 2.13.1 is no newer than "2.13", which stands for all of its patch releases.
+    # 2.13.1 is not newer than "2.13", which includes all of its patch releases.
     return release[: len(tried)] > tried
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with: (2, 4, 0) of "2.4.0a0+git1"."""
+    """Return the leading numbers of a version: (2, 4, 0) for "2.4.0a0+git1"."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()

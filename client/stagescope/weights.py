@@ -1,16 +1,16 @@
-"""Answers about weights: what the rollout received, held bit for bit against what was sent."""
+"""Answers about weights: those that the rollout received compared bitwise with those sent."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 from stagescope import render
-from stagescope.frames import Table, context
+from stagescope.frames import Row, Table, context
 
 WEIGHT_ORDER: Final = ("name", "verdict", "ranks", "odd_ranks", "dtype", "shape", "reason")
-"""Columns that are shown first: a table in 80 columns leaves out the last."""
+"""Columns that are shown first: in 80 columns a table leaves out the last ones."""
 VERSION_ORDER: Final = (
     "version", "step", "differ", "missing", "replicas_differ", "not_comparable", "agree",
     "complete",
@@ -21,11 +21,11 @@ DEVICE_ORDER: Final = ("device", "odd", "suspected", "runs", "last_run", "last_s
 
 
 class Weights(Table):
-    """The weights of one version, a row each, the worst first.
+    """The weights of one version, one row each, the worst first.
 
     `verdict` is `differs`, `missing`, `not comparable` (see `reason`), `not compared` or `agrees`;
-    `ranks` are those of the rollout that differ, `odd_ranks` those whose replicas hold something
-    else.
+    `ranks` are the rollout ranks that differ, `odd_ranks` the ranks that differ from their
+    replicas.
 
     Usage:
         >>> weights = session.step(5).weights()
@@ -36,10 +36,10 @@ class Weights(Table):
     __slots__ = ()
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return a line a weight, names whole; below, what is to be said of one that is wrong."""
+        """Return a line per weight with its full name, and notes below those that are wrong."""
         count = len(self) if rows is None else min(rows, len(self))
         lines = [f"{'verdict':<{_VERDICT}}name"] if len(self) else ["(no rows)"]
-        for row in (self[at] for at in range(count)):
+        for row in self[:count]:
             lines += _wrapped(f"{row['verdict']:<{_VERDICT}}", row["name"], width)
             lines += [line for note in _notes(row) for line in _wrapped(_INDENT, note, width)]
         if count < len(self):
@@ -50,15 +50,15 @@ class Weights(Table):
 
     @property
     def heading(self) -> str:
-        """The version, how many weights have which verdict, and of which run."""
+        """The version, the number of weights per verdict, and the run."""
         counts = self.about.get("counts") or {}
-        words = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-        said = f"weights of version {self.about.get('version')}: {words or 'none'}"
-        return render.printable(", ".join(part for part in (said, context(self.about)) if part))
+        verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        text = f"weights of version {self.about.get('version')}: {verdicts or 'none'}"
+        return render.printable(", ".join(part for part in (text, context(self.about)) if part))
 
 
-def _notes(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a reader must know of a weight that is not as it should be."""
+def _notes(row: Row) -> Iterator[str]:
+    """Yield what a reader must know about a weight that is wrong."""
     if row["reason"]:
         yield row["reason"]
     if row["verdict"] == "differs":

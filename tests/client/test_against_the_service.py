@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import polars
 import pytest
@@ -20,6 +19,7 @@ from tests.support.stores import eventually
 import stagescope
 from stagescope import Session
 from stagescope.wire.errors import Forbidden, InvalidPlan, NotFound
+from stagescope.wire.nonfinite import Json
 
 STAGE = "actor_compute_log_prob"
 NOUNS = ("rounds", "ranks", "tokens", "stages", "scalars", "dumps")
@@ -62,8 +62,8 @@ def session(found: Service) -> Iterator[Session]:
         yield session
 
 
-def ask(*words: str) -> Result:
-    return invoke(*words)
+def ask(*args: str) -> Result:
+    return invoke(*args)
 
 
 def test_both_attempts_and_their_fingerprints(session: Session) -> None:
@@ -73,7 +73,7 @@ def test_both_attempts_and_their_fingerprints(session: Session) -> None:
     assert attempts.where(attempt=1)[0]["fingerprint"]["git"] == "0f3a"
 
 
-def test_the_latest_attempt_answers_and_the_first_when_asked(session: Session) -> None:
+def test_the_latest_attempt_answers_by_default(session: Session) -> None:
     again, first = session.step(5), session.step(5, attempt=1)
     assert (again.run, again.attempt, first.attempt) == ("r", 2, 1)
     assert first.metrics().complete == "complete"
@@ -90,14 +90,14 @@ def test_the_newest_step_that_has_numbers(session: Session) -> None:
     assert session.step("measured", attempt=2).attempt == 2
 
 
-def test_rounds_add_up_to_the_whole(session: Session) -> None:
+def test_rounds_add_up_to_the_totals(session: Session) -> None:
     rounds = session.step(5, attempt=1).rounds()
     whole = rounds.about["whole"]
     assert sum(rounds["tokens"]) == whole["tokens"]
     assert math.fsum(rounds["abs_diff_sum"]) == pytest.approx(whole["abs_diff_sum"], rel=1e-12)
 
 
-def test_a_slice_is_less_than_the_whole(session: Session) -> None:
+def test_a_filtered_step_has_fewer_tokens(session: Session) -> None:
     step = session.step(5, attempt=1)
     whole, one = step.metrics(), step.metrics(rank=1, role="actor", stage=STAGE)
     assert one.about["coverage"]["tokens"] < whole.about["coverage"]["tokens"]
@@ -147,7 +147,7 @@ def test_pages_of_the_real_service(session: Session) -> None:
     assert part.to_dicts() == whole[:3].to_dicts()
 
 
-def test_order_and_withdraw_a_capture(session: Session, found: Service) -> None:
+def test_request_and_withdraw_a_capture(session: Session, found: Service) -> None:
     capture = session.capture(
         run="r", steps=[9], stages=[STAGE], config={"task": "statistics", "level": "L1"}
     )
@@ -174,7 +174,7 @@ def test_order_and_withdraw_a_capture(session: Session, found: Service) -> None:
 
 @pytest.mark.usefixtures("found")
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         *(["status"], ["runs"], ["attempts"], ["steps"], ["losses"], ["findings"], ["plan"]),
         *(["metrics"], ["metrics", "5"], ["metrics", "--attempt", "1"]),
@@ -183,11 +183,11 @@ def test_order_and_withdraw_a_capture(session: Session, found: Service) -> None:
     ],
     ids=" ".join,
 )
-def test_the_command_line(words: list[str]) -> None:
-    text = ask(*words)
+def test_the_command_line(args: list[str]) -> None:
+    text = ask(*args)
     assert text.exit_code == 0, text.output
     assert max(map(len, text.stdout.splitlines())) <= 80
-    answer: Any = json.loads(ask(*words, "--json").stdout)
+    answer: Json = json.loads(ask(*args, "--json").stdout)
     assert isinstance(answer, dict)
     # Spelled numbers stay spelled: neither NaN nor null took their place.
     assert not re.search(r"\bNaN\b|\bInfinity\b", text.stdout)
@@ -252,16 +252,16 @@ def test_stacks_to_read(session: Session, hung: tuple[Rank, Rank], found: Servic
         row, *_ = eventually(found.catalogue.stacks)
         request = {"request_id": row["request_id"], "threads": THREADS}
         hung[0].say("stacks", **request, step=2, stage="actor_update")
-        taken = asking.result(30)
-    assert [row["rank"] for row in taken.rows] == [0]
-    assert [row["rank"] for row in taken.not_answered] == [1, 4]
-    text = "\n".join(taken.lines())
+        accepted = asking.result(30)
+    assert [row["rank"] for row in accepted.rows] == [0]
+    assert [row["rank"] for row in accepted.not_answered] == [1, 4]
+    text = "\n".join(accepted.lines())
     assert "actor rank 0 in step 2, actor_update" in text
     assert "trainer (training)" in text
     assert "in f" in text
     assert "in g" not in text
     assert "\nrank 4: nobody has heard of it" in text
-    assert "in g" in "\n".join(taken.all_threads().lines())
+    assert "in g" in "\n".join(accepted.all_threads().lines())
     kept = session.step(2, run="hung").stacks(rank=0)
     assert kept.rows[0]["threads"] == THREADS
     shown = invoke("stacks", "2", "--run", "hung", "--ranks", "0", "--all-threads")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +22,10 @@ from stagescope.batch import Batch, Tensor
 from stagescope.batch.file import describe
 from stagescope.batch.trajectories import keys_of, trajectories
 from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound
+from stagescope.wire.nonfinite import Json
 
 
-def bits(batch: Batch) -> dict[str, Any]:
+def bits(batch: Batch) -> dict[str, Json]:
     found = {name: batch.tensor(name) for name in batch}
     return {n: (t.dtype, t.values.shape, t.values.tobytes()) for n, t in found.items()}
 
@@ -35,9 +35,9 @@ def test_a_saved_batch_is_opened_as_it_was(tmp_path: Path) -> None:
     again = Batch.load(batch.save(tmp_path / "batch.safetensors"))
     assert bits(again) == bits(batch)
     assert describe(again) == describe(batch)
-    for mine, other in zip(batch.parts, again.parts, strict=True):
-        assert (mine.rows == other.rows).all()
-        assert bits(again.microbatch(other)) == bits(batch.microbatch(mine))
+    for own, other in zip(batch.parts, again.parts, strict=True):
+        assert (own.rows == other.rows).all()
+        assert bits(again.microbatch(other)) == bits(batch.microbatch(own))
     assert [path.name for path in tmp_path.iterdir()] == ["batch.safetensors"]
 
 
@@ -60,11 +60,11 @@ def test_other_readers_of_safetensors_open_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_batch_is_refused(
-    tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, change: dict[str, Json], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = step_batch()
-    said = {**describe(batch), **change}
-    monkeypatch.setattr("stagescope.batch.file.describe", lambda _: said)
+    metadata = {**describe(batch), **change}
+    monkeypatch.setattr("stagescope.batch.file.describe", lambda _: metadata)
     path = batch.save(tmp_path / "batch.safetensors")
     with pytest.raises(InvalidTensor, match=message):
         Batch.load(path)
@@ -72,10 +72,10 @@ def test_a_file_that_is_no_batch_is_refused(
 
 @settings(deadline=None, max_examples=150)
 @given(mutated(json.loads(json.dumps(describe(step_batch())))))
-def test_whatever_its_metadata_say_it_is_a_batch_or_refused(said: Any) -> None:
+def test_any_metadata_give_a_batch_or_an_error(metadata: Json) -> None:
     batch = step_batch()
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as directory:
-        patched.setattr("stagescope.batch.file.describe", lambda _: said)
+        patched.setattr("stagescope.batch.file.describe", lambda _: metadata)
         path = batch.save(Path(directory) / "batch.safetensors")
         try:
             found = Batch.load(path)
@@ -127,7 +127,7 @@ def test_microbatches_are_as_their_stage_saw_them() -> None:
         batch.parts_of("x")
 
 
-def test_names_that_are_not_there_are_said_with_those_that_are() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(NotFound, match="no tensor 'entropy'; expected one of prompts, responses"):
         step_batch()["entropy"]
     with pytest.raises(NotFound, match="no response_mask; keep trajectories"):
@@ -222,14 +222,14 @@ def test_rewards_of_tokens_are_summed_where_the_mask_counts() -> None:
         (None, ("p", "q"), [("p", "0"), ("q", "0")]),
     ],
 )
-def test_a_run_id_that_was_not_said_is_found(
-    samples: tuple[str, ...] | None, groups: tuple[str, ...] | None, expected: list[Any]
+def test_a_missing_run_id_is_derived(
+    samples: tuple[str, ...] | None, groups: tuple[str, ...] | None, expected: list[Json]
 ) -> None:
     batch = step_batch().take([0, 1])
     strings = {"sample_ids": samples, "group_ids": groups}
-    said = {name: texts for name, texts in strings.items() if texts is not None}
-    assert keys_of(dataclasses.replace(batch, strings=said)) == expected
-    named = dataclasses.replace(batch, strings={**said, "run_ids": ("7", "8")})
+    metadata = {name: texts for name, texts in strings.items() if texts is not None}
+    assert keys_of(dataclasses.replace(batch, strings=metadata)) == expected
+    named = dataclasses.replace(batch, strings={**metadata, "run_ids": ("7", "8")})
     assert [run for _, run in keys_of(named)] == ["7", "8"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,11 +10,12 @@ from hypothesis import strategies as st
 
 from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.wire.errors import Forbidden, InvalidPlan, StagescopeError
+from stagescope.wire.nonfinite import Json
 
-SPEC: dict[str, Any] = {"stages": ["actor_update"], "steps": [5], "keep": ["old_log_probs"]}
+SPEC: dict[str, Json] = {"stages": ["actor_update"], "steps": [5], "keep": ["old_log_probs"]}
 
 
-def valid(roots: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+def valid(roots: tuple[str, ...] = (), **changes: Json) -> dict[str, Json]:
     return validate_capture({**SPEC, **changes}, allowed_roots=roots)
 
 
@@ -56,14 +56,14 @@ def test_every_field_is_filled_in() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_orders_name_the_field(change: dict[str, Any], field: str) -> None:
+def test_a_wrong_request_names_the_field(change: dict[str, Json], field: str) -> None:
     with pytest.raises(StagescopeError, match=field.replace(".", r"\.")) as caught:
         valid(("/",), **change)
     assert caught.value.expected
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("given", "expected_spec"),
     [
         ({"steps": "next"}, {"steps": {"next": 1}}),
         ({"steps": "5,8-10"}, {"steps": [5, 8, 9, 10]}),
@@ -77,9 +77,9 @@ def test_wrong_orders_name_the_field(change: dict[str, Any], field: str) -> None
     ],
     ids=str,
 )  # fmt: skip
-def test_short_ways_to_say_it(given: dict[str, Any], read: dict[str, Any]) -> None:
+def test_shorthands(given: dict[str, Json], expected_spec: dict[str, Json]) -> None:
     found = valid(**given)
-    assert {name: found[name] for name in read} == read
+    assert {name: found[name] for name in expected_spec} == expected_spec
     kept = {name: value for name, value in found.items() if name in CAPTURE_FIELDS}
     assert validate_capture(kept, allowed_roots=()) == found
 
@@ -94,20 +94,20 @@ def test_short_ways_to_say_it(given: dict[str, Any], read: dict[str, Any]) -> No
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_said_is_refused(change: dict[str, Any]) -> None:
+def test_contradictory_fields_are_refused(change: dict[str, Json]) -> None:
     with pytest.raises(InvalidPlan) as caught:
         valid(**change)
     assert caught.value.expected
 
 
-def test_an_order_without_a_word_of_what_is_of_statistics() -> None:
-    told = {"stages": ["actor_update"], "steps": "next"}
-    assert validate_capture(told, allowed_roots=()) == validate_capture(
-        {**told, "config": {"task": "statistics", "level": "L1"}}, allowed_roots=()
+def test_the_default_content_is_statistics() -> None:
+    message = {"stages": ["actor_update"], "steps": "next"}
+    assert validate_capture(message, allowed_roots=()) == validate_capture(
+        {**message, "config": {"task": "statistics", "level": "L1"}}, allowed_roots=()
     )
 
 
-def test_an_order_of_nothing_is_refused() -> None:
+def test_a_request_without_content_is_refused() -> None:
     with pytest.raises(InvalidPlan, match="orders nothing"):
         valid(keep=[])
 
@@ -122,7 +122,7 @@ def test_an_order_of_nothing_is_refused() -> None:
         ),
     )
 )
-def test_whatever_is_ordered_is_taken_or_refused(spec: dict[str, Any]) -> None:
+def test_any_request_is_accepted_or_refused(spec: dict[str, Json]) -> None:
     try:
         capture = validate_capture(spec, allowed_roots=["/tmp"])
     except StagescopeError:
@@ -151,7 +151,7 @@ def test_paths_stay_inside_the_allowed_roots(tmp_path: Path) -> None:
         valid((), data_dir=str(root))
 
 
-def chosen(steps: Any) -> list[int]:
+def chosen(steps: Json) -> list[int]:
     capture = valid(steps=steps)
     found = range(20)
     return [
@@ -172,7 +172,7 @@ def chosen(steps: Any) -> list[int]:
         ({"every": 1, "start": 18}, [18, 19]),
     ],
 )
-def test_steps_that_are_chosen(steps: Any, expected: list[int]) -> None:
+def test_matching_steps(steps: Json, expected: list[int]) -> None:
     assert chosen(steps) == expected
 
 
@@ -185,13 +185,13 @@ def test_steps_that_are_chosen(steps: Any, expected: list[int]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_which_stages_a_capture_concerns(change: dict[str, Any], expected: bool) -> None:
+def test_matching_stages(change: dict[str, Json], expected: bool) -> None:
     capture = valid(**change)
     assert matches(capture, stage="actor_update", role="actor", rank=2, step=5) is expected
 
 
-def test_work_without_a_step_is_chosen_by_all_steps_only() -> None:
-    place: dict[str, Any] = {"stage": "actor_update", "role": "actor", "rank": 0, "step": None}
-    assert matches(valid(steps="all"), **place)
-    assert not matches(valid(steps={"every": 1}), **place)
-    assert not matches(valid(steps=[0]), **place)
+def test_work_without_a_step_matches_only_all_steps() -> None:
+    where: dict[str, Json] = {"stage": "actor_update", "role": "actor", "rank": 0, "step": None}
+    assert matches(valid(steps="all"), **where)
+    assert not matches(valid(steps={"every": 1}), **where)
+    assert not matches(valid(steps=[0]), **where)

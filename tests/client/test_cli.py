@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
@@ -14,6 +13,7 @@ from tests.support.command_line import invoke
 
 from stagescope import terminal
 from stagescope.cli import common
+from stagescope.wire.nonfinite import Json
 
 ASKING = [
     ["status"],
@@ -34,22 +34,22 @@ ASKING = [
 ]
 
 
-def ask(service: Answering, *words: str, token: str = READ, width: int = 80) -> Result:
+def ask(service: Answering, *args: str, token: str = READ, width: int = 80) -> Result:
     env = {"STAGESCOPE_URL": service.url, "STAGESCOPE_TOKEN": token, "COLUMNS": str(width)}
-    return invoke(*words, env=env)
+    return invoke(*args, env=env)
 
 
-def refuse_constant(name: str) -> Any:
+def refuse_constant(name: str) -> Json:
     raise AssertionError(f"{name} is not JSON")
 
 
-@pytest.mark.parametrize("words", ASKING, ids=lambda words: words[0])
-def test_each_noun_answers_in_80_columns_and_in_json(service: Answering, words: list[str]) -> None:
-    text = ask(service, *words)
+@pytest.mark.parametrize("args", ASKING, ids=lambda args: args[0])
+def test_each_noun_answers_in_80_columns_and_in_json(service: Answering, args: list[str]) -> None:
+    text = ask(service, *args)
     assert text.exit_code == 0, text.output
     assert max(map(len, text.stdout.splitlines())) <= 80
     assert "\x1b" not in text.stdout
-    as_json = ask(service, *words, "--json")
+    as_json = ask(service, *args, "--json")
     assert as_json.exit_code == 0
     assert isinstance(json.loads(as_json.stdout, parse_constant=refuse_constant), dict)
 
@@ -77,7 +77,7 @@ def test_run_and_attempt_reach_the_service(service: Answering) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("args", "code", "message"),
     [
         (["metrics", "99"], 4, "a step from 0 to 5"),
         (["metrics", "newest"], 2, "neither a number nor"),
@@ -89,11 +89,11 @@ def test_run_and_attempt_reach_the_service(service: Answering) -> None:
     ],
 )
 def test_errors_are_a_line_or_two_and_a_code(
-    service: Answering, words: list[str], code: int, said: str
+    service: Answering, args: list[str], code: int, message: str
 ) -> None:
-    result = ask(service, *words)
+    result = ask(service, *args)
     assert result.exit_code == code, result.output
-    assert said in result.stderr
+    assert message in result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
 
@@ -105,7 +105,7 @@ def test_an_unreachable_service_is_3() -> None:
     assert "from STAGESCOPE_URL" in result.stderr
 
 
-def test_no_service_known_is_3() -> None:
+def test_exit_code_3_without_a_known_service() -> None:
     result = invoke("status")
     assert result.exit_code == 3
     assert "stagescope serve" in result.stderr
@@ -126,11 +126,11 @@ def test_a_wrong_token_is_5(service: Answering, tmp_path: Path) -> None:
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_debug_shows_the_traceback(service: Answering, place: str) -> None:
-    words = ["metrics", "99"]
-    words = ["--debug", *words] if place == "before" else [*words, "--debug"]
-    result = ask(service, *words)
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_debug_shows_the_traceback(service: Answering, position: str) -> None:
+    args = ["metrics", "99"]
+    args = ["--debug", *args] if position == "before" else [*args, "--debug"]
+    result = ask(service, *args)
     assert result.exit_code != 0
     assert type(result.exception).__name__ == "NotFound"
 
@@ -138,9 +138,9 @@ def test_debug_shows_the_traceback(service: Answering, place: str) -> None:
 def test_a_capture_by_its_options(service: Answering, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"task": "statistics"}')
-    words = ["capture", "--steps", "5,7-9", "--stages", "actor_update,ref_compute_log_prob"]
-    words += ["--ranks", "0", "--config", str(config), "--keep", "old_log_probs", "--json"]
-    result = ask(service, *words, token=OPERATE)
+    args = ["capture", "--steps", "5,7-9", "--stages", "actor_update,ref_compute_log_prob"]
+    args += ["--ranks", "0", "--config", str(config), "--keep", "old_log_probs", "--json"]
+    result = ask(service, *args, token=OPERATE)
     assert result.exit_code == 0, result.output
     capture = json.loads(result.stdout)
     assert service.captures[capture["capture_id"]] == {
@@ -167,8 +167,8 @@ def test_steps_that_cannot_be_read(service: Answering, steps: str) -> None:
 
 def test_a_config_that_is_not_json(service: Answering, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    words = ["capture", "--steps", "5", "--stages", "all", "--config"]
-    result = ask(service, *words, str(tmp_path / "config.json"), token=OPERATE)
+    args = ["capture", "--steps", "5", "--stages", "all", "--config"]
+    result = ask(service, *args, str(tmp_path / "config.json"), token=OPERATE)
     assert result.exit_code == 2
     assert "config.json" in result.stderr
 
@@ -179,14 +179,14 @@ def test_a_narrow_terminal_is_kept_to(service: Answering) -> None:
     assert "truncated at 3 rows" in " ".join(narrow.split())
 
 
-def test_help_says_the_exit_codes_and_every_command() -> None:
+def test_help_lists_the_exit_codes_and_every_command() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
     for code, meaning in terminal.EXIT_CODES.items():
         assert f"{code}  {meaning}" in result.stdout
-    for words in (*ASKING, ["capture"], ["remove-capture"], ["serve"], ["stop"]):
-        assert f"\n  {words[0]} " in result.stdout
-        assert invoke(words[0], "--help").exit_code == 0
+    for args in (*ASKING, ["capture"], ["remove-capture"], ["serve"], ["stop"]):
+        assert f"\n  {args[0]} " in result.stdout
+        assert invoke(args[0], "--help").exit_code == 0
 
 
 class OtherPoint:
@@ -200,7 +200,7 @@ class OtherPoint:
 
 @pytest.mark.parametrize("points", [{}, {"serve": OtherPoint()}], ids=["absent", "broken"])
 def test_a_service_command_without_its_extra_says_how_to_install(
-    monkeypatch: pytest.MonkeyPatch, points: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, points: dict[str, Json]
 ) -> None:
     monkeypatch.setattr(common, "_entry_points", lambda: points)
     result = invoke("serve", "--port", "1")
@@ -209,8 +209,8 @@ def test_a_service_command_without_its_extra_says_how_to_install(
     assert invoke("--help").exit_code == 0
 
 
-def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from stagescope.cli import main; main()", *words]
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from stagescope.cli import main; main()", *args]
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **env}, timeout=60, check=False
     )
@@ -232,9 +232,9 @@ def test_an_answer_that_nobody_reads_to_its_end(service: Answering) -> None:
     service.token_count = 5000
     env = {**os.environ, "STAGESCOPE_URL": service.url, "STAGESCOPE_TOKEN": READ}
     program = "from stagescope.cli import main; main()"
-    words = ["tokens", "5", "--limit", "5000", "--json"]
+    args = ["tokens", "5", "--limit", "5000", "--json"]
     with subprocess.Popen(
-        [sys.executable, "-c", program, *words],
+        [sys.executable, "-c", program, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=env,

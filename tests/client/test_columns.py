@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import polars
 import pytest
@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from stagescope import Table
 from stagescope.columns import COLUMNS
+from stagescope.wire.nonfinite import Json
 from stagescope_service.api.models import common, numbers, operators, runs, service, steps, triggers
 
 MODELS: Final[Mapping[str, type[BaseModel]]] = {
@@ -48,7 +49,7 @@ def columns_of(model: type[BaseModel]) -> dict[str, str]:
     return {name: kind_of(schema["properties"][name], schema.get("$defs", {})) for name in kept}
 
 
-def kind_of(about: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
+def kind_of(about: Mapping[str, Json], defs: Mapping[str, Json]) -> str:
     if "$ref" in about:
         return kind_of(defs[about["$ref"].rpartition("/")[2]], defs)
     if "anyOf" in about:
@@ -74,7 +75,7 @@ def test_every_noun_has_a_model() -> None:
 
 @pytest.mark.parametrize("noun", ["scalars", "tokens", "findings", "stages", "runs"])
 def test_a_table_without_rows_concatenates_with_a_full_one(noun: str) -> None:
-    spell: dict[str, Any] = {
+    spell: dict[str, Json] = {
         "int": 1, "float": 0.5, "text": "x", "bool": True, "ints": [1], "texts": ["x"],
         "nested": {"a": 1},
     }  # fmt: skip

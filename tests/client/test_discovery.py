@@ -29,7 +29,7 @@ def write_service_file(url: str, **extra: object) -> Path:
     return path
 
 
-def test_nothing_known_says_what_was_tried() -> None:
+def test_an_unknown_service_lists_what_was_tried() -> None:
     with pytest.raises(Unreachable) as caught:
         discovery.find()
     text = str(caught.value)
@@ -41,25 +41,25 @@ def test_nothing_known_says_what_was_tried() -> None:
 
 def test_the_file_that_serve_wrote() -> None:
     path = write_service_file("http://127.0.0.1:8700")
-    place = discovery.find()
-    assert (place.url, place.found) == ("http://127.0.0.1:8700", str(path))
-    assert (place.read_token, place.operate_token) == ("r" * 20, "o" * 20)
-    assert "rrrr" not in repr(place)
+    location = discovery.find()
+    assert (location.url, location.found) == ("http://127.0.0.1:8700", str(path))
+    assert (location.read_token, location.operate_token) == ("r" * 20, "o" * 20)
+    assert "rrrr" not in repr(location)
 
 
 def test_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     write_service_file("http://127.0.0.1:8700")
     monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700/")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
-    place = discovery.find()
-    assert (place.url, place.read_token) == ("http://head:8700", "from-environment")
+    location = discovery.find()
+    assert (location.url, location.read_token) == ("http://head:8700", "from-environment")
 
 
 def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
-    place = discovery.find("http://other:1", "given")
-    assert (place.url, place.read_token, place.operate_token) == (
+    location = discovery.find("http://other:1", "given")
+    assert (location.url, location.read_token, location.operate_token) == (
         "http://other:1",
         "given",
         "given",
@@ -71,9 +71,9 @@ def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_the_files_tokens_go_to_its_own_url_only(url: str) -> None:
     write_service_file("http://127.0.0.1:8700")
-    place = discovery.find(url)
-    assert place.read_token is None
-    assert place.operate_token is None
+    location = discovery.find(url)
+    assert location.read_token is None
+    assert location.operate_token is None
 
 
 def test_a_loopback_url_of_another_host_is_no_service_here() -> None:
@@ -107,13 +107,13 @@ def test_one_service_by_two_loopback_names() -> None:
 def test_a_missing_read_token_is_replaced_by_the_other() -> None:
     path = write_service_file("http://127.0.0.1:8700")
     (path.parent / "read.token").unlink()
-    place = discovery.find()
-    assert place.read_token == "o" * 20
-    assert "read.token" in place.note
+    location = discovery.find()
+    assert location.read_token == "o" * 20
+    assert "read.token" in location.note
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"url": 5}', '{"url": "ftp://x"}', '"\xff"'])
-def test_a_damaged_file_is_said_not_raised_through(content: str) -> None:
+def test_a_damaged_file_is_reported_in_the_error(content: str) -> None:
     write_service_file("http://x").write_bytes(content.encode("latin-1"))
     with pytest.raises(Unreachable, match=r"service\.json"):
         discovery.find()
@@ -129,7 +129,7 @@ def test_not_the_url_of_a_service(url: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "two words", "\u00e9"])
-def test_a_token_file_holds_one_word(tmp_path: Path, content: str) -> None:
+def test_a_token_file_contains_one_word(tmp_path: Path, content: str) -> None:
     (tmp_path / "token").write_text(content, encoding="utf-8")
     with pytest.raises(Unauthorized):
         discovery.read_token(tmp_path / "token")

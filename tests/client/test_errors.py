@@ -46,7 +46,7 @@ def test_codes_are_unique() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_each_survives_the_way_through_ray(kind: type[StagescopeError]) -> None:
+def test_each_error_survives_pickling(kind: type[StagescopeError]) -> None:
     error = kind("it broke", expected="that it holds", advice="mend it")
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind

@@ -72,7 +72,9 @@ def ask(*words: str, width: int = 80) -> str:
     return result.stdout
 
 
-def test_what_lasts_is_said_once_and_the_operator_first(session: stagescope.Session) -> None:
+def test_repeated_findings_are_grouped(
+    session: stagescope.Session,
+) -> None:
     found = session.findings()
     assert len(found) == 34
     kinds = found.groups["kind"]
@@ -108,7 +110,7 @@ def test_only_some(session: stagescope.Session) -> None:
     assert "non_finite_operator" not in ask("findings", "--only", "warning")
 
 
-def test_one_finding_whole_by_the_id_that_is_shown(session: stagescope.Session) -> None:
+def test_one_finding_by_the_displayed_id(session: stagescope.Session) -> None:
     shown = re.findall(r"^([0-9a-f]{10}) error nonfinite", ask("findings"), re.MULTILINE)
     assert len(shown) == 1
     text = ask("finding", shown[0])

@@ -6,7 +6,7 @@ from stagescope.flow import FLOW, order_of
 from stagescope.wire.schema import STREAM_TENSORS
 
 
-def test_names_stand_in_the_order_in_which_data_flows() -> None:
+def test_names_are_in_the_order_of_the_data_flow() -> None:
     names = [
         "responses", "response_mask", "rollout_log_probs", "rewards", "old_log_probs",
         "ref_log_probs", "entropy", "values", "advantages", "prob_ratio", "loss",

@@ -3,15 +3,15 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from typing import Any
 
 import polars
 import pyarrow
 import pytest
 
 from stagescope import InvalidInput, Metrics, MissingExtra, NotFound, Record, Table
+from stagescope.wire.nonfinite import Json
 
-ROWS: list[dict[str, Any]] = [
+ROWS: list[dict[str, Json]] = [
     {"rank": 0, "value": 0.5, "stage": "nan", "ok": True, "ranks": [1, 2], "more": {"a": math.inf}},
     {"rank": None, "value": "nan", "stage": None, "ok": None, "ranks": None, "more": None},
     {"rank": 2, "value": None, "stage": "s", "ok": False, "ranks": [], "more": {"b": [1, "x"]}},
@@ -29,7 +29,7 @@ def test_spelled_numbers_become_floats_where_numbers_stand(table: Table) -> None
     assert table["stage"][0] == "nan"
 
 
-def test_a_column_that_holds_words_keeps_them() -> None:
+def test_a_text_column_keeps_spelled_numbers() -> None:
     table = Table.from_rows([{"x": "inf"}, {"x": "infinite"}, {"y": "-inf"}])
     assert table["x"] == ("inf", "infinite", None)
     assert table["y"] == (None, None, -math.inf)
@@ -100,7 +100,7 @@ def test_arrow(table: Table) -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [{}], [{"a": None}], [{"a": 2**70}], [{"a": [1, "x", None]}]])
-def test_odd_tables_convert_and_show(rows: list[dict[str, Any]]) -> None:
+def test_odd_tables_convert_and_show(rows: list[dict[str, Json]]) -> None:
     table = Table.from_rows(rows)
     expected = len(rows) if any(rows) else 0
     assert len(table) == expected
@@ -143,7 +143,7 @@ def test_a_column_that_differs_from_the_heading_stays() -> None:
     assert "attempt" in repr(table).splitlines()[1]
 
 
-def test_long_and_truncated_tables_say_so() -> None:
+def test_long_and_truncated_tables_are_marked() -> None:
     table = Table.from_rows([{"a": n} for n in range(200)], truncated=True)
     assert "... 180 more rows" in repr(table)
     assert "truncated at 200 rows" in repr(table)
@@ -175,7 +175,7 @@ def test_metrics_are_a_mapping_of_floats() -> None:
     assert metrics.to_dicts()[2] == {"name": "b", "value": 1.5}
 
 
-def test_metrics_say_what_they_rest_on() -> None:
+def test_metrics_describe_their_provenance() -> None:
     metrics = Metrics.from_answer(
         {
             "run": "r",
@@ -196,8 +196,8 @@ def test_metrics_say_what_they_rest_on() -> None:
     assert "not in these numbers: 3 refused payloads; see losses" in repr(metrics)
     assert "lost payloads" not in repr(metrics)
     text, page = repr(metrics), metrics._repr_html_()
-    for said in ("partial", "actor/1 s begun", "shift", '"nan": 2', "superseded by: 2", "other"):
-        assert said in text
+    for phrase in ("partial", "actor/1 s begun", "shift", '"nan": 2', "superseded by: 2", "other"):
+        assert phrase in text
     assert '"old"' not in text
     assert "<b>shifted" not in page
     assert "&lt;b&gt;shifted" in page

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from stagescope.wire.captures import validate_capture
@@ -19,28 +17,29 @@ from stagescope.wire.keep import (
     wanted_by,
     words_of,
 )
+from stagescope.wire.nonfinite import Json
 from stagescope_service.dumps import records
 
-PLACE: dict[str, Any] = {"stage": "actor_update", "role": "actor", "rank": 0}
+WHERE: dict[str, Json] = {"stage": "actor_update", "role": "actor", "rank": 0}
 UPDATE = ["log_probs", "old_log_probs", "advantages", "prob_ratio", "response_mask"]
 
 
-def test_sections_have_the_names_that_readers_give_them() -> None:
+def test_sections_have_the_names_of_the_dump_readers() -> None:
     assert {*SECTIONS} == {*records.SECTIONS}
 
 
-def test_a_configuration_names_steps_ranks_and_words() -> None:
+def test_a_configuration_names_steps_ranks_and_selectors() -> None:
     keep = validate_keep({"every_n_steps": 10, "ranks": "0,2-3", "what": ["is_loss"]})
-    assert wanted_by(keep, **PLACE, step=20) == ("is_loss",)
-    assert wanted_by(keep, **PLACE, step=21) == ()
-    assert wanted_by(keep, **{**PLACE, "rank": 1}, step=20) == ()
+    assert wanted_by(keep, **WHERE, step=20) == ("is_loss",)
+    assert wanted_by(keep, **WHERE, step=21) == ()
+    assert wanted_by(keep, **{**WHERE, "rank": 1}, step=20) == ()
     assert validate_keep(keep) == keep  # as it comes back from a process's settings
     listed = validate_keep({"steps": "3,5-6", "what": "loss"})
-    assert [step for step in range(8) if wanted_by(listed, **PLACE, step=step)] == [3, 5, 6]
-    assert wanted_by(validate_keep({"what": ["loss"]}), **PLACE, step=None) == ("loss",)
+    assert [step for step in range(8) if wanted_by(listed, **WHERE, step=step)] == [3, 5, 6]
+    assert wanted_by(validate_keep({"what": ["loss"]}), **WHERE, step=None) == ("loss",)
 
 
-def test_words_of_other_projects_are_understood() -> None:
+def test_names_of_other_projects_are_aliases() -> None:
     options = {"trajectory": True, "old_log_probs": True, "forward_data": False, "loss": True}
     assert validate_keep({"what": options})["what"] == ["trajectories", "old_log_probs", "loss"]
     weaver = ["forward_data", "loss", "is_loss_debug", "training_metrics", "datums"]
@@ -67,23 +66,23 @@ def test_words_of_other_projects_are_understood() -> None:
         ({"parameters": "*.weight"}, "parameters is"),
     ],
 )
-def test_what_cannot_be_carried_out_is_refused(spec: Any, wrong: str) -> None:
+def test_an_invalid_configuration_is_refused(spec: Json, wrong: str) -> None:
     with pytest.raises(InvalidPlan, match=wrong.replace("(", r"\(")):
         validate_keep(spec)
     assert read_keep(spec) is None
 
 
-def test_parameters_are_taken_by_patterns_where_the_policy_is_updated() -> None:
+def test_parameters_are_selected_by_patterns_in_the_actor_update() -> None:
     keep = validate_keep({"every_n_steps": 2, "gradients": ["*.q_proj.weight"]})
     capture = shard_capture(keep)
     assert capture is not None
     assert (capture["stages"], capture["gradients"]) == (["actor_update"], ["*.q_proj.weight"])
-    assert wanted_by(keep, **PLACE, step=4) == ("gradient/*",)
+    assert wanted_by(keep, **WHERE, step=4) == ("gradient/*",)
     assert words_of(capture) == ("gradient/*",)
     assert shard_capture(validate_keep({"what": ["loss"]})) is None
 
 
-def test_a_capture_takes_the_same_words() -> None:
+def test_a_capture_accepts_the_same_selectors() -> None:
     spec = {"stages": "all", "steps": "all", "keep": ["trajectory", "my_tensor"]}
     capture = validate_capture({**spec, "parameters": ["*"]}, allowed_roots=())
     assert words_of(capture) == ("trajectories", "my_tensor", "parameter/*")
@@ -111,7 +110,7 @@ def test_all_that_a_rollout_hands_over_is_of_its_trajectories() -> None:
     assert beside == {"other": ["rollout_log_probs", "response_mask"]}
 
 
-def test_only_what_is_named_is_kept() -> None:
+def test_only_selected_data_are_kept() -> None:
     assert kept_sections({"forward_data"}, "actor_update", UPDATE) == {
         "forward_data": ["log_probs", "response_mask"]
     }

@@ -33,7 +33,7 @@ def test_a_misspelling_has_a_closest_name(name: str, meant: str) -> None:
         "token_level_rewards", "logits", "mask", "datums/rollout_logprobs", "",
     ],
 )  # fmt: skip
-def test_known_names_and_own_names_have_none(name: str) -> None:
+def test_known_and_different_names_have_no_match(name: str) -> None:
     assert closest(name) is None
 
 

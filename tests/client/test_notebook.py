@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import stagescope
-from stagescope.answers import MATTER, Metrics, Record, Status
+from stagescope.answers import KEY_METRICS, Metrics, Record, Status
+from stagescope.capture_requests import CaptureRequests
 from stagescope.frames import Table
 from stagescope.operators import Stack
-from stagescope.orders import CaptureRequests
 from stagescope.progress import Progress
 from stagescope.step import Step
 from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
@@ -20,7 +20,7 @@ WALL = 1_795_320_000.0
 
 
 def metrics() -> Metrics:
-    names = [*MATTER, *(f"per_round/round_{n}_abs_diff_mean" for n in range(75))]
+    names = [*KEY_METRICS, *(f"per_round/round_{n}_abs_diff_mean" for n in range(75))]
     about = {"run": "r", "step": 5, "complete": "complete", "comparable": "comparable"}
     return Metrics({name: float(at) for at, name in enumerate(reversed(names))}, about)
 
@@ -30,7 +30,7 @@ def test_the_ten_that_matter_come_first_and_the_rest_is_folded() -> None:
     assert len(text.splitlines()) < 20
     assert "... 75 more" in text
     shown, folded = page.split("<details>")
-    assert shown.count("<tr>") == len(MATTER) + 1
+    assert shown.count("<tr>") == len(KEY_METRICS) + 1
     assert shown.index("rollout_corr/k3_kl") < shown.index("counts/tokens")
     assert ">nat<" in shown
     assert ">tokens<" in shown
@@ -40,9 +40,9 @@ def test_the_ten_that_matter_come_first_and_the_rest_is_folded() -> None:
 
 
 def test_a_few_metrics_are_all_shown() -> None:
-    few = Metrics({"per_round/total_rounds": 2.0}, {"run": "r"})
-    assert "per_round/total_rounds" in repr(few)
-    assert "details" not in few._repr_html_()
+    metrics_ = Metrics({"per_round/total_rounds": 2.0}, {"run": "r"})
+    assert "per_round/total_rounds" in repr(metrics_)
+    assert "details" not in metrics_._repr_html_()
 
 
 def progress() -> Progress:
@@ -97,10 +97,10 @@ def test_a_status_says_why_it_is_not_ready() -> None:
 
 
 def test_names_complete_in_a_notebook() -> None:
-    asked: list[tuple[Any, str]] = [
+    updates: list[tuple[Any, str]] = [
         (metrics(), "rollout_corr/k3_kl"), (status(), "coordinator"), (Table({"k": [1]}), "k"),
     ]  # fmt: skip
-    for answer, name in asked:
+    for answer, name in updates:
         assert name in answer._ipython_key_completions_()
 
 

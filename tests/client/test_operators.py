@@ -108,7 +108,7 @@ def test_the_first_non_finite_operator_is_named(asking: Session) -> None:
     assert "no operator gave a NaN" in asking.step(6).non_finite().lines()[0]
 
 
-def test_calls_that_were_left_out_of_the_search_are_said(asking: Session) -> None:
+def test_calls_that_the_search_skipped_are_reported(asking: Session) -> None:
     found = asking.step(5).non_finite()
     rows = [{**row, "not_read": 3 if row["name"] is None else 1} for row in found]
     about = {**found.about, "earliest": {**found.about["earliest"], "not_read": 1}}
@@ -146,23 +146,21 @@ def test_the_first_divergent_operator_is_named(asking: Session) -> None:
     ],
 )
 @pytest.mark.parametrize("width", [80, 50, 200])
-def test_names_are_whole_at_any_width(
-    live: Service, words: list[str], said: str, width: int
-) -> None:
+def test_names_are_never_shortened(live: Service, words: list[str], said: str, width: int) -> None:
     result = ask(live, *words, "--limit", "500", width=width) if words[0] != "divergence" else ask(
         live, *words, width=width
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     for line in result.stdout.splitlines():  # a name or a path that is longer stays in one piece
-        words_of = line.split()
-        assert len(line) <= width or max(map(len, words_of)) > width - 8, line
+        text_of = line.split()
+        assert len(line) <= width or max(map(len, text_of)) > width - 8, line
     assert said in result.stdout
     assert ".." not in result.stdout
     as_json = ask(live, *words, "--json")
     json.loads(as_json.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_a_truncated_dump_is_said_beside_the_rows(live: Service, tmp_path: Path) -> None:
+def test_a_truncated_dump_is_noted_beside_the_rows(live: Service, tmp_path: Path) -> None:
     files = capture(tmp_path, level="L0")
     text = (files / "dump.json").read_bytes()
     (files / "dump.json").write_bytes(text[:9000])
@@ -184,7 +182,7 @@ def test_a_truncated_dump_is_said_beside_the_rows(live: Service, tmp_path: Path)
         ("part=0.0.1.0,stage=actor_update", {"part": "0.0.1.0", "stage": "actor_update"}),
     ],
 )
-def test_a_side_in_words(text: str, side: dict[str, object]) -> None:
+def test_a_side_is_parsed_from_text(text: str, side: dict[str, object]) -> None:
     assert read_side(text) == side
 
 

@@ -43,7 +43,7 @@ def test_help_with_the_services_commands_stays_light() -> None:
     assert loaded_by(program).isdisjoint(HEAVY)
 
 
-def test_what_is_exported_is_there_and_sorted() -> None:
+def test_exports_exist_and_are_sorted() -> None:
     assert stagescope.__all__ == sorted(stagescope.__all__)
     assert set(errors.__all__) <= set(stagescope.__all__)
     assert set(stagescope.__all__) <= set(dir(stagescope))
@@ -53,7 +53,7 @@ def test_what_is_exported_is_there_and_sorted() -> None:
         stagescope.nothing  # noqa: B018
 
 
-def test_the_tree_of_errors_is_drawn_whole() -> None:
+def test_the_docstring_draws_every_error() -> None:
     for name in errors.__all__:
         assert f"`{name}`" in (errors.__doc__ or "")
     codes = [getattr(errors, name).code for name in errors.__all__]

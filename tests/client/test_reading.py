@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tests.support.answering import READ, Answering
 from tests.support.command_line import invoke
@@ -12,11 +10,12 @@ from stagescope.answers import Metrics, Record
 from stagescope.compared import as_lines
 from stagescope.frames import Table
 from stagescope.wire.errors import NotFound
+from stagescope.wire.nonfinite import Json
 
 PATH = "/data/stagescope/qwen3-8b-countdown/key-1/step_120/actor_update/0.0.1.0/rank3/dump.json"
 
 
-def table(**changes: Any) -> Table:
+def table(**changes: Json) -> Table:
     """A row as a route about ranks gives it."""
     row = {"role": "actor", "rank": 1, "k3_kl": 0.5, "live": True, "host": "a", "odd_ranks": [1],
            "missing": [{"rank": 1}], "wall": 1.5}  # fmt: skip
@@ -32,7 +31,7 @@ def table(**changes: Any) -> Table:
         {"odd_ranks": None, "missing": None},
     ],
 )
-def test_tables_of_two_steps_concatenate(changes: dict[str, Any]) -> None:
+def test_tables_of_two_steps_concatenate(changes: dict[str, Json]) -> None:
     polars = pytest.importorskip("polars")
     pyarrow = pytest.importorskip("pyarrow")
     pandas = pytest.importorskip("pandas")
@@ -66,7 +65,7 @@ def test_what_was_meant() -> None:
     assert "nothing" not in metrics
 
 
-def ask(service: Answering, *words: str) -> Any:
+def ask(service: Answering, *words: str) -> Json:
     env = {"STAGESCOPE_URL": service.url, "STAGESCOPE_TOKEN": READ, "COLUMNS": "60"}
     return invoke(*words, env=env)
 
@@ -93,7 +92,7 @@ def test_help_stands_by_task() -> None:
     assert "More:" not in text, "a command of no task: name one in plugins.TASKS"
 
 
-def compared(**pair: Any) -> dict[str, Any]:
+def compared(**pair: Json) -> dict[str, Json]:
     empty = {"mean": 0.0, "std": 0.0}
     statistics = {"pairs": 4, "finite": 4, "max_abs": 1.0, "mean_abs": 1.0, "relative": 1.0,
                   "cosine": 1.0, "a": empty, "b": empty}  # fmt: skip

@@ -28,7 +28,7 @@ from stagescope import render
         ("a\nb\x1b[2J", "", r"a\nb\x1b[2J"),
     ],
 )
-def test_values_as_a_person_reads_them(value: object, unit: str, text: str) -> None:
+def test_values_are_formatted_for_readers(value: object, unit: str, text: str) -> None:
     assert render.format_value(value, unit) == text
 
 
@@ -48,7 +48,7 @@ def test_a_table_fits_and_names_what_it_left_out() -> None:
     assert "column_11" in "\n".join(lines)
 
 
-def test_ids_and_times_stay_whole_and_empty_columns_go_first() -> None:
+def test_ids_and_times_are_not_shortened_and_empty_columns_are_dropped_first() -> None:
     columns: dict[str, list[object]] = {
         "capture_id": ["0123456789abcdef"],
         "empty": [None],
@@ -68,12 +68,12 @@ def test_columns_line_up_with_wide_characters() -> None:
     assert {render.width_of(line) for line in lines} == {len("text") + 2 + 2}
 
 
-def test_numbers_stand_right_and_words_left() -> None:
+def test_numbers_are_right_aligned_and_text_left() -> None:
     lines = render.text_table({"rank": [1, 10], "word": ["a", "bcdef"]}, units={}, width=80)
     assert lines[2:] == ["   1  a", "  10  bcdef"]
 
 
-def test_a_clipped_word_says_so() -> None:
+def test_a_clipped_cell_ends_in_dots() -> None:
     assert render.clip("abcdefgh", 6) == "abcd.."
     assert render.clip("中文中文", 6) == "中文.."
     assert render.clip("abc", 3) == "abc"

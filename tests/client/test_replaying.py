@@ -132,7 +132,7 @@ def test_numpy_functions_files_and_whole_batches(tmp_path: Path) -> None:
     assert stagescope.replay(dataclasses.replace(micro, others={}), in_numpy).same
 
 
-def test_what_is_not_stored_or_no_number_is_said() -> None:
+def test_missing_and_non_numeric_results_are_reported() -> None:
     def other(micro: Batch) -> dict[str, Any]:
         return {"kl_loss": 1.0}
 
@@ -151,8 +151,8 @@ def test_an_intermediate_of_another_shape_is_refused(wrong: tuple[int, ...]) -> 
     def narrower(micro: Batch) -> dict[str, Any]:
         return {**loss(micro), "prob_ratio": np.zeros(wrong, np.float32)}
 
-    said = rf"prob_ratio .* has shape \[{', '.join(map(str, wrong))}\] \(actor_update, rank 0"
-    with pytest.raises(InvalidInput, match=rf"{said}.*expected \[2, 6\]"):
+    output = rf"prob_ratio .* has shape \[{', '.join(map(str, wrong))}\] \(actor_update, rank 0"
+    with pytest.raises(InvalidInput, match=rf"{output}.*expected \[2, 6\]"):
         stagescope.replay(recorded(), narrower)
     with pytest.raises(InvalidInput, match=r"loss .* has shape \[2\].*expected \[\]"):
         stagescope.replay(recorded(), lambda micro: {**loss(micro), "loss": np.zeros(2)})
@@ -170,7 +170,7 @@ def tensor(values: Any, dtype: str = "float32") -> Tensor:
     return Tensor(dtype, np.asarray(values, dtype if dtype != "bfloat16" else np.uint16))
 
 
-def test_nan_at_the_same_place_is_the_same() -> None:
+def test_nan_at_the_same_index_is_equal() -> None:
     a, b = tensor([1, np.nan, np.inf]), tensor([1, np.nan, np.inf])
     assert compare(a, b, None).verdict == BITWISE
     found = compare(a, tensor([1, 2, np.inf]), None)

@@ -30,7 +30,7 @@ def test_a_trajectory_is_found_by_group_and_run(tmp_path: Path) -> None:
         assert (found.step, found.strings["task_id"]) == (5, "b")
 
 
-def test_each_is_served_once_unless_asked_otherwise() -> None:
+def test_each_is_served_once_by_default() -> None:
     rollouts = ReplayRollouts(step_batch())
     rollouts.get("g0", "0")
     with pytest.raises(Conflict, match="group_id 'g0', run_id '0' of step 5 was served before"):
@@ -62,7 +62,7 @@ def test_several_steps_are_served_in_turn() -> None:
     assert found.step == 6
 
 
-def test_at_the_end_it_tells_what_was_never_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_at_the_end_it_reports_what_was_never_requested(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "stagescope.rollouts"),
         ReplayRollouts(step_batch()) as rollouts,

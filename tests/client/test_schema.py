@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput, StagescopeError
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import (
     BEGIN,
     KINDS,
@@ -54,7 +54,7 @@ def test_a_sender_travels() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_sender_with_a_wrong_field(change: dict[str, Any]) -> None:
+def test_a_sender_with_a_wrong_field(change: dict[str, Json]) -> None:
     # replace() does not check: the wire may hold anything.
     with pytest.raises(InvalidInput):
         Sender.parse(dataclasses.replace(SENDER, **change).wire())
@@ -66,7 +66,7 @@ def test_what_is_no_sender(wire: object) -> None:
         Sender.parse(wire)
 
 
-def test_an_event_travels_with_what_is_not_known_yet() -> None:
+def test_an_event_keeps_unknown_fields() -> None:
     event = Event(BEGIN, 7, 1.5, 2.5, {"step": 1, "later": [1, 2]})
     assert Event.parse(event.wire()) == event
     assert Event.parse([*event.wire(), "more"]) == event
@@ -101,7 +101,7 @@ def test_whatever_comes_is_read_or_refused(wire: object) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(WORK_FIELDS), anything))
-def test_whatever_work_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
+def test_any_work_fields_are_parsed_or_refused(fields: dict[str, Json]) -> None:
     try:
         work = Work.parse(fields)
     except InvalidEvent:

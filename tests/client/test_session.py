@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from tests.support.answering import READ, RUN, Answering
@@ -9,6 +8,7 @@ from tests.support.answering import READ, RUN, Answering
 import stagescope
 from stagescope import Forbidden, InvalidInput, InvalidPlan, NotFound, Session
 from stagescope.wire.captures import CAPTURE_FIELDS
+from stagescope.wire.nonfinite import Json
 
 
 def test_runs_and_attempts_with_their_fingerprints(session: Session) -> None:
@@ -48,7 +48,7 @@ def test_a_step_stays_where_it_was_found(service: Answering, session: Session) -
     assert service.seen[1][2].items() >= {"rank": "1", "stage": "actor_update"}.items()
 
 
-def test_the_attempt_asked_for_answers(session: Session) -> None:
+def test_the_requested_attempt_answers(session: Session) -> None:
     step = session.step(5, run=RUN, attempt=1)
     assert (step.attempt, step.metrics().attempt) == (1, 1)
     assert "attempt 1" in repr(step)
@@ -101,7 +101,7 @@ def test_a_service_that_repeats_its_pages_does_not_hold_the_client() -> None:
             raise AssertionError("tables are read by their own route")
 
     service = Answering()
-    session = Turning(stagescope.discovery.Place("http://unused", "the test"))
+    session = Turning(stagescope.discovery.ServiceLocation("http://unused", "the test"))
     answers = iter([{"rows": [{"a": 1}], "next": "x"}] * 50)
     session._transport.get = lambda *_, **__: next(answers)  # type: ignore[method-assign]
     assert len(session.table("/runs")) <= 3
@@ -129,12 +129,12 @@ def test_a_capture_that_cannot_be(session: Session) -> None:
 
 
 def test_every_field_of_a_capture_has_an_argument(session: Session) -> None:
-    spec: dict[str, Any] = dict.fromkeys(CAPTURE_FIELDS, "x")
+    spec: dict[str, Json] = dict.fromkeys(CAPTURE_FIELDS, "x")
     record = session.capture(**{**spec, "steps": [1]})
     assert set(CAPTURE_FIELDS) <= set(record)
 
 
-def test_the_read_token_may_not_order(service: Answering) -> None:
+def test_the_read_token_cannot_request_captures(service: Answering) -> None:
     with (
         stagescope.attach(service.url, token=READ, timeout=5.0) as session,
         pytest.raises(Forbidden, match="read token"),
@@ -158,7 +158,7 @@ def test_a_closed_session_says_so(service: Answering) -> None:
         session.runs()
 
 
-def test_rounds_carry_the_whole_to_which_they_add_up(session: Session) -> None:
+def test_rounds_have_the_totals_to_which_they_add_up(session: Session) -> None:
     rounds = session.step(5).rounds(by="round", role="actor")
     assert math.isnan(rounds.about["whole"]["abs_diff_mean"])
     assert sum(rounds["tokens"]) == rounds.about["whole"]["tokens"]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from stagescope import Metrics, Table, render
 from stagescope.answers import Status
-from stagescope.asking import segment, step_word
 from stagescope.changes import Changes
+from stagescope.connection import segment, step_segment
 from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
 from stagescope.wire.errors import InvalidInput, StagescopeError
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import STAGES
 from stagescope_service.api.requests import step_number
 from stagescope_service.core.captures.plan import Plan
@@ -50,16 +49,16 @@ def test_ranks_of_evidence_are_read_as_ranks() -> None:
 
 
 def test_a_wrong_argument_is_named() -> None:
-    wrong: Any = {}
+    wrong: Json = {}
     with pytest.raises(
         InvalidInput, match=r"capture_id is \{\}, which is not a name; expected a text"
     ):
         segment(wrong, "capture_id")
-    for read in (step_word, lambda step: step_number(str(step))):
+    for read in (step_segment, lambda step: step_number(str(step))):
         with pytest.raises(InvalidInput, match="of at most 18 digits"):
             read(2**63)
-    assert step_word(10**18 - 1) == str(10**18 - 1)
-    assert step_number("-7") == int(step_word(-7)) == -7
+    assert step_segment(10**18 - 1) == str(10**18 - 1)
+    assert step_number("-7") == int(step_segment(-7)) == -7
 
 
 def test_nothing_is_expected_where_nothing_is_in_force() -> None:

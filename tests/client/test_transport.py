@@ -13,7 +13,7 @@ from tests.support.step_batches import step_batch
 
 import stagescope
 from stagescope import Session
-from stagescope.discovery import Place
+from stagescope.discovery import ServiceLocation
 from stagescope.transport import Transport
 from stagescope.wire import errors
 
@@ -61,7 +61,7 @@ def test_a_service_that_is_not_ready_is_waited_for(service: Answering, session: 
 
 
 def test_the_wait_ends_at_the_deadline_with_the_reason(service: Answering) -> None:
-    transport = Transport(Place(service.url, "the test", READ), timeout=0.5)
+    transport = Transport(ServiceLocation(service.url, "the test", READ), timeout=0.5)
     service.refusals += [NOT_READY] * 50
     began = time.monotonic()
     with pytest.raises(errors.NotReady, match="being opened"):
@@ -71,7 +71,7 @@ def test_the_wait_ends_at_the_deadline_with_the_reason(service: Answering) -> No
     transport.close()
 
 
-def test_a_change_is_repeated_only_where_nothing_was_taken(
+def test_a_change_is_retried_only_if_it_was_not_accepted(
     service: Answering, session: Session
 ) -> None:
     service.refusals.append(NOT_READY)
@@ -116,7 +116,7 @@ def http(body: bytes, status: str = "200 OK") -> bytes:
 def test_a_reading_call_outlives_broken_connections_and_gateways() -> None:
     gaps = [b"", b"HTTP/1.1 200 OK\r\ncontent-le", http(b"", "502 Bad Gateway")]
     with answering_bytes(*gaps, http(b'{"rows": []}')) as url:
-        transport = Transport(Place(url, "the test", READ), timeout=30.0)
+        transport = Transport(ServiceLocation(url, "the test", READ), timeout=30.0)
         assert transport.get("/runs") == {"rows": []}
         transport.close()
 
@@ -124,7 +124,7 @@ def test_a_reading_call_outlives_broken_connections_and_gateways() -> None:
 @pytest.mark.parametrize("gap", [b"", http(b"", "502 Bad Gateway"), http(b"{}", "500 Oh")])
 def test_a_change_that_may_have_arrived_is_not_repeated(gap: bytes) -> None:
     with answering_bytes(gap, http(b"{}")) as url:
-        transport = Transport(Place(url, "the test", READ, READ), timeout=30.0)
+        transport = Transport(ServiceLocation(url, "the test", READ, READ), timeout=30.0)
         with pytest.raises(errors.StagescopeError):
             transport.change("POST", "/captures", {})
         transport.close()
@@ -150,13 +150,13 @@ def test_something_else_at_the_url(answer: bytes) -> None:
 BUSY = http(b'{"code": "not_ready", "wrong": "two are being computed"}', "503 Busy")
 
 
-def test_a_download_waits_for_a_busy_service_and_comes_whole(tmp_path: Path) -> None:
+def test_a_download_waits_for_a_busy_service_and_is_complete(tmp_path: Path) -> None:
     batch = step_batch()
     whole = batch.save(tmp_path / "here.safetensors").read_bytes()
     stages = http(b'{"step": 5, "run": "r", "attempt": 1}')
     with (
         answering_bytes(stages, BUSY, http(whole)) as url,
-        Session(Place(url, "the test", READ)) as session,
+        Session(ServiceLocation(url, "the test", READ)) as session,
     ):
         found = session.step(5).save_batch(tmp_path / "there.safetensors")
     assert (tmp_path / "there.safetensors").read_bytes() == whole
@@ -168,7 +168,7 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     broken = http(b"x" * 100)[:-60]
     with (
         answering_bytes(stages, broken, BUSY) as url,
-        Session(Place(url, "the test", READ)) as session,
+        Session(ServiceLocation(url, "the test", READ)) as session,
     ):
         step = session.step(5)
         with pytest.raises(errors.Unreachable):
@@ -187,8 +187,8 @@ def test_a_service_that_never_answers_ends_at_the_deadline() -> None:
         assert time.monotonic() - began < 10
 
 
-def test_each_request_carries_its_own_token_and_who_asks(service: Answering) -> None:
-    transport = Transport(Place(service.url, "the test", READ, OPERATE), timeout=5.0)
+def test_each_request_carries_its_own_token_and_the_user(service: Answering) -> None:
+    transport = Transport(ServiceLocation(service.url, "the test", READ, OPERATE), timeout=5.0)
     transport.get("/runs", {"limit": 1, "cursor": None})
     transport.change("POST", "/captures", {"steps": [1]})
     transport.close()

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
@@ -17,6 +16,7 @@ from tests.support.measure import payload
 import stagescope
 from stagescope import Session
 from stagescope.wire.errors import Forbidden, InvalidInput, InvalidPlan, NotFound
+from stagescope.wire.nonfinite import Json
 from stagescope_service.store.contract import Put
 
 STAGE = "actor_compute_log_prob"
@@ -121,7 +121,7 @@ def test_the_command_line(found: Service, tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text(RULES)
     said = ask("triggers", "test", "--rules", str(file), "--json")
-    answer: Any = json.loads(said.stdout)
+    answer: Json = json.loads(said.stdout)
     assert [(row["step"], row["rule"]) for row in answer["rows"]] == [(3, "mean")]
     assert ask("triggers", "set", "--rules", str(file)).exit_code == 0
     row = {"attempt_id": 1, "step": 3, "rule": "mean", "run": "r", "message": "far off"}

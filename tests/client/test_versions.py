@@ -21,7 +21,7 @@ def have(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
 @pytest.mark.parametrize(
     "version", ["2.4.0", "2.4", "2.4.0a0+git1", "2.10.1", "2.13.0+cpu", "2.13.9", "unknown", ""]
 )
-def test_nothing_is_said_of_what_was_tried_or_cannot_be_read(
+def test_tested_and_unreadable_versions_have_no_remark(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     have(monkeypatch, torch=version)

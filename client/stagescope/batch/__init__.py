@@ -1,4 +1,4 @@
-"""`Batch`: what was recorded of one whole step, exactly, and what is not there.
+"""`Batch`: the exact recorded data of one step, and what of it is missing.
 
 Usage::
 
@@ -7,23 +7,22 @@ Usage::
     batch.as_tensors()                      # torch; also as_dataproto(), as_tensordict(), ...
     for part in batch.microbatches("actor_update"):
         part.numbers["loss"]
-    batch.gaps                              # what is missing or disagrees, in words
+    batch.gaps                              # what is missing or disagrees, as text
 
-A batch is one safetensors file: rows of every stage side by side, joined by sample id. Rows that a
-stage saw more than once (epochs) or in other pieces (mini-batches) are found again in `parts`.
+A batch is one safetensors file with the rows of all stages, joined by sample id. `parts` says which
+rows a stage processed in which mini-batch, and holds the values of repeated passes (epochs).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
 from stagescope import render
 from stagescope.batch import converters, file
 from stagescope.batch.data import (
-    Array,
     BatchData,
     BatchPart,
     Gap,
@@ -34,6 +33,8 @@ from stagescope.batch.data import (
 )
 from stagescope.flow import order_of
 from stagescope.frames import context
+from stagescope.tensorfile import Array
+from stagescope.wire.nonfinite import Json
 
 if TYPE_CHECKING:
     import tensordict
@@ -45,57 +46,57 @@ __all__ = ["Batch", "BatchPart", "Gap", "Padding", "Tensor", "check_rows", "wide
 
 
 class Batch(BatchData):
-    """Rows of one step (`BatchData`), to and from files, and as other libraries have them."""
+    """Rows of one step (`BatchData`), with conversions to files and to other libraries."""
 
     # --- files -------------------------------------------------------------------------------
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Open what `save` or `stagescope batch --output` wrote; tensors stay in the file.
+        """Open a file of `save` or `stagescope batch --output`; tensors are read on demand.
 
         Raises:
             NotFound: there is no such file.
-            InvalidTensor: it is no safetensors file, or no batch.
+            InvalidTensor: it is not a safetensors file, or not a batch.
         """
         return file.load(Path(path), cls)
 
     def save(self, path: str | Path) -> Path:
-        """Write one safetensors file, whole or not at all, and return its path.
+        """Write one safetensors file atomically, and return its path.
 
         Raises:
-            InvalidInput: no file can be there, such as in a directory that is none.
-            StoreError: the disk refused.
+            InvalidInput: `path` cannot be a file, such as in a directory that does not exist.
+            StoreError: the file cannot be written.
         """
         return file.save(self, Path(path))
 
-    # --- as others have it -------------------------------------------------------------------
+    # --- conversions -------------------------------------------------------------------------
     def as_arrays(self) -> dict[str, Array]:
         """Return numpy copies by name, bits as recorded: bfloat16 as uint16 (see `tensor`)."""
         return {name: self[name].copy() for name in self}
 
     def as_tensors(self) -> dict[str, torch.Tensor]:
-        """Return torch tensors by name, copies on the host, bits and dtypes as recorded."""
+        """Return torch tensors by name: copies on the host, bits and dtypes as recorded."""
         return converters.torch_tensors(self)
 
     def as_tensordict(self) -> tensordict.TensorDict:
-        """Return a TensorDict of the rows; strings are non-tensor data of each row."""
+        """Return a TensorDict of the rows; strings are non-tensor data of the rows."""
         return converters.tensordict_of(self)
 
     def as_dataproto(self) -> DataProto:
         """Return verl's DataProto: tensors, strings as `non_tensor_batch`, meta as `meta_info`."""
         return converters.dataproto(self)
 
-    def as_slime_samples(self) -> list[dict[str, Any]]:
-        """Return slime's samples as dicts, aligned to responses alone, as its rollout dumps."""
+    def as_slime_samples(self) -> list[dict[str, Json]]:
+        """Return slime's samples as dicts, aligned to the responses as in its rollout dumps."""
         return converters.slime_samples(self)
 
-    def as_nexrl_trajectories(self) -> list[dict[str, Any]]:
-        """Return trajectories as NexRL's DataDumper writes them."""
+    def as_nexrl_trajectories(self) -> list[dict[str, Json]]:
+        """Return trajectories in the format of NexRL's DataDumper."""
         return converters.nexrl_trajectories(self)
 
-    # --- for a reader ------------------------------------------------------------------------
+    # --- text --------------------------------------------------------------------------------
     @property
     def heading(self) -> str:
-        """What this is, on one line."""
+        """Run, attempt, step and number of rows, on one line."""
         rows = f"{self.rows} row{'' if self.rows == 1 else 's'}"
         return ", ".join(part for part in ("batch", context(self.source), rows) if part)
 

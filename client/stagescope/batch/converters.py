@@ -1,14 +1,15 @@
-"""A batch as other projects have it; what is heavy is imported where it is asked for."""
+"""Convert a batch to the types of other projects, which are imported on demand."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from stagescope.batch.data import BatchData, Tensor
 from stagescope.batch.trajectories import Trajectory, trajectories
 from stagescope.wire.errors import MissingExtra
+from stagescope.wire.nonfinite import Json
 
 if TYPE_CHECKING:
     import tensordict
@@ -34,15 +35,15 @@ def _torch_tensor(tensor: Tensor) -> torch.Tensor:
     except ImportError as error:
         raise _missing("torch") from error
     values = torch.from_numpy(tensor.values.copy())
-    # torch reads 16 bits as bfloat16 from its own int16; of numpy it takes uint16 as a number.
+    # from_numpy gives a uint16 tensor of integers; the view reinterprets its bits as bfloat16.
     return values.view(torch.bfloat16) if tensor.dtype == "bfloat16" else values
 
 
 def tensordict_of(batch: BatchData) -> tensordict.TensorDict:
     """Return a TensorDict with batch size [rows].
 
-    Strings are a `NonTensorStack` of the rows; what has no rows (a loss) and `meta` are non-tensor
-    data of the whole.
+    Strings are a `NonTensorStack` of the rows; tensors without rows (a loss) and `meta` are
+    non-tensor data of the batch.
 
     Raises:
         MissingExtra: tensordict is not installed.
@@ -51,21 +52,21 @@ def tensordict_of(batch: BatchData) -> tensordict.TensorDict:
         import tensordict
     except ImportError as error:
         raise _missing("tensordict") from error
-    of_rows = {name: value for name, value in torch_tensors(batch).items() if name in batch.tensors}
-    found = tensordict.TensorDict(of_rows, batch_size=[batch.rows])
+    with_rows = {name: _torch_tensor(tensor) for name, tensor in batch.tensors.items()}
+    converted = tensordict.TensorDict(with_rows, batch_size=[batch.rows])
     for name, texts in batch.strings.items():
-        found[name] = tensordict.NonTensorStack(*texts)
+        converted[name] = tensordict.NonTensorStack(*texts)
     for name, other in batch.others.items():
-        found.set_non_tensor(name, _torch_tensor(other))
-    found.set_non_tensor("meta", dict(batch.meta))
-    return found
+        converted.set_non_tensor(name, _torch_tensor(other))
+    converted.set_non_tensor("meta", dict(batch.meta))
+    return converted
 
 
 def dataproto(batch: BatchData) -> DataProto:
     """Return a DataProto.
 
-    `non_tensor_batch` has the strings, group ids also as verl's `uid`; `meta_info` has
-    `global_steps`, the batch's `meta`, and what has no rows (a loss).
+    `non_tensor_batch` has the strings, and the group ids also as verl's `uid`; `meta_info` has
+    `global_steps`, the batch's `meta`, and tensors without rows (a loss).
 
     Raises:
         MissingExtra: verl is not installed.
@@ -77,42 +78,43 @@ def dataproto(batch: BatchData) -> DataProto:
     texts = dict(batch.strings)
     if "group_ids" in texts:
         texts.setdefault("uid", texts["group_ids"])
-    meta: dict[str, Any] = {**batch.meta, **{n: _torch_tensor(t) for n, t in batch.others.items()}}
+    meta: dict[str, object] = {
+        **batch.meta,
+        **{n: _torch_tensor(t) for n, t in batch.others.items()},
+    }
     if batch.step is not None:
         meta["global_steps"] = batch.step
     return DataProto.from_dict(
-        tensors={
-            name: value for name, value in torch_tensors(batch).items() if name in batch.tensors
-        },
+        tensors={name: _torch_tensor(tensor) for name, tensor in batch.tensors.items()},
         non_tensors={name: np.array(list(column), object) for name, column in texts.items()},
         meta_info=meta,
     )
 
 
-def nexrl_trajectories(batch: BatchData) -> list[dict[str, Any]]:
-    """Return a dict a row as NexRL's DataDumper writes them, in the order of the rows.
+def nexrl_trajectories(batch: BatchData) -> list[dict[str, Json]]:
+    """Return one dict per row in the format of NexRL's DataDumper.
 
-    `tokens` and `loss_mask` are of the whole trajectory, prompt first. A run_id that is a number
-    is an int, as NexRL has it.
+    `tokens` and `loss_mask` cover the prompt and the response. A run_id that is a number is an
+    int, as in NexRL.
 
     Raises:
         NotFound: no `prompts`, `responses` or `response_mask` were kept.
     """
     temperature = (batch.meta.get("sampling") or {}).get("temperature")
-    return [_nexrl_trajectory(each, temperature) for each in trajectories(batch)]
+    return [_nexrl_trajectory(trajectory, temperature) for trajectory in trajectories(batch)]
 
 
-def _nexrl_trajectory(one: Trajectory, temperature: Any) -> dict[str, Any]:
+def _nexrl_trajectory(one: Trajectory, temperature: float | None) -> dict[str, Json]:
     tokens = one.all_tokens()
     before = [0] * (len(tokens) - len(one.tensor("responses")))
-    extra: dict[str, Any] = {
+    extra: dict[str, Json] = {
         "group_id": one.group_id,
         "run_id": int(one.run_id) if one.run_id.isdecimal() else one.run_id,
         **{name: one.strings[name] for name in _EXTRA if name in one.strings},
         **({} if one.reward is None else {"score": one.reward}),
         **({} if temperature is None else {"temperature": temperature}),
     }
-    found: dict[str, Any] = {
+    fields: dict[str, Json] = {
         "tokens": tokens,
         "loss_mask": [*before, *one.tensor("response_mask").astype(np.int64).tolist()],
         "reward": one.reward,
@@ -120,28 +122,28 @@ def _nexrl_trajectory(one: Trajectory, temperature: Any) -> dict[str, Any]:
         "extra_fields": extra,
     }
     if "advantages" in one.tensors:
-        found["advantages"] = [*map(float, before), *one.tensors["advantages"].tolist()]
-    return found
+        fields["advantages"] = [*map(float, before), *one.tensors["advantages"].tolist()]
+    return fields
 
 
-def slime_samples(batch: BatchData) -> list[dict[str, Any]]:
-    """Return a dict a row with the fields of slime's `Sample.to_dict()`.
+def slime_samples(batch: BatchData) -> list[dict[str, Json]]:
+    """Return one dict per row with the fields of slime's `Sample.to_dict()`.
 
-    `tokens` are prompt and response, `loss_mask` and `rollout_log_probs` as long as the response.
-    `group_index` counts groups in the order of the rows; the ids themselves are in `metadata`.
-    Texts that were not recorded (`prompt`, `response`) are empty.
+    `tokens` are prompt and response; `loss_mask` and `rollout_log_probs` cover the response only.
+    `group_index` numbers the groups in the order of the rows; their ids are in `metadata`. Texts
+    that were not recorded (`prompt`, `response`) are empty.
 
     Raises:
         NotFound: no `prompts`, `responses` or `response_mask` were kept.
     """
     groups: dict[str, int] = {}
     return [
-        _slime_sample(batch.step, each, groups.setdefault(each.group_id, len(groups)))
-        for each in trajectories(batch)
+        _slime_sample(batch.step, one, groups.setdefault(one.group_id, len(groups)))
+        for one in trajectories(batch)
     ]
 
 
-def _slime_sample(step: int | None, one: Trajectory, group: int) -> dict[str, Any]:
+def _slime_sample(step: int | None, one: Trajectory, group: int) -> dict[str, Json]:
     response, mask = one.tensor("responses"), one.tensor("response_mask")
     log_probs = one.tensors.get("rollout_log_probs")
     versions = one.tensors.get("versions", one.values.get("versions"))

@@ -1,33 +1,34 @@
-"""What was recorded of one step: tensors, texts, how stages split the rows, what is missing."""
+"""`BatchData`: the recorded rows of one step, how its stages split them, and what is missing."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from typing_extensions import Self
 
-from stagescope.frames import no_column
+from stagescope.frames import unknown_name
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STAGES, Part
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T", bound="BatchData")
 
 _UPDATES: Final = ("actor_update", "critic_update")
 
 
 class Tensor(NamedTuple):
-    """A tensor's bits and what they are: bfloat16 is held as uint16."""
+    """A tensor's dtype and its values; those of bfloat16 are its bits as uint16."""
 
     dtype: str
     values: Array
 
 
 class Padding(NamedTuple):
-    """How rows of unlike length were made one width: where, and with which value."""
+    """How rows of different lengths were padded to one width."""
 
     side: str
     """'left' or 'right'."""
@@ -35,7 +36,7 @@ class Padding(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Something that is not in a batch, or that does not agree in it."""
+    """Something that a batch lacks, or on which its sources disagree."""
 
     kind: str
     """'attempt' | 'rank' | 'payload' | 'file' | 'tensor' | 'number' | 'rows' | 'joined' |
@@ -45,14 +46,14 @@ class Gap(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchPart:
-    """What one rank recorded of one part of a stage: some of the batch's rows.
+    """The rows that one rank recorded in one part of a stage.
 
     Attributes:
-        stage, role, rank, part: where it was recorded.
-        rows: int64, which rows of the batch.
-        names: everything that it recorded.
-        widths: of those of them that are as wide as their tokens; the batch's may be wider.
-        own: those whose values are not the batch's: of a later pass over the same rows, of no
+        stage, role, rank, part: where they were recorded.
+        rows: int64, indices of the batch's rows.
+        names: all recorded tensors.
+        widths: the width of each token-wise tensor; the batch's may be wider.
+        own: tensors whose values are not the batch's: of a later pass over the same rows, without
             rows (a loss), or in disagreement.
         numbers: scalars by name.
     """
@@ -77,16 +78,16 @@ class BatchData:
     """Rows of one step; every tensor is `[rows]`, `[rows, tokens]` or `[rows, tokens, ...]`.
 
     Attributes:
-        rows: how many.
+        rows: number of rows.
         tensors: by name, see `schema.PAYLOAD_TENSORS`.
         strings: texts of each row by name: `sample_ids`, `group_ids`, `run_ids`, ...
-        lengths: of tensors that were recorded ragged, int64 [rows].
-        padding: of tensors whose parts were of unlike width.
-        others: tensors of no rows (a loss, a gradient); of a microbatch alone.
-        numbers: scalars; of a microbatch alone.
-        meta: `policy_version`, `settings`, `sampling`, and by stage what was said beside tensors.
+        lengths: row lengths of tensors that were recorded ragged, int64 [rows].
+        padding: of tensors whose parts had different widths.
+        others: tensors without rows (a loss, a gradient); only in a microbatch.
+        numbers: scalars; only in a microbatch.
+        meta: `policy_version`, `settings`, `sampling`, and the metadata of payloads by stage.
         source: `run`, `attempt`, `step`, and `files` with their checksums.
-        gaps: what is missing or disagrees; read it before a conclusion is drawn.
+        gaps: what is missing or disagrees; read it before you draw a conclusion.
         parts: how the stages split the rows.
     """
 
@@ -97,12 +98,12 @@ class BatchData:
     padding: Mapping[str, Padding] = dataclasses.field(default_factory=dict)
     others: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    meta: JsonObject = dataclasses.field(default_factory=dict)
+    source: JsonObject = dataclasses.field(default_factory=dict)
     gaps: tuple[Gap, ...] = ()
     parts: tuple[BatchPart, ...] = ()
 
-    # --- what is in it -----------------------------------------------------------------------
+    # --- content -----------------------------------------------------------------------------
     def __getitem__(self, name: str) -> Array:
         return self.tensor(name).values
 
@@ -120,10 +121,10 @@ class BatchData:
         """Return a tensor with its dtype.
 
         Raises:
-            NotFound: it was not recorded, or not kept.
+            NotFound: it was not recorded or not kept.
         """
         if name not in self:
-            raise no_column(name, tuple(self), what="tensor")
+            raise unknown_name(name, tuple(self), what="tensor")
         return self.tensors[name] if name in self.tensors else self.others[name]
 
     @property
@@ -133,12 +134,12 @@ class BatchData:
 
     @property
     def sample_ids(self) -> tuple[str, ...] | None:
-        """sample_uid of each row; None where they were not said."""
+        """The sample_uid of each row; None if they were not recorded."""
         return self.strings.get("sample_ids")
 
-    # --- parts of it -------------------------------------------------------------------------
+    # --- parts -------------------------------------------------------------------------------
     def take(self, rows: Sequence[int] | Array) -> Self:
-        """Return some rows in this order; without parts, since these are of the whole."""
+        """Return these rows in this order; without `parts`, which index the rows of all."""
         index = np.asarray(rows, np.int64)
         return dataclasses.replace(
             self,
@@ -150,70 +151,70 @@ class BatchData:
         )
 
     def stages(self) -> tuple[str, ...]:
-        """Return the stages that recorded something, in the order of a step."""
-        known = {name: order for order, name in enumerate(STAGES)}
+        """Return the stages that recorded something, in their order within a step."""
+        index = {name: number for number, name in enumerate(STAGES)}
         return tuple(
             sorted(
                 dict.fromkeys(part.stage for part in self.parts),
-                key=lambda name: known.get(name, len(known)),
+                key=lambda name: index.get(name, len(index)),
             )
         )
 
     def parts_of(self, stage: str | None = None) -> tuple[BatchPart, ...]:
-        """Return the parts of a stage in the order of its passes, rank by rank in each.
+        """Return the parts of a stage, ordered by part and then by role and rank.
 
-        Without a stage that is the update of the actor, else the last stage there is.
+        The default stage is the actor's update, else the last stage that recorded something.
 
         Raises:
             NotFound: nothing was recorded in this stage.
         """
-        there = self.stages()
-        if stage is None and there:
-            stage = next((name for name in _UPDATES if name in there), there[-1])
-        found = [part for part in self.parts if part.stage == stage]
-        if not found:
+        stages = self.stages()
+        if stage is None and stages:
+            stage = next((name for name in _UPDATES if name in stages), stages[-1])
+        parts = [part for part in self.parts if part.stage == stage]
+        if not parts:
             raise NotFound(
-                f"the batch has no stage {stage!r}", expected=f"one of {', '.join(there)}"
+                f"the batch has no stage {stage!r}", expected=f"one of {', '.join(stages)}"
             )
-        return tuple(sorted(found, key=lambda part: (part.part, part.role or "", part.rank or 0)))
+        return tuple(sorted(parts, key=lambda part: (part.part, part.role or "", part.rank or 0)))
 
     def microbatches(self, stage: str | None = None) -> Iterator[Self]:
-        """Yield the batch as a stage saw it: part by part, `parts_of`'s order.
+        """Yield the batch as a stage processed it, one part at a time in the order of `parts_of`.
 
-        Each holds every tensor of its rows, those of earlier stages cut to its own width; what the
-        part recorded itself is as it recorded it, bit by bit.
+        Each microbatch has all tensors of its rows; those of earlier stages are cut to its width.
+        Tensors that the part itself recorded are bitwise as recorded.
         """
         return map(self.microbatch, self.parts_of(stage))
 
     def microbatch(self, part: BatchPart) -> Self:
-        """Return the rows of one part, as it saw them."""
+        """Return the rows of one part as its stage processed them."""
         rows = self.take(part.rows)
-        usual = self._widths(part)
+        part_widths = self._part_widths(part)
         tensors = {}
         for name, tensor in rows.tensors.items():
             width = part.widths.get(name)
             if width is None and name != "prompts" and tensor.values.ndim > 1:
-                width = usual.get(tensor.values.shape[1])
+                width = part_widths.get(tensor.values.shape[1])
             tensors[name] = Tensor(tensor.dtype, _cut(tensor.values, width, self.side(name)))
-        mine = {n: t for n, t in part.own.items() if t.values.shape[:1] == part.rows.shape}
-        others = {n: t for n, t in part.own.items() if n not in mine}
-        place = {"stage": part.stage, "role": part.role, "rank": part.rank, "part": str(part.part)}
+        own = {n: t for n, t in part.own.items() if t.values.shape[:1] == part.rows.shape}
+        others = {n: t for n, t in part.own.items() if n not in own}
+        where = {"stage": part.stage, "role": part.role, "rank": part.rank, "part": str(part.part)}
         return dataclasses.replace(
             rows,
-            tensors={n: t for n, t in {**tensors, **mine}.items() if n not in others},
+            tensors={n: t for n, t in {**tensors, **own}.items() if n not in others},
             others=others,
             numbers=part.numbers,
-            source={**self.source, **place},
+            source={**self.source, **where},
         )
 
-    def _widths(self, part: BatchPart) -> dict[int, int]:
-        """Return the batch's widths and what they were in a part: of responses, of sequences."""
-        named = next((n for n in ("response_mask", *part.widths) if n in part.widths), None)
-        if named is None or named not in self.tensors:
+    def _part_widths(self, part: BatchPart) -> dict[int, int]:
+        """Return width in the batch -> width in a part, of responses and of whole sequences."""
+        name = next((n for n in ("response_mask", *part.widths) if n in part.widths), None)
+        if name is None or name not in self.tensors:
             return {}
-        whole, own = self[named].shape[1], part.widths[named]
+        batch_width, part_width = self[name].shape[1], part.widths[name]
         prompt = self["prompts"].shape[1] if "prompts" in self else 0
-        return {prompt + whole: prompt + own, whole: own}
+        return {prompt + batch_width: prompt + part_width, batch_width: part_width}
 
     def side(self, name: str) -> str:
         """Return the side on which a tensor is padded, 'left' or 'right'."""
@@ -221,17 +222,17 @@ class BatchData:
 
 
 def widened(tensor: Tensor) -> Array:
-    """Return the values of a tensor; bfloat16 as float32, which holds each of its values."""
+    """Return the values of a tensor; bfloat16 becomes float32, which is exact."""
     if tensor.dtype != "bfloat16":
         return tensor.values
     return (tensor.values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def check_rows(batch: T) -> T:
-    """Return a batch whose tensors and strings all have its rows.
+    """Return the batch after checking that all tensors, strings and parts fit its rows.
 
     Raises:
-        InvalidInput: one that has not.
+        InvalidInput: one of them does not.
     """
     for name, tensor in batch.tensors.items():
         if tensor.values.shape[:1] != (batch.rows,):

@@ -1,8 +1,8 @@
-"""A batch as one safetensors file: how its parts are named in it, and how it is read without trust.
+"""Read and write a batch as one safetensors file; a file is untrusted input.
 
-Tensors have their own names, those of no rows `other/NAME`; `lengths/NAME` are the rows' lengths
-of a ragged one, `rows/I` the rows of part I and `part/I/NAME` what is its own. The rest is JSON in
-the metadata.
+Tensors with rows keep their names, tensors without rows are `other/NAME`. `lengths/NAME` are the
+row lengths of a ragged tensor, `rows/I` the rows of part I, and `part/I/NAME` the tensors of part
+I that are not those of the batch. Everything else is JSON in the metadata.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import numpy as np
 
 from stagescope import tensorfile
 from stagescope.batch.data import BatchData, BatchPart, Gap, Padding, Tensor, check_rows
+from stagescope.tensorfile import Array, Bytes
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound, StoreError
-from stagescope.wire.schema import Part
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.schema import PART_FIELDS, Part
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T", bound=BatchData)
 
 FORMAT: Final = 1
@@ -34,16 +35,16 @@ LENGTHS: Final = "lengths/"
 ROWS: Final = "rows/"
 PARTS: Final = "part/"
 OTHERS: Final = "other/"
-_TAKEN: Final = (LENGTHS, ROWS, PARTS, OTHERS)
+_RESERVED: Final = (LENGTHS, ROWS, PARTS, OTHERS)
 
 
 def load(path: Path, kind: type[T]) -> T:
-    """Open a file as a `kind` of batch; its tensors are read when they are used.
+    """Open a file as a batch of class `kind`; tensors are read from disk when they are used.
 
     Raises:
         NotFound: there is no such file.
-        InvalidTensor: no safetensors file, or no batch.
-        StoreError: the disk refused.
+        InvalidTensor: not a safetensors file, or not a batch.
+        StoreError: the file cannot be read.
     """
     try:
         data = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)
@@ -54,11 +55,16 @@ def load(path: Path, kind: type[T]) -> T:
     return parse(data.view(np.ndarray), path, kind)
 
 
-def parse(data: Array, where: object, kind: type[T]) -> T:
-    """Read the bytes (uint8) of such a file; tensors are views of them.
+def parse(data: Bytes, where: object, kind: type[T]) -> T:
+    """Return the batch in the bytes of a file; its tensors are views of `data`.
+
+    Args:
+        data: the whole file.
+        where: names the file in errors.
+        kind: class of the batch.
 
     Raises:
-        InvalidTensor: no safetensors, or no batch.
+        InvalidTensor: not a safetensors file, or not a batch.
     """
     file = tensorfile.parse(data, where)
     try:
@@ -71,31 +77,31 @@ def parse(data: Array, where: object, kind: type[T]) -> T:
 
 
 def save(batch: BatchData, path: Path) -> Path:
-    """Write a batch, whole or not at all.
+    """Write a batch atomically.
 
     Raises:
-        InvalidTensor: a tensor whose name this format uses itself.
-        InvalidInput: no file can be there.
-        StoreError: the disk refused.
+        InvalidTensor: a tensor has a name that this format reserves.
+        InvalidInput: `path` cannot be a file.
+        StoreError: the file cannot be written.
     """
-    whole = pieces(batch)
-    with whole_file(path) as file:
-        for piece in whole:
-            file.write(piece)
+    chunks = pieces(batch)
+    with atomic_file(path) as file:
+        for chunk in chunks:
+            file.write(chunk)
     return path
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to be written that is there whole or not at all.
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` when the block succeeds.
 
     Raises:
-        InvalidInput: something else is there, such as a directory or a device; or its directory is
-            not there, and a mistyped one is not made.
-        StoreError: the disk refused.
+        InvalidInput: `path` is not a file (a directory, a device), or its directory does not exist;
+            it is not created, because its name may be mistyped.
+        StoreError: the file cannot be written.
     """
     if path.exists() and not path.is_file():
-        # Its place would be taken by a file: /dev/null, too, for whoever may.
+        # Replacing it would delete it, even /dev/null if this user may.
         raise InvalidInput(f"{path} is there and no file", expected="the name of a file")
     if not path.parent.is_dir():
         raise InvalidInput(f"{path.parent} is no directory", expected="one that is there")
@@ -117,33 +123,33 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
-class Blob:
-    """Bytes as they come, in one buffer of the size that was told."""
+class DownloadBuffer:
+    """Collects the chunks of a download in one buffer of the announced size."""
 
     def __init__(self) -> None:
-        self.data = np.empty(0, np.uint8)
+        self.data: Bytes = np.empty(0, np.uint8)
         self._end = 0
 
-    def write(self, piece: bytes, size: int) -> None:
-        """Append a piece of `size` bytes in all."""
+    def write(self, chunk: bytes, size: int) -> None:
+        """Append a chunk of a download of `size` bytes."""
         if not self._end:
             self.data = np.empty(size, np.uint8)
-        begin, self._end = self._end, self._end + len(piece)
-        self.data[begin : self._end] = np.frombuffer(piece, np.uint8)
+        begin, self._end = self._end, self._end + len(chunk)
+        self.data[begin : self._end] = np.frombuffer(chunk, np.uint8)
 
 
 def pieces(batch: BatchData) -> list[bytes | memoryview]:
-    """Return what a file of this batch holds, in order; tensors are not copied.
+    """Return the content of a file of this batch in chunks; tensors are not copied.
 
     Raises:
-        InvalidTensor: a tensor whose name this format uses itself.
+        InvalidTensor: a tensor has a name that this format reserves.
     """
-    header, buffers, _ = tensorfile.layout(_flat(batch), describe(batch))
+    header, buffers, _ = tensorfile.layout(_wire_tensors(batch), describe(batch))
     return [header, *buffers]
 
 
-def describe(batch: BatchData) -> dict[str, Any]:
-    """Return everything of a batch but its arrays, as JSON can say it."""
+def describe(batch: BatchData) -> dict[str, Json]:
+    """Return the metadata of a file: everything of a batch but its arrays, as JSON values."""
     return {
         "stagescope_batch": FORMAT,
         "rows": batch.rows,
@@ -157,22 +163,21 @@ def describe(batch: BatchData) -> dict[str, Any]:
     }
 
 
-def _describe_part(part: BatchPart) -> dict[str, Any]:
-    at = part.part
+def _describe_part(part: BatchPart) -> dict[str, Json]:
     return {
         "stage": part.stage,
         "role": part.role,
         "rank": part.rank,
-        "part": [at.occurrence, at.epoch, at.minibatch, at.microbatch],
+        "part": [getattr(part.part, name) for name in PART_FIELDS],
         "names": list(part.names),
         "widths": dict(part.widths),
         "numbers": dict(part.numbers),
     }
 
 
-def _flat(batch: BatchData) -> dict[str, tensorfile.WireTensor]:
-    if taken := [name for name in batch.tensors if name.startswith(_TAKEN)]:
-        raise InvalidTensor(f"a tensor named {taken[0]!r}", expected=f"no name of {_TAKEN}")
+def _wire_tensors(batch: BatchData) -> dict[str, tensorfile.WireTensor]:
+    if reserved := [name for name in batch.tensors if name.startswith(_RESERVED)]:
+        raise InvalidTensor(f"a tensor named {reserved[0]!r}", expected=f"no name of {_RESERVED}")
     flat: dict[str, tensorfile.WireTensor] = {
         name: (t.dtype, t.values.shape, t.values, None) for name, t in batch.tensors.items()
     }
@@ -180,81 +185,80 @@ def _flat(batch: BatchData) -> dict[str, tensorfile.WireTensor]:
         flat[OTHERS + name] = (other.dtype, other.values.shape, other.values, None)
     for name, lengths in batch.lengths.items():
         flat[LENGTHS + name] = ("int64", lengths.shape, lengths, None)
-    for at, part in enumerate(batch.parts):
-        flat[f"{ROWS}{at}"] = ("int64", part.rows.shape, part.rows, None)
+    for index, part in enumerate(batch.parts):
+        flat[f"{ROWS}{index}"] = ("int64", part.rows.shape, part.rows, None)
         for name, own in part.own.items():
-            flat[f"{PARTS}{at}/{name}"] = (own.dtype, own.values.shape, own.values, None)
+            flat[f"{PARTS}{index}/{name}"] = (own.dtype, own.values.shape, own.values, None)
     return flat
 
 
-def _read(
-    tensors: Mapping[str, tensorfile.WireTensor], said: Mapping[str, Any], kind: type[T]
-) -> T:
-    if said.get("stagescope_batch") != FORMAT:
-        raise ValueError(f"its format is {said.get('stagescope_batch')!r}, expected {FORMAT}")
+def _read(tensors: Mapping[str, tensorfile.WireTensor], metadata: JsonObject, kind: type[T]) -> T:
+    if metadata.get("stagescope_batch") != FORMAT:
+        raise ValueError(f"its format is {metadata.get('stagescope_batch')!r}, expected {FORMAT}")
     columns: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     lengths: dict[str, Array] = {}
     rows: dict[int, Tensor] = {}
-    of_parts: dict[int, dict[str, Tensor]] = {}
+    own_by_part: dict[int, dict[str, Tensor]] = {}
     for name, (tag, _, values, _) in tensors.items():
         if name.startswith(LENGTHS):
             lengths[name.removeprefix(LENGTHS)] = values
         elif name.startswith(ROWS):
             rows[int(name.removeprefix(ROWS))] = Tensor(tag, values)
         elif name.startswith(PARTS):
-            at, _, own = name.removeprefix(PARTS).partition("/")
-            of_parts.setdefault(int(at), {})[own] = Tensor(tag, values)
+            index, _, own = name.removeprefix(PARTS).partition("/")
+            own_by_part.setdefault(int(index), {})[own] = Tensor(tag, values)
         elif name.startswith(OTHERS):
             others[name.removeprefix(OTHERS)] = Tensor(tag, values)
         else:
             columns[name] = Tensor(tag, values)
     padding = {
         name: Padding({"left": "left", "right": "right"}[side], _number(fill))
-        for name, (side, fill) in said["padding"].items()
+        for name, (side, fill) in metadata["padding"].items()
     }
     batch = kind(
-        rows=int(said["rows"]),
+        rows=int(metadata["rows"]),
         tensors=columns,
-        strings={name: tuple(map(str, texts)) for name, texts in said["strings"].items()},
+        strings={name: tuple(map(str, texts)) for name, texts in metadata["strings"].items()},
         lengths=lengths,
         padding=padding,
         others=others,
-        numbers={name: _number(value) for name, value in said["numbers"].items()},
-        meta=_object(said["meta"]),
-        source=_object(said["source"]),
-        gaps=tuple(Gap(str(kind), str(message)) for kind, message in said["gaps"]),
+        numbers={name: _number(value) for name, value in metadata["numbers"].items()},
+        meta=_object(metadata["meta"]),
+        source=_object(metadata["source"]),
+        gaps=tuple(Gap(str(kind), str(message)) for kind, message in metadata["gaps"]),
         parts=tuple(
-            _part(rows[at], part, of_parts.get(at, {})) for at, part in enumerate(said["parts"])
+            _part(rows[index], part, own_by_part.get(index, {}))
+            for index, part in enumerate(metadata["parts"])
         ),
     )
     return check_rows(batch)
 
 
-def _part(rows: Tensor, said: Mapping[str, Any], own: Mapping[str, Tensor]) -> BatchPart:
+def _part(rows: Tensor, metadata: JsonObject, own: Mapping[str, Tensor]) -> BatchPart:
     if rows.dtype != "int64" or rows.values.ndim != 1:
         raise ValueError(f"the rows of a part are {rows.dtype} {rows.values.shape}")
     return BatchPart(
-        stage=str(said["stage"]),
-        role=None if said["role"] is None else str(said["role"]),
-        rank=None if said["rank"] is None else int(said["rank"]),
-        part=Part(*map(int, said["part"])),
+        stage=str(metadata["stage"]),
+        role=None if metadata["role"] is None else str(metadata["role"]),
+        rank=None if metadata["rank"] is None else int(metadata["rank"]),
+        part=Part(*map(int, metadata["part"])),
         rows=rows.values,
-        names=tuple(map(str, said["names"])),
-        widths={str(name): int(width) for name, width in said["widths"].items()},
+        names=tuple(map(str, metadata["names"])),
+        widths={str(name): int(width) for name, width in metadata["widths"].items()},
         own=own,
-        numbers={name: _number(value) for name, value in said["numbers"].items()},
+        numbers={name: _number(value) for name, value in metadata["numbers"].items()},
     )
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _object(value: object) -> dict[str, Json]:
     if not isinstance(value, dict):
-        raise ValueError(f"it has {value!r:.100} where an object is")
+        raise ValueError(f"it has {value!r:.100} instead of an object")
     return value
 
 
-def _number(value: Any) -> float:
-    found = nonfinite.number(value)
-    if type(found) not in (int, float):
-        raise ValueError(f"it has {value!r:.100} where a number is")
-    return found  # type: ignore[no-any-return]
+def _number(value: Json) -> float:
+    number = nonfinite.number(value)
+    if type(number) not in (int, float):
+        raise ValueError(f"it has {value!r:.100} instead of a number")
+    return number  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ The service's own commands (`serve`, `stop`) join by an entry point: see `stages
 
 from __future__ import annotations
 
-# Each adds its commands to `main`.
+# Importing these modules adds their commands to `main`.
 from stagescope.cli import captures, diagnosis, engines, reading
 from stagescope.cli.common import main
 

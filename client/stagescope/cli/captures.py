@@ -1,9 +1,9 @@
-"""Orders on a live run: the plan, a capture, how far it has come, its withdrawal."""
+"""Commands that change a live run: captures with their progress, and triggers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -11,27 +11,29 @@ from stagescope.answers import Record
 from stagescope.cli.common import (
     LIMIT,
     RUN,
+    OptionValue,
+    comma_list,
     json_file,
     question,
     text_file,
-    words,
 )
 from stagescope.frames import Table
 from stagescope.progress import Progress
 from stagescope.render import printable
 from stagescope.session import Session
 from stagescope.wire.captures import LATE, read_ranks, read_steps
+from stagescope.wire.nonfinite import Json
 
 
 @question(RUN)
 def plan(session: Session, run: str | None) -> Table:
-    """The captures in force; with --run those that concern it."""
+    """The captures in force; with --run those that apply to it."""
     return session.plan(run)
 
 
 @question(click.option("--run", help="Only those ordered for this run."), LIMIT)
 def captures(session: Session, run: str | None, limit: int) -> Table:
-    """The captures that were ever ordered, ended and withdrawn ones too."""
+    """All captures that were ever requested, also ended and withdrawn ones."""
     return session.captures(run, limit=limit)
 
 
@@ -82,87 +84,93 @@ _WAIT: Final = click.option(
                  "or a stage seems to be misspelt."),
     _WAIT,
 )  # fmt: skip
-def capture(session: Session, wait: bool, **options: Any) -> Record:
-    """Order a capture on a live run (needs the operate token).
+def capture(session: Session, wait: bool, **options: OptionValue) -> Record:
+    """Request a capture on a live run (needs the operate token).
 
-    Every rank that it asks acknowledges it first; then the step is fixed on which all start.
+    Every requested rank acknowledges it first; then the step is fixed on which all of them start.
     """
-    ordered = session.capture(**_spec(**options))
+    requested = session.capture(**_spec(**options))
     if not wait:
-        return ordered
-    for note in ordered.get("notes") or ():
+        return requested
+    for note in requested.get("notes") or ():
         click.echo(printable(f"note: {note}"), err=True)
-    return _await(session, ordered["capture_id"])
+    return _wait_for(session, requested["capture_id"])
 
 
 @question(click.argument("capture_id"), _WAIT)
 def progress(session: Session, capture_id: str, wait: bool) -> Record:
-    """How far a capture has come: who acknowledged, collected, missed or failed."""
-    return _await(session, capture_id) if wait else session.progress(capture_id)
+    """The progress of a capture: which ranks acknowledged, collected, missed or failed."""
+    return _wait_for(session, capture_id) if wait else session.progress(capture_id)
 
 
-def _await(session: Session, capture_id: str) -> Progress:
+def _wait_for(session: Session, capture_id: str) -> Progress:
     seen: set[str] = set()
 
-    def tell(found: Progress) -> None:
+    def print_new_lines(found: Progress) -> None:
         new = [line for line in (found.heading, *found.lines()) if line not in seen]
         seen.update(new)
         click.echo("\n".join(new), err=True)
 
-    found = session.wait_for(capture_id, told=tell)
-    if found["state"] != "complete":
-        # A script must be able to tell.
+    final = session.wait_for(capture_id, told=print_new_lines)
+    if final["state"] != "complete":
+        # So that a script can detect it.
         click.get_current_context().meta["stagescope.exit_code"] = 1
-    return found
+    return final
 
 
 def _spec(
-    *, steps: str, stages: str, config: Path | None, late_after: float | None, **given: Any
-) -> dict[str, Any]:
-    """Return the order that the options of `capture` say."""
-    spec: dict[str, Any] = {
+    *,
+    steps: str,
+    stages: str,
+    config: Path | None,
+    late_after: float | None,
+    ranks: str,
+    names: str | None,
+    bench: str | None,
+    **others: OptionValue,
+) -> dict[str, Json]:
+    """Return the capture request of the options of `capture`."""
+    spec: dict[str, Json] = {
         "steps": _steps(steps),
-        "ranks": read_ranks(given.pop("ranks")),
-        "stages": stages if stages == "all" else words(stages),
+        "ranks": read_ranks(ranks),
+        "stages": stages if stages == "all" else comma_list(stages),
         "timeout": late_after,
-        "list": given.pop("names"),
-        **given,
+        "list": names,
+        "config": json_file(config) if config else None,
+        "bench": _bench(bench) if bench else None,
+        **others,
     }
-    if config:
-        spec["config"] = json_file(config)
-    if spec["bench"]:
-        spec["bench"] = _bench(spec["bench"])
     for name in ("roles", "scope", "list", "data_mode", "keep", "parameters", "gradients"):
-        spec[name] = words(spec[name]) if spec[name] else None
+        spec[name] = comma_list(spec[name]) if spec[name] else None
     return {name: value for name, value in spec.items() if value not in (None, False)}
 
 
-def _bench(text: str) -> dict[str, Any]:
+def _bench(text: str) -> dict[str, str | int]:
     capture_id, _, step = text.rpartition(":")
     if not capture_id or not step.isdecimal():
-        raise click.BadParameter(f"{text!r} is no CAPTURE_ID:STEP", param_hint="--bench")
+        raise click.BadParameter(f"{text!r} is not CAPTURE_ID:STEP", param_hint="--bench")
     return {"capture_id": capture_id, "step": int(step)}
 
 
-def _steps(text: str) -> Any:
-    """Read `5,8-10`, `all`, `next`, `next:3`, `every:10` or `every:10,3`."""
-    word, colon, rest = text.partition(":")
+def _steps(text: str) -> Json:
+    """Parse `5,8-10`, `all`, `next`, `next:3`, `every:10` or `every:10,3`."""
+    kind, colon, rest = text.partition(":")
     numbers = rest.split(",")
-    if not colon or word not in ("next", "every"):
+    if not colon or kind not in ("next", "every"):
         return read_steps(text)
-    if not all(number.isdecimal() for number in numbers) or len(numbers) > 1 + (word == "every"):
-        raise click.BadParameter(f"{text!r} is no 'next:K' or 'every:N[,K]'", param_hint="--steps")
-    if word == "next":
+    if not all(number.isdecimal() for number in numbers) or len(numbers) > 1 + (kind == "every"):
+        raise click.BadParameter(f"{text!r} is not 'next:K' or 'every:N[,K]'", param_hint="--steps")
+    if kind == "next":
         return {"next": int(numbers[0])}
     return {"every": int(numbers[0]), "count": int(numbers[1]) if numbers[1:] else None}
 
 
 @question(click.argument("capture_id"))
 def remove_capture(session: Session, capture_id: str) -> Record:
-    """Take a capture out of the plan; what it collected stays."""
+    """Withdraw a capture from the plan; its dumps are kept."""
     removed = session.remove_capture(capture_id)
-    told = {name: removed.get(name) for name in _WITHDRAWN if removed.get(name) is not None}
-    return Record({**told, "capture_id": capture_id}, title=removed.heading)
+    fields = {name: removed.get(name) for name in _WITHDRAWN if removed.get(name) is not None}
+    return Record({**fields, "capture_id": capture_id}, title=removed.heading)
 
 
 @question(

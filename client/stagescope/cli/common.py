@@ -1,4 +1,4 @@
-"""What the commands share: the group, the options, how a question is asked and printed."""
+"""Shared by all commands: the group, common options, and how an answer is requested and printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypedDict
 
 import click
 
@@ -15,13 +15,14 @@ from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
 from stagescope.findings import FindingRows
 from stagescope.frames import Table
-from stagescope.session import Session, StepWord, attach
+from stagescope.session import Session, StepName, attach
 from stagescope.step import Step
 from stagescope.wire.errors import InvalidInput, StagescopeError
+from stagescope.wire.nonfinite import Json
 
 GROUP: Final = "stagescope.commands"
 SERVICE_COMMANDS: Final = ("serve", "stop")
-"""Named in the help also where the service's extra is not installed."""
+"""Listed in the help even if the service's extra is not installed."""
 
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Start and stop": ("serve", "stop", "status"),
@@ -36,18 +37,18 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
                          "import", "export", "convert"),
     "Engines": ("engines", "consistency"),
 }  # fmt: skip
-"""The help's sections, and the commands in each."""
+"""Section of the help -> its commands."""
 
 
 class Commands(click.Group):
-    """This module's commands and those that other packages add; errors as lines, not traces."""
+    """This package's commands and those of other packages; errors print as text, not tracebacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return every command's name."""
         return sorted({*super().list_commands(ctx), *_entry_points(), *SERVICE_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, loaded from its package if it is not of this one."""
+        """Return a command; those of other packages are loaded by their entry point."""
         if (own := super().get_command(ctx, cmd_name)) is not None:
             return own
         point = _entry_points().get(cmd_name)
@@ -63,25 +64,29 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands by what somebody wants to do; what no task names comes last."""
-        left = dict.fromkeys(self.list_commands(ctx))
+        """Write the commands by task; commands without a task come last."""
+        rest = dict.fromkeys(self.list_commands(ctx))
         for task, names in TASKS.items():
-            self._write(ctx, formatter, task, [name for name in names if name in left])
+            self._write(ctx, formatter, task, [name for name in names if name in rest])
             for name in names:
-                left.pop(name, None)
-        self._write(ctx, formatter, "More", [*left])
+                rest.pop(name, None)
+        self._write(ctx, formatter, "More", [*rest])
 
     def _write(
         self, ctx: click.Context, formatter: click.HelpFormatter, task: str, names: list[str]
     ) -> None:
-        found = [(name, self.get_command(ctx, name)) for name in names]
-        rows = [(n, each.get_short_help_str(200)) for n, each in found if each and not each.hidden]
+        commands = [(name, self.get_command(ctx, name)) for name in names]
+        rows = [
+            (name, command.get_short_help_str(200))
+            for name, command in commands
+            if command and not command.hidden
+        ]
         if rows:
             with formatter.section(task):
                 formatter.write_dl(rows)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of this project becomes two lines and an exit code."""
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; a `StagescopeError` becomes two lines on stderr and an exit code."""
         try:
             return super().invoke(ctx)
         except StagescopeError as error:
@@ -96,7 +101,7 @@ def _entry_points() -> dict[str, metadata.EntryPoint]:
 
 
 def _stub(name: str, problem: StagescopeError) -> click.Command:
-    """Return a command that stands for one that cannot be loaded, and says why when called."""
+    """Return a placeholder for a command that cannot be loaded; calling it raises `problem`."""
 
     def refuse() -> None:
         raise problem
@@ -108,8 +113,20 @@ def _stub(name: str, problem: StagescopeError) -> click.Command:
     )
 
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-_Ask = Callable[..., Table | Metrics | Record]
+Answer: TypeAlias = Table | Metrics | Record
+Option: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
+"""A click decorator that adds an option or argument to a command."""
+OptionValue: TypeAlias = Any
+"""The value of an option as click parsed it: its type is that of the option."""
+
+
+class RankFilters(TypedDict):
+    """The values of STAGE, ROLE, RANK and LIMIT."""
+
+    stage: str | None
+    role: str | None
+    rank: int | None
+    limit: int
 
 
 _EPILOG: Final = "\b\nExit codes:\n" + "\n".join(
@@ -128,8 +145,8 @@ def main(debug: bool) -> None:
     """
 
 
-def _connection(command: _Command) -> _Command:
-    """Add the options by which a service is found, and `--json`."""
+def _connection(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that locate the service and format its answer."""
 
     def remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         if value:
@@ -162,11 +179,11 @@ def _connection(command: _Command) -> _Command:
 
 
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    return None if value is None else words(value)
+    return None if value is None else comma_list(value)
 
 
-def read_step(_: click.Context, __: click.Parameter, value: str) -> StepWord:
-    """Read a step: a number, or a word for one."""
+def read_step(_: click.Context, __: click.Parameter, value: str) -> StepName:
+    """Parse a step: a number, or 'latest', 'measured' or 'captured'."""
     if value == "latest":
         return "latest"
     if value == "measured":
@@ -181,14 +198,14 @@ def read_step(_: click.Context, __: click.Parameter, value: str) -> StepWord:
         ) from None
 
 
-def _step_argument(default: str) -> Callable[[Any], Any]:
+def _step_argument(default: str) -> Option:
     return click.argument(
         "step", callback=read_step, default=default, metavar="[STEP|latest|measured|captured]"
     )
 
 
 STEP: Final = _step_argument("latest")
-# Numbers come with a step's end: without a word, the newest step that has them answers.
+# A step has numbers only once it has ended, so the default is the newest step with numbers.
 MEASURED: Final = _step_argument("measured")
 CAPTURED: Final = _step_argument("captured")
 RUN: Final = click.option("--run", help="Name of the run (default: the one that is live).")
@@ -204,9 +221,7 @@ LIMIT: Final = click.option(
 )
 
 
-def _print(
-    answer: Table | Metrics | Record, as_json: bool, columns: list[str] | None, wide: bool
-) -> None:
+def _print(answer: Answer, as_json: bool, columns: list[str] | None, wide: bool) -> None:
     if columns is not None:
         table = answer.table() if isinstance(answer, Metrics) else answer
         if not isinstance(table, Table):
@@ -215,21 +230,21 @@ def _print(
     if not as_json:
         terminal.show(answer, wide=wide or columns is not None)
     elif isinstance(answer, Table):
-        said = {**answer.about, "truncated": answer.truncated, "rows": answer.to_dicts()}
+        fields = {**answer.about, "truncated": answer.truncated, "rows": answer.to_dicts()}
         if isinstance(answer, FindingRows):
-            said["groups"] = answer.groups.to_dicts()
-        terminal.show_json(said)
+            fields["groups"] = answer.groups.to_dicts()
+        terminal.show_json(fields)
     elif isinstance(answer, Metrics):
         terminal.show_json({**answer.about, "metrics": dict(answer)})
     else:
         terminal.show_json(dict(answer))
 
 
-def question(*options: Callable[[Any], Any]) -> Callable[[_Ask], click.Command]:
-    """Make a command of a function that asks a session; its docstring is the help."""
+def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Command]:
+    """Make a command of a function of (session, **options); its docstring is the help."""
 
-    def command(ask: _Ask) -> click.Command:
-        @functools.wraps(ask)
+    def command(query: Callable[..., Answer]) -> click.Command:
+        @functools.wraps(query)
         def run(
             *,
             url: str | None,
@@ -238,42 +253,83 @@ def question(*options: Callable[[Any], Any]) -> Callable[[_Ask], click.Command]:
             as_json: bool,
             columns: list[str] | None,
             wide: bool,
-            **own: Any,
+            **own: OptionValue,
         ) -> None:
             token = None if token_file is None else discovery.read_token(token_file)
             with attach(url, token=token, timeout=timeout) as session:
-                _print(ask(session, **own), as_json, columns, wide)
+                _print(query(session, **own), as_json, columns, wide)
             ctx = click.get_current_context()
             ctx.exit(ctx.meta.get("stagescope.exit_code", 0))
 
-        body: Any = _connection(run)
+        body = _connection(run)
         for option in reversed(options):
             body = option(body)
-        return main.command(ask.__name__.replace("_", "-"))(body)
+        return main.command(query.__name__.replace("_", "-"))(body)
 
     return command
 
 
-def noun(session: Session, step: StepWord, options: dict[str, Any]) -> Step:
-    """Return the step that a command asks about; its run and attempt leave the options."""
-    return session.step(step, run=options.pop("run"), attempt=options.pop("attempt"))
+def step_question(
+    step_argument: Option, *options: Option, first: tuple[Option, ...] = ()
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    """Make a command of a function of (step, **options); it adds STEP, --run and --attempt.
+
+    Args:
+        step_argument: STEP, MEASURED or CAPTURED.
+        options: further options.
+        first: arguments that come before the step.
+    """
+
+    def command(query: Callable[..., Answer]) -> click.Command:
+        @functools.wraps(query)
+        def query_step(
+            session: Session,
+            *,
+            step: StepName,
+            run: str | None,
+            attempt: int | None,
+            **own: OptionValue,
+        ) -> Answer:
+            return query(session.step(step, run=run, attempt=attempt), **own)
+
+        return question(*first, step_argument, RUN, ATTEMPT, *options)(query_step)
+
+    return command
 
 
-def words(text: str) -> list[str]:
-    """Read `a,b,c`."""
-    return [word for part in text.split(",") if (word := part.strip())]
+def optional_step(
+    session: Session, step: str | None, run: str | None, attempt: int | None
+) -> Step | None:
+    """Return the step of an optional argument; None if it is not given."""
+    if step is None:
+        return None
+    word = read_step(click.get_current_context(), click.Argument(["step"]), step)
+    return session.step(word, run=run, attempt=attempt)
+
+
+def comma_list(text: str) -> list[str]:
+    """Parse `a,b,c`."""
+    return [item for part in text.split(",") if (item := part.strip())]
 
 
 def text_file(path: Path) -> str:
-    """Read a text; raises `InvalidInput`."""
+    """Return the text of a file.
+
+    Raises:
+        InvalidInput: it cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{str(path)!r} cannot be read ({error})", expected="a text") from error
 
 
-def json_file(path: Path) -> Any:
-    """Read JSON; raises `InvalidInput`."""
+def json_file(path: Path) -> Json:
+    """Return the JSON value in a file.
+
+    Raises:
+        InvalidInput: it cannot be read, or is not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

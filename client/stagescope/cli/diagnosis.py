@@ -1,10 +1,9 @@
-"""What the operators did that a capture recorded, and where two dumps differ."""
+"""Commands for captured operators and dumps, and for hangs, stacks, weights and devices."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
+from typing_extensions import Unpack
 
 from stagescope.answers import Record
 from stagescope.cli.common import (
@@ -18,28 +17,31 @@ from stagescope.cli.common import (
     RUN,
     STAGE,
     STEP,
-    noun,
+    OptionValue,
+    RankFilters,
+    optional_step,
     question,
-    read_step,
+    step_question,
 )
 from stagescope.frames import Table
 from stagescope.operators import read_side
-from stagescope.session import Session, StepWord
+from stagescope.session import Session
+from stagescope.step import Step
 from stagescope.wire.captures import read_ranks
 
 
-@question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def dumps(session: Session, step: StepWord, **options: Any) -> Table:
-    """msprobe's dumps of a step: place, size and state."""
-    return noun(session, step, options).dumps(**options)
+@step_question(STEP, STAGE, ROLE, RANK, LIMIT)
+def dumps(step: Step, **filters: Unpack[RankFilters]) -> Table:
+    """msprobe's dumps of a step: path, size and state."""
+    return step.dumps(**filters)
 
 
-def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, Any]:
+def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, str | int]:
     return read_side(value)
 
 
-@question(
-    CAPTURED, RUN, ATTEMPT, STAGE, ROLE, RANK, PART, CAPTURE,
+@step_question(
+    CAPTURED, STAGE, ROLE, RANK, PART, CAPTURE,
     click.option("--name", metavar="GLOB", help="Only such names: '*lm_head*', or a part of one."),
     click.option("--kind", help="Module, Functional, Torch, Tensor, ..."),
     click.option("--direction", help="forward, backward, parameters_grad, debug."),
@@ -48,21 +50,21 @@ def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, A
     click.option("--non-finite", is_flag=True, help="Only tensors with a NaN or an infinity."),
     LIMIT,
 )  # fmt: skip
-def operators(session: Session, step: StepWord, **options: Any) -> Table:
-    """What the operators did that a capture recorded, in execution order."""
-    return noun(session, step, options).operators(**options)
+def operators(step: Step, **filters: OptionValue) -> Table:
+    """The captured operator calls in execution order, with their tensors' statistics."""
+    return step.operators(**filters)
 
 
-@question(CAPTURED, RUN, ATTEMPT, STAGE, ROLE, PART, CAPTURE, LIMIT)
-def non_finite(session: Session, step: StepWord, **options: Any) -> Table:
+@step_question(CAPTURED, STAGE, ROLE, PART, CAPTURE, LIMIT)
+def non_finite(step: Step, **filters: OptionValue) -> Table:
     """The first operator with a NaN or an infinity, on each rank and over all."""
-    return noun(session, step, options).non_finite(**options)
+    return step.non_finite(**filters)
 
 
-@question(click.argument("stack_id"), CAPTURED, RUN, ATTEMPT, STAGE, ROLE, RANK, PART, CAPTURE)
-def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Record:
+@step_question(CAPTURED, STAGE, ROLE, RANK, PART, CAPTURE, first=(click.argument("stack_id"),))
+def stack(step: Step, stack_id: str, **filters: OptionValue) -> Record:
     """The Python frames from which an operator was called (its `stack_id`), innermost first."""
-    return noun(session, step, options).stack(stack_id, **options)
+    return step.stack(stack_id, **filters)
 
 
 @question(
@@ -72,13 +74,20 @@ def stack(session: Session, step: StepWord, stack_id: str, **options: Any) -> Re
     click.option("--exact", is_flag=True, help="Every number must be equal."),
     click.option("--skip-sharded", is_flag=True, help="Leave out shards."),
 )
-def divergence(session: Session, a: Any, b: Any, **options: Any) -> Record:
+def divergence(
+    session: Session,
+    a: dict[str, str | int],
+    b: dict[str, str | int],
+    factor: float | None,
+    exact: bool,
+    skip_sharded: bool,
+) -> Record:
     """The first operator in which two dumps differ.
 
-    A side is named by run, attempt, step, stage, role, rank, part and capture; what the second
-    leaves out is as in the first: `stagescope divergence step=5,rank=0 rank=1`.
+    A side is named by run, attempt, step, stage, role, rank, part and capture; fields that the
+    second side lacks are those of the first: `stagescope divergence step=5,rank=0 rank=1`.
     """
-    return session.divergence(a, b, **options)
+    return session.divergence(a, b, factor=factor, exact=exact, skip_sharded=skip_sharded)
 
 
 @question(
@@ -89,15 +98,17 @@ def divergence(session: Session, a: Any, b: Any, **options: Any) -> Record:
     ),
     LIMIT,
 )
-def tensors(session: Session, a: Any, b: Any, **options: Any) -> Table:
+def tensors(
+    session: Session, a: dict[str, str | int], b: dict[str, str | int], wait: float, limit: int
+) -> Table:
     """How the full tensors of two dumps differ, compared by msprobe (task tensor)."""
-    return session.tensors(a, b, **options)
+    return session.tensors(a, b, limit=limit, wait=wait)
 
 
-@question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def stuck(session: Session, step: StepWord, **options: Any) -> Table:
+@step_question(STEP, STAGE, ROLE, RANK, LIMIT)
+def stuck(step: Step, **filters: Unpack[RankFilters]) -> Table:
     """Which ranks hold up the others, and since when."""
-    return noun(session, step, options).stuck(**options)
+    return step.stuck(**filters)
 
 
 @question(
@@ -112,22 +123,24 @@ def stuck(session: Session, step: StepWord, **options: Any) -> Table:
 def stacks(
     session: Session,
     step: str | None,
+    run: str | None,
+    attempt: int | None,
+    role: str | None,
     ranks: str,
     wait: float,
     all_threads: bool,
-    **options: Any,
 ) -> Record:
     """The Python stacks of live ranks, taken now (needs the operate token); with STEP, as kept."""
     only = None if ranks == "all" else read_ranks(ranks)
     if not isinstance(only, list | None):
         raise click.BadParameter(f"{ranks!r} names no ranks", param_hint="--ranks")
-    if step is None:
-        found = session.stacks(**options, ranks=only, wait=wait)
+    chosen = optional_step(session, step, run, attempt)
+    if chosen is None:
+        stacks = session.stacks(run, attempt, role=role, ranks=only, wait=wait)
     else:
-        word = read_step(click.get_current_context(), click.Argument(["step"]), step)
-        found = noun(session, word, options).stacks(**options)
-        found = found if only is None else found.of_ranks(only)
-    return found.all_threads() if all_threads else found
+        stacks = chosen.stacks(role=role)
+        stacks = stacks if only is None else stacks.of_ranks(only)
+    return stacks.all_threads() if all_threads else stacks
 
 
 @question(
@@ -144,17 +157,25 @@ def stacks(
     ),
     LIMIT,
 )
-def weights(session: Session, step: str | None, version: int | None, **options: Any) -> Table:
+def weights(
+    session: Session,
+    step: str | None,
+    version: int | None,
+    run: str | None,
+    attempt: int | None,
+    verdict: str | None,
+    limit: int,
+) -> Table:
     """A step's weights, rollout against trainer; without STEP the versions and their verdicts."""
-    if step is None:
-        return session.weights(version, **options)
-    if version is not None:
+    if step is not None and version is not None:
         raise click.UsageError("give a STEP or a --version, not both")
-    word = read_step(click.get_current_context(), click.Argument(["step"]), step)
-    return noun(session, word, options).weights(**options)
+    chosen = optional_step(session, step, run, attempt)
+    if chosen is None:
+        return session.weights(version, run=run, attempt=attempt, verdict=verdict, limit=limit)
+    return chosen.weights(verdict=verdict, limit=limit)
 
 
 @question(click.option("--run", help="Only this run (default: all)."), LIMIT)
 def devices(session: Session, run: str | None, limit: int) -> Table:
-    """The devices whose weights were not their replicas', over attempts and runs."""
+    """The devices whose weights differed from their replicas', over attempts and runs."""
     return session.devices(run, limit=limit)

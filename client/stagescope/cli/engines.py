@@ -1,9 +1,8 @@
-"""Long-lived inference engines: which there are, add one, remove one."""
+"""Commands for registered inference engines: list, add and remove them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -15,7 +14,7 @@ from stagescope.engines.registry import (
     addresses_in_log,
     registration,
 )
-from stagescope.frames import Table
+from stagescope.frames import Row, Table
 from stagescope.session import Session
 from stagescope.wire.errors import EngineError
 
@@ -69,8 +68,8 @@ def engines(
     urls = _urls(target, from_log)
     if name is not None and len(urls) > 1:
         raise click.UsageError(f"one --name for {len(urls)} engines: leave it out")
-    said = {"name": name, "run": run, "note": note}
-    rows = [dict(_add(session, url, key_file, said)) for url in urls]
+    fields = {"name": name, "run": run, "note": note}
+    rows = [dict(_add(session, url, key_file, fields)) for url in urls]
     return Record(rows[0], title="registered engine") if len(rows) == 1 else _table(rows)
 
 
@@ -82,19 +81,21 @@ def _urls(target: str | None, from_log: Path | None) -> list[str]:
     return addresses_in_environment() if from_log is None else addresses_in_log(from_log)
 
 
-def _add(session: Session, url: str, key_file: Path | None, said: dict[str, Any]) -> Record:
+def _add(
+    session: Session, url: str, key_file: Path | None, fields: dict[str, str | None]
+) -> Record:
     try:
-        # From here and not from the service: the key stays on this machine.
+        # This process connects, not the service, so that the key stays on this machine.
         engine = connect(url, key_file=key_file, timeout=10.0)
     except EngineError as error:
-        added = session.add_engine(url, **said)
+        added = session.add_engine(url, **fields)
         click.echo(f"registered all the same: {error}", err=True)
         return added
     engine.close()
-    found = {name: value for name, value in registration(engine.info).items() if name != "url"}
-    return session.add_engine(url, **{**found, **said})
+    detected = {name: value for name, value in registration(engine.info).items() if name != "url"}
+    return session.add_engine(url, **{**detected, **fields})
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _table(rows: list[Row]) -> Table:
     order = ("name", "kind", "url", "model", "run")
     return Table.from_rows(rows, order=order, title="registered engines")

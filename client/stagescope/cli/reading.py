@@ -1,12 +1,12 @@
-"""Questions about runs and steps: numbers, rounds, ranks, stages, losses, findings."""
+"""Commands for runs and steps: numbers, rounds, ranks, stages, losses, findings, kept files."""
 
 from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
-from typing import Any
 
 import click
+from typing_extensions import Unpack
 
 from stagescope import terminal
 from stagescope.answers import Metrics, Record
@@ -22,23 +22,28 @@ from stagescope.cli.common import (
     RUN,
     STAGE,
     STEP,
-    noun,
+    Option,
+    OptionValue,
+    RankFilters,
+    comma_list,
     question,
-    words,
+    step_question,
 )
 from stagescope.frames import Table, meant
-from stagescope.session import Session, StepWord
+from stagescope.session import Session, StepName
+from stagescope.step import Step
 from stagescope.wire.errors import NotFound
 from stagescope.wire.keep import SECTIONS
+from stagescope.wire.nonfinite import Json
 
 
 @question()
 def status(session: Session) -> Record:
     """Whether the service is ready; exit code 3 if not."""
-    found = session.status()
-    if not found.get("ready", True):
+    answer = session.status()
+    if not answer.get("ready", True):
         click.get_current_context().meta["stagescope.exit_code"] = 3
-    return found
+    return answer
 
 
 @question(LIMIT)
@@ -65,37 +70,32 @@ def exact(session: Session, run: str | None, attempt: int | None) -> Record:
     return session.exact(run, attempt)
 
 
-@question(
+@step_question(
     MEASURED,
-    RUN,
-    ATTEMPT,
     STAGE,
     ROLE,
     RANK,
     ROUND,
     click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
 )
-def metrics(session: Session, step: StepWord, only: str | None, **place: Any) -> Metrics:
+def metrics(step: Step, only: str | None, **filters: OptionValue) -> Metrics:
     """A step's metrics, rollout against training."""
-    filters = {name: place.pop(name) for name in ("stage", "role", "rank", "round")}
-    found = session.step(step, **place).metrics(**filters)
+    answer = step.metrics(**filters)
     if only is None:
-        return found
-    kept = {name: value for name, value in found.items() if fnmatch.fnmatchcase(name, only)}
-    if not kept:
-        close = meant(only.strip("*"), [*found])
+        return answer
+    matching = {name: value for name, value in answer.items() if fnmatch.fnmatchcase(name, only)}
+    if not matching:
+        similar = meant(only.strip("*"), [*answer])
         raise NotFound(
             f"no metric of this step matches {only!r}",
-            expected="" if close else f"one of {', '.join(found)}",
-            advice=f"did you mean {' or '.join(close)}?" if close else "",
+            expected="" if similar else f"one of {', '.join(answer)}",
+            advice=f"did you mean {' or '.join(similar)}?" if similar else "",
         )
-    return Metrics(kept, found.about)
+    return Metrics(matching, answer.about)
 
 
-@question(
+@step_question(
     MEASURED,
-    RUN,
-    ATTEMPT,
     STAGE,
     ROLE,
     RANK,
@@ -104,39 +104,43 @@ def metrics(session: Session, step: StepWord, only: str | None, **place: Any) ->
     ),
     LIMIT,
 )
-def rounds(session: Session, step: StepWord, **options: Any) -> Table:
+def rounds(step: Step, **filters: OptionValue) -> Table:
     """A step's mismatch round by round."""
-    return noun(session, step, options).rounds(**options)
+    return step.rounds(**filters)
 
 
-@question(MEASURED, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def ranks(session: Session, step: StepWord, **options: Any) -> Table:
+@step_question(MEASURED, STAGE, ROLE, RANK, LIMIT)
+def ranks(step: Step, **filters: Unpack[RankFilters]) -> Table:
     """A step's mismatch rank by rank."""
-    return noun(session, step, options).ranks(**options)
+    return step.ranks(**filters)
 
 
-@question(
-    MEASURED, RUN, ATTEMPT, STAGE, ROLE, RANK, ROUND,
+@step_question(
+    MEASURED,
+    STAGE,
+    ROLE,
+    RANK,
+    ROUND,
     click.option(
         "--kind", type=click.Choice(["worst", "nonfinite"]), help="Only these [default: both]."
     ),
     LIMIT,
-)  # fmt: skip
-def tokens(session: Session, step: StepWord, **options: Any) -> Table:
-    """A step's worst tokens, the worst first, then those that are not finite."""
-    return noun(session, step, options).tokens(**options)
+)
+def tokens(step: Step, **filters: OptionValue) -> Table:
+    """A step's worst tokens, the worst first, then the non-finite ones."""
+    return step.tokens(**filters)
 
 
-@question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def stages(session: Session, step: StepWord, **options: Any) -> Table:
-    """Who was in which stage of a step, and who has not arrived."""
-    return noun(session, step, options).stages(**options)
+@step_question(STEP, STAGE, ROLE, RANK, LIMIT)
+def stages(step: Step, **filters: Unpack[RankFilters]) -> Table:
+    """Which ranks were in which stage of a step, and which have not arrived."""
+    return step.stages(**filters)
 
 
-@question(STEP, RUN, ATTEMPT, STAGE, ROLE, RANK, LIMIT)
-def scalars(session: Session, step: StepWord, **options: Any) -> Table:
-    """The scalars that ranks handed over in a step."""
-    return noun(session, step, options).scalars(**options)
+@step_question(STEP, STAGE, ROLE, RANK, LIMIT)
+def scalars(step: Step, **filters: Unpack[RankFilters]) -> Table:
+    """The scalars that ranks logged in a step."""
+    return step.scalars(**filters)
 
 
 @question(
@@ -158,42 +162,47 @@ def scalars(session: Session, step: StepWord, **options: Any) -> Table:
         help="Most steps, the newest.",
     ),
 )  # fmt: skip
-def series(session: Session, metric: str, table: bool, **options: Any) -> Table:
-    """One number over the steps of a run: a metric or a scalar, whole or by rank or round."""
-    found = session.series(metric, **options)
-    return Table.of(found) if table else found
+def series(session: Session, metric: str, table: bool, **options: OptionValue) -> Table:
+    """A metric or a scalar over the steps of a run, in total or by rank or round."""
+    answer = session.series(metric, **options)
+    return Table.of(answer) if table else answer
 
 
-def _only(what: str) -> Any:
+def _only(what: str) -> Option:
     return click.option("--only", metavar="A,B", help=f"Only these {what}.")
 
 
 @question(RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT)
-def losses(session: Session, **options: Any) -> Table:
+def losses(
+    session: Session, run: str | None, attempt: int | None, only: str | None, limit: int
+) -> Table:
     """What was announced and never arrived, with the reasons."""
-    return session.losses(**options)
+    return session.losses(run, attempt, only=only, limit=limit)
 
 
 @question(RUN, ATTEMPT, _only("severities or kinds: error, 'streams_*'"), LIMIT)
-def findings(session: Session, **options: Any) -> Table:
-    """What the service noticed to be wrong, the most severe first; what lasts is said once."""
-    return session.findings(**options).saying(terminal.in_commands)
+def findings(
+    session: Session, run: str | None, attempt: int | None, only: str | None, limit: int
+) -> Table:
+    """The problems that the service found, the most severe first; repeated ones are grouped."""
+    answer = session.findings(run, attempt, only=only, limit=limit)
+    return answer.saying(terminal.in_commands)
 
 
 @question(click.argument("finding_id", metavar="ID"))
 def finding(session: Session, finding_id: str) -> Record:
-    """One finding whole: what, where, what to try, and its evidence (ID as `findings` shows it)."""
+    """One finding: what, where, what to try, and its evidence (ID as `findings` shows it)."""
     return session.finding(finding_id).saying(terminal.in_commands)
 
 
-class _Shown(Record):
-    """What a batch holds; its arrays are in the file."""
+class _BatchSummary(Record):
+    """The fields of a batch without its arrays, which are in the file."""
 
     __slots__ = ("_batch",)
 
     def __init__(self, batch: Batch, path: Path | None) -> None:
         tensors = {n: [t.dtype, list(t.values.shape)] for n, t in batch.tensors.items()}
-        fields: dict[str, Any] = {
+        fields: dict[str, Json] = {
             **batch.source,
             "rows": batch.rows,
             "tensors": tensors,
@@ -206,14 +215,14 @@ class _Shown(Record):
         self._batch = batch
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return what the batch itself says, and where it was written."""
+        """Return the lines of the batch, and the path it was written to."""
         output = self["output"]
         written = [] if output is None else [f"written to {output}"]
         return [*self._batch.lines(width=width), *written]
 
 
-def _words(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    return None if value is None else words(value)
+def _comma_list(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else comma_list(value)
 
 
 @question(
@@ -221,47 +230,52 @@ def _words(_: click.Context, __: click.Parameter, value: str | None) -> list[str
     RUN,
     ATTEMPT,
     click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it here."),
-    click.option("--names", callback=_words, metavar="A,B", help="Only these tensors."),
-    click.option("--stages", callback=_words, metavar="A,B", help="Only these stages."),
+    click.option("--names", callback=_comma_list, metavar="A,B", help="Only these tensors."),
+    click.option("--stages", callback=_comma_list, metavar="A,B", help="Only these stages."),
 )
-def batch(session: Session, step: StepWord, output: Path | None, **options: Any) -> Record:
+def batch(
+    session: Session,
+    step: StepName,
+    run: str | None,
+    attempt: int | None,
+    output: Path | None,
+    names: list[str] | None,
+    stages: list[str] | None,
+) -> Record:
     """A step's exact data, as one safetensors file (`stagescope.Batch.load` reads it)."""
-    place = {"run": options.pop("run"), "attempt": options.pop("attempt")}
     try:
-        found = session.step(step, **place)
+        chosen = session.step(step, run=run, attempt=attempt)
     except NotFound:
         if step != "measured":
             raise
-        found = session.step("latest", **place)  # its tensors are there without numbers, too
+        chosen = session.step("latest", run=run, attempt=attempt)  # it has tensors, no numbers
     if output is None:
-        return _Shown(found.batch(**options), None)
-    return _Shown(found.save_batch(output, **options), output)
+        return _BatchSummary(chosen.batch(names=names, stages=stages), None)
+    return _BatchSummary(chosen.save_batch(output, names=names, stages=stages), output)
 
 
-@question(
+@step_question(
     STEP,
-    RUN,
-    ATTEMPT,
     STAGE,
     ROLE,
     RANK,
     click.option("--section", type=click.Choice(SECTIONS), help="Only files that hold it."),
     LIMIT,
 )
-def kept(session: Session, step: StepWord, **options: Any) -> Table:
-    """The files that are kept of a step: what they hold, size, state and place."""
-    return noun(session, step, options).kept(**options)
+def kept(step: Step, **filters: OptionValue) -> Table:
+    """The files that are kept of a step: contents, size, state and path."""
+    return step.kept(**filters)
 
 
 @question(click.argument("step", type=int), RUN, ATTEMPT)
 def pin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
-    """Let what is kept of a step stay (needs the operate token)."""
+    """Exempt the kept files of a step from deletion (needs the operate token)."""
     return session.pin(step, run=run, attempt=attempt)
 
 
 @question(click.argument("step", type=int), RUN, ATTEMPT)
 def unpin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
-    """Let what is held of a pinned step go when room is needed (needs the operate token)."""
+    """Allow the files of a pinned step to be deleted again (needs the operate token)."""
     return session.unpin(step, run=run, attempt=attempt)
 
 
@@ -270,5 +284,5 @@ def unpin(session: Session, step: int, run: str | None, attempt: int | None) -> 
     click.argument("b", metavar="RUN[@ATTEMPT]"),
 )
 def diff(session: Session, a: str, b: str) -> Changes:
-    """What changed between two attempts or runs: code, options, packages, places."""
+    """What changed between two attempts or runs: code, options, packages, placement."""
     return session.diff(a, b)

@@ -1,25 +1,32 @@
-"""Inference engines as clients: generate with log-probs, and score given tokens.
+"""Clients of inference engines: generate with log-probs, and score given tokens.
 
 ::
 
     from stagescope.engines import Sampling, connect
 
-    engine = connect("http://127.0.0.1:20082")     # vLLM, SGLang, llama.cpp, or of OpenAI's shape
+    engine = connect("http://127.0.0.1:20082")     # vLLM, SGLang, llama.cpp, OpenAI-compatible
     [answer] = engine.generate(["2 + 2 ="], Sampling(max_tokens=8, temperature=1.0, seed=1))
     answer.token_ids, answer.log_probs
     engine.score([[1, 450, 4996]])                 # log-prob of each given token
 
-`stagescope.engine(name)` gives back one that was registered with the service.
+`stagescope.engine(name)` connects to one that is registered with the service.
 """
 
 from __future__ import annotations
 
-from stagescope.engines.base import Engine, EngineInfo, Generation, Prompt, Sampling
+from stagescope.engines.base import (
+    Engine,
+    EngineInfo,
+    Generation,
+    Prompt,
+    Sampling,
+    multimodal_warning,
+    vision_part,
+)
 from stagescope.engines.detection import HttpEngine, connect
 from stagescope.engines.llama_cpp import LlamaCppEngine
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.engines.sglang import SGLangEngine
-from stagescope.engines.vision import multimodal_warning, vision_part
 
 __all__ = [
     "Engine",

@@ -1,31 +1,32 @@
-"""What every engine answers, whichever shape its server has: tokens with their log-probs."""
+"""The interface of all inference engines: tokens with their log-probs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
 
 Prompt = str | Sequence[int]
-"""A text that the engine tokenises itself, or token ids that it takes as they are."""
+"""A text, which the engine tokenises, or token ids, which it uses unchanged."""
 
 MOST_TOKENS: Final = 1 << 17
-"""Most tokens of one prompt, and most that are generated for it."""
+"""Most tokens of one prompt, and most generated tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy.
+    """How tokens are sampled; temperature 0 is greedy.
 
     Attributes:
-        max_tokens: most tokens for a prompt.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: smallest set of tokens of this probability; 1 keeps all.
-        top_k: so many of the likeliest tokens; 0 keeps all.
-        seed: of the draw, where the engine takes one; None: the engine's own.
+        max_tokens: most generated tokens per prompt.
+        temperature: divides the logits; 0 selects the most likely token.
+        top_p: sample from the smallest set of tokens with this probability; 1 keeps all.
+        top_k: sample from this number of most likely tokens; 0 keeps all.
+        seed: of the sampling, if the engine supports one; None: the engine's own.
         stop: texts at which to stop.
     """
 
@@ -51,24 +52,23 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether tokens are left out before the draw."""
+        """Whether top_p or top_k exclude tokens."""
         return self.top_p < 1 or self.top_k > 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine made of one prompt.
+    """The tokens that an engine generated for one prompt.
 
     Attributes:
         text: the tokens as text.
-        tokens: each token's text, where the server says it.
-        token_ids: their ids; None where the server gives none.
-        log_probs: natural logarithm of each token's probability, as long as the tokens; NaN where
-            the server gave none.
-        prompt_tokens: how many tokens the engine read as the prompt; None: not said.
-        finish_reason: "stop", "length" or the server's own word.
-        weight_version: of the weights that answered, where the server says it.
-        problem: why log-probs and tokens cannot be used; "" where they can.
+        tokens: each token's text, if the server returns it.
+        token_ids: their ids; None if the server returns none.
+        log_probs: natural logarithm of each token's probability; NaN if the server returned none.
+        prompt_tokens: number of tokens of the prompt; None if unknown.
+        finish_reason: "stop", "length" or the server's own value.
+        weight_version: version of the weights that answered, if the server returns it.
+        problem: why log-probs and tokens cannot be used; "" if they can.
     """
 
     text: str
@@ -83,23 +83,23 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is known of an engine; unknown is None or "".
+    """The description of an engine; unknown values are None or empty.
 
     Attributes:
-        kind: "vllm", "sglang", "llama.cpp", "openai" (another server of that shape),
-            "transformers" or "ctranslate2".
+        kind: "vllm", "sglang", "llama.cpp", "openai" (another compatible server), "transformers"
+            or "ctranslate2".
         place: its URL, or its directory.
-        model: as requests must name it.
-        model_path: where its weights come from, as the server says.
-        version: of the engine.
-        dtype, quantisation: of its weights, where it says them.
-        processed: whether log-probs are those after temperature and cuts.
-        multimodal: whether it takes images.
-        scores: whether it gives log-probs of given tokens.
+        model: the model's name in requests.
+        model_path: origin of its weights, as the server reports it.
+        version: version of the engine.
+        dtype, quantisation: of its weights.
+        processed: whether log-probs are after temperature, top_p and top_k.
+        multimodal: whether it accepts images.
+        scores: whether it returns log-probs of given tokens.
         max_length: most tokens of prompt and answer.
-        architectures: of the model, as the server says.
-        weight_version: of the weights that it holds.
-        settings: what else it said of itself that matters here, plain JSON values.
+        architectures: of the model, as the server reports them.
+        weight_version: version of its weights.
+        settings: other relevant settings that it reports, plain JSON values.
     """
 
     kind: str
@@ -115,7 +115,7 @@ class EngineInfo:
     max_length: int | None = None
     architectures: tuple[str, ...] = ()
     weight_version: str | None = None
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: JsonObject = dataclasses.field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -123,7 +123,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What is known of it."""
+        """The description of the engine."""
         ...
 
     def generate(
@@ -132,7 +132,7 @@ class Engine(Protocol):
         """Continue each prompt; by default greedily, for 64 tokens.
 
         Raises:
-            EngineError: it cannot be reached, refuses, or answers what cannot be read.
+            EngineError: it cannot be reached, refuses, or its answer cannot be read.
         """
         ...
 
@@ -142,12 +142,12 @@ class Engine(Protocol):
         At temperature 1, over the whole vocabulary.
 
         Raises:
-            EngineError: as `generate`, or where it gives no log-probs of given tokens.
+            EngineError: as `generate`, or it returns no log-probs of given tokens.
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections or memory."""
+        """Release connections or memory."""
         ...
 
 
@@ -155,7 +155,7 @@ def check_prompt(prompt: Prompt) -> str | list[int]:
     """Return `prompt`, ids as a list of ints.
 
     Raises:
-        InvalidInput: it is empty, too long, or holds what is no token id.
+        InvalidInput: it is empty, too long, or contains an invalid token id.
     """
     if not isinstance(prompt, str):
         return check_ids(prompt)
@@ -168,7 +168,7 @@ def check_ids(row: Sequence[int]) -> list[int]:
     """Return token ids as a list.
 
     Raises:
-        InvalidInput: there are none, too many, or what is no token id.
+        InvalidInput: there are none, too many, or one is invalid.
     """
     ids = list(row)
     wrong = [token for token in ids if type(token) is not int or not 0 <= token < 1 << 31]
@@ -176,3 +176,50 @@ def check_ids(row: Sequence[int]) -> list[int]:
         what = f"{wrong[0]!r:.50} is no token id" if wrong else f"{len(ids)} token ids"
         raise InvalidInput(what, expected=f"1 to {MOST_TOKENS} ids from 0")
     return ids
+
+
+_VISION_PARTS: Final = (
+    "vision_config", "vision_tower_config", "visual", "vision_encoder", "vision_model",
+    "mm_vision_tower", "vision_tower", "vit_config",
+)  # fmt: skip
+_OFF_BY_DEFAULT: Final = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Step3VLForConditionalGeneration",
+)
+"""Models whose images SGLang ignores unless it is started with `--enable-multimodal`."""
+
+
+def vision_part(config: JsonObject) -> str | None:
+    """Return the name of the vision part in a model's config.json; None if it has none."""
+    for name in _VISION_PARTS:
+        if config.get(name):
+            return name
+    return None
+
+
+def multimodal_warning(info: EngineInfo, config: JsonObject) -> str | None:
+    """Return a warning if the engine of a model with a vision part accepts no images, else None.
+
+    Args:
+        info: the engine's description.
+        config: the model's config.json, as a mapping.
+    """
+    part = vision_part(config)
+    if part is None or info.multimodal:
+        return None
+    architectures = config.get("architectures")
+    names = info.architectures or tuple(
+        map(str, architectures if isinstance(architectures, list) else ())
+    )
+    model = names[0] if names else str(config.get("model_type") or "the model")
+    if info.multimodal is False:
+        how = "; start SGLang with --enable-multimodal" if info.kind == "sglang" else ""
+        return f"{model} has a {part}, and {info.kind} at {info.place} takes no images{how}"
+    if info.kind == "sglang":
+        default = " (its default for this model)" if model in _OFF_BY_DEFAULT else ""
+        return (
+            f"{model} has a {part}, and SGLang at {info.place} does not say that multimodal is "
+            f"on{default}; start it with --enable-multimodal where images matter"
+        )
+    return None

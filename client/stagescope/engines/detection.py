@@ -1,10 +1,10 @@
-"""Which engine answers at a URL, and what it says of itself."""
+"""Detect which engine answers at a URL, and read its description."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.engines.base import EngineInfo
 from stagescope.engines.http import EngineHttp, engine_key
@@ -12,15 +12,16 @@ from stagescope.engines.llama_cpp import LlamaCppEngine
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.engines.sglang import SGLangEngine
 from stagescope.wire.errors import EngineError
+from stagescope.wire.nonfinite import JsonObject
 
 HttpEngine = OpenAIEngine | SGLangEngine | LlamaCppEngine
-"""An engine that answers over HTTP; each has `chat`, too."""
+"""An engine that answers over HTTP; each also has `chat`."""
 
 _ENGINES: Final[Mapping[str, Callable[[EngineHttp, EngineInfo], HttpEngine]]] = {
     "sglang": SGLangEngine,
     "llama.cpp": LlamaCppEngine,
 }
-_LOOK_SECONDS: Final = 10.0
+_DETECTION_TIMEOUT: Final = 10.0
 HEALTH_PATH: Final = "/health"
 _OWNERS: Final[Mapping[str, str]] = {
     "vllm": "vllm",
@@ -34,7 +35,7 @@ _SGLANG_SETTINGS: Final = (
 
 
 def connect(url: str, *, key_file: str | Path | None = None, timeout: float = 120.0) -> HttpEngine:
-    """Return the engine at `url`, of the kind that its server turns out to be.
+    """Return the engine at `url`; its class is that of the detected kind of server.
 
     Args:
         url: `http://HOST:PORT`, or HOST:PORT.
@@ -43,7 +44,7 @@ def connect(url: str, *, key_file: str | Path | None = None, timeout: float = 12
         timeout: deadline of each call, seconds.
 
     Raises:
-        EngineError: nothing answers there, or no inference engine of a known kind.
+        EngineError: nothing answers there, or the server is not a known inference engine.
         InvalidInput: not an http or https URL.
     """
     http = EngineHttp(url, key=engine_key(key_file), timeout=timeout)
@@ -56,16 +57,16 @@ def connect(url: str, *, key_file: str | Path | None = None, timeout: float = 12
 
 
 def detect(http: EngineHttp) -> EngineInfo:
-    """Ask a server what it is.
+    """Return the description of the server's engine.
 
     Raises:
-        EngineError: nothing answers, or no inference engine of a known kind.
+        EngineError: nothing answers, or the server is not a known inference engine.
     """
-    seconds = min(_LOOK_SECONDS, http.timeout)
+    seconds = min(_DETECTION_TIMEOUT, http.timeout)
     listed = http.get("/v1/models", timeout=seconds)
     models = listed.get("data") if isinstance(listed, Mapping) else None
     first = models[0] if isinstance(models, list) and models else {}
-    model: Mapping[str, Any] = first if isinstance(first, Mapping) else {}
+    model: JsonObject = first if isinstance(first, Mapping) else {}
     kind = _OWNERS.get(str(model.get("owned_by"))) or _other_kind(http, seconds, bool(model))
     if kind is None:
         raise EngineError(
@@ -76,7 +77,7 @@ def detect(http: EngineHttp) -> EngineInfo:
 
 
 def is_healthy(http: EngineHttp, *, timeout: float = 2.0) -> bool:
-    """Say whether the server answers its health path.
+    """Return whether the server answers its health path with success.
 
     Raises:
         EngineError: nothing answers.
@@ -85,34 +86,34 @@ def is_healthy(http: EngineHttp, *, timeout: float = 2.0) -> bool:
 
 
 def _other_kind(http: EngineHttp, seconds: float, has_models: bool) -> str | None:
-    """Return the kind of a server whose list of models does not say it."""
+    """Return the kind of a server whose list of models does not name it; None if unknown."""
     if _sglang_info(http, seconds) is not None:
         return "sglang"
     return "openai" if has_models else None
 
 
-def _sglang_info(http: EngineHttp, seconds: float) -> Mapping[str, Any] | None:
-    said = _first(http, seconds, "/model_info", "/get_model_info")
-    return said if said is not None and "model_path" in said else None
+def _sglang_info(http: EngineHttp, seconds: float) -> JsonObject | None:
+    fields = _first_object(http, seconds, "/model_info", "/get_model_info")
+    return fields if fields is not None and "model_path" in fields else None
 
 
-def _first(http: EngineHttp, seconds: float, *paths: str) -> Mapping[str, Any] | None:
-    """Return what the first of `paths` answers with an object; SGLang renamed its routes."""
+def _first_object(http: EngineHttp, seconds: float, *paths: str) -> JsonObject | None:
+    """Return the first JSON object that one of `paths` answers; SGLang has renamed its routes."""
     for path in paths:
         try:
-            said = http.get(path, timeout=seconds)
-        except EngineError:  # another server's page under that path
+            fields = http.get(path, timeout=seconds)
+        except EngineError:  # another kind of server answers this path with something else
             continue
-        if isinstance(said, Mapping):
-            return said
+        if isinstance(fields, Mapping):
+            return fields
     return None
 
 
-def _describe_sglang(http: EngineHttp, model: Mapping[str, Any], seconds: float) -> EngineInfo:
+def _describe_sglang(http: EngineHttp, model: JsonObject, seconds: float) -> EngineInfo:
     info = _sglang_info(http, seconds) or {}
-    server = _first(http, seconds, "/server_info", "/get_server_info") or {}
+    server = _first_object(http, seconds, "/server_info", "/get_server_info") or {}
     images = info.get("has_image_understanding")
-    if not isinstance(images, bool):  # before SGLang said it: its setting, None is its default
+    if not isinstance(images, bool):  # older SGLang: its setting, None for the default
         images = server.get("enable_multimodal")
     version = info.get("weight_version")
     return EngineInfo(
@@ -123,7 +124,7 @@ def _describe_sglang(http: EngineHttp, model: Mapping[str, Any], seconds: float)
         version=_text(server.get("version")),
         dtype=_text(server.get("dtype")),
         quantisation=_text(server.get("quantization")),
-        # Output log-probs follow the temperature; SGLANG_RETURN_ORIGINAL_LOGPROB is not shown.
+        # Output log-probs are after temperature; SGLANG_RETURN_ORIGINAL_LOGPROB is not exposed.
         processed=True,
         multimodal=images if isinstance(images, bool) else None,
         scores=True,
@@ -134,41 +135,41 @@ def _describe_sglang(http: EngineHttp, model: Mapping[str, Any], seconds: float)
     )
 
 
-def _describe_vllm(http: EngineHttp, model: Mapping[str, Any], seconds: float) -> EngineInfo:
-    said = _first(http, seconds, "/version") or {}
+def _describe_vllm(http: EngineHttp, model: JsonObject, seconds: float) -> EngineInfo:
+    fields = _first_object(http, seconds, "/version") or {}
     return EngineInfo(
         kind="vllm",
         place=http.url,
         model=_text(model.get("id")),
         model_path=_text(model.get("root")),
-        version=_text(said.get("version")),
-        processed=False,  # raw_logprobs, its default; --logprobs-mode is not shown
+        version=_text(fields.get("version")),
+        processed=False,  # raw_logprobs, its default; --logprobs-mode is not exposed
         scores=True,
         max_length=_int(model.get("max_model_len")),
     )
 
 
-def _describe_llama_cpp(http: EngineHttp, model: Mapping[str, Any], seconds: float) -> EngineInfo:
-    said = _first(http, seconds, "/props") or {}
+def _describe_llama_cpp(http: EngineHttp, model: JsonObject, seconds: float) -> EngineInfo:
+    fields = _first_object(http, seconds, "/props") or {}
     meta = model.get("meta") if isinstance(model.get("meta"), Mapping) else {}
     assert isinstance(meta, Mapping)
-    modalities = said.get("modalities")
+    modalities = fields.get("modalities")
     images = modalities.get("vision") if isinstance(modalities, Mapping) else None
     return EngineInfo(
         kind="llama.cpp",
         place=http.url,
         model=_text(model.get("id")),
-        model_path=_text(said.get("model_path")),
-        version=_text(said.get("build_info")),
+        model_path=_text(fields.get("model_path")),
+        version=_text(fields.get("build_info")),
         quantisation=_text(meta.get("ftype")),
         processed=False,
         multimodal=images if isinstance(images, bool) else None,
-        scores=False,  # it has no echo and no log-probs of a prompt
+        scores=False,  # llama.cpp has neither echo nor log-probs of a prompt
         max_length=_int(meta.get("n_ctx")),
     )
 
 
-def _describe_other(http: EngineHttp, model: Mapping[str, Any], seconds: float) -> EngineInfo:
+def _describe_other(http: EngineHttp, model: JsonObject, seconds: float) -> EngineInfo:
     return EngineInfo(
         kind="openai",
         place=http.url,
@@ -178,7 +179,7 @@ def _describe_other(http: EngineHttp, model: Mapping[str, Any], seconds: float) 
 
 
 _DESCRIBE: Final[
-    Mapping[str, Callable[[EngineHttp, Mapping[str, Any], float], EngineInfo]]
+    Mapping[str, Callable[[EngineHttp, JsonObject, float], EngineInfo]]
 ] = {
     "sglang": _describe_sglang,
     "vllm": _describe_vllm,
@@ -187,13 +188,13 @@ _DESCRIBE: Final[
 }  # fmt: skip
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return value[:500] if isinstance(value, str) and value else None
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _texts(value: object) -> tuple[str, ...]:
     return tuple(map(str, value[:10])) if isinstance(value, list) else ()
 
 
-def _int(value: Any) -> int | None:
-    return value if type(value) is int else None
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,4 +1,4 @@
-"""HTTP to an engine: bounded answers, one deadline a call, a key that is never shown."""
+"""HTTP calls to an engine: bounded answers, one deadline per call, a key that is never shown."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import httpx
 
 from stagescope.discovery import check_url, is_loopback, read_token
 from stagescope.wire.errors import EngineError, InvalidInput
+from stagescope.wire.nonfinite import Json, JsonObject
 
 KEY_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY"
 KEY_FILE_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY_FILE"
 MOST_BYTES: Final = 64 << 20
-"""Bytes of one answer."""
+"""Most bytes of one answer."""
 PARALLEL: Final = 8
-"""Requests to one engine at one time: it batches them itself."""
+"""Concurrent requests to one engine, which batches them itself."""
 _SHOWN: Final = 300
 _HOST: Final = re.compile(r"[A-Za-z0-9._:-]+\Z")
 
@@ -34,7 +35,7 @@ def engine_key(key_file: str | Path | None = None) -> str | None:
     """Return the bearer key of an engine: from a file, else from the environment.
 
     Raises:
-        Unauthorized: the file cannot be read, or does not hold one word.
+        Unauthorized: the file cannot be read, or does not contain exactly one word.
     """
     path = key_file or os.environ.get(KEY_FILE_VARIABLE)
     if path:
@@ -43,7 +44,7 @@ def engine_key(key_file: str | Path | None = None) -> str | None:
 
 
 def engine_url(text: str) -> str:
-    """Return the base URL that `text` names: `http://HOST:PORT`, or HOST:PORT; no `/v1` at its end.
+    """Return the base URL of `http://HOST:PORT` or HOST:PORT, without a trailing `/v1`.
 
     Raises:
         InvalidInput: not an http or https URL, or one with a query, a fragment or a password.
@@ -56,22 +57,22 @@ def engine_url(text: str) -> str:
 
 
 class EngineHttp:
-    """One engine's HTTP connections; usable from several threads.
+    """One engine's HTTP connections; safe to use from several threads.
 
-    Redirects are not followed: the key goes to the engine's own URL only.
+    Redirects are not followed, so that the key is sent to the engine's own URL only.
     """
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 120.0) -> None:
         self.url = engine_url(url)
         self.timeout = timeout
         self._key = key
-        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach our own loopback.
-        near = is_loopback(self.url)
-        plain = self.url.startswith("http:")
+        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach this host's loopback.
+        is_local = is_loopback(self.url)
+        is_plain = self.url.startswith("http:")
         self._client = httpx.Client(
             headers={"authorization": f"Bearer {key}"} if key else {},
-            trust_env=not near,
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True,
+            trust_env=not is_local,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else True,
             follow_redirects=False,
             timeout=timeout,
         )
@@ -83,11 +84,11 @@ class EngineHttp:
         """Close the connections."""
         self._client.close()
 
-    def get(self, path: str, *, timeout: float | None = None) -> Any:
-        """Return the JSON that `path` answers; None where it answers 404 or 405.
+    def get(self, path: str, *, timeout: float | None = None) -> Json:
+        """Return the JSON that `path` answers; None if it answers 404 or 405.
 
         Raises:
-            EngineError: nothing answers, or something else than JSON.
+            EngineError: nothing answers, or the answer is not JSON.
         """
         status, content = self._send("GET", path, None, timeout)
         if status in (404, 405):
@@ -95,24 +96,24 @@ class EngineHttp:
         return self._json(status, content, path)
 
     def status(self, path: str, *, timeout: float) -> int:
-        """Return the status that `path` answers with.
+        """Return the HTTP status of `path`.
 
         Raises:
             EngineError: nothing answers.
         """
         return self._send("GET", path, None, timeout)[0]
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: JsonObject) -> Json:
         """Return the JSON that `path` answers to `body`.
 
         Raises:
-            EngineError: nothing answers in time, or it refuses, or what it answers is no JSON.
+            EngineError: nothing answers in time, the engine refuses, or the answer is not JSON.
         """
         status, content = self._send("POST", path, body, None)
         return self._json(status, content, path)
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+        self, method: str, path: str, body: JsonObject | None, timeout: float | None
     ) -> tuple[int, bytes]:
         seconds = timeout or self.timeout
         deadline = time.monotonic() + seconds
@@ -132,21 +133,21 @@ class EngineHttp:
                             f"{self.url}{path} answers more than {MOST_BYTES >> 20} MiB",
                             advice="ask for fewer tokens at once",
                         )
-                    # httpx's own limit is of one read: an answer that drips would take for ever.
+                    # httpx limits a single read only: a slow stream could last forever.
                     if time.monotonic() > deadline:
                         raise late
                 return response.status_code, bytes(content)
         except httpx.TimeoutException as error:
             raise late from error
         except httpx.HTTPError as error:
-            # The text names hosts and errno only: no header, hence no key, is in it.
+            # The text names hosts and errno only: it contains no header, hence no key.
             reason = str(error) or type(error).__name__
             raise EngineError(
                 f"the engine at {self.url} cannot be reached: {reason}",
                 advice="is it running, and is this its address?",
             ) from error
 
-    def _json(self, status: int, content: bytes, path: str) -> Any:
+    def _json(self, status: int, content: bytes, path: str) -> Json:
         if status in (401, 403):
             raise EngineError(
                 f"the engine at {self.url} answered {status} to {path}",
@@ -165,17 +166,17 @@ class EngineHttp:
             ) from error
 
     def shown(self, content: bytes) -> str:
-        """Return the beginning of an answer for a message; a key that it repeats is left out."""
+        """Return the beginning of an answer for a message, with the key masked."""
         text = content[: 4 * _SHOWN].decode("utf-8", "replace")
         if self._key:
             text = text.replace(self._key, "***")
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:_SHOWN]
 
     def each(
-        self, ask: Callable[[_Item], _Answer], items: Sequence[_Item], parallel: int = PARALLEL
+        self, request: Callable[[_Item], _Answer], items: Sequence[_Item], parallel: int = PARALLEL
     ) -> list[_Answer]:
-        """Return the answers to `items` in their order, several asked at one time."""
+        """Return `request(item)` for each item, in order; up to `parallel` run concurrently."""
         if len(items) < 2:
-            return [ask(item) for item in items]
+            return [request(item) for item in items]
         with ThreadPoolExecutor(min(parallel, len(items)), "engine") as pool:
-            return list(pool.map(ask, items))
+            return list(pool.map(request, items))

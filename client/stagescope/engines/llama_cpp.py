@@ -1,25 +1,26 @@
-"""llama.cpp's own `/completion`: its OpenAI route does not say all token ids.
+"""llama.cpp's native `/completion`, because its OpenAI route does not return all token ids.
 
-`tokens` are the ids that were generated, `completion_probabilities` those with their log-probs:
-raw, whatever the temperature. Tokens whose bytes are no whole character are listed together with
-the next, so both lists are compared.
+`tokens` are the generated ids, `completion_probabilities` the tokens with their log-probs: raw,
+whatever the temperature. A token whose bytes are an incomplete character is merged with the next in
+the second list, so the two lists are compared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.engines.base import Generation, Prompt, Sampling, check_prompt
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.wire.errors import EngineError
+from stagescope.wire.nonfinite import Json, JsonObject
 
 _REASONS: Final[Mapping[str, str]] = {"limit": "length", "eos": "stop", "word": "stop"}
 
 
 class LlamaCppEngine(OpenAIEngine):
-    """A server of llama.cpp."""
+    """A llama.cpp server."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None
@@ -33,7 +34,7 @@ class LlamaCppEngine(OpenAIEngine):
         """Raise: see `Engine.score`.
 
         Raises:
-            EngineError: always; the server has no log-probs of given tokens.
+            EngineError: always; the server gives no log-probs of given tokens.
         """
         raise EngineError(
             f"llama.cpp at {self._http.url} gives no log-probs of given tokens",
@@ -41,7 +42,7 @@ class LlamaCppEngine(OpenAIEngine):
             advice="let this engine generate, and another one (--against) score",
         )
 
-    def _generate(self, body: Mapping[str, Any]) -> Generation:
+    def _generate(self, body: JsonObject) -> Generation:
         answer = self._http.post("/completion", body)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("tokens"), list):
             raise EngineError(
@@ -71,25 +72,26 @@ class LlamaCppEngine(OpenAIEngine):
         )
 
 
-def _params(drawn: Sampling) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "n_predict": drawn.max_tokens,
-        "temperature": drawn.temperature,
-        # By default it cuts (top_k 40, top_p 0.95, min_p 0.05).
-        "top_k": drawn.top_k,
-        "top_p": drawn.top_p,
+def _params(settings: Sampling) -> dict[str, Json]:
+    params: dict[str, Json] = {
+        "n_predict": settings.max_tokens,
+        "temperature": settings.temperature,
+        # Its defaults would cut the distribution (top_k 40, top_p 0.95, min_p 0.05).
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
         "min_p": 0.0,
         "n_probs": 1,
         "return_tokens": True,
         "stream": False,
     }
-    if drawn.seed is not None:
-        params["seed"] = drawn.seed
-    if drawn.stop:
-        params["stop"] = list(drawn.stop)
+    if settings.seed is not None:
+        params["seed"] = settings.seed
+    if settings.stop:
+        params["stop"] = list(settings.stop)
     return params
 
 
-def _number(value: Any) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known else math.nan
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value)

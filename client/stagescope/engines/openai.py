@@ -1,18 +1,18 @@
-"""Engines that answer OpenAI's completions: vLLM, and others of that shape.
+"""Engines with OpenAI's completions API: vLLM and compatible servers.
 
-Two forms of log-probs are read: `logprobs.tokens` and `token_logprobs` (completions), and
-`logprobs.content` with one entry a token (chat). Token ids come from `token_ids` (vLLM), from
-entries' `id` (llama.cpp), or from tokens that are called `token_id:17`.
+Two forms of log-probs are supported: `logprobs.tokens` and `token_logprobs` (completions), and
+`logprobs.content` with one entry per token (chat). Token ids come from `token_ids` (vLLM), from the
+entries' `id` (llama.cpp), or from tokens such as `token_id:17`.
 
-Given tokens are scored by vLLM's `prompt_logprobs`, else by `echo`. vLLM writes -9999 for minus
-infinity (JSON has none): it is read as that.
+Given tokens are scored with vLLM's `prompt_logprobs`, else with `echo`. vLLM writes -9999 for minus
+infinity, which JSON lacks; it is read as -inf.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.engines.base import (
     EngineInfo,
@@ -24,6 +24,7 @@ from stagescope.engines.base import (
 )
 from stagescope.engines.http import EngineHttp
 from stagescope.wire.errors import EngineError
+from stagescope.wire.nonfinite import Json, JsonObject
 
 _FLOOR: Final = -9999.0
 _ID: Final = "token_id:"
@@ -31,7 +32,7 @@ _VLLM_OWN: Final = {"return_token_ids": True}
 
 
 class OpenAIEngine:
-    """An engine of that shape; `info.kind` says which, and so what it is asked for."""
+    """An engine with OpenAI's API; `info.kind` selects the options that it understands."""
 
     def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
         self._http = http
@@ -42,7 +43,7 @@ class OpenAIEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What is known of it."""
+        """The description of the engine."""
         return self._info
 
     def close(self) -> None:
@@ -53,8 +54,8 @@ class OpenAIEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None
     ) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        drawn = sampling or Sampling()
-        bodies = [self._body(check_prompt(prompt), drawn) for prompt in prompts]
+        settings = sampling or Sampling()
+        bodies = [self._body(check_prompt(prompt), settings) for prompt in prompts]
         return self._http.each(self._complete, bodies)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
@@ -65,58 +66,56 @@ class OpenAIEngine:
                 expected="an engine with prompt_logprobs or echo",
                 advice="let this engine generate, and another one (--against) score",
             )
-        ask = self._by_prompt_log_probs if self._info.kind == "vllm" else self._by_echo
-        return self._http.each(lambda row: ask(check_ids(row)), rows)
+        score = self._by_prompt_log_probs if self._info.kind == "vllm" else self._by_echo
+        return self._http.each(lambda row: score(check_ids(row)), rows)
 
     def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
+        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling | None = None
     ) -> list[Generation]:
         """Answer each conversation, a list of OpenAI's messages, images as `image_url` parts.
 
-        The engine renders its own template, so that the tokens of the prompt are its own matter.
+        The engine applies its own chat template and so determines the tokens of the prompt.
         """
-        drawn = sampling or Sampling()
+        settings = sampling or Sampling()
         bodies = [
-            {**self._sampling(drawn), "messages": list(messages), "logprobs": True}
+            {**self._sampling(settings), "messages": list(messages), "logprobs": True}
             for messages in conversations
         ]
         return self._http.each(self._answer, bodies)
 
-    # --- asking ----------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------
 
-    def _sampling(self, drawn: Sampling) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "max_tokens": drawn.max_tokens,
-            "temperature": drawn.temperature,
-            "top_p": drawn.top_p,
+    def _sampling(self, settings: Sampling) -> dict[str, Json]:
+        body: dict[str, Json] = {
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
             "stream": False,
             **(_VLLM_OWN if self._info.kind == "vllm" else {}),
         }
         if self._info.model is not None:
             body["model"] = self._info.model
-        if drawn.top_k:
-            body["top_k"] = drawn.top_k
-        if drawn.seed is not None:
-            body["seed"] = drawn.seed
-        if drawn.stop:
-            body["stop"] = list(drawn.stop)
+        if settings.top_k:
+            body["top_k"] = settings.top_k
+        if settings.seed is not None:
+            body["seed"] = settings.seed
+        if settings.stop:
+            body["stop"] = list(settings.stop)
         return body
 
-    def _body(self, prompt: Prompt, drawn: Sampling) -> dict[str, Any]:
-        return {**self._sampling(drawn), "prompt": prompt, "logprobs": 1}
+    def _body(self, prompt: Prompt, settings: Sampling) -> dict[str, Json]:
+        return {**self._sampling(settings), "prompt": prompt, "logprobs": 1}
 
-    def _complete(self, body: Mapping[str, Any]) -> Generation:
+    def _complete(self, body: JsonObject) -> Generation:
         return self._read(*self._choice("/v1/completions", body))
 
-    def _answer(self, body: Mapping[str, Any]) -> Generation:
+    def _answer(self, body: JsonObject) -> Generation:
         choice, usage = self._choice("/v1/chat/completions", body)
         message = choice.get("message")
         text = message.get("content") if isinstance(message, Mapping) else None
         return self._read({**choice, "text": text or ""}, usage)
 
-    def _choice(
-        self, path: str, body: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def _choice(self, path: str, body: JsonObject) -> tuple[JsonObject, JsonObject]:
         answer = self._http.post(path, body)
         choices = answer.get("choices") if isinstance(answer, Mapping) else None
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
@@ -136,13 +135,13 @@ class OpenAIEngine:
         if not isinstance(given, list) or len(given) != len(row):
             found = len(given) if isinstance(given, list) else "no"
             raise self._misread(row, f"{found} prompt_logprobs")
-        found_ones = [math.nan]
-        for token, said in zip(row[1:], given[1:], strict=True):
-            entry = said.get(str(token)) if isinstance(said, Mapping) else None
+        log_probs = [math.nan]
+        for token, entries in zip(row[1:], given[1:], strict=True):
+            entry = entries.get(str(token)) if isinstance(entries, Mapping) else None
             if not isinstance(entry, Mapping):
                 raise self._misread(row, f"prompt_logprobs without token {token}")
-            found_ones.append(_number(entry.get("logprob")))
-        return tuple(found_ones)
+            log_probs.append(_number(entry.get("logprob")))
+        return tuple(log_probs)
 
     def _by_echo(self, row: list[int]) -> tuple[float, ...]:
         body = self._body(row, Sampling(max_tokens=1, temperature=1.0))
@@ -151,7 +150,7 @@ class OpenAIEngine:
         most = len(row) + int(usage.get("completion_tokens") or 1)
         if not len(row) <= len(values) <= most or (ids and list(ids[: len(row)]) != row):
             raise self._misread(row, f"{len(values)} log-probs to an echo")
-        # Where the server says nothing of the first token it says null, which is NaN already.
+        # The first token has no log-prob: the server answers null or leaves it out.
         return (math.nan, *values[1 : len(row)])
 
     def _misread(self, row: Sequence[int], found: str) -> EngineError:
@@ -161,18 +160,18 @@ class OpenAIEngine:
             advice="the server tokenised the prompt again, or it gives no log-probs of a prompt",
         )
 
-    # --- reading ---------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------
 
-    def _read(self, choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Generation:
+    def _read(self, choice: JsonObject, usage: JsonObject) -> Generation:
         tokens, ids, values = _log_probs(choice)
-        said = usage.get("completion_tokens")
+        count = usage.get("completion_tokens")
         problem = ""
         if not values:
             problem = "the server gave no log-probs"
         elif ids is not None and len(ids) != len(values):
             problem = f"{len(values)} log-probs for {len(ids)} tokens"
-        elif isinstance(said, int) and said != len(values):
-            problem = f"{len(values)} log-probs for {said} tokens"
+        elif isinstance(count, int) and count != len(values):
+            problem = f"{len(values)} log-probs for {count} tokens"
         prompt_ids = choice.get("prompt_token_ids")
         prompt_tokens = (
             len(prompt_ids) if isinstance(prompt_ids, list) else usage.get("prompt_tokens")
@@ -190,9 +189,9 @@ class OpenAIEngine:
 
 
 def _log_probs(
-    choice: Mapping[str, Any],
+    choice: JsonObject,
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None, tuple[float, ...]]:
-    """Return the tokens of an answer: their texts, ids (None: not said) and log-probs."""
+    """Return the texts, ids (None: unknown) and log-probs of an answer's tokens."""
     given = choice.get("logprobs")
     if not isinstance(given, Mapping):
         return (), None, ()
@@ -200,7 +199,7 @@ def _log_probs(
         entries = [entry for entry in given["content"] if isinstance(entry, Mapping)]
         tokens = tuple(str(entry.get("token")) for entry in entries)
         values = tuple(_number(entry.get("logprob")) for entry in entries)
-        ids: Any = [entry.get("id") for entry in entries]
+        ids: Json = [entry.get("id") for entry in entries]
     else:
         tokens = tuple(map(str, given.get("tokens") or ()))
         values = tuple(_number(value) for value in given.get("token_logprobs") or ())
@@ -209,15 +208,15 @@ def _log_probs(
         ids = choice["token_ids"]
     elif tokens and all(token.startswith(_ID) for token in tokens):
         digits = [token.removeprefix(_ID) for token in tokens]
-        ids = [int(word) for word in digits if word.isdecimal()]
+        ids = [int(text) for text in digits if text.isdecimal()]
     return tokens, tuple(ids) if _are_ids(ids) else None, values
 
 
-def _are_ids(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return -math.inf if value <= _FLOOR else float(value)

@@ -1,4 +1,4 @@
-"""Long-lived engines by name: what is registered with the service, and where addresses are found.
+"""Registrations of long-lived engines, and the sources of their addresses.
 
 AReaL's launcher prints `AREAL_LLM_SERVER_ADDRS=HOST:PORT[,HOST:PORT]` into its log, and its
 programs read that variable.
@@ -11,13 +11,14 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
 from stagescope.engines.base import EngineInfo
 from stagescope.engines.http import engine_url
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import check_run_name
 
 AREAL_VARIABLE: Final = "AREAL_LLM_SERVER_ADDRS"
@@ -31,7 +32,7 @@ ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "note": "anything that people should know of it",
     "settings": "what it said of itself: an object",
 }
-"""What a registration may say; only `url` is needed."""
+"""The fields of a registration; only `url` is required."""
 _MOST_LOG: Final = 64 << 20
 _TEXT: Final = 500
 _MOST_SETTINGS: Final = 50
@@ -39,32 +40,32 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
 _ADDRESSES: Final = re.compile(rf"{AREAL_VARIABLE}=[\"']?([A-Za-z0-9._:\[\],-]+)")
 
 
-def check_engine(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a registration as it is kept: a canonical URL, a name, texts or None.
+def check_engine(fields: JsonObject) -> dict[str, Json]:
+    """Return a registration as it is stored: a canonical URL, a name, texts or None.
 
     Raises:
-        InvalidInput: an unknown field, or one that cannot be right.
+        InvalidInput: an unknown field, or an invalid value.
     """
-    unknown = sorted(set(said) - set(ENGINE_FIELDS))
+    unknown = sorted(set(fields) - set(ENGINE_FIELDS))
     if unknown:
         raise InvalidInput(
             f"there is no field {', '.join(map(repr, unknown))[:200]}",
             expected=f"some of {', '.join(ENGINE_FIELDS)}",
         )
-    if not isinstance(said.get("url"), str):
+    if not isinstance(fields.get("url"), str):
         raise InvalidInput("url is not given", expected=ENGINE_FIELDS["url"])
-    url = engine_url(said["url"])
-    found: dict[str, Any] = {"url": url}
+    url = engine_url(fields["url"])
+    found: dict[str, Json] = {"url": url}
     for field in ("kind", "model", "version", "run", "note"):
-        value = said.get(field)
+        value = fields.get(field)
         if value is not None and not (isinstance(value, str) and len(value) <= _TEXT):
             raise InvalidInput(f"{field} is {value!r:.100}", expected=f"a text up to {_TEXT}")
         found[field] = value or None
     if found["run"] is not None:
         check_run_name(found["run"])
-    name = said.get("name")
+    name = fields.get("name")
     found["name"] = engine_name(url) if name is None else check_name(name)
-    settings = said.get("settings")
+    settings = fields.get("settings")
     if settings is not None and not (
         isinstance(settings, Mapping) and len(settings) <= _MOST_SETTINGS
     ):
@@ -74,10 +75,10 @@ def check_engine(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_name(name: object) -> str:
-    """Return `name` if an engine can be called so.
+    """Return `name` if it is a valid name of an engine.
 
     Raises:
-        InvalidInput: it cannot.
+        InvalidInput: it is not.
     """
     if isinstance(name, str) and _NAME.match(name) and name not in {".", ".."}:
         return name
@@ -85,20 +86,20 @@ def check_name(name: object) -> str:
 
 
 def engine_name(url: str) -> str:
-    """Return the name of an engine that was given none: its host and port."""
+    """Return the default name of an engine: its host and port."""
     parsed = httpx.URL(url)
     text = f"{parsed.host}-{parsed.port or {'http': 80}.get(parsed.scheme, 443)}"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:100]
 
 
-def registration(info: EngineInfo) -> dict[str, Any]:
-    """Return what an engine says of itself, as the fields of its registration."""
-    said = {
+def registration(info: EngineInfo) -> dict[str, Json]:
+    """Return the fields of a registration from an engine's description."""
+    fields = {
         field.name: getattr(info, field.name)
         for field in dataclasses.fields(info)
         if field.name not in {"kind", "place", "model", "version", "settings", "architectures"}
     }
-    known = {name: value for name, value in said.items() if value is not None}
+    known = {name: value for name, value in fields.items() if value is not None}
     return {
         "url": info.place,
         "kind": info.kind,
@@ -109,7 +110,7 @@ def registration(info: EngineInfo) -> dict[str, Any]:
 
 
 def addresses_in(text: str) -> list[str]:
-    """Return the URLs behind the last `AREAL_LLM_SERVER_ADDRS=` of a log."""
+    """Return the URLs in the last `AREAL_LLM_SERVER_ADDRS=` of a log."""
     found = _ADDRESSES.findall(text)
     return _urls(found[-1]) if found else []
 
@@ -119,7 +120,7 @@ def addresses_in_log(path: Path) -> list[str]:
 
     Raises:
         InvalidInput: the log cannot be read.
-        NotFound: it names none (yet).
+        NotFound: it contains none (yet).
     """
     try:
         with path.open("rb") as file:
@@ -138,7 +139,7 @@ def addresses_in_log(path: Path) -> list[str]:
 
 
 def addresses_in_environment() -> list[str]:
-    """Return the engines' URLs that `AREAL_LLM_SERVER_ADDRS` names.
+    """Return the engines' URLs in `AREAL_LLM_SERVER_ADDRS`.
 
     Raises:
         NotFound: it is not set.

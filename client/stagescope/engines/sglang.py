@@ -1,4 +1,4 @@
-"""SGLang's own `/generate`: token ids in, token ids with their log-probs out.
+"""SGLang's native `/generate`: token ids in, token ids with their log-probs out.
 
 Each entry of `meta_info.output_token_logprobs` and `input_token_logprobs` is (log-prob, token id,
 text or null); the first input token has null. Log-probs of output tokens are after temperature
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from stagescope.engines.base import (
     Generation,
@@ -20,6 +19,7 @@ from stagescope.engines.base import (
 )
 from stagescope.engines.openai import OpenAIEngine
 from stagescope.wire.errors import EngineError
+from stagescope.wire.nonfinite import Json, JsonObject
 
 
 class SGLangEngine(OpenAIEngine):
@@ -40,16 +40,16 @@ class SGLangEngine(OpenAIEngine):
         """Return the log-prob of each given token; see `Engine.score`."""
         return self._http.each(lambda row: self._score(check_ids(row)), rows)
 
-    def _generate(self, body: Mapping[str, Any]) -> Generation:
-        answer, meta = self._ask(body)
+    def _generate(self, body: JsonObject) -> Generation:
+        answer, meta = self._post(body)
         entries = _entries(meta.get("output_token_logprobs"))
         if entries is None:
             raise self._unreadable("output_token_logprobs")
         ids = tuple(token for _, token in entries)
-        said = meta.get("completion_tokens")
+        generated = meta.get("completion_tokens")
         problem = ""
-        if isinstance(said, int) and said != len(entries):
-            problem = f"{len(entries)} log-probs for {said} tokens"
+        if isinstance(generated, int) and generated != len(entries):
+            problem = f"{len(entries)} log-probs for {generated} tokens"
         count, reason = meta.get("prompt_tokens"), meta.get("finish_reason")
         if isinstance(reason, Mapping):
             reason = reason.get("type")
@@ -65,7 +65,7 @@ class SGLangEngine(OpenAIEngine):
         )
 
     def _score(self, row: list[int]) -> tuple[float, ...]:
-        _, meta = self._ask(
+        _, meta = self._post(
             {
                 "input_ids": row,
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -78,7 +78,7 @@ class SGLangEngine(OpenAIEngine):
             raise self._unreadable(f"input_token_logprobs of the {len(row)} given tokens")
         return (math.nan, *(value for value, _ in entries[1:]))
 
-    def _ask(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def _post(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
         answer = self._http.post("/generate", body)
         meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
         if not isinstance(meta, Mapping):
@@ -92,33 +92,33 @@ class SGLangEngine(OpenAIEngine):
         )
 
 
-def _input(prompt: Prompt) -> dict[str, Any]:
+def _input(prompt: Prompt) -> dict[str, Json]:
     return {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
 
 
-def _params(drawn: Sampling) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": drawn.max_tokens,
-        "temperature": drawn.temperature,
-        "top_p": drawn.top_p,
-        "top_k": drawn.top_k or -1,
+def _params(settings: Sampling) -> dict[str, Json]:
+    params: dict[str, Json] = {
+        "max_new_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k or -1,
     }
-    if drawn.seed is not None:
-        params["sampling_seed"] = drawn.seed
-    if drawn.stop:
-        params["stop"] = list(drawn.stop)
+    if settings.seed is not None:
+        params["sampling_seed"] = settings.seed
+    if settings.stop:
+        params["stop"] = list(settings.stop)
     return params
 
 
-def _entries(given: Any) -> list[tuple[float, int]] | None:
-    """Return (log-prob, token id) of each entry; None where it is something else."""
-    if not isinstance(given, list):
+def _entries(value: object) -> list[tuple[float, int]] | None:
+    """Return (log-prob, token id) of each entry; None if `value` is not a list of such entries."""
+    if not isinstance(value, list):
         return None
-    found = []
-    for entry in given:
+    entries = []
+    for entry in value:
         if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int:
             return None
-        value = entry[0]
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        found.append((float(value) if known else math.nan, entry[1]))
-    return found
+        log_prob = entry[0]
+        is_number = isinstance(log_prob, int | float) and not isinstance(log_prob, bool)
+        entries.append((float(log_prob) if is_number else math.nan, entry[1]))
+    return entries

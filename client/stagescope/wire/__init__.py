@@ -1,1 +1,1 @@
-"""TODO: what wire holds."""
+"""What workers, service and client exchange: events, captures, keep configurations and errors."""

@@ -1,7 +1,7 @@
-"""What a capture may order, and which stages it concerns: shared by ranks, service and client.
+"""Capture requests: their fields, their validation, and which stages they match.
 
-A capture is a plain dict, so that it travels and is stored as it is; `validate_capture` is the one
-place that says what it may hold.
+A capture is a plain dict, so that it is sent and stored unchanged; `validate_capture` alone defines
+its content. Workers, service and client share this module.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from stagescope.wire.errors import Forbidden, InvalidPlan
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import check_run_name
+
+StoredRanks: TypeAlias = "str | list[int] | dict[str, int]"
+"""'all', numbers, or {'worst': k}."""
+StoredSteps: TypeAlias = "str | list[int] | dict[str, int | None]"
+"""'all', numbers, {'next': k}, or {'every': n, 'start': s, 'count': c}."""
 
 CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "run": "a run's name, or null: the live run whose training stage began last; of steps by "
@@ -49,20 +55,20 @@ SHORTHANDS: Final[Mapping[str, str]] = {
     "list": "msprobe's list: names of what is collected",
     "data_mode": "msprobe's data_mode: 'all', or some of 'forward', 'backward', 'input', 'output'",
 }
-"""Instead of a config: what most orders say of it."""
+"""Fields from which a config is built, for the most common requests."""
 
-_WHAT: Final = ("config", "config_path", "keep", "parameters", "gradients", *SHORTHANDS)
-"""An order that names none of these is of msprobe's statistics."""
+_CONTENT_FIELDS: Final = ("config", "config_path", "keep", "parameters", "gradients", *SHORTHANDS)
+"""A request without any of these captures msprobe's statistics."""
 
 LATE: Final = ("wait", "go_on", "give_up")
 _WORST: Final = re.compile(r"worst\((\d{1,6})\)")
 _RANGE: Final = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?")
-_MOST_NUMBERS: Final = 100_000
+_MAX_NUMBERS: Final = 100_000
 _MSPROBE_TASKS: Final = ("statistics", "tensor", "structure", "nan_check", "acc_check")
 _MSPROBE_LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
 
 
-def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -> dict[str, Any]:
+def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> dict[str, Json]:
     """Return `spec` with every field present and checked.
 
     Raises:
@@ -73,23 +79,23 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         raise InvalidPlan(f"a capture is {spec!r:.200}", expected=f"fields {list(CAPTURE_FIELDS)}")
     unknown = sorted(map(str, set(spec) - set(CAPTURE_FIELDS) - set(SHORTHANDS)))
     if unknown:
-        known = {**CAPTURE_FIELDS, **SHORTHANDS}
+        fields = {**CAPTURE_FIELDS, **SHORTHANDS}
         raise InvalidPlan(
             f"a capture has no field {', '.join(map(repr, unknown))}",
-            expected="; ".join(f"{name}: {text}" for name, text in known.items()),
+            expected="; ".join(f"{name}: {text}" for name, text in fields.items()),
         )
-    if spec.keys().isdisjoint(_WHAT):
+    if spec.keys().isdisjoint(_CONTENT_FIELDS):
         spec = {**spec, "task": "statistics"}
     roots = list(allowed_roots)
-    capture: dict[str, Any] = {
+    capture: dict[str, Json] = {
         "run": None if spec.get("run") is None else check_run_name(spec["run"]),
         "stages": _names(spec, "stages", required=True),
         "roles": _names(spec, "roles", required=False),
         "ranks": read_ranks(spec.get("ranks", "all")),
         "steps": read_steps(spec.get("steps")),
-        "config": _config(_written_out(spec)),
+        "config": _config(_expand_shorthands(spec)),
         "config_path": _path(spec.get("config_path"), "config_path", roots),
-        "bench": _bench(spec.get("bench")),
+        "bench": _read_baseline(spec.get("bench")),
         "data_dir": _path(spec.get("data_dir"), "data_dir", roots),
         "keep": _names(spec, "keep", required=False) or [],
         "parameters": _names(spec, "parameters", required=False) or [],
@@ -107,7 +113,7 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
         )
     for field, path in _paths_in(capture["config"] or {}):
         _path(path, f"config.{field}", roots)
-    _check_bench(capture)
+    _check_baseline(capture)
     if not needs_ranks(capture) and not capture["keep"]:
         raise InvalidPlan(
             "a capture orders nothing",
@@ -117,8 +123,8 @@ def validate_capture(spec: Mapping[str, Any], *, allowed_roots: Iterable[str]) -
     return capture
 
 
-def _paths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the paths that an msprobe configuration names, wherever they stand in it."""
+def _paths_in(config: JsonObject) -> Iterator[tuple[str, Json]]:
+    """Yield (field, path) for every path in an msprobe configuration, also in nested objects."""
     for field, value in config.items():
         if isinstance(value, Mapping):
             yield from ((f"{field}.{name}", path) for name, path in _paths_in(value))
@@ -126,7 +132,7 @@ def _paths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield field, value
 
 
-def _names(spec: Mapping[str, Any], field: str, *, required: bool) -> Any:
+def _names(spec: JsonObject, field: str, *, required: bool) -> Json:
     value = spec.get(field)
     if value is None and not required:
         return None
@@ -139,7 +145,7 @@ def _names(spec: Mapping[str, Any], field: str, *, required: bool) -> Any:
     return list(value)
 
 
-def _flag(spec: Mapping[str, Any], field: str) -> bool:
+def _flag(spec: JsonObject, field: str) -> bool:
     value = spec.get(field)
     if value is None or isinstance(value, bool):
         return bool(value)
@@ -150,8 +156,12 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def read_ranks(value: Any) -> Any:
-    """Return the ranks of an order as they are stored; raises `InvalidPlan`."""
+def read_ranks(value: object) -> StoredRanks:
+    """Return the ranks of a request in the form in which they are stored.
+
+    Raises:
+        InvalidPlan: not of a form of `CAPTURE_FIELDS`.
+    """
     if value in (None, "all"):
         return "all"
     if isinstance(value, str) and (worst := _WORST.fullmatch(value.strip())):
@@ -163,15 +173,19 @@ def read_ranks(value: Any) -> Any:
     return _numbers(value, "ranks")
 
 
-def read_steps(value: Any) -> Any:
-    """Return the steps of an order as they are stored; raises `InvalidPlan`."""
+def read_steps(value: object) -> StoredSteps:
+    """Return the steps of a request in the form in which they are stored.
+
+    Raises:
+        InvalidPlan: not of a form of `CAPTURE_FIELDS`.
+    """
     if value == "all":
-        return value
+        return "all"
     expected = CAPTURE_FIELDS["steps"]
     if value == "next":
         value = {"next": 1}
     if isinstance(value, Mapping) and set(value) == {"next"}:
-        if not _is_count(value["next"], 1) or value["next"] > _MOST_NUMBERS:
+        if not _is_count(value["next"], 1) or value["next"] > _MAX_NUMBERS:
             raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
         return dict(value)
     if isinstance(value, Mapping):
@@ -186,20 +200,20 @@ def read_steps(value: Any) -> Any:
     return _numbers(value, "steps")
 
 
-def _numbers(value: Any, field: str) -> list[int]:
-    """Read a list of numbers, or a text like `0,4-7`."""
+def _numbers(value: object, field: str) -> list[int]:
+    """Parse a list of numbers, or a text like `0,4-7`."""
     wrong = InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
     if isinstance(value, str):
-        found: list[int] = []
-        for word in value.split(","):
-            ends = _RANGE.fullmatch(word.strip())
+        numbers: list[int] = []
+        for item in value.split(","):
+            ends = _RANGE.fullmatch(item.strip())
             if ends is None:
                 raise wrong
             first, last = int(ends[1]), int(ends[2] or ends[1])
-            if not first <= last < first + _MOST_NUMBERS:
+            if not first <= last < first + _MAX_NUMBERS:
                 raise wrong
-            found += range(first, last + 1)
-        value = found
+            numbers += range(first, last + 1)
+        value = numbers
     if not isinstance(value, Sequence) or not value:
         raise wrong
     if not all(_is_count(item, 0) for item in value):
@@ -207,29 +221,29 @@ def _numbers(value: Any, field: str) -> list[int]:
     return sorted(set(value))
 
 
-def _written_out(spec: Mapping[str, Any]) -> Any:
-    """Return the config of a spec, made from its shorthands where it has some."""
-    short = {name: spec[name] for name in SHORTHANDS if spec.get(name) is not None}
-    if not short:
+def _expand_shorthands(spec: JsonObject) -> Json:
+    """Return the config of a request, built from its shorthands if it has any."""
+    section = {name: spec[name] for name in SHORTHANDS if spec.get(name) is not None}
+    if not section:
         return spec.get("config")
     if spec.get("config") is not None or spec.get("config_path") is not None:
         raise InvalidPlan(
-            f"a capture has {', '.join(short)} and a config",
-            expected="the one or the other: a config may say them itself",
+            f"a capture has {', '.join(section)} and a config",
+            expected="the one or the other: a config may contain them itself",
         )
-    task = short.pop("task", "statistics")
-    level = short.pop("level", "L1")
+    task = section.pop("task", "statistics")
+    level = section.pop("level", "L1")
     if not isinstance(task, str):
         raise InvalidPlan(f"task is {task!r:.200}", expected=f"one of {_MSPROBE_TASKS}")
-    for name, value in short.items():
-        words = [value] if isinstance(value, str) else value
-        if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+    for name, value in section.items():
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
             raise InvalidPlan(f"{name} is {value!r:.200}", expected=SHORTHANDS[name])
-        short[name] = list(words)
-    return {"task": task, "level": level, **({task: short} if short else {})}
+        section[name] = list(items)
+    return {"task": task, "level": level, **({task: section} if section else {})}
 
 
-def _timeout(value: Any) -> float:
+def _timeout(value: object) -> float:
     if value is None:
         return 60.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
@@ -237,7 +251,7 @@ def _timeout(value: Any) -> float:
     return float(value)
 
 
-def _late(value: Any) -> str:
+def _late(value: object) -> str:
     if value is None:
         return LATE[0]
     if value not in LATE:
@@ -245,15 +259,15 @@ def _late(value: Any) -> str:
     return str(value)
 
 
-def _again(value: Any) -> int:
+def _again(value: object) -> int:
     if value is None:
         return 0
-    if not _is_count(value, 0) or value > 100:
-        raise InvalidPlan(f"again is {value!r:.200}", expected="a count from 0 to 100")
-    return int(value)
+    if isinstance(value, int) and _is_count(value, 0) and value <= 100:
+        return value
+    raise InvalidPlan(f"again is {value!r:.200}", expected="a count from 0 to 100")
 
 
-def _config(value: Any) -> dict[str, Any] | None:
+def _config(value: object) -> dict[str, Json] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -266,7 +280,7 @@ def _config(value: Any) -> dict[str, Any] | None:
     return dict(value)
 
 
-def _bench(value: Any) -> dict[str, Any] | None:
+def _read_baseline(value: object) -> dict[str, Json] | None:
     if value is None:
         return None
     expected = CAPTURE_FIELDS["bench"]
@@ -277,8 +291,8 @@ def _bench(value: Any) -> dict[str, Any] | None:
     return dict(value)
 
 
-def _check_bench(capture: Mapping[str, Any]) -> None:
-    """Check that msprobe compares with a bench only what it takes one for."""
+def _check_baseline(capture: JsonObject) -> None:
+    """Check that a capture with a `bench` has a task for which msprobe supports one."""
     if capture["bench"] is None:
         return
     config = capture["config"] or {}
@@ -293,7 +307,7 @@ def _check_bench(capture: Mapping[str, Any]) -> None:
         )
 
 
-def _limits(value: Any) -> dict[str, Any]:
+def _limits(value: object) -> dict[str, Json]:
     limits = {"bytes": None, "seconds": None}
     if value is None:
         return limits
@@ -306,7 +320,7 @@ def _limits(value: Any) -> dict[str, Any]:
     return {**limits, **value}
 
 
-def _path(value: Any, field: str, roots: Sequence[str]) -> str | None:
+def _path(value: object, field: str, roots: Sequence[str]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value or "\0" in value:
@@ -315,7 +329,7 @@ def _path(value: Any, field: str, roots: Sequence[str]) -> str | None:
         raise InvalidPlan(f"{field} is {value!r:.200}", expected="an absolute path")
     try:
         resolved = Path(value).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, too long, no UTF-8
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, too long, not UTF-8
         raise InvalidPlan(f"{field} is {value!r:.200}: {error}", expected="a path") from error
     if any(resolved.is_relative_to(Path(root).resolve()) for root in roots):
         return str(resolved)
@@ -326,10 +340,8 @@ def _path(value: Any, field: str, roots: Sequence[str]) -> str | None:
     )
 
 
-def matches(
-    capture: Mapping[str, Any], *, stage: str, role: str, rank: int, step: int | None
-) -> bool:
-    """Return whether a capture orders this stage of this step on this rank."""
+def matches(capture: JsonObject, *, stage: str, role: str, rank: int, step: int | None) -> bool:
+    """Return whether a capture includes this stage of this step on this rank."""
     if capture["stages"] != "all" and stage not in capture["stages"]:
         return False
     if capture.get("roles") and role not in capture["roles"]:
@@ -343,28 +355,28 @@ def matches(
         return False
     if isinstance(steps, Mapping):
         if "every" not in steps:
-            return False  # 'next' says nothing before it is agreed on
+            return False  # 'next' matches no step before the ranks have agreed on one
         start, every, count = steps["start"] or 0, steps["every"], steps.get("count")
         past, rest = divmod(step - start, every)
         return past >= 0 and rest == 0 and (count is None or past < count)
     return step in steps
 
 
-def needs_ranks(capture: Mapping[str, Any]) -> bool:
-    """Return whether ranks have something to do: payloads are kept by the service alone."""
+def needs_ranks(capture: JsonObject) -> bool:
+    """Return whether ranks take part: the service alone can keep payloads."""
     return orders_msprobe(capture) or bool(capture.get("parameters") or capture.get("gradients"))
 
 
-def orders_msprobe(capture: Mapping[str, Any]) -> bool:
-    """Return whether a capture is one by msprobe."""
+def orders_msprobe(capture: JsonObject) -> bool:
+    """Return whether msprobe collects something for a capture."""
     return capture.get("config") is not None or capture.get("config_path") is not None
 
 
-def matches_rank(ranks: Any, rank: int) -> bool:
-    """Return whether a capture's `ranks` name a rank; 'worst(k)' names none before it is known."""
+def matches_rank(ranks: Json, rank: int) -> bool:
+    """Return whether a capture's `ranks` include a rank; an unresolved 'worst(k)' includes none."""
     return ranks == "all" or (not isinstance(ranks, Mapping) and rank in ranks)
 
 
-def unmatched_ranks(ranks: Any, there: Iterable[int]) -> list[int]:
-    """Return the ranks that a capture names by number and that are not among `there`."""
-    return [] if ranks == "all" or isinstance(ranks, Mapping) else sorted({*ranks} - {*there})
+def unmatched_ranks(ranks: Json, live_ranks: Iterable[int]) -> list[int]:
+    """Return the ranks that a capture lists by number and that are not live."""
+    return [] if ranks == "all" or isinstance(ranks, Mapping) else sorted({*ranks} - {*live_ranks})

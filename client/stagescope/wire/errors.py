@@ -1,7 +1,7 @@
-"""Every error that stagescope raises, in one tree.
+"""The exceptions of stagescope, in one tree.
 
 * `StagescopeError`
-    * `InvalidInput` - what a caller handed over has a wrong shape, dtype, name or value (422)
+    * `InvalidInput` - an argument has a wrong shape, dtype, name or value (422)
         * `InvalidTensor` - a tensor of a payload (422)
         * `InvalidEvent` - an event that cannot be read, or of an unknown schema number (422)
         * `InvalidPlan` - a plan, a capture or an msprobe configuration (422)
@@ -12,15 +12,15 @@
     * `Conflict` - the request contradicts what is in force (409)
     * `NotReady` - the service is starting, or its catalogue cannot be opened: retry (503)
     * `Unreachable` - the service, a node or an artifact cannot be reached (502)
-    * `StoreError` - the catalogue or the data directory refused (500)
+    * `StoreError` - an operation on the catalogue or the data directory failed (500)
         * `CatalogueUnavailable` - it cannot be opened or written now (503)
     * `CaptureError` - msprobe could not be started, or broke off (500)
-    * `ComparisonFailed` - dumps could not be compared, by no fault of theirs (500)
+    * `ComparisonFailed` - dumps could not be compared, although they are not damaged (500)
     * `PayloadLost` - a payload's owner, node or process died before it was read (410)
-    * `EngineError` - an inference engine cannot be reached, refuses, or cannot be read (502)
+    * `EngineError` - an inference engine cannot be reached or understood, or refuses (502)
     * `MissingExtra` - a library of an extra is not installed (also an `ImportError`)
 
-Each message says what was wrong, what was expected and what to do::
+Each message says what is wrong, what is expected and what to do::
 
     try:
         session.step(5).metrics()
@@ -77,7 +77,7 @@ class StagescopeError(Exception):
         return "; ".join(parts)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Exceptions with keyword-only arguments do not survive pickling (Ray) without this.
+        # Without it, an exception with keyword-only arguments cannot be unpickled (by Ray).
         return (_rebuild, (type(self), self.wrong, self.expected, self.advice))
 
 
@@ -88,7 +88,7 @@ def _rebuild(
 
 
 class InvalidInput(StagescopeError):
-    """Raised by any call whose arguments cannot be right."""
+    """Raised by any call with invalid arguments."""
 
     status = 422
     code = "invalid_input"
@@ -113,14 +113,14 @@ class InvalidPlan(InvalidInput):
 
 
 class TooLarge(InvalidInput):
-    """Raised when a request's body is larger than the service takes."""
+    """Raised when a request's body is larger than the service accepts."""
 
     status = 413
     code = "too_large"
 
 
 class NotFound(StagescopeError):
-    """Raised when what was asked for is not in the catalogue."""
+    """Raised when the requested object is not in the catalogue."""
 
     status = 404
     code = "not_found"
@@ -134,21 +134,21 @@ class Unauthorized(StagescopeError):
 
 
 class Forbidden(StagescopeError):
-    """Raised when a token may not do this, or a path leaves its allowed roots."""
+    """Raised when a token does not allow this, or a path is outside the allowed roots."""
 
     status = 403
     code = "forbidden"
 
 
 class Conflict(StagescopeError):
-    """Raised when a request contradicts what is already in force."""
+    """Raised when a request contradicts what is in force."""
 
     status = 409
     code = "conflict"
 
 
 class NotReady(StagescopeError):
-    """Raised while the service cannot answer yet; the same call may be made again."""
+    """Raised while the service cannot answer yet; the call may be repeated."""
 
     status = 503
     code = "not_ready"
@@ -162,7 +162,7 @@ class Unreachable(StagescopeError):
 
 
 class StoreError(StagescopeError):
-    """Raised when the catalogue or the data directory refused an operation."""
+    """Raised when an operation on the catalogue or the data directory fails."""
 
     code = "store"
 
@@ -175,13 +175,13 @@ class CatalogueUnavailable(StoreError):
 
 
 class CaptureError(StagescopeError):
-    """Raised, only when strict, when msprobe could not be started or broke off."""
+    """Raised, only if `strict`, when msprobe cannot be started or breaks off."""
 
     code = "capture"
 
 
 class ComparisonFailed(StagescopeError):
-    """Raised when a comparison breaks off, such as for want of memory: not for damaged files."""
+    """Raised when a comparison breaks off, such as without memory; not for damaged files."""
 
     code = "comparison_failed"
 
@@ -194,14 +194,14 @@ class PayloadLost(StagescopeError):
 
 
 class EngineError(StagescopeError):
-    """Raised when an inference engine cannot be reached, refuses, or answers something unread."""
+    """Raised when an inference engine cannot be reached or understood, or refuses."""
 
     status = 502
     code = "engine"
 
 
 class MissingExtra(StagescopeError, ImportError):
-    """Raised when a call needs a library that only an extra of this package brings."""
+    """Raised when a call needs a library of an extra that is not installed."""
 
     code = "missing_extra"
 
@@ -209,7 +209,7 @@ class MissingExtra(StagescopeError, ImportError):
 def error_of_code(
     code: str, default: type[StagescopeError] = StagescopeError
 ) -> type[StagescopeError]:
-    """Return the class whose `code` came over a wire; `default` where this version has none."""
+    """Return the class with this `code`; `default` if this version has none."""
     return _BY_CODE.get(code, default)
 
 

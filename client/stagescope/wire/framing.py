@@ -1,4 +1,4 @@
-"""Batches of events as one HTTP body, for processes that never join Ray.
+"""Encode a batch of events as one HTTP body, for processes that do not join Ray.
 
 `Content-Type: application/vnd.stagescope.events`, and the body is
 
@@ -10,7 +10,7 @@ with payload = `{"tensors": {name: {"dtype", "shape", "offsets": bool}}, "string
 bytes of tensor `name` of event `seq` are the safetensors entry `{seq}/{name}`, its row offsets
 (int64) `{seq}/{name}/offsets`. Non-finite numbers in JSON are the strings "nan", "inf", "-inf".
 
-Written with numpy alone: a training image need not have safetensors.
+It uses numpy alone, so that a training image does not need safetensors.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import dataclasses
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope.tensorfile import CODES
-from stagescope.wire.nonfinite import spell
+from stagescope.tensorfile import CODES, Array
+from stagescope.wire.nonfinite import Json, JsonObject, spell
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+WirePayload: TypeAlias = JsonObject
+"""A payload as `stagescope.wire.schema` describes it: `{"tensors", "strings", "meta"}`."""
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """What the service answered to a batch of events: all that neither names was taken.
+class SendResult:
+    """The service's answer to a batch of events; it accepted every event that is not listed.
+
+    The value is true if anything was refused.
 
     Attributes:
-        refused: seq -> why nothing of that event was taken.
-        refused_in_part: seq -> what of an event was not taken; the rest of it was.
-
-    True where anything was not taken.
+        refused: seq -> why the whole event was refused.
+        refused_in_part: seq -> what part of the event was refused; the rest was accepted.
     """
 
     refused: Mapping[int, str]
@@ -49,8 +50,8 @@ class Taken:
         return bool(self.refused or self.refused_in_part)
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any]) -> Taken:
-        """Return what `POST /events` answered."""
+    def from_answer(cls, answer: JsonObject) -> SendResult:
+        """Return the result in an answer of `POST /events`."""
         refused, in_part = (
             {int(seq): str(text) for seq, text in (answer.get(name) or {}).items()}
             for name in ("refused", "refused_in_part")
@@ -59,18 +60,18 @@ class Taken:
 
 
 def pack_batch(
-    sender: Sequence[Any],
-    events: Sequence[Sequence[Any]],
-    payloads: Mapping[int, Mapping[str, Any]],
+    sender: Sequence[Json],
+    events: Sequence[Sequence[Json]],
+    payloads: Mapping[int, WirePayload],
 ) -> bytes:
     """Return the body of one batch.
 
     Args:
-        sender: what `Sender.wire()` gives.
-        events: what `Event.wire()` gives, each.
-        payloads: by the sequence number of the END event, as `stagescope.wire.schema` says.
+        sender: the result of `Sender.wire()`.
+        events: results of `Event.wire()`.
+        payloads: by the sequence number of the END event.
     """
-    described: dict[str, Any] = {}
+    described: dict[str, Json] = {}
     arrays: dict[str, tuple[str, Array]] = {}
     for seq, payload in payloads.items():
         tensors = {}
@@ -88,20 +89,20 @@ def pack_batch(
 def _safetensors(arrays: Mapping[str, tuple[str, Array]]) -> list[bytes]:
     if not arrays:
         return []
-    header: dict[str, Any] = {}
+    header: dict[str, Json] = {}
     parts: list[bytes] = []
-    at = 0
-    # Widest first: safetensors wants every tensor aligned to its own width, without gaps.
+    offset = 0
+    # Widest first: safetensors requires each tensor to be aligned to its item size, without gaps.
     for name in sorted(arrays, key=lambda name: -arrays[name][1].itemsize):
         tag, array = arrays[name]
         data = array.tobytes()
         header[name] = {
             "dtype": CODES[tag][0],
             "shape": list(array.shape),
-            "data_offsets": [at, at + len(data)],
+            "data_offsets": [offset, offset + len(data)],
         }
         parts.append(data)
-        at += len(data)
+        offset += len(data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return [struct.pack("<Q", len(text)), text, *parts]

@@ -1,21 +1,29 @@
-"""What is kept of a stage: the words of a configuration or of a capture, and what they stand for.
+"""Keep configurations: which tensors and numbers of a stage are kept, and in which sections.
 
-A configuration is a plain dict, so that it travels in a process's settings and is stored as it is;
-`validate_keep` is the one place that says what it may hold. Ranks ask it before they copy what is
-only of use when it is kept, the service before it writes a file, readers when they open one.
+A configuration is a plain dict, so that it is sent in a process's settings and stored unchanged;
+`validate_keep` alone defines its content. Ranks consult it before they copy tensors that are only
+needed if they are kept, the service before it writes a file, and readers when they open one.
 
-A section stands for the tensors that belong together. They have the names of `PAYLOAD_TENSORS`;
-parameters and gradients are `parameter/NAME` and `gradient/NAME`, datums `datums/KEY`.
+What to keep is listed as selectors: names of sections, of single tensors or of numbers. A section
+is a group of tensors that belong together, by their names in `PAYLOAD_TENSORS`; parameters and
+gradients are `parameter/NAME` and `gradient/NAME`, datums `datums/KEY`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from stagescope.wire.captures import matches, read_ranks, read_steps, validate_capture
+from stagescope.wire.captures import (
+    StoredSteps,
+    matches,
+    read_ranks,
+    read_steps,
+    validate_capture,
+)
 from stagescope.wire.errors import InvalidPlan, StagescopeError
 from stagescope.wire.names import closest, closest_by_words
+from stagescope.wire.nonfinite import Json, JsonObject
 
 KEEP_FIELDS: Final[Mapping[str, str]] = {
     "every_n_steps": "keep steps 0, n, 2n, ...; or:",
@@ -35,7 +43,7 @@ COMPANIONS: Final = frozenset(
         "response_mask", "loss_mask", "positions", "cu_seqlens", "token_offset", "round_offset",
     }
 )  # fmt: skip
-"""Kept with every section of rows: without them the others cannot be read."""
+"""Kept with every section of rows, whose other tensors cannot be interpreted without them."""
 
 _TRAJECTORIES: Final = frozenset(
     {
@@ -58,11 +66,11 @@ _ROWS: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }  # fmt: skip
-_OF_A_LOSS: Final = frozenset({"prob_ratio", "elementwise_loss", "effective_valid"})
+_LOSS_INTERMEDIATES: Final = frozenset({"prob_ratio", "elementwise_loss", "effective_valid"})
 _PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient", "datums": "datums"}
 
 SECTIONS: Final = (*_ROWS, "loss", "gradients", "parameters", "datums", "metrics", "other")
-"""The words of sections; `loss` and `metrics` are the numbers that a stage logged."""
+"""The names of the sections; `loss` and `metrics` are the numbers that a stage logged."""
 
 ALIASES: Final[Mapping[str, str]] = {
     "trajectory": "trajectories",
@@ -72,14 +80,14 @@ ALIASES: Final[Mapping[str, str]] = {
     "gradient": "gradients",
     "training_metrics": "metrics",
 }
-"""Words of NexRL's dump_options, remote_api_dump_options and Weaver's WEAVER_DEBUG_DUMP_OPTIONS."""
+"""Names in NexRL's dump_options, remote_api_dump_options and WEAVER_DEBUG_DUMP_OPTIONS."""
 
 _SHARDS: Final = ("parameters", "gradients")
-_WHOLE: Final = "rollout_generate"
-"""All that this stage records is of the trajectories."""
+_ROLLOUT_STAGE: Final = "rollout_generate"
+"""Everything that this stage records belongs to the trajectories."""
 
 
-def validate_keep(spec: object) -> dict[str, Any]:
+def validate_keep(spec: object) -> dict[str, Json]:
     """Return a configuration with every field present and checked.
 
     Raises:
@@ -93,19 +101,20 @@ def validate_keep(spec: object) -> dict[str, Any]:
             f"keep has no field {', '.join(map(repr, unknown))}",
             expected="; ".join(f"{name}: {text}" for name, text in KEEP_FIELDS.items()),
         )
-    words = read_words(spec.get("what"))
-    checked = _as_capture(spec, words)
+    selectors = read_words(spec.get("what"))
+    checked = _as_capture(spec, selectors)
     for name in _SHARDS:
-        if name in words and not checked[name]:
+        if name in selectors and not checked[name]:
             raise InvalidPlan(
                 f"keep names {name} without saying which", expected=f"patterns in {name}"
             )
     kept = {name: checked[name] for name in ("roles", "ranks", "stages", *_SHARDS)}
     steps = _named_steps(spec)
-    return {"every_n_steps": spec.get("every_n_steps"), "steps": steps, **kept, "what": words}
+    return {"every_n_steps": spec.get("every_n_steps"), "steps": steps, **kept, "what": selectors}
 
 
-def _named_steps(spec: Mapping[str, Any]) -> Any:
+def _named_steps(spec: JsonObject) -> StoredSteps | None:
+    """Return the steps of a configuration; None if it has `every_n_steps` instead."""
     steps, every = spec.get("steps"), spec.get("every_n_steps")
     if every is None:
         return "all" if steps is None else read_steps(steps)
@@ -115,10 +124,10 @@ def _named_steps(spec: Mapping[str, Any]) -> Any:
     return None
 
 
-def _as_capture(spec: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Check what a configuration has in common with a capture by what checks that."""
+def _as_capture(spec: JsonObject, selectors: Sequence[str]) -> dict[str, Json]:
+    """Return the capture with the fields of a configuration; `validate_capture` checks them."""
     steps = _named_steps(spec)
-    if not words and not any(spec.get(name) for name in _SHARDS):
+    if not selectors and not any(spec.get(name) for name in _SHARDS):
         raise InvalidPlan(
             "keep names nothing to keep",
             expected=f"in what, some of {', '.join(SECTIONS)}; or patterns in parameters",
@@ -133,54 +142,52 @@ def _as_capture(spec: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]
             **common,
             "stages": "all" if spec.get("stages") is None else spec["stages"],
             "steps": {"every": spec["every_n_steps"]} if steps is None else steps,
-            "keep": [*words, *_SHARDS],
+            "keep": [*selectors, *_SHARDS],
         },
         allowed_roots=(),
     )
 
 
 def read_words(what: object) -> list[str]:
-    """Return the words of what is to be kept, those of other projects as ours; no repeats.
+    """Return the selectors in the field `what`, without repeats and aliases.
 
     Raises:
-        InvalidPlan: neither a list of names nor a mapping of them to true and false.
+        InvalidPlan: neither a list of names nor a mapping of names to booleans.
     """
     if what is None:
         return []
     if isinstance(what, str):
         what = [what]
     if isinstance(what, Mapping) and all(isinstance(is_on, bool) for is_on in what.values()):
-        what = [word for word, is_on in what.items() if is_on]
-    names = isinstance(what, Sequence) and all(_is_word(word) for word in what)
-    if not names:
+        what = [name for name, is_on in what.items() if is_on]
+    if not isinstance(what, Sequence) or not all(map(_is_selector, what)):
         raise InvalidPlan(f"what is {what!r:.200}", expected=KEEP_FIELDS["what"])
-    assert isinstance(what, Sequence)
-    words = [ALIASES.get(word, word) for word in what]
-    if "all" in words:
-        words += [section for section in SECTIONS if section not in _SHARDS]
-    return [word for word in dict.fromkeys(words) if word != "all"]
+    selectors = [ALIASES.get(name, name) for name in what]
+    if "all" in selectors:
+        selectors += [section for section in SECTIONS if section not in _SHARDS]
+    return [name for name in dict.fromkeys(selectors) if name != "all"]
 
 
 def misspelt_words(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (word, what it seems to mean) of words that name no section and no known tensor.
+    """Yield (selector, similar known name) of selectors that look misspelt.
 
-    Any other name may be that of a tensor or number of the training's own.
+    A selector without a similar name may be a tensor or number of the training itself.
     """
-    said = [*words]
-    for word in said:
-        if word in SECTIONS or word in ALIASES or is_loss(word):
+    selectors = [*words]
+    for selector in selectors:
+        if selector in SECTIONS or selector in ALIASES or is_loss(selector):
             continue
-        found = closest_by_words(word, (*SECTIONS, *ALIASES)) or closest(word)
-        if found is not None and found not in said:
-            yield word, found
+        similar = closest_by_words(selector, (*SECTIONS, *ALIASES)) or closest(selector)
+        if similar is not None and similar not in selectors:
+            yield selector, similar
 
 
-def _is_word(word: object) -> bool:
-    return isinstance(word, str) and 0 < len(word) <= 200 and word.isprintable()
+def _is_selector(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable()
 
 
-def shard_capture(keep: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the capture by which a rank takes the parameters and gradients of a configuration."""
+def shard_capture(keep: JsonObject) -> dict[str, Json] | None:
+    """Return the capture of a configuration's parameters and gradients; None without them."""
     if not any(keep[name] for name in _SHARDS):
         return None
     every = keep["every_n_steps"]
@@ -196,9 +203,9 @@ def shard_capture(keep: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def wanted_by(
-    keep: Mapping[str, Any], *, stage: str, role: str, rank: int, step: int | None
+    keep: JsonObject, *, stage: str, role: str, rank: int, step: int | None
 ) -> tuple[str, ...]:
-    """Return the words by which a checked configuration keeps something of this stage."""
+    """Return the selectors of a validated configuration that apply to this stage; () if none do."""
     every = keep["every_n_steps"]
     steps = keep["steps"] if every is None else {"every": every, "start": 0}
     if not matches({**keep, "steps": steps}, stage=stage, role=role, rank=rank, step=step):
@@ -206,36 +213,36 @@ def wanted_by(
     return (*keep["what"], *(f"{_PREFIXES[name]}/*" for name in _SHARDS if keep[name]))
 
 
-def words_of(capture: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words by which a capture keeps something of the stages that it matches."""
+def words_of(capture: JsonObject) -> tuple[str, ...]:
+    """Return the selectors by which a capture keeps data of the stages that it matches."""
     shards = (f"{_PREFIXES[name]}/*" for name in _SHARDS if capture.get(name))
     return (*read_words(capture["keep"]), *shards)
 
 
-def read_keep(said: object) -> dict[str, Any] | None:
-    """Return the configuration in a process's settings; None where there is none to be read."""
+def read_keep(spec: object) -> dict[str, Json] | None:
+    """Return the configuration in a process's settings; None if it is absent or invalid."""
     try:
-        return None if said is None else validate_keep(said)
+        return None if spec is None else validate_keep(spec)
     except StagescopeError:
-        return None  # its own process refused it, and said so
+        return None  # the process itself has refused and reported it
 
 
 def is_wanted(words: Collection[str], stage: str, name: str) -> bool:
-    """Say whether some of `words` keep a tensor or a number of this name, in this stage.
+    """Return whether the selectors `words` keep a tensor or number of this name in this stage.
 
-    `name` may be a section's word, too.
+    `name` may also be the name of a section.
     """
     if name in words or family(name) in words:
         return True
     sections = {section for section in SECTIONS if _may_hold(section, stage, name)}
     if not sections - {"trajectories"}:
-        sections.add("other")  # where what makes a trajectory is not beside it
+        sections.add("other")  # if the tensors that make a trajectory are not recorded with it
     return not sections.isdisjoint(words)
 
 
 def _may_hold(section: str, stage: str, name: str) -> bool:
     if section in _ROWS:
-        of_rollout = section == "trajectories" and stage == _WHOLE
+        of_rollout = section == "trajectories" and stage == _ROLLOUT_STAGE
         return of_rollout or name in _ROWS[section] or name in COMPANIONS
     if section == "loss":
         return is_loss(name)
@@ -243,13 +250,15 @@ def _may_hold(section: str, stage: str, name: str) -> bool:
 
 
 def is_loss(name: str) -> bool:
-    """Say whether a number is a loss by its name: `loss`, `pg_loss`, `actor/pg_loss`."""
-    return name not in _OF_A_LOSS and name.rpartition("/")[2].rpartition("_")[2] == "loss"
+    """Return whether a name is that of a loss, such as `loss`, `pg_loss` or `actor/pg_loss`."""
+    return name not in _LOSS_INTERMEDIATES and name.rpartition("/")[2].rpartition("_")[2] == "loss"
 
 
 def family(name: str) -> str:
-    """Return what tensors of one origin are called together: `gradient.1/linear.weight` is
-    `gradient/*`; a name of no family is one of its own."""
+    """Return the family of a tensor: `gradient/*` for `gradient.1/linear.weight`.
+
+    The family of a name without a slash is the name itself.
+    """
     first, slash, _ = name.partition("/")
     return f"{first.partition('.')[0]}/*" if slash else name
 
@@ -257,11 +266,11 @@ def family(name: str) -> str:
 def sections_of(
     stage: str | None, tensors: Iterable[str], scalars: Iterable[str] = ()
 ) -> dict[str, list[str]]:
-    """Return section -> names of what a stage handed over, in the order of SECTIONS.
+    """Return section -> names of the recorded tensors and scalars, in the order of SECTIONS.
 
-    A tensor may be of several sections (`log_probs` of `forward_data` and `is_loss`); companions
-    are in each section of rows that holds anything else. Of `loss` and `metrics` the names are
-    those of numbers.
+    A tensor may belong to several sections (`log_probs` to `forward_data` and `is_loss`).
+    Companions are in each section of rows that has another tensor. The names in `loss` and
+    `metrics` are those of scalars.
     """
     names, numbers = [*tensors], [*scalars]
     found: dict[str, list[str]] = {}
@@ -269,7 +278,7 @@ def sections_of(
         held = [name for name in names if name in own]
         if section == "trajectories":
             held = _of_trajectories(stage, names, held)
-        if section == "is_loss" and not _OF_A_LOSS.intersection(held):
+        if section == "is_loss" and not _LOSS_INTERMEDIATES.intersection(held):
             held = []
         if held:
             found[section] = [name for name in names if name in held or name in COMPANIONS]
@@ -284,9 +293,9 @@ def sections_of(
 
 
 def _of_trajectories(stage: str | None, names: list[str], held: list[str]) -> list[str]:
-    if stage == _WHOLE:
+    if stage == _ROLLOUT_STAGE:
         return names
-    # Log-probs of the engine beside an update's own are no trajectory.
+    # The engine's log-probs beside those of an update are not a trajectory.
     is_one = any(name in held for name in ("tokens", "responses", "rewards"))
     return held if is_one else []
 
@@ -297,7 +306,7 @@ def kept_sections(
     tensors: Collection[str],
     scalars: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """Return what of `sections_of` is kept by `words`, which name sections or single tensors."""
+    """Return the part of `sections_of` that the selectors `words` keep."""
     found: dict[str, list[str]] = {}
     for section, names in sections_of(stage, tensors, scalars).items():
         held = names

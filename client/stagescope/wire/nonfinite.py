@@ -1,7 +1,8 @@
-"""Non-finite numbers in JSON: the strings "nan", "inf" and "-inf", floats again in the client.
+"""JSON values, and non-finite numbers in them: the strings "nan", "inf" and "-inf".
 
-JSON has no such numbers, and null means unknown. Where a string may as well be a name (a run may
-be called `nan`), the place decides: `TEXT` lists the columns that never hold numbers.
+JSON has no such numbers, and null means unknown; the client turns the strings back into floats. A
+string may also be a name (a run may be called `nan`), so the column decides: `TEXT` lists the
+columns that never hold numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+Json: TypeAlias = Any
+"""A decoded JSON value, as `json.loads` types it; the code that reads it checks it."""
+JsonObject: TypeAlias = Mapping[str, Json]
 
 _NUMBERS: Final[Mapping[str, float]] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -21,16 +26,16 @@ TEXT: Final = frozenset({
     "stage", "state", "status", "stream", "task", "text", "title", "tokens_hash", "verdict",
     "what",
 })  # fmt: skip
-"""Columns of names and sentences, in which "nan" is a word."""
+"""Columns of names and sentences, in which "nan" is text."""
 
 
-def number(value: Any) -> Any:
-    """Return the float that "nan", "inf" or "-inf" spells; anything else as it is."""
+def number(value: Json) -> Json:
+    """Return the float that "nan", "inf" or "-inf" spells; return any other value unchanged."""
     return _NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
-def numbers(value: Any) -> Any:
-    """Return `value`, a tree in which every leaf is a number, with the spelled ones as floats."""
+def numbers(value: Json) -> Json:
+    """Return `value`, a tree whose leaves are all numbers, with spelled numbers as floats."""
     if isinstance(value, Mapping):
         return {key: numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -38,15 +43,15 @@ def numbers(value: Any) -> Any:
     return number(value)
 
 
-def column(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a column's values, spelled numbers as floats where every other value is a number."""
+def column(name: str, values: Sequence[Json]) -> tuple[Json, ...]:
+    """Return a column's values, with spelled numbers as floats if all other values are numbers."""
     if name in TEXT or any(isinstance(item, str) and item not in _NUMBERS for item in values):
         return tuple(values)
     return tuple(map(number, values))
 
 
-def spell(value: Any) -> Any:
-    """Return `value` as strict JSON can hold it: each non-finite float as its string."""
+def spell(value: object) -> Json:
+    """Return `value` as strict JSON can hold it, with each non-finite float as its string."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, Mapping):
@@ -56,6 +61,6 @@ def spell(value: Any) -> Any:
     return value
 
 
-def dumps(value: Any) -> str:
-    """Return strict JSON text, indented."""
+def dumps(value: object) -> str:
+    """Return `value` as indented strict JSON text."""
     return json.dumps(spell(value), indent=2, allow_nan=False, ensure_ascii=False)

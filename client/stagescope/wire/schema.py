@@ -1,8 +1,8 @@
-"""The words on the wire: what a training process and the service say to each other.
+"""The wire format between training processes and the service.
 
-Everything sent is a tuple, list or dict of built-in types with a schema number in front, so that
-a service that lives for months understands jobs that bring other versions. Unknown fields are
-kept; an unknown schema number is refused for that event alone.
+Messages are tuples, lists and dicts of built-in types that begin with a schema number, so that a
+service that runs for months understands jobs with other versions. Unknown fields are kept; an event
+with an unknown schema number is refused alone.
 
 A batch is `record_events(sender=Sender(...).wire(), events=[event, ...], payloads={seq: payload})`:
 
@@ -24,9 +24,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
+from stagescope.wire.nonfinite import Json, JsonObject
+
+WireTuple: TypeAlias = tuple[Json, ...]
+"""A sender or an event as it is sent: built-in types, the schema number first."""
 
 SCHEMA: Final = 1
 
@@ -38,18 +42,18 @@ is absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
-"""work fields, begin_seq (the seq of the BEGIN that this ends: of a part that is done twice, each
-end finds its own), begin_wall, begin_mono, status 'ok' | 'failed', error_type, error_message,
-scalars {name: float}, payload (PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors}
-where the process had to let the payload go, device_seconds."""
+"""work fields, begin_seq (the seq of the matching BEGIN, since a part may be repeated), begin_wall,
+begin_mono, status 'ok' | 'failed', error_type, error_message, scalars {name: float}, payload
+(PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors} if the process had to drop the
+payload, device_seconds."""
 LOG: Final = "log"
 """work fields (stage may be None: a scalar of the step), scalars {name: float}."""
 END_STEP: Final = "end_step"
 """step."""
 FINISH: Final = "finish"
-"""The process takes leave; everything that it announced was sent before."""
+"""The process leaves; it has sent everything that it announced."""
 DROPPED: Final = "dropped"
-"""what 'event' | 'payload' | 'scalar', count, bytes, reason, and, where known, work fields."""
+"""what 'event' | 'payload' | 'scalar', count, bytes, reason, and, if known, work fields."""
 REFUSED: Final = "refused"
 """A call with bad input in the training process: what, message, severity, work fields."""
 DUMP: Final = "dump"
@@ -57,16 +61,16 @@ DUMP: Final = "dump"
 'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str],
 estimate {...}."""
 STACKS: Final = "stacks"
-"""work fields of the stage that the training thread is in, request_id (`Sender.incarnation` and it
-name the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
+"""work fields of the stage that the training thread is in, request_id (with `Sender.incarnation` it
+identifies the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
 truncated."""
 
 WEIGHTS: Final = "weights"
 """work fields (policy_version: the version of these weights), side (WEIGHT_SIDES), kind
 (WEIGHT_KINDS), tensors [(name, checksum, dtype, shape, shard), ...], device {device_kind,
-device_index, device_serial} where they lie. checksum: an int from 0 below 2**64, or None where it
-could not be taken. shard: None; 'copy' (every rank of the side holds the same); 'tp copy' (every
-tensor-parallel rank does); or, of a DTensor, (global shape, offsets or None, placement, names of
+device_index, device_serial} that holds them. checksum: an int from 0 below 2**64, or None if it
+could not be computed. shard: None; 'copy' (all ranks of the side hold the same); 'tp copy' (all
+tensor-parallel ranks do); or, of a DTensor, (global shape, offsets or None, placement, names of
 the mesh's dimensions), with `shape` the local one."""
 
 KINDS: Final = frozenset(
@@ -76,8 +80,8 @@ KINDS: Final = frozenset(
 PART_FIELDS: Final = ("occurrence", "epoch", "minibatch", "microbatch")
 WORK_FIELDS: Final = ("step", "policy_version", "stage", *PART_FIELDS)
 PAYLOAD_FIELDS: Final = ("tensors", "bytes", "meta", "reported")
-"""tensors {name: [dtype tag, shape, rows or None]}, bytes (all tensors), meta {...} as recorded;
-reported: what is wrong with its tensors, by their shapes and dtypes, comes as REFUSED events."""
+"""tensors {name: [dtype tag, shape, rows or None]}, bytes (of all tensors), meta {...} as recorded;
+reported: problems with the shapes and dtypes of its tensors are sent as REFUSED events."""
 
 ROLES: Final = ("actor", "ref", "critic", "reward_model", "rollout")
 STAGES: Final = (
@@ -94,12 +98,12 @@ WHOLE_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_genera
 """The order in which the stage of a step summary is chosen: the first that has both streams."""
 
 DUMP_MARKER: Final = ".stagescope-dump"
-"""Lies in each directory that a capture has made: what is in it may be read wherever it lies."""
+"""A file in each directory that a capture created; such a directory may be read on any path."""
 
 WEIGHT_SIDES: Final = ("trainer", "rollout")
 WEIGHT_KINDS: Final = ("exchanged", "held")
-"""exchanged: as they were sent, or received, before fusion and quantisation; held: as they lie in
-the process."""
+"""exchanged: as sent or received, before fusion and quantisation; held: as the process holds
+them."""
 
 LAYOUT_COLUMNS: Final = (
     "cluster", "node", "host", "device_kind", "device_index", "device_serial",
@@ -118,8 +122,8 @@ STREAM_TENSORS: Final[Mapping[str, str]] = {
 """Stream -> the name of its tensor in a payload (`ref_log_prob` is read as `ref_log_probs`)."""
 
 PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"))
-"""(p, q) of the statistics that a payload gives, in order of preference: mismatch from the first
-pair that is there, the noise floor from ('old', 'recomputed')."""
+"""(p, q) streams of the statistics of a payload, in order of preference: the mismatch comes from
+the first available pair, the noise floor from ('old', 'recomputed')."""
 
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
@@ -146,12 +150,12 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "attention_mask": "as `input_ids`",
     "position_ids": "as `input_ids`",
 }
-"""Names that are known; any other tensor may be recorded, too, and kept by its name."""
+"""The known tensor names; other tensors may also be recorded, and kept by their names."""
 PER_TOKEN: Final = (
     *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
     "round_ids", "turn_ids", "advantages",
 )  # fmt: skip
-"""Tensors with one value a token: all of a payload have the same rows and tokens."""
+"""Tensors with one value per token: those of a payload have the same rows and tokens."""
 INTEGER_TENSORS: Final = frozenset(
     {
         "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset",
@@ -159,7 +163,7 @@ INTEGER_TENSORS: Final = frozenset(
         "position_ids",
     }
 )  # fmt: skip
-"""Tensors of integers: an empty list of one of these names holds integers, too."""
+"""Tensors of integers; an empty list under one of these names is also one of integers."""
 RECENT_TENSORS: Final = frozenset(
     {
         *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
@@ -167,16 +171,16 @@ RECENT_TENSORS: Final = frozenset(
         "advantages", "cu_seqlens",
     }
 )  # fmt: skip
-"""What statistics read, and the ring holds of the last steps without any order."""
+"""The tensors that statistics read; the ring keeps them for the last steps without a request."""
 PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
     "sample_ids": "sample_uid of each row: unique in a step",
     "group_ids": "group_id of each row",
     "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id)",
 }
-"""Lists of one id a row; other lists of texts (answers, prompts) may be recorded, too."""
+"""Lists with one id per row; other lists of texts (answers, prompts) may also be recorded."""
 
 WRITTEN: Final = "written_after_hand_over"
-"""In a payload's metadata: tensors that are missing since their owner wrote them too early."""
+"""Metadata field of a payload: tensors that are missing because their owner overwrote them."""
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
@@ -196,7 +200,7 @@ def check_run_name(run: object) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sender:
-    """Who sends a batch; said with every batch, so that a lost `hello` loses nothing else."""
+    """The sender of a batch; part of every batch, so that a lost `hello` loses nothing else."""
 
     incarnation: str
     run: str
@@ -207,18 +211,18 @@ class Sender:
     clock_offset: float | None = None
     """Service's wall clock minus this process's, in seconds, from poll round trips."""
     clock_error: float | None = None
-    """Half of the best round trip, in seconds: the offset is known to within it."""
+    """Half of the best round trip, in seconds: the uncertainty of the offset."""
     started: float | None = None
-    """Wall clock at which this incarnation began: of two that did the same work, the later
-    answers."""
+    """Wall clock at which this incarnation began: of two that did the same work, the later one
+    counts."""
 
-    def wire(self) -> tuple[Any, ...]:
-        """Return the tuple that travels."""
+    def wire(self) -> WireTuple:
+        """Return the sender as it is sent."""
         return (SCHEMA, *(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @classmethod
     def parse(cls, wire: object) -> Sender:
-        """Read what `wire()` made, also of a later version that appended fields.
+        """Parse a result of `wire()`; a later version may have appended fields.
 
         Raises:
             InvalidEvent: not a sender of this schema.
@@ -253,24 +257,24 @@ class Sender:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One event as the service reads it; `fields` keeps what this version does not know."""
+    """One event as the service reads it; `fields` includes those unknown to this version."""
 
     kind: str
     seq: int
     wall: float
     mono: float
-    fields: Mapping[str, Any]
+    fields: JsonObject
 
-    def wire(self) -> tuple[Any, ...]:
-        """Return the tuple that travels."""
+    def wire(self) -> WireTuple:
+        """Return the event as it is sent."""
         return (SCHEMA, self.kind, self.seq, self.wall, self.mono, dict(self.fields))
 
     @classmethod
     def parse(cls, wire: object) -> Event:
-        """Read one event.
+        """Parse one event.
 
         Raises:
-            InvalidEvent: malformed, of an unknown schema number or of an unknown kind.
+            InvalidEvent: it is malformed, or has an unknown schema number or kind.
         """
         if not isinstance(wire, tuple | list) or len(wire) < 6:
             raise InvalidEvent(
@@ -299,7 +303,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """Which piece of a stage: (occurrence, epoch, minibatch, microbatch), each from 0."""
+    """A part of a stage: (occurrence, epoch, minibatch, microbatch), each from 0."""
 
     occurrence: int = 0
     epoch: int = 0
@@ -312,7 +316,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What a process worked on: one part of one stage of one step (or policy version)."""
+    """A unit of work of a process: one part of one stage of one step (or policy version)."""
 
     step: int | None
     policy_version: int | None
@@ -323,18 +327,18 @@ class Work:
 
     def __post_init__(self) -> None:
         step = "" if self.step is None else self.step
-        # A step is the clock where there is one; the version then is a property, not identity.
+        # If there is a step, the policy version is a property and not part of the identity.
         version = self.policy_version if self.step is None else None
         key = f"{step}|{'' if version is None else version}|{self.stage or ''}|{self.part}"
         object.__setattr__(self, "key", key)
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Work:
-        """Read the work fields of an event.
+    def parse(cls, fields: JsonObject) -> Work:
+        """Parse the work fields of an event.
 
         Raises:
-            InvalidEvent: a step, version or part that is not an int (of 64 bits, a step or part
-                from 0), or a stage that is no name.
+            InvalidEvent: a step, version or part is not an int (of 64 bits; steps and parts from
+                0), or the stage is not a name.
         """
         try:
             return _parse_work(*map(fields.get, WORK_FIELDS))
@@ -344,7 +348,7 @@ class Work:
                 f"work fields are {values!r:.400}", expected="ints and a stage's name"
             ) from None
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, int | str | None]:
         """Return the work fields of an event."""
         part = self.part
         return {
@@ -358,9 +362,9 @@ class Work:
         }
 
 
-@functools.lru_cache(maxsize=8192, typed=True)  # typed: True is no step
-def _parse_work(step: Any, policy_version: Any, stage: Any, *part: Any) -> Work:
-    # All ranks of a step say the same work: one object serves them all.
+@functools.lru_cache(maxsize=8192, typed=True)  # typed, because True equals 1 but is not a step
+def _parse_work(step: Json, policy_version: Json, stage: Json, *part: Json) -> Work:
+    # All ranks report the same work in a step and share one object.
     if step is not None and not _is_int(step, 0, _INT64):
         raise InvalidEvent(f"step is {step!r:.200}", expected="an int from 0, or None")
     if policy_version is not None and not _is_int(policy_version, -_INT64, _INT64):
@@ -376,7 +380,7 @@ def _parse_work(step: Any, policy_version: Any, stage: Any, *part: Any) -> Work:
 
 
 def _is_int(value: object, least: int, below: int) -> bool:
-    # A number that the catalogue cannot hold must not come so far that it spoils a whole batch.
+    # Refuse numbers here that the catalogue cannot store: later they would fail a whole batch.
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < below
 
 

@@ -1,13 +1,13 @@
 """The Python stacks of a process, and the file into which its watchdog writes them.
 
-A process whose interpreter lock is held by one call cannot answer. Its watchdog
-(`faulthandler.dump_traceback_later`) writes all the same, into a file that whoever runs on that
-node can read:
+A process in which one call holds the interpreter lock cannot answer a request. Its watchdog
+(`faulthandler.dump_traceback_later`) still writes a file that this user's processes on the node can
+read:
 
 * `{temp}/stagescope-watchdog-{uid}/{pid}-{32 hex digits}.txt`, mode 0600
-* its first line is JSON, written anew each time that the watchdog is set: `{"schema", "armed",
+* its first line is JSON, rewritten each time that the watchdog is armed: `{"schema", "armed",
   "threads": {ident: name}, "training": [ident], "work": {...}}`
-* what follows is faulthandler's: empty unless it went off
+* the rest is faulthandler's output: empty unless the watchdog fired
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import Forbidden
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import SCHEMA, WORK_FIELDS
 
 MOST_THREADS: Final = 256
 MOST_FRAMES: Final = 200
-"""Frames of one thread; of a deeper stack the innermost are kept."""
+"""Most frames of one thread; the innermost are kept."""
 MOST_CHARACTERS: Final = 256_000
-"""Of all stacks of a process together."""
+"""Most characters of all stacks of a process."""
 
 PROBE: Final = "probe"
 WATCHDOG: Final = "watchdog"
@@ -35,7 +36,8 @@ WATCHDOG: Final = "watchdog"
 _DIRECTORY: Final = re.compile(r"stagescope-watchdog-[A-Za-z0-9_]+\Z")
 _FILE: Final = re.compile(r"[0-9]+-[0-9a-f]{32}\.txt\Z")
 _THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_WENT_OFF: Final = "Timeout ("
+_FIRED: Final = "Timeout ("
+"""faulthandler's output begins with it."""
 
 
 def watchdog_directory(temp: str | Path) -> Path:
@@ -44,34 +46,34 @@ def watchdog_directory(temp: str | Path) -> Path:
 
 
 def watchdog_header(
-    *, armed: float, threads: Mapping[int, str], training: Sequence[int], work: Mapping[str, Any]
+    *, armed: float, threads: Mapping[int, str], training: Sequence[int], work: JsonObject
 ) -> str:
     """Return the first line of a watchdog's file, with its line end.
 
     Args:
-        armed: Unix time, seconds.
+        armed: when the watchdog was armed, Unix time in seconds.
         threads: ident -> name.
-        training: idents of the threads that are inside a stage, or were last.
+        training: idents of the threads that are, or most recently were, inside a stage.
         work: work fields of the stage that was entered last.
     """
-    known = {
+    header = {
         "schema": SCHEMA,
         "armed": armed,
         "threads": dict([*threads.items()][:MOST_THREADS]),
         "training": [*training],
         "work": dict(work),
     }
-    return json.dumps(known) + "\n"
+    return json.dumps(header) + "\n"
 
 
-def read_watchdog(path: str | Path) -> dict[str, Any] | None:
-    """Return the fields of a STACKS event as a watchdog's file says them.
+def read_watchdog(path: str | Path) -> dict[str, Json] | None:
+    """Return the fields of a STACKS event from a watchdog's file.
 
-    At most `MOST_CHARACTERS` of the file are read. None: there is no such file, or the watchdog
-    did not go off since it was set.
+    At most `MOST_CHARACTERS` of the file are read. None if there is no such file, or if the
+    watchdog has not fired since it was armed.
 
     Raises:
-        Forbidden: the path is not one that a watchdog writes to.
+        Forbidden: the path is not that of a watchdog's file.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -91,15 +93,15 @@ def read_watchdog(path: str | Path) -> dict[str, Any] | None:
     return parse_watchdog(text.decode("utf-8", "replace"))
 
 
-def parse_watchdog(text: str) -> dict[str, Any] | None:
-    """Return the fields of a STACKS event from the text of a watchdog's file; None as above."""
+def parse_watchdog(text: str) -> dict[str, Json] | None:
+    """Return the fields of a STACKS event from the text of a watchdog's file, else None."""
     first, _, dumped = text.partition("\n")
-    if _WENT_OFF not in dumped:
+    if _FIRED not in dumped:
         return None
     header = _header(first)
-    names: Mapping[str, Any] = header.get("threads") or {}
+    names: JsonObject = header.get("threads") or {}
     training = header.get("training") or []
-    threads: list[dict[str, Any]] = []
+    threads: list[dict[str, Json]] = []
     for line in dumped.splitlines():
         if found := _THREAD.match(line):
             ident = int(found[1], 16)
@@ -113,9 +115,9 @@ def parse_watchdog(text: str) -> dict[str, Any] | None:
             )
         elif threads and line.startswith("  "):
             threads[-1]["stack"].append(line)
-    for thread in threads:  # faulthandler begins with the innermost frame
+    for thread in threads:  # faulthandler writes the innermost frame first
         thread["stack"] = "\n".join(reversed(thread["stack"]))
-    work: Mapping[str, Any] = header.get("work") or {}
+    work: JsonObject = header.get("work") or {}
     return {
         **{name: work.get(name) for name in WORK_FIELDS},
         "request_id": f"{WATCHDOG}-{int(float(header.get('armed') or 0.0) * 1000)}",
@@ -125,9 +127,9 @@ def parse_watchdog(text: str) -> dict[str, Any] | None:
     }
 
 
-def _header(line: str) -> Mapping[str, Any]:
+def _header(line: str) -> JsonObject:
     try:
-        said = json.loads(line)
+        header = json.loads(line)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) and said.get("schema") == SCHEMA else {}
+    return header if isinstance(header, dict) and header.get("schema") == SCHEMA else {}

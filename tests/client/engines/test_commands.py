@@ -72,14 +72,14 @@ def test_those_of_a_launcher_s_log_and_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("add", "ftp://h"), ("add", "http://u:p@h"), ("remove",), ("list", "x"),
         ("add", "http://h:1", "--from-log", __file__),
     ],
 )  # fmt: skip
-def test_what_is_not_understood(live: Service, words: tuple[str, ...]) -> None:
-    assert invoke("engines", *words).exit_code == 2
+def test_what_is_not_understood(live: Service, args: tuple[str, ...]) -> None:
+    assert invoke("engines", *args).exit_code == 2
     assert live.get("/engines")["rows"] == []
 
 

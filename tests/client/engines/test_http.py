@@ -45,9 +45,9 @@ def test_a_key_from_a_file_reaches_the_engine_and_no_message(
         with pytest.raises(EngineError) as refused:
             connect(url)
     assert http.KEY_VARIABLE in str(refused.value)
-    said = f"{shown} {refused.value} {caplog.text}"
-    assert KEY not in said
-    assert "another-key" not in said
+    output = f"{shown} {refused.value} {caplog.text}"
+    assert KEY not in output
+    assert "another-key" not in output
 
 
 def test_an_answer_that_repeats_the_key_is_shown_without_it() -> None:
@@ -144,7 +144,7 @@ def test_addresses_that_a_launcher_prints(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         {}, {"url": 7}, {"url": "file:///etc/passwd"}, {"url": "http://u:p@h:1"},
         {"url": "http://h:1", "name": "a/b"}, {"url": "http://h:1", "name": ".."},
@@ -152,6 +152,6 @@ def test_addresses_that_a_launcher_prints(tmp_path: Path, monkeypatch: pytest.Mo
         {"url": "http://h:1", "model": "x" * 501}, {"url": "http://h:1", "settings": []},
     ],
 )  # fmt: skip
-def test_a_registration_that_cannot_be(said: dict[str, object]) -> None:
+def test_a_registration_that_cannot_be(output: dict[str, object]) -> None:
     with pytest.raises(InvalidInput):
-        check_engine(said)
+        check_engine(output)

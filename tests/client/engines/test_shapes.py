@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from tests.support.answering import serving
@@ -13,13 +12,14 @@ from tests.support.engine_servers import EngineServer, is_close, scores
 
 from stagescope.engines import HttpEngine, Sampling, connect
 from stagescope.wire.errors import EngineError, InvalidInput
+from stagescope.wire.nonfinite import Json
 
 PROMPT = [0, 5, 9, 3]
 KINDS = ("vllm", "openai", "sglang", "old sglang")
 
 
 @contextlib.contextmanager
-def engine_of(kind: str, **options: Any) -> Iterator[tuple[HttpEngine, EngineServer]]:
+def engine_of(kind: str, **options: Json) -> Iterator[tuple[HttpEngine, EngineServer]]:
     server = EngineServer(kind, **options)
     with serving(server.app) as url, contextlib.closing(connect(url, timeout=10.0)) as engine:
         server.asked.clear()
@@ -50,7 +50,7 @@ def test_answers_come_in_the_order_of_the_prompts(kind: str) -> None:
         assert [len(row) for row in engine.score(prompts)] == [len(prompt) for prompt in prompts]
 
 
-def test_what_vllm_is_asked() -> None:
+def test_the_request_to_vllm() -> None:
     with engine_of("vllm") as (engine, server):
         assert engine.info.kind == "vllm"
         assert (engine.info.model, engine.info.version) == ("m", "0.33.0")
@@ -70,7 +70,7 @@ def test_what_vllm_is_asked() -> None:
         assert server.asked[-1][1]["prompt_logprobs"] == 0
 
 
-def test_what_sglang_is_asked() -> None:
+def test_the_request_to_sglang() -> None:
     with engine_of("sglang") as (engine, server):
         info = engine.info
         assert (info.kind, info.model_path, info.version) == ("sglang", "/models/m", "0.5.23")
@@ -115,7 +115,7 @@ def test_images_go_as_data_urls(kind: str) -> None:
         assert server.asked[-1][1]["logprobs"] is True
 
 
-def choice(**fields: Any) -> dict[str, Any]:
+def choice(**fields: Json) -> dict[str, Json]:
     base = {"text": "x", "finish_reason": "length"}
     return {"choices": [base | fields], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
 
@@ -140,7 +140,7 @@ def test_minus_infinity_is_read_and_an_id_in_a_token_s_name() -> None:
         ),
     ],
 )
-def test_log_probs_that_do_not_fit_are_said(broken: Any, problem: str) -> None:
+def test_mismatched_log_probs_are_reported(broken: Json, problem: str) -> None:
     with engine_of("vllm") as (engine, server):
         server.broken = broken
         assert problem in engine.generate([PROMPT])[0].problem
@@ -158,14 +158,14 @@ def test_log_probs_that_do_not_fit_are_said(broken: Any, problem: str) -> None:
         {"meta_info": {"input_token_logprobs": [[None, 1, None]] * 4}},
     ],
 )  # fmt: skip
-def test_scores_of_other_tokens_are_refused(kind: str, broken: Any) -> None:
+def test_scores_of_other_tokens_are_refused(kind: str, broken: Json) -> None:
     with engine_of(kind) as (engine, server):
         server.broken = broken
         with pytest.raises(EngineError, match="answers"):
             engine.score([PROMPT])
 
 
-def test_nobody_there_and_something_else_there() -> None:
+def test_an_unreachable_and_another_server() -> None:
     with pytest.raises(EngineError, match="cannot be reached"):
         connect("http://127.0.0.1:9", timeout=5.0)
     server = EngineServer("none")
@@ -183,7 +183,7 @@ def test_a_url_that_is_none(url: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], [True], [1 << 31], [0] * ((1 << 17) + 1)])
-def test_a_prompt_that_is_none(prompt: Any) -> None:
+def test_an_invalid_prompt(prompt: Json) -> None:
     with engine_of("vllm") as (engine, server):
         with pytest.raises(InvalidInput):
             engine.generate([prompt])
@@ -197,6 +197,6 @@ def test_a_prompt_that_is_none(prompt: Any) -> None:
         {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 1 << 20},
     ],
 )  # fmt: skip
-def test_sampling_that_cannot_be(drawn: dict[str, Any]) -> None:
+def test_invalid_sampling(drawn: dict[str, Json]) -> None:
     with pytest.raises(InvalidInput):
         Sampling(**drawn)

@@ -1,22 +1,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from stagescope.engines import EngineInfo, multimodal_warning, vision_part
+from stagescope.wire.nonfinite import Json
 
 TEXT = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vision_config": None}
 GEMMA = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}}
 OWN = {"architectures": ["SomethingNew"], "mm_vision_tower": "clip"}
 
 
-def sglang(**fields: Any) -> EngineInfo:
+def sglang(**fields: Json) -> EngineInfo:
     return EngineInfo("sglang", "http://h:1", **fields)
 
 
-def test_the_configuration_says_it_and_no_list_of_names() -> None:
+def test_the_configuration_decides_and_not_the_name() -> None:
     assert vision_part(TEXT) is None
     assert vision_part({"architectures": ["Gemma3ForCausalLM"]}) is None
     assert vision_part(GEMMA) == "vision_config"
@@ -24,21 +24,21 @@ def test_the_configuration_says_it_and_no_list_of_names() -> None:
 
 
 @pytest.mark.parametrize("config", [GEMMA, OWN])
-def test_switched_off_is_warned_about(config: dict[str, Any]) -> None:
-    said = multimodal_warning(sglang(multimodal=False), config)
-    assert said is not None
-    assert "--enable-multimodal" in said
-    assert config["architectures"][0] in said
+def test_disabled_images_give_a_warning(config: dict[str, Json]) -> None:
+    warning = multimodal_warning(sglang(multimodal=False), config)
+    assert warning is not None
+    assert "--enable-multimodal" in warning
+    assert config["architectures"][0] in warning
 
 
 def test_unknown_is_warned_about_with_sglang_s_default() -> None:
-    said = multimodal_warning(sglang(), GEMMA)
-    assert said is not None
-    assert "its default for this model" in said
+    warning = multimodal_warning(sglang(), GEMMA)
+    assert warning is not None
+    assert "its default for this model" in warning
     assert "its default" not in (multimodal_warning(sglang(), OWN) or "")
 
 
-def test_nothing_is_said_where_nothing_is_wrong() -> None:
+def test_no_warning_without_a_problem() -> None:
     assert multimodal_warning(sglang(multimodal=True), GEMMA) is None
     assert multimodal_warning(sglang(multimodal=False), TEXT) is None
     assert multimodal_warning(EngineInfo("vllm", "http://h:1"), GEMMA) is None

@@ -1,18 +1,23 @@
-"""Asking one service: the connection, routes and tables that every kind of question is made of."""
+"""`Connection`: the HTTP calls to one service, and its answers as tables.
+
+`Session` and its groups of methods build on it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, TypeVar
+from typing import Final
 from urllib.parse import quote
+
+from typing_extensions import Self
 
 from stagescope import discovery
 from stagescope.columns import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
 from stagescope.frames import Table
-from stagescope.transport import Transport
+from stagescope.transport import Params, QueryValue, Transport
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     CatalogueUnavailable,
@@ -21,36 +26,35 @@ from stagescope.wire.errors import (
     StagescopeError,
     Unreachable,
 )
-
-_Asking = TypeVar("_Asking", bound="Asking")
+from stagescope.wire.nonfinite import Json, JsonObject
 
 LIMIT: Final = 1000
-"""Rows of a table unless `limit` says otherwise."""
+"""Most rows of a table unless `limit` is given."""
 
-_PAGE: Final = 500
-_STEPS_END: Final = 10**18
-"""Steps have fewer digits than this."""
-_ASK_AGAIN: Final = 0.5
-"""Seconds between two questions about something that the service is computing."""
+_PAGE_ROWS: Final = 500
+_MAX_STEP: Final = 10**18
+"""Absolute values of steps are below this: at most 18 digits."""
+_POLL_INTERVAL: Final = 0.5
+"""Seconds between two requests for something that the service is still computing."""
 
 
-class Asking:
-    """A connection; usable from several threads."""
+class Connection:
+    """A connection to one service; safe to use from several threads."""
 
-    def __init__(self, place: discovery.Place, *, timeout: float = 10.0) -> None:
-        self._place = place
-        self._transport = Transport(place, timeout=timeout)
+    def __init__(self, location: discovery.ServiceLocation, *, timeout: float = 10.0) -> None:
+        self._location = location
+        self._transport = Transport(location, timeout=timeout)
 
     @property
     def url(self) -> str:
         """The service's URL."""
-        return self._place.url
+        return self._location.url
 
     def close(self) -> None:
         """Close the connections; the session cannot be used afterwards."""
         self._transport.close()
 
-    def __enter__(self: _Asking) -> _Asking:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -62,79 +66,79 @@ class Asking:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<stagescope.Session {self.url}, found by {self._place.found}>"
+        return f"<stagescope.Session {self.url}, found by {self._location.found}>"
 
     def check(self) -> None:
-        """Return if the service answers and accepts the token.
+        """Check that the service answers and accepts the token.
 
         Raises:
-            Unreachable: nothing answers, or something else does.
-            Unauthorized: no token, or a wrong one.
+            Unreachable: nothing answers, or another server does.
+            Unauthorized: there is no token, or the service does not accept it.
         """
-        alive = self._transport.get("/healthz", patient=False)
+        alive = self._transport.get("/healthz", retry=False)
         if not isinstance(alive, dict):
             raise Unreachable(
-                f"what answers at {self.url} is not a stagescope service", advice="check the URL"
+                f"the server at {self.url} is not a stagescope service", advice="check the URL"
             )
         try:
-            self._transport.get("/runs", {"limit": 1}, patient=False)
+            self._transport.get("/runs", {"limit": 1}, retry=False)
         except (NotReady, CatalogueUnavailable):
-            # It lives and will answer; a later call waits for it with its own deadline.
+            # The service runs but is not ready; a later call waits for it until its own deadline.
             return
 
-    def get(self, path: str, **params: Any) -> Any:
-        """Return what a route answers, as it came; a query parameter of None is left out."""
+    def get(self, path: str, **params: QueryValue) -> Json:
+        """Return the JSON that a route answers; a query parameter of None is left out."""
         return self._transport.get(path, params)
 
     def download(
         self,
         path: str,
-        params: Mapping[str, Any],
+        params: Params,
         write: Callable[[bytes, int], object],
         *,
         timeout: float,
     ) -> None:
-        """Hand the bytes of a route's answer to `write`, piece by piece; see `Transport`."""
+        """Pass the bytes of a route's answer to `write` in chunks; see `Transport.download`."""
         self._transport.download(path, params, write, timeout=timeout)
 
     def table(
         self,
         path: str,
-        params: Mapping[str, Any] | None = None,
+        params: Params | None = None,
         *,
         title: str = "",
         order: Sequence[str] = (),
         columns: Kinds = MappingProxyType({}),
         limit: int = LIMIT,
     ) -> Table:
-        """Return the rows of a route, its pages followed up to `limit` rows.
+        """Return the rows of a route, following its pages up to `limit` rows.
 
         `columns` are those that every row has (`stagescope.columns`).
         """
         if limit < 1:
             raise InvalidInput(f"limit is {limit}", expected="a number of rows from 1")
-        asked = dict(params or {})
-        rows: list[Mapping[str, Any]] = []
-        about: dict[str, Any] = {}
+        query = dict(params or {})
+        rows: list[JsonObject] = []
+        about: dict[str, Json] = {}
         seen: set[str] = set()
         while True:
-            asked["limit"] = min(limit - len(rows), _PAGE)
-            answer = self._transport.get(path, asked)
+            query["limit"] = min(limit - len(rows), _PAGE_ROWS)
+            answer = self._transport.get(path, query)
             if not isinstance(answer, dict) or not isinstance(answer.get("rows"), list):
                 raise StagescopeError(
                     f"{path} answered without rows",
-                    advice="bring service and client to versions that belong together",
+                    advice="install versions of service and client that belong together",
                 )
             rows += answer["rows"]
             following = answer.get("next")
             about = about or {n: v for n, v in answer.items() if n not in ("rows", "next")}
             if "whole" in about:
                 about["whole"] = nonfinite.numbers(about["whole"])
-            # A page that leads to itself would never end.
+            # A page that links to an earlier page would make this loop endless.
             if following is None or len(rows) >= limit or following in seen:
                 break
             seen.add(following)
-            asked["cursor"] = following
+            query["cursor"] = following
         return Table.from_rows(
             rows[:limit],
             order=order,
@@ -144,44 +148,52 @@ class Asking:
             truncated=following is not None or len(rows) > limit,
         )
 
-    def _noticed(
-        self, path: str, params: Mapping[str, Any], title: str, order: Sequence[str], limit: int
+    def _findings_table(
+        self, path: str, params: Params, title: str, order: Sequence[str], limit: int
     ) -> FindingRows:
-        """Return the rows of a list and of its groups."""
+        """Return the rows of `path` together with those of its `/groups`."""
         rows, groups = (
-            self.table(each, params, title=title, order=first, columns=COLUMNS[noun], limit=limit)
-            for each, first, noun in (
+            self.table(route, params, title=title, order=first, columns=COLUMNS[noun], limit=limit)
+            for route, first, noun in (
                 (path, order, title),
                 (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),
             )
         )
         return FindingRows.of_answers(rows, groups)
 
-    def _patiently(self, path: str, body: Any, wait: float) -> Any:
-        """Ask a long question again until it is answered, for `wait` seconds at most."""
+    def _poll(self, path: str, body: JsonObject, wait: float) -> Json:
+        """Repeat a POST that takes long until it is answered, for `wait` seconds at most."""
         deadline = time.monotonic() + wait
         while True:
             try:
-                return self._transport.ask(path, body, patient=False)
-            except NotReady:  # noqa: PERF203 - it is being computed
+                return self._transport.query(path, body, retry=False)
+            except NotReady:  # noqa: PERF203 - the service is still computing the answer
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(_ASK_AGAIN)
+                time.sleep(_POLL_INTERVAL)
 
 
 def segment(text: object, argument: str = "name") -> str:
-    """Return a name as one segment of a path; raises `InvalidInput` for what is none."""
+    """Return a name quoted as one path segment.
+
+    Raises:
+        InvalidInput: `text` is not a name.
+    """
     if not isinstance(text, str) or text in ("", ".", ".."):
         raise InvalidInput(f"{argument} is {text!r:.100}, which is not a name", expected="a text")
     return quote(text, safe="")
 
 
-def step_word(step: Any) -> str:
-    """Return a step as a path names it; raises `InvalidInput` for what is none."""
+def step_segment(step: object) -> str:
+    """Return a step as a path segment.
+
+    Raises:
+        InvalidInput: `step` is neither an int nor 'latest'.
+    """
     if step == "latest":
         return "latest"
     if isinstance(step, int) and not isinstance(step, bool):
-        if abs(step) < _STEPS_END:
+        if abs(step) < _MAX_STEP:
             return str(step)
         raise InvalidInput(f"step is {step!r:.50}", expected="an int of at most 18 digits")
     raise InvalidInput(f"step is {step!r}", expected="an int, 'latest', 'measured' or 'captured'")

@@ -1,0 +1,246 @@
+"""The methods of `Session` that change a live run: captures, triggers and pinned steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal
+from urllib.parse import urlencode
+
+from stagescope.answers import Record
+from stagescope.connection import LIMIT, Connection, segment, step_segment
+from stagescope.findings import FIRING_ORDER, FindingRows
+from stagescope.frames import Table
+from stagescope.progress import Progress, RequestedCapture
+from stagescope.triggers import Triggers, dry_run
+from stagescope.wire.nonfinite import Json, JsonObject
+
+_POLL_INTERVAL: Final = 0.5
+"""Seconds between two requests for the progress of a capture."""
+_PLAN_ORDER: Final = (
+    "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
+)  # fmt: skip
+
+
+class CaptureRequests(Connection):
+    """Captures, triggers and pinned steps; most methods need the operate token."""
+
+    def plan(self, run: str | None = None) -> Table:
+        """Return the captures in force, or with `run` those that apply to that run.
+
+        `about["revision"]` is the plan's revision.
+        """
+        answer = self.get("/plan")
+        captures = answer.get("captures") or []
+        if run is not None:
+            captures = [capture for capture in captures if capture.get("run") in (None, run)]
+        rows = [{**capture, **_state_and_start(capture)} for capture in captures]
+        about = {name: value for name, value in answer.items() if name != "captures"}
+        title = f"plan, revision {answer.get('revision')}"
+        return Table.from_rows(rows, order=_PLAN_ORDER, title=title, about=about)
+
+    def captures(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+        """Return all captures that were ever requested, newest first, also withdrawn ones."""
+        return self.table(
+            "/captures", {"run": run}, title="captures", order=_PLAN_ORDER, limit=limit
+        )
+
+    def capture(
+        self,
+        *,
+        stages: Sequence[str] | str | None = None,
+        steps: int | Sequence[int] | str | Mapping[str, int | None] = "next",
+        run: str | None = None,
+        roles: Sequence[str] | None = None,
+        ranks: Sequence[int] | str | None = None,
+        task: str | None = None,
+        level: str | None = None,
+        scope: Sequence[str] | None = None,
+        list: Sequence[str] | None = None,
+        data_mode: Sequence[str] | None = None,
+        config: JsonObject | None = None,
+        config_path: str | None = None,
+        bench: Mapping[str, str | int] | None = None,
+        data_dir: str | None = None,
+        keep: Sequence[str] | None = None,
+        parameters: Sequence[str] | None = None,
+        gradients: Sequence[str] | None = None,
+        limits: Mapping[str, float] | None = None,
+        force: bool | None = None,
+        strict: bool | None = None,
+        timeout: float | None = None,
+        late: Literal["wait", "go_on", "give_up"] | None = None,
+        again: int | None = None,
+    ) -> RequestedCapture:
+        """Request a capture on a live run; needs the operate token.
+
+        The default captures msprobe's statistics of the next step. The service first waits until
+        every requested rank has acknowledged, then fixes the step on which the capture starts. The
+        answer comes once that step is fixed, at most 2 s later; `wait_for` waits for the dumps.
+
+        Usage:
+            >>> capture = session.capture(stages=["actor_update"], level="L1")
+            >>> session.wait_for(capture["capture_id"]).dumps()
+
+        Args:
+            stages: names of stages, or "all".
+            steps: numbers, "5,8-10", "next", {"next": k}, "all", or {"every": n, "start": s,
+                "count": c}.
+            run: the run; default: the live one.
+            roles, ranks: only these; ranks as numbers, "0,4-7", "worst(2)" or "all".
+            task, level, scope, list, data_mode: msprobe's settings of these names.
+            config, config_path: msprobe's config.json instead: its content, or a path that the
+                ranks can read.
+            bench: {"capture_id": id, "step": n}, an earlier capture with checksums: with task
+                tensor, msprobe writes only what differs from it.
+            data_dir: directory of the dumps; default: the service's.
+            keep: names of payload tensors to keep.
+            parameters, gradients: patterns of the names of which to keep each rank's shards.
+            limits: {"bytes", "seconds", "reserve_bytes", "tokens"} of a dump.
+            force: start even if the estimated cost is too high or a stage seems to be misspelt.
+            strict: raise failures in the training process.
+            timeout: seconds within which every rank must acknowledge (60).
+            late: what to do about ranks that have not acknowledged by then.
+            again: how often to repeat a step that a rank missed.
+
+        Raises:
+            InvalidPlan: a field has a value that cannot be carried out.
+            Conflict: an equal request is in force, its steps have begun, or a stage seems to be a
+                misspelling of a known one.
+            Forbidden: the token allows only reading, or a path is outside the allowed roots.
+        """
+        is_single = isinstance(steps, int) and not isinstance(steps, bool)
+        fields = {
+            "stages": stages, "steps": [steps] if is_single else steps, "run": run, "roles": roles,
+            "ranks": ranks, "task": task, "level": level, "scope": scope, "list": list,
+            "data_mode": data_mode, "config": config, "config_path": config_path, "bench": bench,
+            "data_dir": data_dir, "keep": keep, "parameters": parameters, "gradients": gradients,
+            "limits": limits, "force": force, "strict": strict, "timeout": timeout, "late": late,
+            "again": again,
+        }  # fmt: skip
+        spec = {name: value for name, value in fields.items() if value is not None}
+        return RequestedCapture(self._transport.change("POST", "/captures", spec) or {})
+
+    def progress(self, capture_id: str) -> Progress:
+        """Return the progress of a capture.
+
+        Raises:
+            NotFound: there is no such capture.
+        """
+        return Progress(self.get(f"/captures/{segment(capture_id, 'capture_id')}"))
+
+    def wait_for(
+        self,
+        capture_id: str,
+        *,
+        timeout: float | None = None,
+        told: Callable[[Progress], None] = lambda progress: None,
+    ) -> Progress:
+        """Wait until a capture has ended; return its progress.
+
+        It also returns once none of the requested ranks is alive.
+
+        Args:
+            capture_id: the capture.
+            timeout: seconds after which to return in any case; None: no limit.
+            told: callback for each change of the progress.
+
+        Raises:
+            NotFound: there is no such capture.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        last_lines: list[str] | None = None
+        while True:
+            progress = self.progress(capture_id)
+            if (lines := progress.lines()) != last_lines:
+                last_lines = lines
+                told(progress)
+            is_over = progress.ended or progress.is_abandoned
+            if is_over or (deadline is not None and time.monotonic() >= deadline):
+                return progress
+            time.sleep(_POLL_INTERVAL)
+
+    def remove_capture(self, capture_id: str) -> Record:
+        """Withdraw a capture from the plan and return it; its dumps are kept.
+
+        Raises:
+            NotFound: no such capture is in force.
+        """
+        answer = self._transport.change("DELETE", f"/captures/{segment(capture_id, 'capture_id')}")
+        return Record(answer or {"capture_id": capture_id}, title="withdrawn capture")
+
+    def triggers(self, run: str | None = None) -> Triggers:
+        """Return the rules in force with their last firing (in `run`), budgets, pinned steps."""
+        return Triggers.of_answer(self.get("/triggers", run=run))
+
+    def set_triggers(self, document: JsonObject | str) -> Record:
+        """Replace the rules, for steps that close from now on; needs the operate token.
+
+        Args:
+            document: `{"rules": [...], "runs": {...}}`, or the same as YAML.
+
+        Raises:
+            InvalidPlan: a field is wrong; the message names it.
+        """
+        body = {"yaml": document} if isinstance(document, str) else dict(document)
+        return Record(self._transport.change("PUT", "/triggers", body) or {}, title="triggers")
+
+    def test_triggers(
+        self,
+        run: str | None = None,
+        document: JsonObject | str | None = None,
+        *,
+        steps: int | None = None,
+    ) -> Table:
+        """Return the stored steps of a run in which rules would have fired, with the values.
+
+        No action is taken. The default `document` is the rules in force; `steps` is how many of
+        the newest steps are evaluated (1000).
+        """
+        body = {"yaml": document} if isinstance(document, str) else dict(document or {})
+        filters = {"run": run, "steps": steps}
+        body |= {name: value for name, value in filters.items() if value is not None}
+        return dry_run(self._transport.query("/triggers/test", body))
+
+    def default_triggers(self) -> str:
+        """Return the default rules as YAML."""
+        return str(self.get("/triggers/defaults")["yaml"])
+
+    def firings(
+        self,
+        run: str | None = None,
+        rule: str | None = None,
+        *,
+        only: str | None = None,
+        limit: int = LIMIT,
+    ) -> FindingRows:
+        """Return the firings of rules, the last first, with the outcomes of their actions.
+
+        They are displayed in `groups`, one per rule and stage. `only` holds patterns of rules,
+        joined by commas.
+        """
+        params = {"run": run, "only": rule if rule is not None else only}
+        return self._findings_table("/triggers/firings", params, "firings", FIRING_ORDER, limit)
+
+    def pin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
+        """Exempt the kept files and recent payloads of a step from deletion; operate token."""
+        path = _pin_path(step, run, attempt)
+        return Record(self._transport.change("PUT", path) or {}, title="pinned")
+
+    def unpin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
+        """Allow the files of a pinned step to be deleted again; needs the operate token."""
+        path = _pin_path(step, run, attempt)
+        return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
+
+
+def _state_and_start(capture: JsonObject) -> dict[str, Json]:
+    """Return the state and the start step of a capture; an older service reports its phase only."""
+    agreement = capture.get("agreement") or {}
+    state = capture.get("state") or agreement.get("phase")
+    return {"state": state, "start": agreement.get("start")}
+
+
+def _pin_path(step: int, run: str | None, attempt: int | None) -> str:
+    filters = {"run": run, "attempt": attempt}
+    query = urlencode({name: value for name, value in filters.items() if value is not None})
+    return f"/steps/{step_segment(step)}/pin" + (f"?{query}" if query else "")
