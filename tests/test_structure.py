@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -171,3 +172,15 @@ def test_every_test_with_ray_lies_where_the_makefile_looks_for_it() -> None:
         if path != Path(__file__) and "pytest.mark.ray" in path.read_text(encoding="utf-8")
     }
     assert marked == {"integration", "examples", "verl"}
+
+
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    known = [path.relative_to(ROOT).as_posix() for path in SOURCES]
+    named = set(re.findall(r"[\w/]+\.py", text.replace("…/", "")))
+    assert len(named) > 40
+    for name in named:
+        tail = name.removeprefix("workers/").removeprefix("service/").removeprefix("client/")
+        assert name in ("tests/test_structure.py", "tests/support/mismatch_reference.py") or any(
+            path.endswith(f"/{tail}") for path in known
+        ), name
