@@ -24,7 +24,7 @@ MOST_BARS: Final = 200
 MOST_DETAILED: Final = 6
 """Tensors that differ that have figures of their own: the first of them in the flow."""
 
-_Said = Mapping[str, Any]
+_Json = Mapping[str, Any]
 _DISTANCE: Final = "|d| = |A - B|"
 _WITHOUT_DISTANCE: Final = ("tokens", "masks")
 """Stations of numbers that are names: they are equal or not."""
@@ -47,7 +47,7 @@ _LARGEST: Final = _Measure("max_abs", "max |d|", _DISTANCE)
 _COUNT: Final = _Measure("unequal", "values that differ", "values that differ")
 
 
-def pictures(pair: _Said) -> list[go.Figure]:
+def pictures(pair: _Json) -> list[go.Figure]:
     """Return the figures of two sides: the flow, then of the first tensors that differ.
 
     Where everything is the same there is nothing to draw.
@@ -65,7 +65,7 @@ def pictures(pair: _Said) -> list[go.Figure]:
     return figures
 
 
-def flow_figure(tensors: Sequence[_Said]) -> go.Figure:
+def flow_figure(tensors: Sequence[_Json]) -> go.Figure:
     """Return the largest and mean |d| of each tensor, in the order in which data flows.
 
     The axis is of powers of ten, with a 0 below the smallest difference. What has no distance
@@ -112,7 +112,7 @@ def flow_figure(tensors: Sequence[_Said]) -> go.Figure:
     return _finished(figure, "Differences in the order in which data flows")
 
 
-def places_figure(tensor: _Said) -> go.Figure:
+def places_figure(tensor: _Json) -> go.Figure:
     """Return how a tensor differs by rank and part."""
     places, measure = tensor["places"], _measure(tensor)
     ranks = sorted({_rank(each["a"]) for each in places})
@@ -141,7 +141,7 @@ def places_figure(tensor: _Said) -> go.Figure:
     return _finished(figure, title, height=min(180 + 30 * len(parts), 600))
 
 
-def samples_figure(tensor: _Said) -> go.Figure:
+def samples_figure(tensor: _Json) -> go.Figure:
     """Return how far the samples differ in which a tensor differs, the worst first."""
     measure = _measure(tensor)
     worst = sorted(tensor["differing_samples"], key=lambda each: -each[measure.field])[:MOST_BARS]
@@ -166,7 +166,7 @@ def samples_figure(tensor: _Said) -> go.Figure:
     return _finished(figure, f"{tensor['title']}: samples that differ, the worst first")
 
 
-def _tensors(pair: _Said) -> list[dict[str, Any]]:
+def _tensors(pair: _Json) -> list[dict[str, Any]]:
     """Return the tensors in the order of the flow, each with a title."""
     found = [(s["section"], tensor) for s in pair["sections"] for tensor in s["tensors"]]
     several = len({tensor["step"] for _, tensor in found}) > 1
@@ -212,11 +212,11 @@ def _short(names: Sequence[str]) -> list[str]:
     return [html.escape(name) for name in found]
 
 
-def _measure(tensor: _Said) -> _Measure:
+def _measure(tensor: _Json) -> _Measure:
     return _COUNT if _distance(tensor, "max_abs") is None else _LARGEST
 
 
-def _distance(tensor: _Said, field: str) -> float | None:
+def _distance(tensor: _Json, field: str) -> float | None:
     """Return a number of |d|; None of what has no distance."""
     found = tensor["statistics"]
     if tensor["station"] in _WITHOUT_DISTANCE or not found["finite"]:
@@ -225,10 +225,10 @@ def _distance(tensor: _Said, field: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _rank(place: _Said) -> int:
+def _rank(place: _Json) -> int:
     return -1 if place["rank"] is None else int(place["rank"])
 
 
-def _part(place: _Said) -> tuple[int, ...]:
+def _part(place: _Json) -> tuple[int, ...]:
     names = ("occurrence", "epoch", "minibatch", "microbatch")
     return tuple(place[name] for name in names)

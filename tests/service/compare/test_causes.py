@@ -12,7 +12,7 @@ from tests.support.memory_dumps import MemoryDump, batch, record, split
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.flow import STATIONS, order, station
+from stagescope_service.compare.flow import STATIONS, sort_key, station
 from stagescope_service.compare.results import PairResult
 from stagescope_service.compare.tolerances import Tolerances, severity
 from stagescope_service.dumps.discover import open_dump
@@ -157,11 +157,11 @@ def test_a_tolerance_that_cannot_be_read_is_refused(text: str) -> None:
 def test_the_first_pattern_that_fits_wins() -> None:
     tolerances = Tolerances.parse(["loss/*=0.5", "*loss=0.25,0.125"])
     both = ("float32", "float32")
-    assert tolerances.of("loss", "pg_loss", both).atol == 0.5
-    assert tolerances.of("is_loss", "pg_loss", both).rtol == 0.125
-    assert Tolerances().of("forward_data", "response_mask", both).atol == 0.0
-    assert Tolerances().of("x", "log_probs", ("bfloat16", "float32")).rtol == 2.0**-7
-    assert Tolerances().of("gradients", "w", ("bfloat16", "bfloat16")).relative == 1e-5
+    assert tolerances.for_tensor("loss", "pg_loss", both).atol == 0.5
+    assert tolerances.for_tensor("is_loss", "pg_loss", both).rtol == 0.125
+    assert Tolerances().for_tensor("forward_data", "response_mask", both).atol == 0.0
+    assert Tolerances().for_tensor("x", "log_probs", ("bfloat16", "float32")).rtol == 2.0**-7
+    assert Tolerances().for_tensor("gradients", "w", ("bfloat16", "bfloat16")).relative == 1e-5
 
 
 def test_names_lie_on_the_flow_in_the_order_of_the_stations() -> None:
@@ -173,7 +173,7 @@ def test_names_lie_on_the_flow_in_the_order_of_the_stations() -> None:
         ("loss", "loss"), ("gradients", "w"), ("parameters", "w"), ("other", "strange"),
     ]  # fmt: skip
     assert [station(*each) for each in named] == list(STATIONS)
-    assert sorted(named, key=lambda each: order(*each)) == named
+    assert sorted(named, key=lambda each: sort_key(*each)) == named
 
 
 def test_severities_are_those_of_the_guide() -> None:

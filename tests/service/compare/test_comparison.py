@@ -100,12 +100,12 @@ def test_one_changed_value_is_found_with_its_sample_and_place(
     one_value, other_value = found.values
     assert one_value is not None
     assert other_value == pytest.approx(one_value + 0.25)
-    for dump, place, coordinate, value in zip(
-        (a, b), found.places, found.coordinates, found.values, strict=True
+    for dump, location, coordinate, value in zip(
+        (a, b), found.locations, found.coordinates, found.values, strict=True
     ):
         kept = next(
             each for each in dump.records
-            if each.entry.section == "forward_data" and each.entry.place == place
+            if each.entry.section == "forward_data" and each.entry.place == location
         )  # fmt: skip
         _, _, array, offsets = kept.tensors["entropy"]
         flat = coordinate if offsets is None else (int(offsets[coordinate[0]]) + coordinate[1],)
@@ -393,7 +393,7 @@ def test_a_number_per_place_is_held_to_the_line() -> None:
     result = compare([side(1.0), side(1.0 + 5e-5)])
     assert result.verdict is Verdict.DIFFERENT
     found = tensor(result, "loss")
-    assert [each.verdict for each in found.places] == [Verdict.DIFFERENT] * 4
+    assert [each.verdict for each in found.shards] == [Verdict.DIFFERENT] * 4
     assert compare(
         [side(1.0), side(1.0 + 5e-5)], tolerances=Tolerances.parse(["loss=1e-3"])
     ).verdict is Verdict.WITHIN_NOISE  # fmt: skip
@@ -525,8 +525,8 @@ def test_the_noise_floor_of_the_run_is_noise() -> None:
     assert compare([split(samples), split(moved)]).verdict is Verdict.DIFFERENT
     result = compare([split(samples, edit=with_floor), split(moved)])
     assert result.verdict is Verdict.WITHIN_NOISE
-    assert result.pairs[0].floor is not None
-    assert result.pairs[0].floor.mean == pytest.approx(2e-3, rel=1e-3)
+    assert result.pairs[0].noise_floor is not None
+    assert result.pairs[0].noise_floor.mean == pytest.approx(2e-3, rel=1e-3)
     declared = split(samples)
     declared.about = {"noise_floor": {"mean": 2e-3, "max": 2e-3}}
     assert compare([declared, split(moved)]).verdict is Verdict.WITHIN_NOISE
@@ -577,7 +577,7 @@ def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
         assert tensor(result, "response_mask", section).found.pairs == 3 * 4 * 9
         differs = tensor(compare([a, other]), "response_mask", section)
         assert differs.found.unequal_count == 1
-        assert [str(each.verdict) for each in differs.places] == ["same", "different", "same"]
+        assert [str(each.verdict) for each in differs.shards] == ["same", "different", "same"]
     said = as_json(result)["pairs"][0]
     assert [each["section"] for each in said["sections"]] == ["forward_data", "is_loss"]
 

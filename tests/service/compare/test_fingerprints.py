@@ -2,7 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagescope_service.compare.fingerprints import Attempt, Difference, fingerprint_differences
+from stagescope_service.compare.fingerprints import (
+    Attempt,
+    FingerprintDifference,
+    fingerprint_differences,
+)
 
 FINGERPRINT: dict[str, Any] = {
     "git": {"commit": "abc", "dirty": False},
@@ -19,7 +23,7 @@ def process(rank: int, **layout: Any) -> dict[str, Any]:
     return {"role": "actor", "rank": rank, "world_size": 2, "host": "n1", **layout}
 
 
-def differences(b: Attempt, a: Attempt | None = None) -> list[Difference]:
+def differences(b: Attempt, a: Attempt | None = None) -> list[FingerprintDifference]:
     return fingerprint_differences(a or Attempt(FINGERPRINT, [process(0), process(1)]), b)
 
 

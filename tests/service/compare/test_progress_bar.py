@@ -79,7 +79,7 @@ def test_what_broke_off_is_no_difference(
     def full(*_: object, **__: object) -> object:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("stagescope_service.compare.pairing.shards.compare_pair", full)
+    monkeypatch.setattr("stagescope_service.compare.pairing.tasks.compare_pair", full)
     told = invoke("compare", str(dumps["a"]), str(dumps["b"]))
     assert told.exit_code == 2
     assert "could not be compared: MemoryError: no room" in told.stderr

@@ -21,7 +21,7 @@ from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.results import Comparison, Finding, Verdict
+from stagescope_service.compare.results import Comparison, ComparisonFinding, Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
@@ -60,7 +60,7 @@ def turned(directory: Path) -> Path:
     return directory
 
 
-def notes(result: Comparison) -> dict[str | None, Finding]:
+def notes(result: Comparison) -> dict[str | None, ComparisonFinding]:
     return {f.section: f for f in result.pairs[0].findings if f.kind == "note"}
 
 
@@ -127,7 +127,7 @@ def test_one_changed_value_is_found_in_another_order(
     assert (result.first.section, result.first.name) == ("is_loss", "prob_ratio")
     assert result.first.location is not None
     assert result.first.location.coordinates == ((2, 0), (2, 0))
-    ranks = [(place.rank, place.part.microbatch) for place in result.first.location.places]
+    ranks = [(each.rank, each.part.microbatch) for each in result.first.location.locations]
     assert ranks == [(1, 0), (1, 1)]
 
 
@@ -255,7 +255,7 @@ def test_a_loss_is_held_against_that_of_its_own_place_where_ranks_are_replicas(
         assert result.verdict is Verdict.SAME, result.reason
         loss = next(t for t in result.pairs[0].tensors if t.name == "loss")
         assert loss.found.pairs == 2
-        assert {place.place.rank for place in loss.places} == {0}
+        assert {shard.location.rank for shard in loss.shards} == {0}
         assert "numbers of 2 and 0 parts are not compared" in notes(result)["loss"].message
 
 

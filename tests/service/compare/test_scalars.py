@@ -74,8 +74,8 @@ def tensor(pair: PairResult, name: str) -> TensorResult:
     return next(each for each in pair.tensors if each.name == name)
 
 
-def places(found: TensorResult) -> set[tuple[Place, Place]]:
-    return {each.piece.places for each in found.places}
+def locations(found: TensorResult) -> set[tuple[Place, Place]]:
+    return {each.comparison.locations for each in found.shards}
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -87,7 +87,7 @@ def test_numbers_pair_by_stage_rank_and_part_where_one_side_tells_no_samples(
     for name, count in (("entropy", 2), ("loss", 4)):
         found = tensor(pair, name)
         assert (found.verdict, found.found.pairs) == (Verdict.SAME, count), found.reason
-        assert all(one == other for one, other in places(found))
+        assert all(one == other for one, other in locations(found))
     assert pair.first is None
 
 
@@ -96,7 +96,7 @@ def test_a_number_that_differs_is_still_found() -> None:
     assert pair.verdict is Verdict.DIFFERENT
     assert pair.first is not None
     assert pair.first.name == "entropy"
-    assert all(one == other for one, other in places(tensor(pair, "entropy")))
+    assert all(one == other for one, other in locations(tensor(pair, "entropy")))
     # What the two sides keep is no cause of it.
     assert not any("settings" in cause.title for cause in pair.causes)
 

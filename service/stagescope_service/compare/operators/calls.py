@@ -28,8 +28,8 @@ from stagescope_service.compare.operators.sequences import (
     MOST_STEPS,
     Codes,
     Pairs,
+    align,
     common_ends,
-    match,
 )
 from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns, read_stacks
 
@@ -47,7 +47,7 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
-class Operators:
+class OperatorColumns:
     """One operator table in memory, a row an argument, with where each call begins."""
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class Operators:
         found: np.ndarray[Any, np.dtype[np.float64]] = self._columns[column]
         return found
 
-    def known(self, column: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def is_known(self, column: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return where a column of numbers has one, be it a NaN."""
         found: np.ndarray[Any, np.dtype[np.bool_]] = self._columns[f"{column}_known"]
         return found
@@ -137,7 +137,7 @@ class PairedCalls(NamedTuple):
     """False where the sides differ so much that some were paired by order of occurrence."""
 
 
-def pair_calls(a: Operators, b: Operators) -> PairedCalls:
+def pair_calls(a: OperatorColumns, b: OperatorColumns) -> PairedCalls:
     """Pair the calls of two tables."""
     kinds = [
         _column(a, b, "direction"),
@@ -190,7 +190,7 @@ def plain_path(name: str) -> str:
 def _pair_middle(
     places_a: Codes, places_b: Codes, kinds_a: Codes, kinds_b: Codes
 ) -> tuple[Pairs, bool]:
-    anchors = match(places_a, places_b)
+    anchors = align(places_a, places_b)
     if not anchors.ordered:
         # Pairs out of order are no anchors; the coarser level has a try at the whole.
         anchors = anchors._replace(pairs=[])
@@ -199,7 +199,7 @@ def _pair_middle(
         gap = gap_a.stop - gap_a.start + gap_b.stop - gap_b.start
         # All gaps together cost what one alignment may cost.
         share = MOST_STEPS * gap // (len(kinds_a) + len(kinds_b))
-        found = match(kinds_a[gap_a], kinds_b[gap_b], most_steps=share + 1000)
+        found = align(kinds_a[gap_a], kinds_b[gap_b], most_steps=share + 1000)
         exact = exact and found.ordered
         pairs += [(gap_a.start + i, gap_b.start + j) for i, j in found.pairs]
     return sorted(pairs), exact
@@ -214,7 +214,7 @@ def _gaps(pairs: Pairs, rows: int, columns: int) -> Iterator[tuple[slice, slice]
         i, j = next_i + 1, next_j + 1
 
 
-def _by_name(a: Operators, b: Operators, pairs: Pairs) -> Pairs:
+def _by_name(a: OperatorColumns, b: OperatorColumns, pairs: Pairs) -> Pairs:
     """Pair what is left of modules by their full names."""
     with_a, with_b = {i for i, _ in pairs}, {j for _, j in pairs}
     names = {
@@ -232,23 +232,23 @@ def _by_name(a: Operators, b: Operators, pairs: Pairs) -> Pairs:
     return found
 
 
-def _is_module(side: Operators, call: int) -> bool:
+def _is_module(side: OperatorColumns, call: int) -> bool:
     return side.call_text("module_class", call) is not None
 
 
 def _column(
-    a: Operators, b: Operators, name: str, change: Callable[[str], str] = str
+    a: OperatorColumns, b: OperatorColumns, name: str, change: Callable[[str], str] = str
 ) -> tuple[Codes, Codes]:
     codes_a, codes_b = shared_codes(a.texts(name), b.texts(name), change)
     return codes_a[a.starts], codes_b[b.starts]
 
 
-def _shapes(a: Operators, b: Operators) -> tuple[Codes, Codes]:
+def _shapes(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
     """The shapes of all tensors of each call."""
     return _numbered_bytes(a, b, *shared_codes(a.texts("shape"), b.texts("shape")))
 
 
-def _numbers(a: Operators, b: Operators) -> tuple[Codes, Codes]:
+def _numbers(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
     """All statistics of each call, as bits: NaN equals NaN."""
     bits = [
         np.stack([side.numbers(name).view(np.int64) for name in ("min", "max", "mean", "norm")], 1)
@@ -258,7 +258,10 @@ def _numbers(a: Operators, b: Operators) -> tuple[Codes, Codes]:
 
 
 def _numbered_bytes(
-    a: Operators, b: Operators, rows_a: np.ndarray[Any, Any], rows_b: np.ndarray[Any, Any]
+    a: OperatorColumns,
+    b: OperatorColumns,
+    rows_a: np.ndarray[Any, Any],
+    rows_b: np.ndarray[Any, Any],
 ) -> tuple[Codes, Codes]:
     """Number what the rows of each call hold, alike on both sides."""
     numbers: dict[bytes, int] = {}

@@ -41,7 +41,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope_service.compare.operators.calls import Operators, PairedCalls, shared_codes
+from stagescope_service.compare.operators.calls import OperatorColumns, PairedCalls, shared_codes
 from stagescope_service.compare.operators.evidence import Use
 from stagescope_service.compare.operators.sequences import Codes
 
@@ -81,14 +81,14 @@ class Thresholds:
     by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
     exact: bool = False
 
-    def of(self, dtype: str) -> float:
+    def for_dtype(self, dtype: str) -> float:
         """Return the threshold of a dtype; 0 where it does not round."""
         if self.exact:
             return 0.0
         return self.by_dtype.get(dtype, self.factor * EPS.get(dtype, 0.0))
 
 
-class Differences(NamedTuple):
+class RowDifferences(NamedTuple):
     """The rows of paired calls, in execution order; -1 where a side has no such row."""
 
     row_a: Codes
@@ -105,13 +105,13 @@ class Differences(NamedTuple):
 
 
 def differences(
-    a: Operators,
-    b: Operators,
+    a: OperatorColumns,
+    b: OperatorColumns,
     paired: PairedCalls,
     thresholds: Thresholds,
     *,
     skip_sharded: bool = False,
-) -> Differences:
+) -> RowDifferences:
     """Hold the rows of paired calls against each other.
 
     Args:
@@ -139,10 +139,12 @@ def differences(
     zero = _zero_gradients(a, b, row_a, row_b, verdict, threshold, thresholds)
     verdict[zero] = 0
     left_out = (int(flags.sum()) for flags in (sharded, not_read, zero))
-    return Differences(row_a, row_b, verdict, relative, threshold, *left_out)
+    return RowDifferences(row_a, row_b, verdict, relative, threshold, *left_out)
 
 
-def _join(a: Operators, b: Operators, paired: PairedCalls) -> tuple[Codes, Codes, Codes]:
+def _join(
+    a: OperatorColumns, b: OperatorColumns, paired: PairedCalls
+) -> tuple[Codes, Codes, Codes]:
     """Outer join of the rows of paired calls on (section, index), in order; and their pairs."""
     key_a, key_b = _keys(a, b)
     pair_of_a, pair_of_b = np.full(a.calls, -1, np.int64), np.full(b.calls, -1, np.int64)
@@ -157,8 +159,8 @@ def _join(a: Operators, b: Operators, paired: PairedCalls) -> tuple[Codes, Codes
     place[place == len(sort)] = 0
     partner = np.full(len(rows_a), -1, np.int64)
     if len(sort):
-        hit = joined_b[sort][place] == joined_a
-        partner[hit] = rows_b[sort[place[hit]]]
+        is_match = joined_b[sort][place] == joined_a
+        partner[is_match] = rows_b[sort[place[is_match]]]
     alone = np.setdiff1d(rows_b, partner)
     row_a = np.concatenate([rows_a, np.full(len(alone), -1, np.int64)])
     row_b = np.concatenate([partner, alone])
@@ -167,7 +169,7 @@ def _join(a: Operators, b: Operators, paired: PairedCalls) -> tuple[Codes, Codes
     return row_a[order], row_b[order], pair[order]
 
 
-def _keys(a: Operators, b: Operators) -> tuple[Codes, Codes]:
+def _keys(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
     section_a, section_b = shared_codes(a.texts("section"), b.texts("section"))
     index_a, index_b = shared_codes(a.texts("index"), b.texts("index"))
     width = max(index_a.max(initial=0), index_b.max(initial=0)) + 2
@@ -175,8 +177,8 @@ def _keys(a: Operators, b: Operators) -> tuple[Codes, Codes]:
 
 
 def _verdicts(
-    a: Operators,
-    b: Operators,
+    a: OperatorColumns,
+    b: OperatorColumns,
     row_a: Codes,
     row_b: Codes,
     relative: Floats,
@@ -199,11 +201,11 @@ def _verdicts(
     return verdict
 
 
-def _relative(a: Operators, b: Operators, row_a: Codes, row_b: Codes) -> Floats:
+def _relative(a: OperatorColumns, b: OperatorColumns, row_a: Codes, row_b: Codes) -> Floats:
     """Return the relative difference of each pair of rows; 0 where nothing can be compared."""
     columns_a = {name: a.numbers(name)[row_a] for name in ("min", "max", "mean", "norm")}
     columns_b = {name: b.numbers(name)[row_b] for name in ("min", "max", "mean", "norm")}
-    limit_a, limit_b = _of_dtype(a, _LIMITS, np.inf)[row_a], _of_dtype(b, _LIMITS, np.inf)[row_b]
+    limit_a, limit_b = _by_dtype(a, _LIMITS, np.inf)[row_a], _by_dtype(b, _LIMITS, np.inf)[row_b]
     scale, apart = np.zeros(len(row_a)), np.zeros(len(row_a))
     at_limit = np.zeros(len(row_a), bool)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -229,8 +231,8 @@ def _relative(a: Operators, b: Operators, row_a: Codes, row_b: Codes) -> Floats:
 
 
 def _threshold(
-    a: Operators,
-    b: Operators,
+    a: OperatorColumns,
+    b: OperatorColumns,
     paired: PairedCalls,
     thresholds: Thresholds,
     row_a: Codes,
@@ -241,19 +243,19 @@ def _threshold(
     coarsest = np.zeros(len(paired.pairs))
     pairs = np.asarray(paired.pairs, np.int64).reshape(-1, 2)
     for side, calls in ((a, pairs[:, 0]), (b, pairs[:, 1])):
-        of_row = np.asarray([*map(thresholds.of, side.texts("dtype").values), 0.0])
+        of_row = np.asarray([*map(thresholds.for_dtype, side.texts("dtype").values), 0.0])
         of_call = np.zeros(side.calls)
         np.maximum.at(of_call, side.call_of_row, of_row[side.texts("dtype").codes])
         coarsest = np.maximum(coarsest, np.maximum.accumulate(of_call)[calls])
-    rounds = (_of_dtype(a, EPS, 0.0)[row_a] > 0) | (_of_dtype(b, EPS, 0.0)[row_b] > 0)
+    rounds = (_by_dtype(a, EPS, 0.0)[row_a] > 0) | (_by_dtype(b, EPS, 0.0)[row_b] > 0)
     tensors = _tensors(a)[row_a] | _tensors(b)[row_b]
     threshold: Floats = np.where(rounds | ~tensors, coarsest[pair], 0.0)
     return threshold
 
 
 def _not_read(
-    a: Operators,
-    b: Operators,
+    a: OperatorColumns,
+    b: OperatorColumns,
     row_a: Codes,
     row_b: Codes,
     pair: Codes,
@@ -273,8 +275,8 @@ def _not_read(
 
 
 def _zero_gradients(
-    a: Operators,
-    b: Operators,
+    a: OperatorColumns,
+    b: OperatorColumns,
     row_a: Codes,
     row_b: Codes,
     verdict: np.ndarray[Any, np.dtype[np.int8]],
@@ -283,10 +285,10 @@ def _zero_gradients(
 ) -> Flags:
     """Return which rows differ in gradients that are zero but for rounding on both sides."""
     found = np.zeros(len(verdict), bool)
-    of_float32 = thresholds.of("float32")
+    of_float32 = thresholds.for_dtype("float32")
     gradients_a, gradients_b = _ResultGradients(a), _ResultGradients(b)
-    one_dimensional = _where(a, "shape", lambda shape: "," not in shape)[row_a]
-    gradients = _where(a, "direction", {"backward", "parameters_grad"}.__contains__)[row_a]
+    one_dimensional = _matches(a, "shape", lambda shape: "," not in shape)[row_a]
+    gradients = _matches(a, "direction", {"backward", "parameters_grad"}.__contains__)[row_a]
     differing = verdict == VERDICTS.index("statistics")
     for at in np.flatnonzero(differing & one_dimensional & gradients).tolist():
         own = float(threshold[at])
@@ -299,7 +301,7 @@ def _zero_gradients(
 class _ResultGradients:
     """The gradients of calls' results in one table: those of parameters are sums of them."""
 
-    def __init__(self, side: Operators) -> None:
+    def __init__(self, side: OperatorColumns) -> None:
         self._side = side
         self._of_modules: defaultdict[tuple[str | None, str | None], list[int]] | None = None
 
@@ -348,7 +350,7 @@ class _ResultGradients:
         return side.call_text("operator", call), side.call_text("module_class", call)
 
 
-def _size(side: Operators, row: int) -> tuple[int, int] | None:
+def _size(side: OperatorColumns, row: int) -> tuple[int, int] | None:
     """Return the number of dimensions and of elements of a tensor."""
     text = side.texts("shape").text(row)
     if text is None:
@@ -357,52 +359,54 @@ def _size(side: Operators, row: int) -> tuple[int, int] | None:
     return len(shape), math.prod(shape)
 
 
-def _largest(side: Operators, row: int) -> float:
+def _largest(side: OperatorColumns, row: int) -> float:
     """Return the largest absolute value; infinite where it is unknown or not finite."""
     ends = [abs(float(side.numbers(name)[row])) for name in ("min", "max")]
     return max(ends) if all(map(math.isfinite, ends)) else math.inf
 
 
-def _of_dtype(side: Operators, table: Mapping[str, float], otherwise: float) -> Floats:
+def _by_dtype(side: OperatorColumns, table: Mapping[str, float], otherwise: float) -> Floats:
     dtypes = side.texts("dtype")
     values = [table.get(dtype, otherwise) for dtype in dtypes.values]
     found: Floats = np.asarray([*values, otherwise])[dtypes.codes]
     return found
 
 
-def _tensors(side: Operators) -> Flags:
+def _tensors(side: OperatorColumns) -> Flags:
     return np.append(side.texts("dtype").codes >= 0, False)
 
 
-def _shards(side: Operators) -> Flags:
-    return _where(side, "placements", lambda text: "Shard" in text or "Partial" in text)
+def _shards(side: OperatorColumns) -> Flags:
+    return _matches(side, "placements", lambda text: "Shard" in text or "Partial" in text)
 
 
-def _where(side: Operators, column: str, holds: Callable[[str], bool]) -> Flags:
+def _matches(side: OperatorColumns, column: str, holds: Callable[[str], bool]) -> Flags:
     """Return for each row whether its text is one that `holds`; False for row -1."""
     texts = side.texts(column)
     return np.append(np.asarray([*map(holds, texts.values), False])[texts.codes], False)
 
 
-def _texts_differ(a: Operators, b: Operators, column: str, row_a: Codes, row_b: Codes) -> Flags:
+def _texts_differ(
+    a: OperatorColumns, b: OperatorColumns, column: str, row_a: Codes, row_b: Codes
+) -> Flags:
     codes_a, codes_b = shared_codes(a.texts(column), b.texts(column))
     differ: Flags = codes_a[row_a] != codes_b[row_b]
     return differ
 
 
 def _checksums_differ(
-    a: Operators, b: Operators, row_a: Codes, row_b: Codes, thresholds: Thresholds
+    a: OperatorColumns, b: OperatorColumns, row_a: Codes, row_b: Codes, thresholds: Thresholds
 ) -> Flags:
     codes_a, codes_b = shared_codes(a.texts("checksum"), b.texts("checksum"))
     codes_a, codes_b = codes_a[row_a], codes_b[row_b]
     differ: Flags = (codes_a >= 0) & (codes_b >= 0) & (codes_a != codes_b)
     if not thresholds.exact:
-        differ &= ~a.known("max")[row_a] & ~b.known("max")[row_b]
+        differ &= ~a.is_known("max")[row_a] & ~b.is_known("max")[row_b]
     return differ
 
 
 def _values_differ(
-    a: Operators, b: Operators, row_a: Codes, row_b: Codes, threshold: Floats
+    a: OperatorColumns, b: OperatorColumns, row_a: Codes, row_b: Codes, threshold: Floats
 ) -> Flags:
     """Numbers are held to their threshold, devices to their type, all else to equality."""
     differ = _texts_differ(a, b, "value", row_a, row_b)

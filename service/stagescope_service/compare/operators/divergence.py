@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope_service.compare.operators.calls import Operators, pair_calls
+from stagescope_service.compare.operators.calls import OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
     VERDICTS,
-    Differences,
+    RowDifferences,
     Thresholds,
     differences,
 )
@@ -35,7 +35,7 @@ _TEXTS: Final = ("type", "dtype", "non_finite", "checksum", "value", "placements
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Divergence:
+class OperatorDivergence:
     """The answer; rows are plain values, ready for JSON (but for NaN and infinities).
 
     Attributes:
@@ -95,7 +95,7 @@ def first_divergent(
     *,
     skip_sharded: bool = False,
     limit: int = MOST_VERDICTS,
-) -> Divergence:
+) -> OperatorDivergence:
     """Find the first divergent operator of two operator tables.
 
     Args:
@@ -108,13 +108,13 @@ def first_divergent(
         NotFound: one is not there.
         StoreError: one is no operator table.
     """
-    one, other = Operators(a), Operators(b)
+    one, other = OperatorColumns(a), OperatorColumns(b)
     paired = pair_calls(one, other)
     found = differences(one, other, paired, thresholds or Thresholds(), skip_sharded=skip_sharded)
     differing = np.flatnonzero(found.verdict)
     sections = np.asarray([_section(one, other, found, row) for row in differing.tolist()])
     rows = [_row(one, other, found, row) for row in differing[:limit].tolist()]
-    return Divergence(
+    return OperatorDivergence(
         first=rows[0] if rows else None,
         first_sections=_sections_of_first(one, other, found, differing),
         first_note=_note(one, other, found, int(differing[0])) if len(differing) else None,
@@ -142,22 +142,24 @@ def first_divergent(
     )
 
 
-def _place(one: Operators, other: Operators, found: Differences, row: int) -> tuple[Operators, int]:
+def _place(
+    one: OperatorColumns, other: OperatorColumns, found: RowDifferences, row: int
+) -> tuple[OperatorColumns, int]:
     """Return a side that has this row, and its place there."""
     at = int(found.row_a[row])
     return (one, at) if at >= 0 else (other, int(found.row_b[row]))
 
 
-def _section(one: Operators, other: Operators, found: Differences, row: int) -> str:
+def _section(one: OperatorColumns, other: OperatorColumns, found: RowDifferences, row: int) -> str:
     side, at = _place(one, other, found, row)
     return side.texts("section").text(at) or ""
 
 
 def _first_of(
     section: str,
-    one: Operators,
-    other: Operators,
-    found: Differences,
+    one: OperatorColumns,
+    other: OperatorColumns,
+    found: RowDifferences,
     differing: np.ndarray[Any, Any],
     sections: np.ndarray[Any, Any],
 ) -> dict[str, Any] | None:
@@ -166,7 +168,10 @@ def _first_of(
 
 
 def _sections_of_first(
-    one: Operators, other: Operators, found: Differences, differing: np.ndarray[Any, Any]
+    one: OperatorColumns,
+    other: OperatorColumns,
+    found: RowDifferences,
+    differing: np.ndarray[Any, Any],
 ) -> list[str]:
     sections: dict[str, None] = {}
     call = None
@@ -182,7 +187,9 @@ def _sections_of_first(
     return list(sections)
 
 
-def _note(one: Operators, other: Operators, found: Differences, row: int) -> str | None:
+def _note(
+    one: OperatorColumns, other: OperatorColumns, found: RowDifferences, row: int
+) -> str | None:
     """Say of an input, the first row that differs, that no recorded call before returned it.
 
     A result is told by its extremes: a view has those of its tensor. Where one of either side has
@@ -206,7 +213,7 @@ def _note(one: Operators, other: Operators, found: Differences, row: int) -> str
     )
 
 
-def _may_be_returned(side: Operators, row: int) -> bool:
+def _may_be_returned(side: OperatorColumns, row: int) -> bool:
     """Return whether a call before a row's own returned a tensor of the same extremes."""
     before = int(side.starts[side.call_of_row[row]])
     sections = side.texts("section")
@@ -214,17 +221,17 @@ def _may_be_returned(side: Operators, row: int) -> bool:
         return False
     same = sections.codes[:before] == sections.values.index("output")
     for name in ("min", "max"):
-        values, known = side.numbers(name), side.known(name)
-        if not known[row]:
+        values, is_known = side.numbers(name), side.is_known(name)
+        if not is_known[row]:
             return True  # a checksum alone does not tell a view of the tensor
         equal = (values[:before] == values[row]) | (
             np.isnan(values[:before]) & np.isnan(values[row])
         )
-        same &= known[:before] & equal
+        same &= is_known[:before] & equal
     return bool(same.any())
 
 
-def _compared(one: Operators, found: Differences, section: str) -> int:
+def _compared(one: OperatorColumns, found: RowDifferences, section: str) -> int:
     sections = one.texts("section")
     if section not in sections.values:
         return 0
@@ -232,7 +239,9 @@ def _compared(one: Operators, found: Differences, section: str) -> int:
     return int((sections.codes[both] == sections.values.index(section)).sum())
 
 
-def _row(one: Operators, other: Operators, found: Differences, row: int) -> dict[str, Any]:
+def _row(
+    one: OperatorColumns, other: OperatorColumns, found: RowDifferences, row: int
+) -> dict[str, Any]:
     side, at = _place(one, other, found, row)
     relative = float(found.relative[row])
     return {
@@ -246,7 +255,7 @@ def _row(one: Operators, other: Operators, found: Differences, row: int) -> dict
     }
 
 
-def _side(side: Operators, row: int) -> dict[str, Any] | None:
+def _side(side: OperatorColumns, row: int) -> dict[str, Any] | None:
     if row < 0:
         return None
     call = int(side.call_of_row[row])
@@ -256,9 +265,9 @@ def _side(side: Operators, row: int) -> dict[str, Any] | None:
     for name in _TEXTS:
         said[name] = side.texts(name).text(row)
     for name in _NUMBERS:
-        said[name] = float(side.numbers(name)[row]) if side.known(name)[row] else None
+        said[name] = float(side.numbers(name)[row]) if side.is_known(name)[row] else None
     return said
 
 
-def _call(side: Operators, call: int) -> dict[str, Any]:
+def _call(side: OperatorColumns, call: int) -> dict[str, Any]:
     return {"order": call, **{name: side.call_text(name, call) for name in _CALL}}

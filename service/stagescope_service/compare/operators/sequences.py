@@ -21,7 +21,7 @@ MOST_STEPS: Final = 3_000_000
 MOST_EDITS: Final = 1_000
 
 
-class Matching(NamedTuple):
+class SequenceAlignment(NamedTuple):
     """Pairs of positions, ascending on both sides where `ordered`."""
 
     pairs: Pairs
@@ -38,7 +38,7 @@ def common_ends(a: Codes, b: Codes) -> tuple[int, int]:
     return first, int(differing[0]) if len(differing) else left
 
 
-def match(a: Codes, b: Codes, *, most_steps: int = MOST_STEPS) -> Matching:
+def align(a: Codes, b: Codes, *, most_steps: int = MOST_STEPS) -> SequenceAlignment:
     """Pair equal elements of two sequences so that as many as possible stay in order."""
     first, last = common_ends(a, b)
     pairs = [(index, index) for index in range(first)]
@@ -47,18 +47,20 @@ def match(a: Codes, b: Codes, *, most_steps: int = MOST_STEPS) -> Matching:
     )
     pairs += middle.pairs
     pairs += [(len(a) - index, len(b) - index) for index in range(last, 0, -1)]
-    return Matching(pairs, middle.ordered)
+    return SequenceAlignment(pairs, middle.ordered)
 
 
-def _match_middle(at_a: Codes, at_b: Codes, a: Codes, b: Codes, most_steps: int) -> Matching:
+def _match_middle(
+    at_a: Codes, at_b: Codes, a: Codes, b: Codes, most_steps: int
+) -> SequenceAlignment:
     at_a, at_b = at_a[np.isin(a[at_a], b[at_b])], at_b[np.isin(b[at_b], a[at_a])]
     if not len(at_a) or not len(at_b):
-        return Matching([], True)
+        return SequenceAlignment([], True)
     found = _greedy(a[at_a].tolist(), b[at_b].tolist(), most_steps)
     ordered = found is not None
     if found is None:
         found = _by_occurrence(a[at_a].tolist(), b[at_b].tolist())
-    return Matching([(int(at_a[i]), int(at_b[j])) for i, j in found], ordered)
+    return SequenceAlignment([(int(at_a[i]), int(at_b[j])) for i, j in found], ordered)
 
 
 def _greedy(a: list[int], b: list[int], most_steps: int) -> Pairs | None:

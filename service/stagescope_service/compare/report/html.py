@@ -45,16 +45,16 @@ class Figures:
     def add(self, figure: go.Figure) -> str:
         """Return the place of a figure, its title above it as text that wraps."""
         name = f"figure-{len(self._drawn)}"
-        said = json.loads(str(figure.to_json()))
-        caption = said["layout"].pop("title")["text"]
-        self._drawn[name] = said
+        report = json.loads(str(figure.to_json()))
+        caption = report["layout"].pop("title")["text"]
+        self._drawn[name] = report
         return f'<figure><figcaption>{caption}</figcaption><div id="{name}"></div></figure>'
 
     def as_script(self) -> str:
         """Return the figures as JSON inside HTML."""
         # `</script>` would end it; JSON may spell any character.
-        said = json.dumps(nonfinite.spell(self._drawn)).replace("<", "\\u003c")
-        return f'<script type="application/json" id="figures">{said}</script>'
+        report = json.dumps(nonfinite.spell(self._drawn)).replace("<", "\\u003c")
+        return f'<script type="application/json" id="figures">{report}</script>'
 
     def __len__(self) -> int:
         return len(self._drawn)
@@ -105,39 +105,39 @@ MOST_LISTED: Final = 200
 _SHOWN: Final = 12
 """Findings that stand there before a click."""
 
-_Said = Mapping[str, Any]
+_Json = Mapping[str, Any]
 _WIDE: Final = 200
 _NUMBERS: Final = ("max_abs", "mean_abs", "relative", "cosine")
 
 
-def as_html(said: _Said) -> str:
+def as_html(report: _Json) -> str:
     """Return a comparison (`report.as_json`) as a whole HTML page."""
-    said, figures = Compared(said), Figures()
-    pairs = (line for pair in said["pairs"] for line in _pair(said, pair, figures))
+    report, figures = Compared(report), Figures()
+    pairs = (line for pair in report["pairs"] for line in _pair(report, pair, figures))
     return as_page(
-        f"{said['verdict']}: comparison of dumps", "\n".join([*_head(said), *pairs]), figures
+        f"{report['verdict']}: comparison of dumps", "\n".join([*_head(report), *pairs]), figures
     )
 
 
-def _head(said: _Said) -> Iterator[str]:
-    yield f"<h1>{_badge(said['verdict'], title_of(said))} comparison of dumps</h1>"
-    yield f"<p>{_text(said['reason'])}</p>"
-    yield from (f"<p>{_text(remark)}</p>" for remark in said.get("remarks", ()))
+def _head(report: _Json) -> Iterator[str]:
+    yield f"<h1>{_badge(report['verdict'], title_of(report))} comparison of dumps</h1>"
+    yield f"<p>{_text(report['reason'])}</p>"
+    yield from (f"<p>{_text(remark)}</p>" for remark in report.get("remarks", ()))
     rows = [
         [letter, f"<code>{_text(side['name'])}</code>", _text(side["kind"]),
          _text(", ".join(map(str, side["steps"]))), str(len(side["ranks"])),
          _text(", ".join(side["sections"]))]
-        for letter, side in zip(SIDES, said["sides"], strict=False)
+        for letter, side in zip(SIDES, report["sides"], strict=False)
     ]  # fmt: skip
     yield _table(("", "dump", "kind", "steps", "ranks", "sections"), rows)
-    if changes := deciding_changes(said):
+    if changes := deciding_changes(report):
         yield "<h3>Changed between the attempts</h3>"
         yield _list([line.strip() for row in changes for line in change_lines(row, _WIDE)])
 
 
-def _pair(said: _Said, pair: _Said, figures: Figures) -> Iterator[str]:
+def _pair(report: _Json, pair: _Json, figures: Figures) -> Iterator[str]:
     a, b = (SIDES[side] for side in pair["sides"])
-    if len(said["pairs"]) > 1:
+    if len(report["pairs"]) > 1:
         yield f"<h2>{a} and {b}: {_badge(pair['verdict'])}</h2><p>{_text(pair['reason'])}</p>"
     if pair["first"] is not None:
         yield from _first(pair["first"], a, b)
@@ -156,7 +156,7 @@ def _pair(said: _Said, pair: _Said, figures: Figures) -> Iterator[str]:
         if more := found[_SHOWN:]:
             yield _folded(f"{len(more)} more", _cut(more))
     yield from _figures(pair, figures)
-    several = len(said["sides"][0]["steps"]) > 1
+    several = len(report["sides"][0]["steps"]) > 1
     for section in pair["sections"]:
         keys = ", ".join(pair["keys"].get(section["section"], ()))
         paired = f" (rows paired by {keys})" if keys else ""
@@ -165,7 +165,7 @@ def _pair(said: _Said, pair: _Said, figures: Figures) -> Iterator[str]:
         yield _tensors(section["tensors"], several)
 
 
-def _figures(pair: _Said, figures: Figures) -> Iterator[str]:
+def _figures(pair: _Json, figures: Figures) -> Iterator[str]:
     for figure in pictures(pair):
         yield figures.add(figure)
     tensors = [tensor for section in pair["sections"] for tensor in section["tensors"]]
@@ -174,7 +174,7 @@ def _figures(pair: _Said, figures: Figures) -> Iterator[str]:
         yield f"<p>{more} more tensors differ: see their numbers below.</p>"
 
 
-def _first(first: _Said, a: str, b: str) -> Iterator[str]:
+def _first(first: _Json, a: str, b: str) -> Iterator[str]:
     yield '<div class="box"><b>First difference</b>: at the '
     name = f"{first['section']}/{first['name']}"
     yield f"{_text(first['station'])}, <code>{_text(name)}</code>"
@@ -189,7 +189,7 @@ def _first(first: _Said, a: str, b: str) -> Iterator[str]:
     yield "</div>"
 
 
-def _tensors(tensors: Sequence[_Said], several: bool) -> str:
+def _tensors(tensors: Sequence[_Json], several: bool) -> str:
     heads = ("", "tensor", "values", "max |d|", "mean |d|", "relative", "cosine", "why")
     rows = []
     for tensor in tensors:
@@ -201,7 +201,7 @@ def _tensors(tensors: Sequence[_Said], several: bool) -> str:
     return _table(heads, rows, "tensors", numbers=range(2, 7))
 
 
-def _places(places: Sequence[_Said]) -> str:
+def _places(places: Sequence[_Json]) -> str:
     if len(places) < 2:
         return ""
     lines = [

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import Part
-from stagescope_service.compare.pairing.rows import Rows
-from stagescope_service.compare.plan import COUNTERPARTS
+from stagescope_service.compare.pairing.record_rows import RecordRows
+from stagescope_service.compare.plan import COUNTERPART_SECTIONS
 from stagescope_service.dumps.formats.nexrl_rows import widened
 from stagescope_service.dumps.records import Dump, Entry, Place, Record
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
@@ -49,11 +49,11 @@ _INPUTS: Final = "loss_fn_inputs/"
 _CONSTANT: Final = 1e-8
 """Of sides with a smaller standard deviation no correlation is said."""
 
-_Said = Mapping[str, Any]
+_Json = Mapping[str, Any]
 
 
 def as_nexrl(
-    said: _Said,
+    said: _Json,
     dumps: Mapping[str, Dump],
     *,
     step: int | None = None,
@@ -69,22 +69,22 @@ def as_nexrl(
     """
     found = said["sides"][0]
     parts = {part.rpartition(".")[2] for side in said["sides"] for part in side["parts"]}
-    there = {
+    found_counts = {
         "ranks": max(len(side["ranks"]) for side in said["sides"]),
         "microbatches": len(parts),
     }
     remarks = [
-        f"{counted(asked, *noun)} asked for, {there[noun[1]]} found: all of them were compared"
-        for noun, asked in ((_RANK, ranks), (_MICROBATCH, microbatches))
-        if asked is not None and asked != there[noun[1]]
+        f"{counted(requested, *noun)} asked for, {found_counts[noun[1]]} found: all of them were compared"
+        for noun, requested in ((_RANK, ranks), (_MICROBATCH, microbatches))
+        if requested is not None and requested != found_counts[noun[1]]
     ]
     names = list(dumps)
     return {
         **said,
         "step": step if step is not None or not found["steps"] else found["steps"][0],
         **{name: dumps[name].name if name in dumps else None for name in DIRECTORIES},
-        "num_ranks": there["ranks"],
-        "num_micros": there["microbatches"],
+        "num_ranks": found_counts["ranks"],
+        "num_micros": found_counts["microbatches"],
         "remarks": remarks,
         "sections": [
             _trajectories(said, names),
@@ -94,14 +94,14 @@ def as_nexrl(
     }
 
 
-def _pair(said: _Said, names: Sequence[str], other: str) -> _Said | None:
+def _pair(said: _Json, names: Sequence[str], other: str) -> _Json | None:
     if other not in names:
         return None
     sides = [0, names.index(other)]
     return next((pair for pair in said["pairs"] if pair["sides"] == sides), None)
 
 
-def _trajectories(said: _Said, names: Sequence[str]) -> dict[str, Any]:
+def _trajectories(said: _Json, names: Sequence[str]) -> dict[str, Any]:
     pair = _pair(said, names, "remote_api_dir")
     report: dict[str, Any] = {"section": "trajectories"}
     if pair is None or not pair["trajectories"]["count"]:
@@ -126,7 +126,7 @@ def _trajectories(said: _Said, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _trajectory(index: int, row: _Said) -> dict[str, Any]:
+def _trajectory(index: int, row: _Json) -> dict[str, Any]:
     lengths, reward = row.get("tokens_lengths", (None, None)), row.get("reward", (None, None))
     return {
         "index": index, "sample": row["sample"], "tokens_match": row.get("tokens_equal"),
@@ -136,7 +136,7 @@ def _trajectory(index: int, row: _Said) -> dict[str, Any]:
 
 
 def _by_place(
-    said: _Said,
+    said: _Json,
     dumps: Mapping[str, Dump],
     title: str,
     one: str,
@@ -153,19 +153,21 @@ def _by_place(
         short = "weaver" if "weaver_dir" in names else "remote_api"
         return {"section": title, "status": _not_found(said, pair, section, short),
                 "comparisons": []}  # fmt: skip
-    places: dict[tuple[Any, Any], list[tuple[str, _Said]]] = {}
+    places: dict[tuple[Any, Any], list[tuple[str, _Json]]] = {}
     for tensor in found["tensors"]:
         for each in tensor["places"]:
             place = each["a"] if each["a"]["rank"] is not None else each["b"]
             held = places.setdefault((place["rank"], place["microbatch"]), [])
             held.append((tensor["name"], each))
-    sides = [_Side(list(dumps.values())[at], section) for at in pair["sides"]]
+    sides = [_DumpSide(list(dumps.values())[at], section) for at in pair["sides"]]
     comparisons = []
     for rank, micro in sorted(places, key=lambda at: (at[0] is None, *at)):
         held = places[rank, micro]
         compared = [_compared(name, each, sides) for name, each in held]
-        there = {name for name, _ in held}
-        compared += [{"name": n, "status": "not_compared"} for n in tensors if n not in there]
+        found_counts = {name for name, _ in held}
+        compared += [
+            {"name": n, "status": "not_compared"} for n in tensors if n not in found_counts
+        ]
         comparisons.append(
             {"section": one, "status": "compared", "rank": rank, "micro": micro,
              "comparisons": compared}
@@ -173,12 +175,12 @@ def _by_place(
     return {"section": title, "comparisons": comparisons}
 
 
-class _Side:
+class _DumpSide:
     """The tensors of a dump by their places, as its files hold them; one file is held at a time."""
 
     def __init__(self, dump: Dump, section: str) -> None:
         self._dump = dump
-        self._sections = (section, *COUNTERPARTS.get(section, ()))
+        self._sections = (section, *COUNTERPART_SECTIONS.get(section, ()))
         self._entries = {
             (each.section, each.place): each
             for each in dump.entries
@@ -186,7 +188,7 @@ class _Side:
         }
         self._records: dict[Entry, Record] = {}
 
-    def tensor(self, name: str, said: _Said) -> WireTensor | None:
+    def tensor(self, name: str, said: _Json) -> WireTensor | None:
         """Return a tensor of a place of the report, None where it is not there."""
         numbers = (said[n] for n in ("occurrence", "epoch", "minibatch", "microbatch"))
         place = Place(said["step"], said["stage"], said["role"], said["rank"], Part(*numbers))
@@ -205,7 +207,7 @@ class _Side:
         return self._records[entry]
 
 
-def _compared(name: str, each: _Said, sides: Sequence[_Side]) -> dict[str, Any]:
+def _compared(name: str, each: _Json, sides: Sequence[_DumpSide]) -> dict[str, Any]:
     found, shapes, verdict = each["statistics"], each["shapes"], each["verdict"]
     if shapes == [[], []]:
         return {"name": name, "status": "compared", "s1": found["a"]["mean"],
@@ -268,7 +270,7 @@ def _of(reduction: Callable[[npt.NDArray[np.float64]], Any], values: Any) -> flo
     return float(reduction(values)) if values.size else math.nan
 
 
-def _not_found(said: _Said, pair: _Said | None, section: str, other: str) -> str:
+def _not_found(said: _Json, pair: _Json | None, section: str, other: str) -> str:
     if pair is None:
         return f"{other}_not_found"
     first = said["sides"][pair["sides"][0]]["sections"]
@@ -284,9 +286,9 @@ def _datums(dump: Dump | None) -> dict[str, Any]:
     count, first = 0, dict[str, int]()
     try:
         for entry in entries:
-            rows = Rows(dump.read(entry))
+            rows = RecordRows(dump.read(entry))
             if not count and rows.count:
-                first = {name: int(rows.known(name).lengths[0]) for name in rows.names}
+                first = {name: int(rows.tensor(name).lengths[0]) for name in rows.names}
             count += rows.count or 0
     except StagescopeError as error:
         return {**report, "status": "damaged", "message": str(error)}

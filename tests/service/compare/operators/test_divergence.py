@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from stagescope_service.compare.operators.differences import EPS, Thresholds
-from stagescope_service.compare.operators.divergence import Divergence, first_divergent
+from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
 
 LEVELS = ("L0", "L1", "mix")
 
@@ -44,7 +44,7 @@ def scaled(factor: float) -> SmallDecoder:
     return model
 
 
-def first_name(found: Divergence) -> str:
+def first_name(found: OperatorDivergence) -> str:
     assert found.first is not None
     name: str = found.first["a"]["name"]
     return name
@@ -222,7 +222,7 @@ def made(path: Path, calls: Iterable[tuple[str, Any]]) -> Path:
     return tabled(path, json.dumps({"task": "statistics", "level": "L1", "data": data}))[0]
 
 
-def held(path: Path, a: Any, b: Any, **options: Any) -> Divergence:
+def held(path: Path, a: Any, b: Any, **options: Any) -> OperatorDivergence:
     """Compare two outputs of one operator."""
     one = made(path / "a", [("Torch.x.0.forward", [a])])
     other = made(path / "b", [("Torch.x.0.forward", [b])])

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.divergence import Divergence, first_divergent
+from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
 from stagescope_service.compare.operators.evidence import Use, infrastructure_stacks, use_of
 from stagescope_service.compare.operators.non_finite import non_finite_of_rank
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
@@ -160,7 +160,7 @@ ROWS = {"type": "slice", "value": [0, 1, None]}
 OTHER_ROWS = {"type": "slice", "value": [1, 2, None]}
 
 
-def held(path: Path, name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> Divergence:
+def held(path: Path, name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> OperatorDivergence:
     return first_divergent(made(path / "a", name, *a), made(path / "b", name, *b))
 
 
