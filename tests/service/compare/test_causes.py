@@ -17,6 +17,9 @@ from stagescope_service.compare.results import PairResult
 from stagescope_service.compare.tolerances import Tolerances, severity
 from stagescope_service.dumps.discover import open_dump
 
+Content = dict[str, Any]
+"""Content of a torch file."""
+
 
 def pair(*sides: MemoryDump) -> PairResult:
     return compare(sides).pairs[0]
@@ -52,9 +55,9 @@ def test_equal_tokens_and_masks_exclude_the_sampling() -> None:
         for s in samples
     ]
     found = pair(split(samples), split(moved))
-    said = "\n".join(found.excluded)
+    excluded = "\n".join(found.excluded)
     for text in ("not the sampling", "not padding", "not the inference engine", "not the reward"):
-        assert text in said
+        assert text in excluded
     assert "numerical precision" in checks(found)
     sampled = [dataclasses.replace(s, response=s.response + 1) for s in samples]
     found = pair(split(samples), split(sampled))
@@ -100,9 +103,9 @@ def test_missing_sections_name_the_options_that_write_them(tmp_path: Path) -> No
     nexrl_directory(tmp_path / "a")
     nexrl_directory(tmp_path / "weaver", mode="weaver")
     found = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "weaver")]).pairs[0]
-    said = checks(found)
-    assert "trajectory: true, old_log_probs: true" in said
-    assert "WEAVER_DEBUG_DUMP_ENABLED=1" in said
+    text = checks(found)
+    assert "trajectory: true, old_log_probs: true" in text
+    assert "WEAVER_DEBUG_DUMP_ENABLED=1" in text
     alone = [finding for finding in found.findings if finding.kind == "section"]
     assert {finding.section for finding in alone} >= {"trajectories", "is_loss", "batch_inputs"}
 
@@ -119,7 +122,7 @@ def test_a_missing_file_is_a_finding_with_its_name(tmp_path: Path) -> None:
 
 
 def test_every_step_is_compared_from_the_first_on(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "loss" and name.startswith("step_000000"):
             data["loss"] += 1
 
@@ -133,7 +136,7 @@ def test_every_step_is_compared_from_the_first_on(tmp_path: Path) -> None:
 
 
 def test_more_trajectories_than_five_are_compared(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "trajectory":
             data["trajectories"].reverse()
             data["trajectories"][3]["tokens"][-1] += 1  # the thirteenth of the other side

@@ -24,8 +24,8 @@ SHARES = [list(range(at, at + 5)) for at in range(0, 40, 5)]
 Sides = tuple[MemoryDump, ...]
 
 
-def dump(samples: list[Sample], **more: Any) -> MemoryDump:
-    return split(samples, SHARES, microbatches=2, **more)
+def dump(samples: list[Sample], name: str = "memory") -> MemoryDump:
+    return split(samples, SHARES, microbatches=2, name=name)
 
 
 def moved(samples: list[Sample]) -> list[Sample]:
@@ -82,7 +82,7 @@ def not_finite() -> Sides:
 
 def hostile() -> Sides:
     samples = [dataclasses.replace(each, sample=f"{each.sample}{EVIL}") for each in batch(40)]
-    return dump(samples, name=EVIL), dump(moved(samples), name=f"{EVIL}b")
+    return dump(samples, EVIL), dump(moved(samples), f"{EVIL}b")
 
 
 def three() -> Sides:

@@ -47,8 +47,8 @@ def on_a_terminal(*words: str) -> tuple[int, str, str]:
                 while more := os.read(terminal, 4096):
                     seen += more
             assert process.stdout is not None
-            said = process.stdout.read()
-        return process.returncode, said, seen.decode()
+            output = process.stdout.read()
+        return process.returncode, output, seen.decode()
     finally:
         os.close(terminal)
 
@@ -56,10 +56,10 @@ def on_a_terminal(*words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_terminal_shows_how_far_it_is(command: str, dumps: dict[str, Path]) -> None:
     words = [word.format(**dumps) for word in COMMANDS[command]]
-    status, said, seen = on_a_terminal(command, *words)
+    status, output, seen = on_a_terminal(command, *words)
     assert status == 0
-    assert said.startswith("\u2713 SAME")
-    assert "comparing" not in said
+    assert output.startswith("\u2713 SAME")
+    assert "comparing" not in output
     assert "comparing  [" in seen
     assert "100%" in seen
     # It went on by steps, on one line.
@@ -69,8 +69,8 @@ def test_a_terminal_shows_how_far_it_is(command: str, dumps: dict[str, Path]) ->
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_elsewhere_there_is_no_bar(command: str, dumps: dict[str, Path]) -> None:
-    told = invoke(command, *(word.format(**dumps) for word in COMMANDS[command]))
-    assert (told.exit_code, told.stderr) == (0, "")
+    result = invoke(command, *(word.format(**dumps) for word in COMMANDS[command]))
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_what_broke_off_is_no_difference(
@@ -80,13 +80,13 @@ def test_what_broke_off_is_no_difference(
         raise MemoryError("no room")
 
     monkeypatch.setattr("stagescope_service.compare.pairing.tasks.compare_pair", full)
-    told = invoke("compare", str(dumps["a"]), str(dumps["b"]))
-    assert told.exit_code == 2
-    assert "could not be compared: MemoryError: no room" in told.stderr
+    result = invoke("compare", str(dumps["a"]), str(dumps["b"]))
+    assert result.exit_code == 2
+    assert "could not be compared: MemoryError: no room" in result.stderr
     monkeypatch.setattr("stagescope_service.compare.comparison.pairwise.warm", full)
-    told = invoke("compare", str(dumps["a"]), str(dumps["b"]))
-    assert told.exit_code == 2
-    assert "the comparison broke off: MemoryError: no room" in told.stderr
+    result = invoke("compare", str(dumps["a"]), str(dumps["b"]))
+    assert result.exit_code == 2
+    assert "the comparison broke off: MemoryError: no room" in result.stderr
 
 
 class Clock:
@@ -113,10 +113,10 @@ def test_the_first_comparison_of_an_installation_says_that_it_compiles(
 
     monkeypatch.setattr("stagescope_service.compare.comparison.pairwise.warm", cold)
     monkeypatch.setattr("stagescope_service.compare.comparison.time", clock)
-    told = invoke("compare", str(dumps["a"]), str(dumps["b"]), "--json")
-    assert told.exit_code == 0
+    result = invoke("compare", str(dumps["a"]), str(dumps["b"]), "--json")
+    assert result.exit_code == 0
     # Once for both loops; and it is no part of the time that reading took.
-    assert [line for line in told.stderr.splitlines() if "compiling" in line] == [
+    assert [line for line in result.stderr.splitlines() if "compiling" in line] == [
         "compiling, once for an installation: half a minute or so ..."
     ]
-    assert json.loads(told.stdout)["seconds"] == 0.0
+    assert json.loads(result.stdout)["seconds"] == 0.0

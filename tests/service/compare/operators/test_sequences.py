@@ -55,7 +55,7 @@ def test_a_hundred_thousand_calls_with_a_few_edits_are_aligned_in_order() -> Non
     assert len(found.pairs) == len(a)
 
 
-def test_what_would_cost_too_much_is_paired_by_counting_and_said() -> None:
+def test_an_alignment_that_costs_too_much_pairs_by_occurrence() -> None:
     random = np.random.default_rng(0)
     a, b = random.integers(0, 20, (2, 30_000))
     found = align(a, b, most_steps=100_000)

@@ -14,7 +14,7 @@ from stagescope.comparing import Tensors
 from stagescope.frames import Table
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.compare.operators import tensors
-from stagescope_service.compare.operators.tensors import COLUMNS, compare_tensors, read_table
+from stagescope_service.compare.operators.tensors import COLUMNS, Row, compare_tensors, read_table
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 
 Dump = tuple[Path, Path]
@@ -36,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return dump(tmp_path_factory.mktemp("plain"))
 
 
-def compared(a: Dump, b: Dump) -> list[dict[str, object]]:
+def compared(a: Dump, b: Dump) -> list[Row]:
     return compare_tensors(a[0], b[0], (a[1], b[1]))
 
 
@@ -98,6 +98,7 @@ def test_odd_cells_are_numbers_or_unknown(tmp_path: Path) -> None:
     assert row["cosine"] is None
     assert row["max_abs_error"] == math.inf
     assert row["max_relative_error"] == pytest.approx(0.000322)
+    assert isinstance(row["max_a"], float)
     assert math.isnan(row["max_a"])
     assert row["max_b"] is None
     assert "error" not in row.values()
