@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-MISSING: Final = 3
+EXIT_NOT_INSTALLED: Final = 3
 """Exit code: msprobe is not installed."""
 
 
@@ -25,7 +25,7 @@ def main(a: str, b: str, out: str) -> int:
         from msprobe.pytorch.compare.pt_compare import pt_compare
     except ImportError as error:
         print(error, file=sys.stderr)  # noqa: T201 - the log of this process
-        return MISSING
+        return EXIT_NOT_INSTALLED
     paths = {"npu_path": f"{a}/dump.json", "bench_path": f"{b}/dump.json"}
     pt_compare({**paths, "is_print_compare_log": False}, out, xlsx=False)
     for book in Path(out).glob("*.xlsx"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound, TooLarge
-from stagescope_service.compare.operators.msprobe_compare import MISSING
+from stagescope_service.compare.operators.msprobe_compare import EXIT_NOT_INSTALLED
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -125,7 +125,7 @@ def _run(a: Path, b: Path, out: Path) -> str:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     log_errors = _errors(out / "log")
-    if code == MISSING:
+    if code == EXIT_NOT_INSTALLED:
         raise MissingExtra(
             f"msprobe cannot be imported where the service runs: {log_errors}",
             advice="pip install 'stagescope[msprobe]' there",

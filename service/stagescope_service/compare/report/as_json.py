@@ -154,10 +154,13 @@ class SectionReport(TypedDict):
     tensors: list[TensorReport]
 
 
-class TrajectoryReport(TypedDict, total=False):
-    """Comparison of a trajectory; `sample` is always there."""
-
+class _Trajectory(TypedDict):
     sample: str
+
+
+class TrajectoryReport(_Trajectory, total=False):
+    """Comparison of a trajectory: of what both sides have of it."""
+
     tokens_equal: bool
     tokens_lengths: list[int]
     mask_equal: bool
