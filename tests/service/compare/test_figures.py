@@ -1,4 +1,4 @@
-"""What is drawn of a comparison, and what is not."""
+"""Figures of a comparison."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_zero_stands_below_the_smallest_difference() -> None:
     assert different["y"] == pytest.approx([0.02, 30])
 
 
-def test_what_is_nowhere_finite_is_shown_to_differ() -> None:
+def test_tensors_without_finite_values_are_drawn_as_differing() -> None:
     (flow,) = drawn(numbers(a=[1.0]), numbers(a=[math.nan]))
     assert flow["data"][-1]["name"] == "differs, has no distance"
     assert list(flow["data"][-1]["x"]) == ["other/a"]

@@ -33,7 +33,7 @@ def test_two_that_are_the_same_differ_in_nothing() -> None:
     assert differences(Attempt(dict(FINGERPRINT), [process(1), process(0)])) == []
 
 
-def test_what_decides_numbers_comes_first_and_a_start_last() -> None:
+def test_differences_that_decide_numbers_come_first_and_startup_last() -> None:
     other = {
         **FINGERPRINT,
         "git": {"commit": "abc", "dirty": True},
@@ -73,7 +73,7 @@ def test_a_side_without_a_fingerprint_lacks_everything() -> None:
     assert ("packages", "torch") in {(each.area, each.name) for each in found}
 
 
-def test_what_is_kept_and_how_ray_starts_a_worker_decide_no_numbers() -> None:
+def test_keep_settings_and_ray_worker_arguments_decide_no_numbers() -> None:
     argv = ["/usr/lib/ray/_private/workers/default_worker.py", "--node-ip-address=10.0.0.1"]
     other = {
         **FINGERPRINT,

@@ -1,4 +1,4 @@
-"""The same trajectories as slime and AReaL wrote them: unlike in padding, alignment and order."""
+"""The same trajectories written by slime and AReaL with other padding, alignment and order."""
 
 from __future__ import annotations
 

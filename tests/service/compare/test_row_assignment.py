@@ -354,7 +354,7 @@ def without_tokens(
 
 @pytest.mark.parametrize("edit", [untouched, padded])
 @pytest.mark.parametrize("other", [(4, 1, 2), (1, 4, 2), (1, 1, 8), (2, 1, 4)])
-def test_what_is_paired_by_place_in_other_parts_proves_no_difference(
+def test_pairs_by_location_in_other_parts_prove_no_difference(
     tmp_path: Path, other: tuple[int, int, int], edit: Edit
 ) -> None:
     a = without_tokens(tmp_path / "a", ranks=2, micros=2, rows=2)
@@ -373,7 +373,7 @@ def test_what_is_paired_by_place_in_other_parts_proves_no_difference(
             assert "the sides have other ranks, parts or numbers of rows" in loss.reason
 
 
-def test_what_is_paired_by_place_in_another_order_proves_no_difference(tmp_path: Path) -> None:
+def test_pairs_by_location_in_another_order_prove_no_difference(tmp_path: Path) -> None:
     layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
     a = without_tokens(tmp_path / "a", **layout)
     b = without_tokens(tmp_path / "b", (3, 6, 1, 0, 7, 2, 5, 4), **layout)

@@ -336,7 +336,7 @@ def test_the_threshold_is_four_eps_of_the_coarser_dtype(tmp_path: Path, dtype: s
         assert found.same == same
 
 
-def test_what_was_rounded_once_stays_rounded(tmp_path: Path) -> None:
+def test_a_value_that_was_rounded_once_stays_rounded(tmp_path: Path) -> None:
     def calls(value: float) -> list[Call]:
         return [
             ("Torch.x.0.forward", [tensor(0, value)]),
@@ -374,7 +374,7 @@ def test_a_module_that_moved_is_paired_by_its_name(tmp_path: Path) -> None:
     assert (found.same, found.moved, found.paired) == (True, 1, 4)
 
 
-def test_what_wrappers_add_to_a_path_does_not_count(tmp_path: Path) -> None:
+def test_wrappers_in_a_path_do_not_count(tmp_path: Path) -> None:
     one = write_table(tmp_path / "a", [("Module.layers.0.up.Linear.forward.0", [tensor(0, 1)])])
     wrapped = "Module._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.up.Linear.forward.0"
     other = write_table(tmp_path / "b", [(wrapped, [tensor(0, 1)])])

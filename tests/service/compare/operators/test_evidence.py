@@ -1,4 +1,4 @@
-"""Memory that no call reads is no evidence and hides no fault: real dumps, and corners."""
+"""Memory that no call reads is no evidence and hides no fault: real dumps, and edge cases."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def calls_inside(path: Path, module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_planted_fault_is_named_whatever_lay_in_memory(family: str, tmp_path: Path) -> None:
+def test_the_planted_fault_is_named_whatever_memory_held(family: str, tmp_path: Path) -> None:
     make = FAMILIES[family]
     references = {level: captured(tmp_path / level, make(), level=level) for level in LEVELS}
     for level, reference in references.items():
@@ -210,7 +210,7 @@ def test_which_values_of_a_call_are_evidence(
     assert first is not None or found.not_read > 0
 
 
-def test_what_out_held_before_is_no_evidence(tmp_path: Path) -> None:
+def test_earlier_values_of_an_out_argument_are_no_evidence(tmp_path: Path) -> None:
     name = "Torch.add.0.forward"
     one = write_table(tmp_path / "a", name, [A, A], [A], out=A)
     assert first_divergent(one, write_table(tmp_path / "b", name, [A, A], [A], out=BAD)).same

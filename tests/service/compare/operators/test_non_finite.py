@@ -1,4 +1,4 @@
-"""The first non-finite operator: real NaNs planted, real masks, and made-up corners."""
+"""The first non-finite operator: planted NaNs, real masks, and made-up edge cases."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def write_table(path: Path, *calls: tuple[str, Sequence[Argument], Sequence[Argu
         ("Functional.dropout.0.backward", [FINE], PLUS, True),
     ],
 )
-def test_what_is_a_mask_and_what_is_a_culprit(
+def test_masks_and_culprits_are_distinguished(
     tmp_path: Path, name: str, inputs: list[Argument], output: Argument, named: bool
 ) -> None:
     found = non_finite_of_rank(write_table(tmp_path, (name, inputs, [output])))

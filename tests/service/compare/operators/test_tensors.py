@@ -1,4 +1,4 @@
-"""Full tensors, compared by msprobe itself in a process of its own."""
+"""Full tensors, compared by msprobe in a separate process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_msprobe_finds_the_changed_layer(plain: Dump, tmp_path: Path) -> None:
     assert all(row["share_within_1e-3"] in (1.0, None) for row in same)
 
 
-def test_what_has_no_tensors_is_refused(plain: Dump, tmp_path: Path) -> None:
+def test_a_dump_without_tensors_is_refused(plain: Dump, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no tensors"):
         compared(plain, dump(tmp_path, task="statistics"))
 
@@ -74,14 +74,14 @@ def test_no_file_outside_the_dump_is_read(plain: Dump, tmp_path: Path) -> None:
         compared(plain, (files, table))
 
 
-def test_what_msprobe_cannot_compare_says_why(plain: Dump, tmp_path: Path) -> None:
+def test_an_error_of_msprobe_is_reported(plain: Dump, tmp_path: Path) -> None:
     files, table = dump(tmp_path)
     (files / "dump.json").write_text('{"task": "tensor", "data": {')
     with pytest.raises(InvalidInput, match="msprobe made no table"):
         compared(plain, (files, table))
 
 
-def test_it_ends_after_its_time(plain: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_after_its_time_limit(plain: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "MOST_SECONDS", 0.05)
     with pytest.raises(InvalidInput, match="took over"):
         compared(plain, plain)
