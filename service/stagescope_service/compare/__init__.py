@@ -1,1 +1,1 @@
-"""Two or more things of one kind held against each other; arrays and tables in, verdicts out."""
+"""Compare two or more things of one kind: arrays and tables in, verdicts out."""

@@ -1,134 +1,145 @@
-"""From the pieces of all shards to one result a tensor, with its verdict."""
+"""Assemble the comparisons of all shards into one result a tensor, with its verdict."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from stagescope.wire.schema import Part
 from stagescope_service.compare import flow
-from stagescope_service.compare.pairing.index import RUN, SAMPLE
-from stagescope_service.compare.pairing.pieces import Piece
+from stagescope_service.compare.pairing.shard_comparison import ShardComparison
+from stagescope_service.compare.pairing.shard_index import BY_GROUP_AND_RUN, BY_SAMPLE_ID
 from stagescope_service.compare.pairing.token_alignment import (
     COMPARED,
     LENGTHS_DIFFER,
     TOKENS_DIFFER,
-    Location,
+    ValueLocation,
 )
-from stagescope_service.compare.results import PlaceResult, TensorResult, Verdict
+from stagescope_service.compare.plan import BatchPass
+from stagescope_service.compare.results import ShardResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import NoiseFloor, Tolerances, is_noise
 from stagescope_service.statistics.pairwise import Pairwise
 
 PAIRED: Final = ("compared", "tokens differ", "lengths differ")
-"""What becomes of trajectories that both sides have."""
+"""Counts of `TensorResult.samples` that add up to the trajectories that both sides have."""
+
+
+class _Criteria(NamedTuple):
+    """What verdicts depend on beside the numbers; see `assemble`."""
+
+    tolerances: Tolerances
+    noise_floor: NoiseFloor | None
+    uncomparable_reason: str
+
+
+class _TensorKey(NamedTuple):
+    step: int | None
+    section: str
+    name: str
 
 
 def assemble(
-    pieces: Iterable[Piece],
+    comparisons: Iterable[ShardComparison],
     tolerances: Tolerances,
-    floor: NoiseFloor | None,
+    noise_floor: NoiseFloor | None,
     *,
-    unmatched: str = "",
+    uncomparable_reason: str = "",
 ) -> tuple[TensorResult, ...]:
     """Return a result for each tensor, by step and in the order of the flow.
 
     Args:
-        pieces: of all shards.
-        tolerances: what is allowed.
-        floor: what log-probs are apart from themselves.
-        unmatched: why rows that are known by their place alone cannot be compared, if so.
+        comparisons: comparisons of all shards.
+        tolerances: tolerances of the tensors.
+        noise_floor: distance of log-probs that were computed twice, None if unknown.
+        uncomparable_reason: why rows that are paired by their location alone cannot be compared,
+            empty if they can.
     """
-    grouped: dict[tuple[Any, str, str], list[Piece]] = collections.defaultdict(list)
-    for piece in pieces:
-        grouped[piece.places[0].step, piece.section, piece.name].append(piece)
-    results = [
-        _tensor(step, section, name, each, tolerances, floor, unmatched)
-        for (step, section, name), each in grouped.items()
-    ]
-    return tuple(sorted(results, key=_order))
+    criteria = _Criteria(tolerances, noise_floor, uncomparable_reason)
+    grouped: dict[_TensorKey, list[ShardComparison]] = collections.defaultdict(list)
+    for each in comparisons:
+        grouped[_TensorKey(each.locations[0].step, each.section, each.name)].append(each)
+    results = [_tensor_result(key, shards, criteria) for key, shards in grouped.items()]
+    return tuple(sorted(results, key=_result_order))
 
 
 def with_totals(
-    tensors: Sequence[TensorResult], alone: Mapping[int | None, Collection[str]]
+    tensors: Sequence[TensorResult], unmatched: Mapping[int | None, Collection[str]]
 ) -> tuple[tuple[TensorResult, ...], int]:
-    """Return tensors that say of how many trajectories theirs are, and how many there are at all.
+    """Add the total number of trajectories of its step to each tensor; return it of all steps too.
 
     Args:
-        tensors: of all steps.
-        alone: step -> trajectories that one side alone has.
+        tensors: tensors of all steps.
+        unmatched: step -> trajectories that only one side has.
     """
     paired: dict[int | None, int] = {}
     for tensor in tensors:
         rows = sum(tensor.samples.get(name, 0) for name in PAIRED)
         paired[tensor.step] = max(rows, paired.get(tensor.step, 0))
-    total = {step: count + len(alone.get(step, ())) for step, count in paired.items()}
-    told = tuple(
+    total = {step: count + len(unmatched.get(step, ())) for step, count in paired.items()}
+    with_total = tuple(
         dataclasses.replace(t, samples={**t.samples, "total": total[t.step]}) if t.samples else t
         for t in tensors
     )
-    return told, sum(total.values())
+    return with_total, sum(total.values())
 
 
 def heaviest(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict of all of them; of none it is `same`."""
+    """Return the heaviest verdict, `same` of none."""
     return max(verdicts, key=lambda verdict: verdict.weight, default=Verdict.SAME)
 
 
-def _order(result: TensorResult) -> tuple[Any, ...]:
+def _result_order(result: TensorResult) -> tuple[int, tuple[int, int, str]]:
     step = -1 if result.step is None else result.step
-    return (step, flow.order(result.section, result.name))
+    return (step, flow.sort_key(result.section, result.name))
 
 
-def _tensor(
-    step: int | None,
-    section: str,
-    name: str,
-    pieces: list[Piece],
-    tolerances: Tolerances,
-    floor: NoiseFloor | None,
-    unmatched: str,
+def _tensor_result(
+    key: _TensorKey, comparisons: list[ShardComparison], criteria: _Criteria
 ) -> TensorResult:
-    pieces.sort(key=_place_order)
-    places = tuple(
-        PlaceResult(_verdict(piece, tolerances, floor, unmatched), piece) for piece in pieces
-    )
-    once = _without_replicas(pieces)
-    found = Pairwise.union([piece.found for piece in once])
-    verdict = heaviest(each.verdict for each in places)
+    step, section, name = key
+    comparisons.sort(key=_location_order)
+    shards = tuple(ShardResult(_verdict(each, criteria), each) for each in comparisons)
+    distinct = _without_replicas(comparisons)
+    found = Pairwise.union([each.statistics for each in distinct])
+    verdict = heaviest(each.verdict for each in shards)
     largest = max(
-        (piece for piece in once if piece.largest is not None),
-        key=lambda piece: piece.found.max_abs, default=None,
+        (each for each in distinct if each.largest is not None),
+        key=lambda each: each.statistics.max_abs, default=None,
     )  # fmt: skip
-    samples = _samples(once)
+    samples = _samples(distinct)
     return TensorResult(
         step, section, name, flow.station(section, name), verdict,
-        _reason(verdict, found, pieces, samples, unmatched), found,
-        tolerances.of(section, name, pieces[0].dtypes), places,
-        first=_first(places, verdict), largest=None if largest is None else largest.largest,
+        _reason(verdict, found, comparisons, samples, criteria.uncomparable_reason), found,
+        criteria.tolerances.for_tensor(section, name, comparisons[0].dtypes), shards,
+        first=_first(shards, verdict), largest=None if largest is None else largest.largest,
         samples=samples,
     )  # fmt: skip
 
 
-def _verdict(
-    piece: Piece, tolerances: Tolerances, floor: NoiseFloor | None, unmatched: str
-) -> Verdict:
-    if piece.unproven and _differs(piece):
+def _verdict(comparison: ShardComparison, criteria: _Criteria) -> Verdict:
+    if comparison.unproven and _differs(comparison):
         return Verdict.NOT_COMPARABLE
-    if piece.shapes_differ:
+    if comparison.shapes_differ:
         return Verdict.DIFFERENT
-    by_place = piece.rows is not None and piece.key not in (SAMPLE, RUN)
-    if unmatched and by_place and not flow.is_structural(piece.name) and not _is_sampled(piece):
+    is_structural = flow.is_structural(comparison.name)
+    by_location = comparison.rows is not None and not _is_paired_by_id(comparison)
+    is_sampling = comparison.section in flow.SAMPLE_SECTIONS
+    if criteria.uncomparable_reason and by_location and not is_structural and not is_sampling:
         return Verdict.NOT_COMPARABLE
-    found, states = piece.found, None if piece.rows is None else piece.rows.states
-    if flow.is_structural(piece.name) and states is not None and (states == LENGTHS_DIFFER).any():
+    found = comparison.statistics
+    states = None if comparison.rows is None else comparison.rows.states
+    if is_structural and states is not None and (states == LENGTHS_DIFFER).any():
         return Verdict.DIFFERENT
     if found.unequal_count:
-        tolerance = tolerances.of(piece.section, piece.name, piece.dtypes)
-        if not is_noise(found, tolerance, floor, piece.name):
+        tolerance = criteria.tolerances.for_tensor(
+            comparison.section, comparison.name, comparison.dtypes
+        )
+        if not is_noise(found, tolerance, criteria.noise_floor, comparison.name):
             return Verdict.DIFFERENT
     if states is not None and len(states):
         compared = (states == COMPARED).any()
@@ -137,51 +148,52 @@ def _verdict(
     return Verdict.WITHIN_NOISE if found.unequal_count else Verdict.SAME
 
 
-def _differs(piece: Piece) -> bool:
-    states = None if piece.rows is None else piece.rows.states
-    apart = states is not None and bool((states != COMPARED).any())
-    return bool(piece.shapes_differ or piece.found.unequal_count or apart)
+def _differs(comparison: ShardComparison) -> bool:
+    states = None if comparison.rows is None else comparison.rows.states
+    has_uncompared = states is not None and bool((states != COMPARED).any())
+    return comparison.shapes_differ or comparison.statistics.unequal_count > 0 or has_uncompared
 
 
-def _is_sampled(piece: Piece) -> bool:
-    return piece.section in flow.SAMPLING
+def _is_paired_by_id(comparison: ShardComparison) -> bool:
+    return comparison.key in (BY_SAMPLE_ID, BY_GROUP_AND_RUN)
 
 
-def _without_replicas(pieces: Sequence[Piece]) -> list[Piece]:
-    """Leave out pieces all of whose samples were there before at the same part of the step."""
-    seen: dict[tuple[Any, ...], set[str]] = collections.defaultdict(set)
+def _without_replicas(comparisons: Sequence[ShardComparison]) -> list[ShardComparison]:
+    """Leave out comparisons whose samples were all compared before in the same pass."""
+    seen: dict[BatchPass, set[str]] = collections.defaultdict(set)
     kept = []
-    for piece in pieces:
-        if piece.rows is None or piece.fragments or piece.key not in (SAMPLE, RUN):
-            kept.append(piece)
+    for comparison in comparisons:
+        rows = comparison.rows
+        if rows is None or comparison.has_fragments or not _is_paired_by_id(comparison):
+            kept.append(comparison)
             continue
-        place = piece.places[0]
-        unit = (place.step, place.stage, place.part.occurrence, place.part.epoch)
-        labels = piece.rows.labels
-        if not labels or not seen[unit].issuperset(labels):
-            kept.append(piece)
-            seen[unit].update(labels)
+        location = comparison.locations[0]
+        part = location.part
+        batch_pass = BatchPass(location.step, location.stage, part.occurrence, part.epoch)
+        if not rows.labels or not seen[batch_pass].issuperset(rows.labels):
+            kept.append(comparison)
+            seen[batch_pass].update(rows.labels)
     return kept
 
 
-def _samples(pieces: Sequence[Piece]) -> dict[str, int]:
+def _samples(comparisons: Sequence[ShardComparison]) -> dict[str, int]:
     """Count trajectories, each once however many passes and fragments of it were compared."""
-    tables = [piece.rows for piece in pieces if piece.rows is not None]
+    tables = [each.rows for each in comparisons if each.rows is not None]
     if not tables:
         return {}
     states = np.concatenate([table.states for table in tables])
     unequal = np.concatenate([table.numbers[:, 1] for table in tables]) > 0
     labels = [label for table in tables for label in table.labels]
-    seen = {label: at for at, label in enumerate(dict.fromkeys(labels))}
-    # Most often each is there once, in this order.
-    of_row = np.arange(len(labels))
-    if len(seen) < len(labels):
-        of_row = np.fromiter(map(seen.__getitem__, labels), np.int64)
+    index_of_label = {label: at for at, label in enumerate(dict.fromkeys(labels))}
+    # Most often each label occurs once, and row i is trajectory i.
+    trajectory_of_row = np.arange(len(labels))
+    if len(index_of_label) < len(labels):
+        trajectory_of_row = np.fromiter(map(index_of_label.__getitem__, labels), np.int64)
 
     def trajectories(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        there = np.zeros(len(seen), bool)
-        there[of_row[rows]] = True
-        return there
+        has_row = np.zeros(len(index_of_label), bool)
+        has_row[trajectory_of_row[rows]] = True
+        return has_row
 
     tokens, lengths = trajectories(states == TOKENS_DIFFER), trajectories(states == LENGTHS_DIFFER)
     return {
@@ -192,53 +204,56 @@ def _samples(pieces: Sequence[Piece]) -> dict[str, int]:
     }
 
 
-def _first(places: Sequence[PlaceResult], verdict: Verdict) -> Location | None:
-    """Return where the first place of this verdict has its first pair over the tolerance."""
-    for each in places:
-        if each.verdict is verdict and verdict is not Verdict.SAME:
-            location = each.piece.over or each.piece.unequal
+def _first(shards: Sequence[ShardResult], verdict: Verdict) -> ValueLocation | None:
+    """Return the first value over the tolerance in the first shard of this verdict."""
+    for shard in shards:
+        if shard.verdict is verdict and verdict is not Verdict.SAME:
+            location = shard.comparison.over or shard.comparison.unequal
             if location is not None:
                 return location
     return None
 
 
-def _place_order(piece: Piece) -> tuple[Any, ...]:
-    place = piece.places[0]
-    known = (-1 if place.step is None else place.step, place.part, place.stage or "")
-    return (*known, place.role or "", -1 if place.rank is None else place.rank)
+def _location_order(comparison: ShardComparison) -> tuple[int, Part, str, str, int]:
+    location = comparison.locations[0]
+    step = -1 if location.step is None else location.step
+    rank = -1 if location.rank is None else location.rank
+    return (step, location.part, location.stage or "", location.role or "", rank)
 
 
 def _reason(
     verdict: Verdict,
     found: Pairwise,
-    pieces: Sequence[Piece],
-    samples: dict[str, int],
-    unmatched: str,
+    comparisons: Sequence[ShardComparison],
+    samples: Mapping[str, int],
+    uncomparable_reason: str,
 ) -> str:
-    words = []
+    """Return why a tensor has its verdict, in clauses."""
+    clauses = []
     if found.unequal_count:
-        words.append(f"{found.unequal_count} of {found.pairs} values differ")
+        clauses.append(f"{found.unequal_count} of {found.pairs} values differ")
         if found.over_count != found.unequal_count:
-            words.append(f"{found.over_count} by more than is allowed")
+            clauses.append(f"{found.over_count} by more than is allowed")
     if found.disagreeing_non_finite:
-        words.append(
+        clauses.append(
             f"{found.disagreeing_non_finite} disagree in being NaN or infinite, and distances are "
             "those of the finite pairs"
         )
     elif found.agreeing_non_finite:
-        words.append(f"{found.agreeing_non_finite} are the same NaN or infinity on both sides")
+        clauses.append(f"{found.agreeing_non_finite} are the same NaN or infinity on both sides")
     for state in ("tokens differ", "lengths differ"):
         if samples.get(state):
             total = sum(samples[name] for name in PAIRED)
-            words.append(f"the {state} in {samples[state]} of {total} samples")
-    words += dict.fromkeys(piece.problem for piece in pieces if piece.problem)
+            clauses.append(f"the {state} in {samples[state]} of {total} samples")
+    clauses += dict.fromkeys(each.problem for each in comparisons if each.problem)
     if verdict is Verdict.NOT_COMPARABLE:
-        words += dict.fromkeys(p.unproven for p in pieces if p.unproven and _differs(p))
-    if verdict is Verdict.NOT_COMPARABLE and unmatched and not words:
-        words.append(unmatched)
-    if verdict is Verdict.DIFFERENT and not words:
-        # Replicas count once: what differs may be the others of them.
-        words.append("ranks or parts that hold the same samples differ among themselves")
-    if not found.pairs and not words:
-        words.append("no values")
-    return "; ".join(words)
+        unproven = (each for each in comparisons if each.unproven and _differs(each))
+        clauses += dict.fromkeys(each.unproven for each in unproven)
+        if uncomparable_reason and not clauses:
+            clauses.append(uncomparable_reason)
+    if verdict is Verdict.DIFFERENT and not clauses:
+        # Replicas count once, so the values that differ may be those that were left out.
+        clauses.append("ranks or parts that hold the same samples differ among themselves")
+    if not found.pairs and not clauses:
+        clauses.append("no values")
+    return "; ".join(clauses)

@@ -1,14 +1,14 @@
-"""What probably made two dumps differ, what to check, and what the evidence excludes.
+"""Likely causes of the differences between two dumps, checks for each, and excluded causes.
 
-Rules over what was found, no guesses: each cause says on which evidence it stands. The lists of
-what to check are those that users of dumps keep: padding and max_length where shapes differ;
-entropy_coeff, FP16 against FP32 and seeds where losses do; options where data is missing.
+Causes are rules over the results, and each names its evidence. The checks are those that users of
+dumps have collected: padding and max_length where shapes differ; entropy_coeff, FP16 against FP32
+and seeds where losses differ; dump options where data is missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from stagescope.compared import ALONE
 from stagescope.render import counted
@@ -17,57 +17,64 @@ from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
 
 BROKE_OFF: Final = "broke_off"
-"""In what is known of a dump (`about`): the sentence that its attempt ended inside the step."""
+"""Key in the metadata of a dump (`about`): a sentence if its attempt ended within the step."""
 
-_OF_THE_SERVICE: Final = frozenset({"keep", "capture", "capture_budget", "imported"})
-"""Settings of what is kept and captured: they change no number of a training."""
+_SERVICE_SETTINGS: Final = frozenset({"keep", "capture", "capture_budget", "imported"})
+"""Settings of what is kept and captured: they change no number of the training."""
 _AGREE: Final = (Verdict.SAME, Verdict.WITHIN_NOISE)
 
-_BY_STATION: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "tokens": ("the two sides sampled differently", (
+
+class _StationCause(NamedTuple):
+    title: str
+    checks: tuple[str, ...]
+
+
+_BY_STATION: Final[Mapping[str, _StationCause]] = {
+    "tokens": _StationCause("the two sides sampled differently", (
         "the seed of the rollout, temperature, top_p and top_k: the same on both sides?",
         "a greedy run (temperature 0) of both: equal tokens leave only the sampling",
         "the engine's weights and policy version when it sampled",
         "batch order and engine batching: few kernels give the same bits for another batch size",
     )),
-    "masks": ("masks are made in another way", (
+    "masks": _StationCause("masks are made in another way", (
         "which tokens of tools and of the environment are 0",
         "whether EOS counts, and what truncation at max_length does",
         "whether one side replaced response_mask by a rejection mask",
     )),
-    "rollout log-probs": ("the inference engines score the same tokens differently", (
+    "rollout log-probs": _StationCause("the inference engines score the same tokens differently", (
         "dtype and quantisation of the engine (float32, bfloat16, int8)",
         "raw or processed log-probs: temperature, top_p, top_k before or after the softmax",
         "the weights that the engine held: policy version, missed weight syncs",
     )),
-    "rewards": ("rewards are computed differently", (
+    "rewards": _StationCause("rewards are computed differently", (
         "the reward function's version, answer extraction, time-outs",
         "a judge model that samples: its seed and temperature",
         "penalties (length, format, KL) added on one side only",
     )),
-    "log-probs before the update": ("the trainers' forward pass differs on the same tokens", (
+    "log-probs before the update": _StationCause(
+        "the trainers' forward pass differs on the same tokens", (
         "numerical precision: FP16 or bfloat16 against FP32, also of the softmax and the logits",
         "attention kernel, padding side and position_ids; packing against padding",
         "the weights before the step: checkpoint, step resumed from",
         "temperature applied to the logits; a shift of labels by one",
         "dropout and the random seed",
     )),
-    "values": ("the critics differ", (
+    "values": _StationCause("the critics differ", (
         "the critic's weights and dtype", "value clipping and normalisation",
     )),
-    "advantages": ("advantages are computed differently from the same rewards", (
+    "advantages": _StationCause("advantages are computed differently from the same rewards", (
         "normalisation by the group's or the batch's standard deviation",
         "which trajectories form a group (group_id)", "gamma and lambda; KL in the reward",
     )),
-    "log-probs in the update": ("the policies differ while they are updated", (
+    "log-probs in the update": _StationCause("the policies differ while they are updated", (
         "the order of microbatches and minibatches, the number of epochs",
         "numerical precision: FP16 or bfloat16 against FP32", "dropout and the random seed",
     )),
-    "ratio": ("the importance ratio is formed differently", (
+    "ratio": _StationCause("the importance ratio is formed differently", (
         "which old_log_probs are the denominator: the engine's or the trainer's",
         "clamping and truncation of the ratio; the mask effective_valid",
     )),
-    "loss": ("the loss is put together differently from the same terms", (
+    "loss": _StationCause("the loss is put together differently from the same terms", (
         "entropy_coeff and the coefficient of the KL term: the same on both sides?",
         "averaging: over tokens, over sequences, over the global batch or the microbatch",
         "numerical precision: FP16 or bfloat16 against FP32",
@@ -75,11 +82,11 @@ _BY_STATION: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "is_loss, in its order: log_probs, old_log_probs, advantages, prob_ratio, "
         "elementwise_loss, effective_valid",
     )),
-    "gradients": ("gradients differ though the loss does not", (
+    "gradients": _StationCause("gradients differ though the loss does not", (
         "clipping and its norm; gradient accumulation and its divisor",
         "dtype and order of the all-reduce", "parameters that one side freezes",
     )),
-    "parameters": ("the update differs though gradients do not", (
+    "parameters": _StationCause("the update differs though gradients do not", (
         "learning rate, weight decay, the optimizer's state and its dtype",
         "the checkpoint that the two started from",
     )),
@@ -107,24 +114,24 @@ _SELF_HOSTED: Final = {
 _WEAVER: Final = "forward_data,loss,is_loss_debug"
 
 
-def likely(
+def likely_causes(
     result: PairResult, dumps: tuple[Dump, Dump]
 ) -> tuple[tuple[Cause, ...], tuple[str, ...]]:
     """Return likely causes, the likeliest first, and what the evidence excludes."""
     causes = [
-        *_of_settings(result, dumps),
-        *_of_coefficients(result),
-        *_of_dtypes(result),
-        *_of_prompts(result),
-        *_of_lengths(result),
-        *_of_station(result),
-        *_of_non_finite(result),
-        *_of_missing(result, dumps),
+        *_settings_causes(result, dumps),
+        *_coefficient_causes(result),
+        *_dtype_causes(result),
+        *_prompt_causes(result),
+        *_length_causes(result),
+        *_station_causes(result),
+        *_non_finite_causes(result),
+        *_missing_data_causes(result, dumps),
     ]
     return tuple(causes), _excluded(result)
 
 
-def _of_station(result: PairResult) -> list[Cause]:
+def _station_causes(result: PairResult) -> list[Cause]:
     first = result.first
     if first is None or first.station not in _BY_STATION:
         return []
@@ -133,7 +140,7 @@ def _of_station(result: PairResult) -> list[Cause]:
     return [Cause(title, evidence, checks)]
 
 
-def _of_prompts(result: PairResult) -> list[Cause]:
+def _prompt_causes(result: PairResult) -> list[Cause]:
     first = result.first
     if first is None or first.name != "prompts":
         return []
@@ -144,7 +151,7 @@ def _of_prompts(result: PairResult) -> list[Cause]:
     )]  # fmt: skip
 
 
-def _of_lengths(result: PairResult) -> list[Cause]:
+def _length_causes(result: PairResult) -> list[Cause]:
     short = [t for t in result.tensors if t.samples.get("lengths differ")]
     if not short:
         return []
@@ -156,7 +163,7 @@ def _of_lengths(result: PairResult) -> list[Cause]:
     )]  # fmt: skip
 
 
-def _of_dtypes(result: PairResult) -> list[Cause]:
+def _dtype_causes(result: PairResult) -> list[Cause]:
     mixed = [
         (tensor, pair)
         for tensor in result.tensors
@@ -174,8 +181,8 @@ def _of_dtypes(result: PairResult) -> list[Cause]:
     )]  # fmt: skip
 
 
-def _of_coefficients(result: PairResult) -> list[Cause]:
-    """Where the terms of a loss agree and their sum does not, a coefficient differs."""
+def _coefficient_causes(result: PairResult) -> list[Cause]:
+    """If the terms of a loss agree and their sum does not, a coefficient differs."""
     terms = {tensor.name: tensor for tensor in result.tensors if tensor.section == "loss"}
     loss, entropy, policy = (terms.get(name) for name in ("loss", "entropy_loss", "pg_loss"))
     if loss is None or entropy is None or policy is None or loss.verdict in _AGREE:
@@ -205,39 +212,39 @@ def _coefficients(
     return (values[0], values[1])
 
 
-def _of_non_finite(result: PairResult) -> list[Cause]:
+def _non_finite_causes(result: PairResult) -> list[Cause]:
     for tensor in result.tensors:
         if tensor.found.disagreeing_non_finite:
             return [Cause(
                 "a side overflows or divides by zero",
                 f"{tensor.section}/{tensor.name}: {tensor.reason}",
-                ("FP16 overflows at 65504: look at the logits and the loss scale",
+                ("FP16 overflows at 65504: check the logits and the loss scale",
                  "log of a probability that is 0; an empty mask"),
             )]  # fmt: skip
     return []
 
 
-def _of_settings(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
+def _settings_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
     if result.verdict not in (Verdict.DIFFERENT, Verdict.NOT_COMPARABLE):
         return []
     one, other = (_flat(dump.about.get("settings")) for dump in dumps)
-    apart = [
+    differing = [
         f"{name}: {one[name]} and {other[name]}"
         for name in sorted(one.keys() & other.keys())
-        if one[name] != other[name] and name.partition(".")[0] not in _OF_THE_SERVICE
+        if one[name] != other[name] and name.partition(".")[0] not in _SERVICE_SETTINGS
     ]
-    if not apart:
+    if not differing:
         return []
-    text = "; ".join(apart[:8]) + (f"; {len(apart) - 8} more" if len(apart) > 8 else "")
+    text = "; ".join(differing[:8]) + (f"; {len(differing) - 8} more" if len(differing) > 8 else "")
     checks = ("give both sides the same settings, one after the other, and compare again",)
     return [Cause("the settings of the two sides differ", text, checks)]
 
 
-def _of_missing(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
+def _missing_data_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
     found: list[Cause] = []
     for side, dump in enumerate(dumps):
         if result.verdict in _AGREE and dump.kind == OWN:
-            continue  # what a run did not keep makes nothing differ
+            continue  # sections that a run did not keep change no number
         lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
         broke_off = dump.about.get(BROKE_OFF)
         kinds = ("section",) if broke_off is None else ALONE
@@ -274,19 +281,19 @@ def _excluded(result: PairResult) -> tuple[str, ...]:
     names_alone = any(
         f.verdict is Verdict.DIFFERENT and f.section == "trajectories" for f in result.findings
     )
-    said = []
+    excluded = []
     for station, text in _EXCLUDES.items():
         tensors = by_station.get(station, [])
         agree = bool(tensors) and all(tensor.verdict in _AGREE for tensor in tensors)
         measured = any(tensor.found.pairs for tensor in tensors)
         if agree and measured and not (station == "tokens" and names_alone):
             what, _, conclusion = text.partition(": ")
-            said.append(f"{what} ({_share(tensors, result.samples)}): {conclusion}")
-    return tuple(said) if result.verdict is not Verdict.SAME else ()
+            excluded.append(f"{what} ({_share(tensors, result.samples)}): {conclusion}")
+    return tuple(excluded) if result.verdict is not Verdict.SAME else ()
 
 
 def _share(tensors: Sequence[TensorResult], total: int) -> str:
-    """Return on how many samples, or numbers, it rests that tensors agree."""
+    """Return the number of samples, or of numbers, on which tensors agree, as text."""
     by_step: dict[int | None, int] = {}
     for tensor in tensors:
         if tensor.samples:
@@ -297,11 +304,12 @@ def _share(tensors: Sequence[TensorResult], total: int) -> str:
     return counted(sum(tensor.found.pairs for tensor in tensors), "number")
 
 
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flat(settings: object, prefix: str = "") -> dict[str, object]:
+    """Return nested settings by dotted names."""
+    flat: dict[str, object] = {}
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat

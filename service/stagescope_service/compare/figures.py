@@ -1,6 +1,6 @@
-"""Pictures of a comparison: plain values in (`report.as_json`), plotly figures out.
+"""Plotly figures of a comparison, drawn from its report (`report.as_json`).
 
-A figure has no background of its own: it reads on a light and on a dark page.
+Figures have a transparent background, so that they can be read on light and dark pages.
 """
 
 from __future__ import annotations
@@ -8,86 +8,98 @@ from __future__ import annotations
 import html
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import plotly.graph_objects as go
 
 from stagescope.compared import part_text
+from stagescope_service.compare.report.as_json import (
+    PairReport,
+    PlaceReport,
+    SampleReport,
+    StatisticsReport,
+    TensorReport,
+)
 
 COLOURS: Final = {
     "same": "#2a8048", "within noise": "#5f7d2c", "not comparable": "#6e7278",
     "different": "#c0392b",
 }  # fmt: skip
-"""Of verdicts: 3:1 against a light and a dark page, 4.5:1 below white text."""
+"""Colours of verdicts: contrast 3:1 with light and dark pages, 4.5:1 with white text."""
 MOST_BARS: Final = 200
 MOST_DETAILED: Final = 6
-"""Tensors that differ that have figures of their own: the first of them in the flow."""
+"""Most differing tensors that have figures of their own: the first in the flow."""
 
-_Said = Mapping[str, Any]
 _DISTANCE: Final = "|d| = |A - B|"
 _WITHOUT_DISTANCE: Final = ("tokens", "masks")
-"""Stations of numbers that are names: they are equal or not."""
+"""Stations whose numbers have no distance: they are equal or not."""
 _LONGEST: Final = 30
-"""Characters of a name on an axis; the whole of it stands where the pointer is."""
+"""Most characters of a name on an axis; the hover text has the full name."""
 _GRID: Final = "rgba(128,128,128,0.3)"
 _MARKER: Final = {"color": "#ffffff", "line": {"color": "#222222", "width": 1}}
 _TICKS: Final = 6
-_APART: Final = 32
-"""Ranks that a narrow window can show with a gap between them."""
+_MOST_WITH_GAPS: Final = 32
+"""Most ranks that a narrow window can show with gaps between them."""
 
 
 class _Measure(NamedTuple):
-    field: str
+    value: Callable[[StatisticsReport | SampleReport], float]
     name: str
     axis: str
 
 
-_LARGEST: Final = _Measure("max_abs", "max |d|", _DISTANCE)
-_COUNT: Final = _Measure("unequal", "values that differ", "values that differ")
+_LARGEST: Final = _Measure(lambda found: found["max_abs"], "max |d|", _DISTANCE)
+_COUNT: Final = _Measure(lambda found: found["unequal"], "values that differ", "values that differ")
 
 
-def pictures(pair: _Said) -> list[go.Figure]:
-    """Return the figures of two sides: the flow, then of the first tensors that differ.
+class _TitledTensor(NamedTuple):
+    title: str
+    report: TensorReport
 
-    Where everything is the same there is nothing to draw.
+
+def pictures(pair: PairReport) -> list[go.Figure]:
+    """Return figures of two sides: of the flow, then of the first tensors that differ.
+
+    If everything is the same there are none.
     """
     tensors = _tensors(pair)
-    if all(tensor["verdict"] == "same" for tensor in tensors):
+    if all(tensor.report["verdict"] == "same" for tensor in tensors):
         return []
     figures = [flow_figure(tensors[:MOST_BARS])]
-    differing = [tensor for tensor in tensors if tensor["verdict"] == "different"]
+    differing = [tensor for tensor in tensors if tensor.report["verdict"] == "different"]
     for tensor in differing[:MOST_DETAILED]:
-        if len(tensor["places"]) > 1:
+        if len(tensor.report["places"]) > 1:
             figures.append(places_figure(tensor))
-        if tensor["differing_samples"]:
+        if tensor.report["differing_samples"]:
             figures.append(samples_figure(tensor))
     return figures
 
 
-def flow_figure(tensors: Sequence[_Said]) -> go.Figure:
-    """Return the largest and mean |d| of each tensor, in the order in which data flows.
+def flow_figure(tensors: Sequence[_TitledTensor]) -> go.Figure:
+    """Return the largest and mean |d| of each tensor, in the order of the data flow.
 
-    The axis is of powers of ten, with a 0 below the smallest difference. What has no distance
-    (token ids, masks, values of which no pair is finite) stands at the 0, with a cross on it
-    where it differs.
+    The axis shows powers of ten, with a 0 below the smallest difference. Tensors without a
+    distance (token ids, masks, values without a finite pair) are drawn at 0, with a cross if they
+    differ.
     """
-    names = _short([tensor["title"] for tensor in tensors])
-    largest = [_distance(tensor, "max_abs") for tensor in tensors]
-    means = [_distance(tensor, "mean_abs") for tensor in tensors]
+    names = _short([tensor.title for tensor in tensors])
+    reports = [tensor.report for tensor in tensors]
+    largest = [_distance(report, report["statistics"]["max_abs"]) for report in reports]
+    means = [_distance(report, report["statistics"]["mean_abs"]) for report in reports]
     zero, ticks = _powers([*largest, *means])
     crossed = [
-        at for at, (tensor, value) in enumerate(zip(tensors, largest, strict=True))
-        if value is None and tensor["verdict"] == "different"
+        at for at, (report, value) in enumerate(zip(reports, largest, strict=True))
+        if value is None and report["verdict"] == "different"
     ]  # fmt: skip
     hovers = [
-        f"{html.escape(tensor['title'])}<br>{tensor['station']}<br>max |d| {value}<br>"
-        f"{html.escape(tensor['reason'] or 'equal')}"
+        f"{html.escape(tensor.title)}<br>{tensor.report['station']}<br>max |d| {value}<br>"
+        f"{html.escape(tensor.report['reason'] or 'equal')}"
         for tensor, value in zip(tensors, largest, strict=True)
     ]
     figure = go.Figure()
     for verdict, colour in COLOURS.items():
-        these = [at for at, tensor in enumerate(tensors) if tensor["verdict"] == verdict]
+        these = [at for at, report in enumerate(reports) if report["verdict"] == verdict]
         if these:
             figure.add_bar(
                 name=f"max |d|, {verdict}", marker_color=colour, x=[names[at] for at in these],
@@ -112,21 +124,21 @@ def flow_figure(tensors: Sequence[_Said]) -> go.Figure:
     return _finished(figure, "Differences in the order in which data flows")
 
 
-def places_figure(tensor: _Said) -> go.Figure:
+def places_figure(tensor: _TitledTensor) -> go.Figure:
     """Return how a tensor differs by rank and part."""
-    places, measure = tensor["places"], _measure(tensor)
-    ranks = sorted({_rank(each["a"]) for each in places})
-    parts = sorted({_part(each["a"]): part_text(each["a"]) for each in places}.items())
+    shards, measure = tensor.report["places"], _measure(tensor.report)
+    ranks = sorted({_rank(each["a"]) for each in shards})
+    parts = sorted({_part(each["a"]): part_text(each["a"]) for each in shards}.items())
     rows = {part: at for at, (part, _) in enumerate(parts)}
     cells: list[list[float | None]] = [[None] * len(ranks) for _ in parts]
-    for each in places:
+    for each in shards:
         row, column = rows[_part(each["a"])], ranks.index(_rank(each["a"]))
         found = each["statistics"]
-        value = float(found[measure.field]) if found["finite"] or measure is _COUNT else None
+        value = float(measure.value(found)) if found["finite"] or measure is _COUNT else None
         both = (cells[row][column], value)
         cells[row][column] = max((v for v in both if v is not None), default=None)
     most = max((value for row in cells for value in row if value is not None), default=0.0)
-    gap = 1 if len(ranks) <= _APART else 0
+    gap = 1 if len(ranks) <= _MOST_WITH_GAPS else 0
     figure = go.Figure(
         go.Heatmap(
             z=cells, x=[str(rank) for rank in ranks], y=[text for _, text in parts],
@@ -137,18 +149,18 @@ def places_figure(tensor: _Said) -> go.Figure:
     )  # fmt: skip
     figure.update_xaxes(title="rank", type="category")
     figure.update_yaxes(title="part", type="category", autorange="reversed")
-    title = f"{tensor['title']}: {measure.name} by rank and part"
+    title = f"{tensor.title}: {measure.name} by rank and part"
     return _finished(figure, title, height=min(180 + 30 * len(parts), 600))
 
 
-def samples_figure(tensor: _Said) -> go.Figure:
-    """Return how far the samples differ in which a tensor differs, the worst first."""
-    measure = _measure(tensor)
-    worst = sorted(tensor["differing_samples"], key=lambda each: -each[measure.field])[:MOST_BARS]
+def samples_figure(tensor: _TitledTensor) -> go.Figure:
+    """Return how far a tensor differs in each sample, the worst first."""
+    measure, samples = _measure(tensor.report), tensor.report["differing_samples"]
+    worst = sorted(samples, key=lambda each: -measure.value(each))[:MOST_BARS]
     names = _short([each["sample"] for each in worst])
     figure = go.Figure()
     figure.add_bar(
-        name=measure.name, x=names, y=[each[measure.field] for each in worst],
+        name=measure.name, x=names, y=[measure.value(each) for each in worst],
         marker_color=COLOURS["different"], hoverinfo="text",
         hovertext=[
             f"{html.escape(each['sample'])}<br>{each['unequal']} of {each['pairs']} values differ"
@@ -163,18 +175,18 @@ def samples_figure(tensor: _Said) -> go.Figure:
         )  # fmt: skip
     figure.update_xaxes(title="sample", type="category")
     figure.update_yaxes(title=measure.axis, rangemode="tozero", exponentformat="e")
-    return _finished(figure, f"{tensor['title']}: samples that differ, the worst first")
+    return _finished(figure, f"{tensor.title}: samples that differ, the worst first")
 
 
-def _tensors(pair: _Said) -> list[dict[str, Any]]:
-    """Return the tensors in the order of the flow, each with a title."""
+def _tensors(pair: PairReport) -> list[_TitledTensor]:
+    """Return the tensors with their titles, in the order of the flow."""
     found = [(s["section"], tensor) for s in pair["sections"] for tensor in s["tensors"]]
     several = len({tensor["step"] for _, tensor in found}) > 1
     titled = [
-        {**each, "title": f"{section}/{each['name']}" + f" of step {each['step']}" * several}
+        _TitledTensor(f"{section}/{each['name']}" + f" of step {each['step']}" * several, each)
         for section, each in found
     ]
-    return sorted(titled, key=lambda tensor: tensor["order"])
+    return sorted(titled, key=lambda tensor: tensor.report["order"])
 
 
 def _finished(figure: go.Figure, title: str, height: int = 420) -> go.Figure:
@@ -193,7 +205,7 @@ def _finished(figure: go.Figure, title: str, height: int = 420) -> go.Figure:
 
 
 def _powers(values: Sequence[float | None]) -> tuple[float, dict[float, str]]:
-    """Return where a difference of 0 is drawn on an axis of powers of ten, and its ticks."""
+    """Return the position of 0 on an axis of powers of ten, and the ticks of the axis."""
     exponents = [math.log10(value) for value in values if value]
     low, high = math.floor(min(exponents, default=0)), math.ceil(max(exponents, default=0))
     every = -(-(high - low + 1) // _TICKS)
@@ -203,7 +215,7 @@ def _powers(values: Sequence[float | None]) -> tuple[float, dict[float, str]]:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Return names for an axis, as plotly's text: their ends, numbered where these are the same."""
+    """Return names for an axis, escaped for plotly: their ends, numbered if they repeat."""
     found: dict[str, None] = {}
     for name in names:
         end = name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
@@ -212,23 +224,20 @@ def _short(names: Sequence[str]) -> list[str]:
     return [html.escape(name) for name in found]
 
 
-def _measure(tensor: _Said) -> _Measure:
-    return _COUNT if _distance(tensor, "max_abs") is None else _LARGEST
+def _measure(tensor: TensorReport) -> _Measure:
+    return _COUNT if _distance(tensor, tensor["statistics"]["max_abs"]) is None else _LARGEST
 
 
-def _distance(tensor: _Said, field: str) -> float | None:
-    """Return a number of |d|; None of what has no distance."""
-    found = tensor["statistics"]
-    if tensor["station"] in _WITHOUT_DISTANCE or not found["finite"]:
+def _distance(tensor: TensorReport, value: float) -> float | None:
+    """Return a number of |d|, None if the tensor has no distance or the number is not finite."""
+    if tensor["station"] in _WITHOUT_DISTANCE or not tensor["statistics"]["finite"]:
         return None
-    value = float(found[field])
-    return value if math.isfinite(value) else None
+    return float(value) if math.isfinite(value) else None
 
 
-def _rank(place: _Said) -> int:
+def _rank(place: PlaceReport) -> int:
     return -1 if place["rank"] is None else int(place["rank"])
 
 
-def _part(place: _Said) -> tuple[int, ...]:
-    names = ("occurrence", "epoch", "minibatch", "microbatch")
-    return tuple(place[name] for name in names)
+def _part(place: PlaceReport) -> tuple[int, int, int, int]:
+    return (place["occurrence"], place["epoch"], place["minibatch"], place["microbatch"])

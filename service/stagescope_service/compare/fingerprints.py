@@ -1,26 +1,27 @@
-"""What changed between two attempts: their fingerprints and the places of their ranks.
+"""Differences between two attempts: their fingerprints and the locations of their ranks.
 
-Asked before any tensor is compared: another package or option explains more than a number can.
+They come before any comparison of tensors: another package or option explains more than a number
+can.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 AREAS: Final = ("git", "config", "layout", "packages", "drivers", "python", "environment", "place")
-"""In the order in which they are told: what decides numbers first."""
+"""Areas of a fingerprint; those that decide numbers come first."""
 
 Weight = Literal["numbers", "place", "start", "unknown"]
-"""What a difference may mean: other numbers, another machine, or only another start. What one side
-does not know is no difference: whether it is the same is unknown."""
+"""What a difference may change: numbers, the machine, or only this start. It is unknown if one
+side does not have the value."""
 
 _ORDER: Final[Mapping[Weight, int]] = {"numbers": 0, "place": 1, "start": 2, "unknown": 3}
-_LISTED: Final = ("config", "packages", "environment")
-"""Areas that are listed whole: what is not in such a list of a side is not there."""
+_COMPLETE_AREAS: Final = ("config", "packages", "environment")
+"""Areas that are recorded completely: what such a list lacks does not exist on that side."""
 _IMPORTED: Final = "imported"
-"""In the configuration of a run that was made of files."""
+"""Key in the configuration of a run that was imported from files."""
 
 _PLACE: Final = ("node", "host", "device_index", "device_serial")
 _LAYOUT: Final = (
@@ -28,107 +29,123 @@ _LAYOUT: Final = (
     "vpp_rank", "vpp_size", "cp_rank", "cp_size", "sp_rank", "sp_size", "ep_rank", "ep_size",
     "etp_rank", "etp_size", "engine", "engine_version", "framework", "framework_version",
 )  # fmt: skip
-# Ray and launchers give these anew at every start; a training reads no number from them.
-_OF_A_START: Final = re.compile(
+# Ray and launchers set these anew at every start; a training computes no number from them.
+_STARTUP_VARIABLES: Final = re.compile(
     r"RAY_(JOB|SESSION|RAYLET|NODE|WORKER|CLIENT|LAUNCHER|ADDRESS|GCS)|MASTER_(ADDR|PORT)|"
     r"TORCHELASTIC_|SLURM_(JOB|STEP|TASK|LAUNCH|SRUN)|XDG_|STAGESCOPE_(ATTEMPT|URL|HOME|RUN)"
 )
-_OF_THE_SERVICE: Final = re.compile(r"keep(\.|\Z)")
-"""Settings of what is looked at, which change nothing of what is computed."""
+_KEEP_SETTINGS: Final = re.compile(r"keep(\.|\Z)")
+"""Settings of what is kept, which change nothing that is computed."""
 _RAY_WORKER: Final = "default_worker.py"
 
+Json = object
+"""A JSON value of unknown form."""
 
-class Difference(NamedTuple):
-    """One thing that is not the same on both sides; None where a side does not have it."""
+
+class FingerprintDifference(NamedTuple):
+    """A value that differs between the two sides; None where a side does not have it."""
 
     area: str
     name: str
-    a: Any
-    b: Any
+    a: Json
+    b: Json
     weight: Weight
 
 
 class Attempt(NamedTuple):
-    """One side: what its processes said at their start.
+    """One side: what its processes reported at their start.
 
     Attributes:
-        fingerprint: of the attempt, as a process gathered it; None where none did.
+        fingerprint: fingerprint of the attempt, as one process gathered it; None without one.
         processes: role, rank, world_size and the layout columns of each process.
     """
 
-    fingerprint: Mapping[str, Any] | None
-    processes: Sequence[Mapping[str, Any]]
+    fingerprint: Mapping[str, Json] | None
+    processes: Sequence[Mapping[str, Json]]
 
 
-def fingerprint_differences(a: Attempt, b: Attempt) -> list[Difference]:
-    """Return everything that differs, what decides numbers first."""
-    found = [*_told(a.fingerprint or {}, b.fingerprint or {}), *_ranks(a.processes, b.processes)]
+def fingerprint_differences(a: Attempt, b: Attempt) -> list[FingerprintDifference]:
+    """Return everything that differs; what decides numbers comes first."""
+    found = [
+        *_fingerprint_changes(a.fingerprint or {}, b.fingerprint or {}),
+        *_rank_changes(a.processes, b.processes),
+    ]
     found.sort(key=lambda each: (_ORDER[each.weight], AREAS.index(each.area)))
     return found
 
 
-def _told(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+def _fingerprint_changes(
+    a: Mapping[str, Json], b: Mapping[str, Json]
+) -> Iterator[FingerprintDifference]:
     for area in ("git", "config", "packages", "drivers", "environment"):
         one, other = a.get(area), b.get(area)
-        # Of a run that was made of files nothing else is known.
-        is_listed = area in _LISTED and all(isinstance(each, Mapping) for each in (one, other))
-        is_listed = is_listed and not any(_IMPORTED in each for each in (one, other) if each)
-        for name, of_a, of_b in _apart(one, other):
-            is_start = (area == "environment" and _OF_A_START.match(name)) or (
-                area == "config" and _OF_THE_SERVICE.match(name)
+        # Of an imported run only this configuration is known.
+        is_complete = area in _COMPLETE_AREAS and not any(
+            not isinstance(each, Mapping) or _IMPORTED in each for each in (one, other)
+        )
+        for name, value_a, value_b in _changes(one, other):
+            is_start = (area == "environment" and _STARTUP_VARIABLES.match(name)) or (
+                area == "config" and _KEEP_SETTINGS.match(name)
             )
             weight: Weight = "start" if is_start else "numbers"
-            lacking = [said for said, value in ((one, of_a), (other, of_b)) if value is None]
-            if lacking and not (is_listed and _absent(lacking[0], name)):
+            lacking = [side for side, value in ((one, value_a), (other, value_b)) if value is None]
+            if lacking and not (is_complete and _is_absent(lacking[0], name)):
                 weight = "unknown"
-            yield Difference(area, name, of_a, of_b, weight)
-    for name, of_a, of_b in _apart(_interpreter(a), _interpreter(b)):
+            yield FingerprintDifference(area, name, value_a, value_b, weight)
+    for name, value_a, value_b in _changes(_interpreter(a), _interpreter(b)):
         weight = "start" if name == "argv" else "numbers"
-        yield Difference("python", name, of_a, of_b, "unknown" if None in (of_a, of_b) else weight)
+        weight = "unknown" if None in (value_a, value_b) else weight
+        yield FingerprintDifference("python", name, value_a, value_b, weight)
 
 
-def _absent(listed: Any, name: str) -> bool:
-    """Whether a dotted name is not in a tree; one that is there without a value is not known."""
-    for word in name.split("."):
-        if not isinstance(listed, Mapping) or word not in listed:
+def _is_absent(tree: Json, name: str) -> bool:
+    """Return whether a tree lacks a dotted name; a name without a value is unknown, not absent."""
+    for part in name.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
             return True
-        listed = listed[word]
-    return listed is not None
+        tree = tree[part]
+    return tree is not None
 
 
-def _interpreter(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def _interpreter(fingerprint: Mapping[str, Json]) -> dict[str, Json]:
     found = {name: fingerprint.get(name) for name in ("python", "platform", "argv", "entrypoint")}
     argv = found["argv"]
-    if isinstance(argv, list) and any(str(word).endswith(_RAY_WORKER) for word in argv):
-        del found["argv"]  # Ray's own words: sockets and ids, and nothing of the training
+    if isinstance(argv, list) and any(str(argument).endswith(_RAY_WORKER) for argument in argv):
+        del found["argv"]  # Ray's own arguments: sockets and ids
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _ranks(a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]]) -> Iterator[Difference]:
-    both = {_rank(row) for row in a} & {_rank(row) for row in b}
+def _rank_changes(
+    a: Iterable[Mapping[str, Json]], b: Iterable[Mapping[str, Json]]
+) -> Iterator[FingerprintDifference]:
+    shared = {_rank(row) for row in a} & {_rank(row) for row in b}
     kinds: tuple[tuple[Sequence[str], str, Weight], ...] = (
         (_LAYOUT, "layout", "numbers"), (_PLACE, "place", "place"),
     )  # fmt: skip
     for columns, area, weight in kinds:
-        for name, of_a, of_b in _apart(_columns(a, columns), _columns(b, columns)):
-            is_known = None not in (of_a, of_b) or name.rpartition(".")[0] not in both
-            yield Difference(area, name, of_a, of_b, weight if is_known else "unknown")
+        of_a, of_b = _columns_by_rank(a, columns), _columns_by_rank(b, columns)
+        for name, value_a, value_b in _changes(of_a, of_b):
+            is_known = None not in (value_a, value_b) or name.rpartition(".")[0] not in shared
+            yield FingerprintDifference(
+                area, name, value_a, value_b, weight if is_known else "unknown"
+            )
 
 
-def _rank(row: Mapping[str, Any]) -> str:
+def _rank(row: Mapping[str, Json]) -> str:
     return f"{row['role']}/{row['rank']}"
 
 
-def _columns(processes: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return `role/rank` -> what is known of it; the newest process of a rank answers."""
-    found: dict[str, Any] = {}
-    for row in processes:
-        said = {name: row[name] for name in names if row.get(name) is not None}
-        found[_rank(row)] = said
-    return found
+def _columns_by_rank(
+    processes: Iterable[Mapping[str, Json]], names: Sequence[str]
+) -> dict[str, Json]:
+    """Return `role/rank` -> its columns that are known, from the newest process of the rank."""
+    return {
+        _rank(row): {name: row[name] for name in names if row.get(name) is not None}
+        for row in processes
+    }
 
 
-def _apart(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+def _changes(a: Json, b: Json) -> Iterator[tuple[str, Json, Json]]:
     """Yield the dotted name and both values of everything that differs."""
     of_a, of_b = dict(_leaves("", a)), dict(_leaves("", b))
     for name in sorted({*of_a, *of_b}):
@@ -136,7 +153,7 @@ def _apart(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
             yield name, of_a.get(name), of_b.get(name)
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(prefix: str, value: Json) -> Iterator[tuple[str, Json]]:
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _leaves(f"{prefix}.{name}" if prefix else str(name), each)

@@ -1,4 +1,4 @@
-"""Where a tensor of a dump lies in the flow of a step (`stagescope.flow`), and what kind it is."""
+"""Position of a tensor in the data flow of a step (`stagescope.flow`), and its kind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TEXTS: Final[Mapping[str, str]] = {
     "input": "prompt_text", "prompt": "prompt_text",
     "output": "response_text", "response": "response_text",
 }  # fmt: skip
-"""Texts of rows that stand for tokens where a file has none -> the name under which they count."""
+"""Texts of rows that stand for tokens if a file has none -> name of the tensor they become."""
 TARGETS: Final = "loss_fn_inputs/target_tokens"
-"""Tokens of a datum that its mask, log-probs and advantages are of, each one place to the left."""
+"""Tokens of a datum, shifted left by one: its mask, log-probs and advantages align with them."""
 TOKENS: Final = frozenset({
     "tokens", "prompts", "responses", "input_ids", "input_tokens", TARGETS, *TEXTS.values(),
 })  # fmt: skip
@@ -23,22 +23,22 @@ LOG_PROBS: Final = frozenset({
     "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_probs", "recomputed_log_probs",
 })  # fmt: skip
 LOSSES: Final = frozenset({"loss", "pg_loss", "entropy_loss", "kl_loss", "value_loss"})
-SAMPLING: Final = ("trajectories", "batch_inputs")
-"""Sections that say which tokens were sampled: compared before the others."""
-TELLING: Final = ("forward_data",)
-"""Sections whose shards may say which rows others of their ranks and parts hold."""
-COUNTED: Final = ("loss", "metrics")
-"""Sections of numbers: each is of all the rows of its part."""
-NAMED: Final = frozenset({"gradients", "parameters"})
-"""Sections whose tensors are known by name; they have no rows."""
+SAMPLE_SECTIONS: Final = ("trajectories", "batch_inputs")
+"""Sections that hold the sampled tokens; they are compared before the others."""
+IDENTIFYING_SECTIONS: Final = ("forward_data",)
+"""Sections whose shards may identify the rows of other shards of their rank and part."""
+NUMBER_SECTIONS: Final = ("loss", "metrics")
+"""Sections of numbers, each of all rows of its part."""
+NAMED_SECTIONS: Final = frozenset({"gradients", "parameters"})
+"""Sections whose tensors are identified by name and have no rows."""
 STATIONS: Final = (
     "tokens", "masks", "rollout log-probs", "rewards", "log-probs before the update", "values",
     "advantages", "log-probs in the update", "ratio", "loss", "gradients", "parameters", "other",
 )  # fmt: skip
-"""Names for stretches of the flow, in order."""
+"""Names of the stations of the flow, in order."""
 
-_PASSES: Final = frozenset({"forward_data", "is_loss"})
-"""Sections of the pass that an update makes."""
+_UPDATE_SECTIONS: Final = frozenset({"forward_data", "is_loss"})
+"""Sections of the forward pass of an update."""
 _BEGINS: Final = (
     "prompts", "attention_mask", "rollout_log_probs", "rewards", "old_log_probs", "values",
     "advantages", "log_probs", "prob_ratio", "pg_loss", "gradient", "parameter",
@@ -47,19 +47,19 @@ _STARTS: Final = (*map(FLOW.index, _BEGINS), len(FLOW))
 _SECTION_ORDER: Final = {section: at for at, section in enumerate(SECTIONS)}
 
 
-def order(section: str, name: str) -> tuple[int, int, str]:
-    """Return a key that sorts tensors as their data flows."""
-    family = section.removesuffix("s") if section in NAMED else name
-    stage = "actor_update" if section in _PASSES else None
+def sort_key(section: str, name: str) -> tuple[int, int, str]:
+    """Return a key that sorts tensors in the order of the data flow."""
+    family = section.removesuffix("s") if section in NAMED_SECTIONS else name
+    stage = "actor_update" if section in _UPDATE_SECTIONS else None
     return (order_of(family, stage), _SECTION_ORDER.get(section, len(SECTIONS)), name)
 
 
 def station(section: str, name: str) -> str:
-    """Return the name of the stretch in which a tensor lies."""
-    place = order(section, name)[0]
-    return STATIONS[sum(start <= place for start in _STARTS) - 1]
+    """Return the station of the flow to which a tensor belongs."""
+    position = sort_key(section, name)[0]
+    return STATIONS[sum(start <= position for start in _STARTS) - 1]
 
 
 def is_structural(name: str) -> bool:
-    """Whether a tensor says which tokens there are: tokens and masks."""
+    """Return whether a tensor holds tokens or a mask, which determine the other tensors' rows."""
     return name in TOKENS or name in MASKS

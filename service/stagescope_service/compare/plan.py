@@ -1,31 +1,31 @@
-"""Which entries of two dumps are held against each other: discovered from both, never given."""
+"""Plan which entries of two dumps are compared; everything is discovered from the dumps."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope_service.compare.flow import SAMPLING
-from stagescope_service.compare.results import Finding, Verdict
+from stagescope_service.compare.flow import SAMPLE_SECTIONS
+from stagescope_service.compare.results import ComparisonFinding, Verdict
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import SECTIONS, Dump, Entry, Place
 
-COUNTERPARTS: Final[Mapping[str, tuple[str, ...]]] = {
+COUNTERPART_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "is_loss": ("forward_data", "old_log_probs", "advantages", "loss"),
     "advantages": ("trajectories",),
     "old_log_probs": ("trajectories",),
 }
-"""Where a side without a section may hold some of its tensors."""
+"""Sections in which a side without a section may hold some of its tensors."""
 
-Entries = tuple[tuple[Entry, ...], tuple[Entry, ...]]
-Pair = tuple[Entry | None, Entry | None]
+EntryPair = tuple[Entry | None, Entry | None]
+"""An entry of each side; None where a side has no counterpart."""
 
 
-class Unit(NamedTuple):
-    """Within it a sample is there once: what else differs in a place are shards."""
+class BatchPass(NamedTuple):
+    """One pass over the samples of a step: a sample occurs in it once, split over its shards."""
 
     step: int | None
     stage: str | None
@@ -33,98 +33,95 @@ class Unit(NamedTuple):
     epoch: int
 
     def __str__(self) -> str:
-        words = ["" if self.step is None else f"step {self.step}", self.stage or ""]
-        words += [f"occurrence {self.occurrence}"] if self.occurrence else []
-        words += [f"epoch {self.epoch}"] if self.epoch else []
-        return ", ".join(word for word in words if word) or "epoch 0"
+        parts = ["" if self.step is None else f"step {self.step}", self.stage or ""]
+        parts += [f"occurrence {self.occurrence}"] if self.occurrence else []
+        parts += [f"epoch {self.epoch}"] if self.epoch else []
+        return ", ".join(part for part in parts if part) or "epoch 0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Match:
+class SectionMatch:
     """Entries of two sides that may hold the same.
 
     Attributes:
-        section: under which it is reported.
-        entries: of each side.
-        places: of every entry's place the form that both sides share.
-        borrowed: of which section one side's entries are, where they are of another.
+        section: the section under which they are reported.
+        entries: the entries of each side.
+        common_locations: location of every entry -> the form of it that both sides share.
+        borrowed: the section of one side's entries, where it is another one.
     """
 
     section: str
-    entries: Entries
-    places: Mapping[Place, Place]
+    entries: tuple[tuple[Entry, ...], tuple[Entry, ...]]
+    common_locations: Mapping[Place, Place]
     borrowed: str = ""
 
-    def unit(self, entry: Entry) -> Unit:
-        """Return in which unit an entry lies."""
-        place = self.places[entry.place]
-        return Unit(place.step, place.stage, place.part.occurrence, place.part.epoch)
+    def pass_of(self, entry: Entry) -> BatchPass:
+        """Return the pass to which an entry belongs."""
+        location = self.common_locations[entry.place]
+        part = location.part
+        return BatchPass(location.step, location.stage, part.occurrence, part.epoch)
 
-    def unit_of(self, pair: Pair) -> Unit:
-        """Return in which unit a pair lies."""
+    def pass_of_pair(self, pair: EntryPair) -> BatchPass:
+        """Return the pass to which a pair belongs."""
         entry = pair[0] or pair[1]
         assert entry is not None
-        return self.unit(entry)
+        return self.pass_of(entry)
 
-    def entry_pairs(self) -> Iterator[Pair]:
-        """Yield entries of one place, one of each side; None where a side has no such.
-
-        What lies in a unit that one side alone has is left out.
-        """
-        units = [{self.unit(entry) for entry in entries} for entries in self.entries]
-        shared = units[0] & units[1]
-        by_place: dict[Place, tuple[list[Entry], list[Entry]]] = {}
+    def entry_pairs(self) -> Iterator[EntryPair]:
+        """Yield pairs of entries of one location; passes that only one side has are left out."""
+        passes = [{self.pass_of(entry) for entry in entries} for entries in self.entries]
+        shared = passes[0] & passes[1]
+        by_location: dict[Place, tuple[list[Entry], list[Entry]]] = {}
         for side in range(2):
             for entry in self.entries[side]:
-                if self.unit(entry) not in shared:
-                    continue
-                by_place.setdefault(self.places[entry.place], ([], []))[side].append(entry)
-        for one, other in by_place.values():
+                if self.pass_of(entry) in shared:
+                    location = self.common_locations[entry.place]
+                    by_location.setdefault(location, ([], []))[side].append(entry)
+        for one, other in by_location.values():
             yield from _entry_pairs(one, other)
 
 
-def plan(a: Dump, b: Dump) -> tuple[list[Match], list[Finding]]:
-    """Return what to compare, in the order of the flow, and what one side alone has."""
-    sections: list[dict[str, list[Entry]]] = []
+def plan(a: Dump, b: Dump) -> tuple[list[SectionMatch], list[ComparisonFinding]]:
+    """Return what to compare, in the order of the flow, and what only one side has."""
+    sides: list[dict[str, list[Entry]]] = []
     for dump in (a, b):
-        found: dict[str, list[Entry]] = collections.defaultdict(list)
+        by_section: dict[str, list[Entry]] = collections.defaultdict(list)
         for entry in dump.entries:
-            found[entry.section].append(entry)
-        sections.append(found)
-    one, other = sections
-    lone = of_a_part(a, b)
-    names = sorted(one.keys() | other.keys(), key=_order)
+            by_section[entry.section].append(entry)
+        sides.append(by_section)
+    one, other = sides
+    verdict = one_sided_verdict(a, b)
     matches, findings = [], []
-    for section in names:
+    for section in sorted(one.keys() | other.keys(), key=_section_order):
         if section in one and section in other:
-            matches.append(_match(section, one[section], other[section]))
+            matches.append(_match_section(section, one[section], other[section]))
             continue
         side = 0 if section in one else 1
         borrowed = [
-            _match(section, one[x], other[y], borrowed=lent)
-            for lent in COUNTERPARTS.get(section, ())
-            for x, y in [(section, lent) if side == 0 else (lent, section)]
+            _match_section(section, one[x], other[y], borrowed=counterpart)
+            for counterpart in COUNTERPART_SECTIONS.get(section, ())
+            for x, y in [(section, counterpart) if side == 0 else (counterpart, section)]
             if x in one and y in other
         ]
         matches += borrowed
-        beside = "".join(f", {each.borrowed}" for each in borrowed)
         message = f"{section} is there on one side only"
-        if beside:
-            message += f"; looked for in the other side's {beside[2:]}"
-        files = tuple(dict.fromkeys(str(entry.path) for entry in sections[side][section]))
-        findings.append(Finding("section", message, side, section, files, lone))
+        if borrowed:
+            sections = ", ".join(each.borrowed for each in borrowed)
+            message += f"; looked for in the other side's {sections}"
+        files = tuple(dict.fromkeys(str(entry.path) for entry in sides[side][section]))
+        findings.append(ComparisonFinding("section", message, side, section, files, verdict))
     return matches, findings
 
 
-def of_a_part(a: Dump, b: Dump) -> Verdict:
-    """Return what a section or stage makes of the comparison that one side alone has.
+def one_sided_verdict(a: Dump, b: Dump) -> Verdict:
+    """Return the verdict on a section or stage that only one side has.
 
-    Two runs of this project say the same where they do the same: what one lacks it has not done,
-    or not kept. Other formats have forms that hold different sections, and so have runs that were
-    taken in from them.
+    Two runs of this project record the same where they do the same: a section that one of them
+    lacks was not computed, or not kept. Other formats have variants that hold different sections,
+    and so have runs that were imported from them.
     """
-    is_one_form = all(dump.kind == OWN and not _is_imported(dump) for dump in (a, b))
-    return Verdict.NOT_COMPARABLE if is_one_form else Verdict.SAME
+    is_one_format = all(dump.kind == OWN and not _is_imported(dump) for dump in (a, b))
+    return Verdict.NOT_COMPARABLE if is_one_format else Verdict.SAME
 
 
 def _is_imported(dump: Dump) -> bool:
@@ -133,48 +130,41 @@ def _is_imported(dump: Dump) -> bool:
     return any(str(name).rpartition("@")[2].startswith(KEY_PREFIX) for name in names)
 
 
-def _order(section: str) -> tuple[int, str]:
-    known = list(SECTIONS)
-    first = 0 if section in SAMPLING else 1
-    return (first * 100 + (known.index(section) if section in known else 99), section)
+def _section_order(section: str) -> tuple[int, str]:
+    sections = list(SECTIONS)
+    first = 0 if section in SAMPLE_SECTIONS else 1
+    position = sections.index(section) if section in sections else 99
+    return (first * 100 + position, section)
 
 
-def _match(section: str, a: Sequence[Entry], b: Sequence[Entry], borrowed: str = "") -> Match:
-    def is_one(values: Callable[[Place], object]) -> bool:
-        return all(len({values(entry.place) for entry in side}) <= 1 for side in (a, b))
-
-    # Two frameworks name a stage differently, and step 5 of one run is step 0 of another's replay.
-    step, stage, role = is_one(_step), is_one(_stage), is_one(_role)
-    places = {
-        place: place._replace(
-            step=None if step else place.step,
-            stage=None if stage else place.stage,
-            role=None if role else place.role,
+def _match_section(
+    section: str, a: Sequence[Entry], b: Sequence[Entry], borrowed: str = ""
+) -> SectionMatch:
+    def is_unique(coordinate: str) -> bool:
+        return all(
+            len({getattr(entry.place, coordinate) for entry in side}) <= 1 for side in (a, b)
         )
-        for place in (entry.place for entry in (*a, *b))
+
+    # Two frameworks name a stage differently, and step 5 of one run is step 0 of another's replay:
+    # a coordinate with at most one value on each side is not compared.
+    any_step, any_stage, any_role = map(is_unique, ("step", "stage", "role"))
+    common_locations = {
+        location: location._replace(
+            step=None if any_step else location.step,
+            stage=None if any_stage else location.stage,
+            role=None if any_role else location.role,
+        )
+        for location in (entry.place for entry in (*a, *b))
     }
-    return Match(section, (tuple(a), tuple(b)), places, borrowed)
+    return SectionMatch(section, (tuple(a), tuple(b)), common_locations, borrowed)
 
 
-def _step(place: Place) -> object:
-    return place.step
-
-
-def _stage(place: Place) -> object:
-    return place.stage
-
-
-def _role(place: Place) -> object:
-    return place.role
-
-
-def _entry_pairs(one: list[Entry], other: list[Entry]) -> Iterator[Pair]:
+def _entry_pairs(one: list[Entry], other: list[Entry]) -> Iterator[EntryPair]:
     if len(one) == len(other) == 1:
         yield one[0], other[0]
         return
     by_key = {entry.key or entry.path.name: entry for entry in other}
     for entry in one:
-        partner = by_key.pop(entry.key or entry.path.name, None)
-        yield entry, partner
+        yield entry, by_key.pop(entry.key or entry.path.name, None)
     for entry in by_key.values():
         yield None, entry

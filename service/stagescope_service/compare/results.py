@@ -1,23 +1,23 @@
-"""What a comparison says: plain values, small whatever the dumps' sizes were."""
+"""Results of a comparison: plain values, small whatever the size of the dumps."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from stagescope_service.compare.pairing.pieces import Piece
-from stagescope_service.compare.pairing.token_alignment import Location
+from stagescope_service.compare.pairing.shard_comparison import ShardComparison
+from stagescope_service.compare.pairing.token_alignment import ValueLocation
 from stagescope_service.compare.tolerances import NoiseFloor, Tolerance
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import Pairwise
 
 
 class Verdict(str, enum.Enum):
-    """What two things are to each other; the later ones outweigh the earlier."""
+    """How two things compare; later verdicts outweigh earlier ones."""
 
     SAME = "same"
     WITHIN_NOISE = "within noise"
@@ -29,7 +29,7 @@ class Verdict(str, enum.Enum):
 
     @property
     def weight(self) -> int:
-        """Of two verdicts the heavier one is that of both."""
+        """Rank among verdicts: the heavier of two is the verdict of both."""
         return _WEIGHTS[self]
 
 
@@ -37,18 +37,18 @@ _WEIGHTS: Final = {verdict: weight for weight, verdict in enumerate(Verdict)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that a reader must know beside the numbers.
+class ComparisonFinding:
+    """Something that a user must know beside the numbers.
 
     Attributes:
-        kind: that of a reader's `Problem` (a file), or 'section' (on one side alone), 'only'
-            (samples, tensors or places on one side alone), 'replicas', 'conflict', 'coverage',
+        kind: the kind of a reader's `Problem` (a file), or 'section' (on one side only), 'only'
+            (samples, tensors or locations on one side only), 'replicas', 'conflict', 'coverage',
             'shapes', 'left out', 'empty', 'note'.
-        message: what, and what to do.
-        side: which side's, None of both.
-        section: of which section, where it is of one.
-        items: names of files, samples, tensors or places.
-        verdict: what it makes of the comparison; `SAME` where it does not touch it.
+        message: what was found, and what to do.
+        side: index of the side, None for both.
+        section: the section, None if it concerns no single one.
+        items: names of files, samples, tensors or locations.
+        verdict: its effect on the verdict of the comparison; `SAME` for none.
     """
 
     kind: str
@@ -60,16 +60,16 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlaceResult:
-    """One tensor of one pair of shards, such as a rank's microbatch."""
+class ShardResult:
+    """One tensor of one pair of shards, such as a rank's microbatch, with its verdict."""
 
     verdict: Verdict
-    piece: Piece
+    comparison: ShardComparison
 
     @property
-    def place(self) -> Place:
-        """Where the first side's was made."""
-        return self.piece.places[0]
+    def location(self) -> Place:
+        """Location of the first side's shard."""
+        return self.comparison.locations[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,17 +77,17 @@ class TensorResult:
     """One tensor, or number, of a section over all ranks, parts and samples.
 
     Attributes:
-        step: of the first side.
-        section, name: which.
-        station: where in the flow it lies.
-        verdict: of the whole; `reason` says why in words.
-        found: over all places; replicas count once.
-        tolerance: what was allowed.
-        places: each pair of shards.
-        first: where the first value is that is different (over the tolerance where one is).
-        largest: where the largest |d| is.
-        samples: trajectories, each once: {compared, unequal, tokens differ, lengths differ}, and
-            the `total` that the two sides have of its step; empty of what has no rows.
+        step: step of the first side.
+        section, name: section and name of the tensor.
+        station: its station in the flow.
+        verdict: verdict over all shards; `reason` explains it.
+        found: statistics over all shards; replicas count once.
+        tolerance: the tolerance that was applied.
+        shards: each pair of shards.
+        first: location of the first value that differs (by more than the tolerance, if one does).
+        largest: location of the largest |d|.
+        samples: numbers of trajectories, each counted once: {compared, unequal, tokens differ,
+            lengths differ}, and the `total` of its step on both sides; empty without rows.
     """
 
     step: int | None
@@ -98,19 +98,19 @@ class TensorResult:
     reason: str
     found: Pairwise
     tolerance: Tolerance
-    places: tuple[PlaceResult, ...]
-    first: Location | None
-    largest: Location | None
+    shards: tuple[ShardResult, ...]
+    first: ValueLocation | None
+    largest: ValueLocation | None
     samples: Mapping[str, int]
 
     @property
     def dtypes(self) -> tuple[tuple[str, str], ...]:
-        """The pairs of dtypes, each once."""
-        return tuple(dict.fromkeys(each.piece.dtypes for each in self.places))
+        """The distinct pairs of dtypes."""
+        return tuple(dict.fromkeys(each.comparison.dtypes for each in self.shards))
 
     def worst_samples(self, most: int) -> list[tuple[str, list[float]]]:
-        """Return (label, `pairwise.ROW_COLUMNS`) of samples that differ, the largest |d| first."""
-        tables = [each.piece.rows for each in self.places if each.piece.rows is not None]
+        """Return (label, `pairwise.ROW_COLUMNS`) of differing samples, the largest |d| first."""
+        tables = [each.comparison.rows for each in self.shards if each.comparison.rows is not None]
         if not tables:
             return []
         numbers = np.concatenate([table.numbers for table in tables])
@@ -125,19 +125,19 @@ class TensorResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class First:
-    """The first thing that differs in the order in which data flows."""
+class FirstDifference:
+    """The first thing that differs in the order of the data flow."""
 
     station: str
     section: str
     name: str
     reason: str
-    location: Location | None = None
+    location: ValueLocation | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cause:
-    """A likely cause, and what to look at."""
+    """A likely cause, and what to check."""
 
     title: str
     evidence: str
@@ -146,41 +146,41 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairResult:
-    """Two sides.
+    """Result of two sides.
 
     Attributes:
-        sides: their places among the comparison's sides.
-        verdict: of the two; `reason` says why in words.
-        first: None where nothing differs.
-        tensors: in the order of the flow.
-        findings: see `Finding`.
-        keys: by what the rows of each section were paired.
-        floor: the noise floor that log-probs were held against.
-        samples: trajectories of both sides, each once, those of one side alone too.
+        sides: indexes among the sides of the comparison.
+        verdict: verdict of the two; `reason` explains it.
+        first: first difference, None if nothing differs.
+        tensors: all tensors in the order of the flow.
+        findings: see `ComparisonFinding`.
+        keys: section -> kinds of keys by which its rows were paired.
+        noise_floor: the noise floor that log-probs were compared with.
+        samples: number of trajectories of either side, each counted once.
         causes, excluded: likely causes, and what the evidence excludes.
     """
 
     sides: tuple[int, int]
     verdict: Verdict
     reason: str
-    first: First | None
+    first: FirstDifference | None
     tensors: tuple[TensorResult, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ComparisonFinding, ...]
     keys: Mapping[str, tuple[str, ...]]
-    floor: NoiseFloor | None = None
+    noise_floor: NoiseFloor | None = None
     samples: int = 0
     causes: tuple[Cause, ...] = ()
     excluded: tuple[str, ...] = ()
 
     @property
     def shares_nothing(self) -> bool:
-        """Whether the two have no section in common."""
+        """Whether the two sides have no section in common."""
         return not self.tensors and not self.keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SideResult:
-    """One side as it was found."""
+    """Contents of one side."""
 
     name: str
     kind: str
@@ -190,19 +190,19 @@ class SideResult:
     ranks: tuple[int, ...]
     parts: tuple[str, ...]
     sections: tuple[str, ...]
-    about: Mapping[str, Any]
+    about: Mapping[str, object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """The answer.
+    """Result of a comparison of two or three dumps.
 
     Attributes:
-        sides: two or three.
-        pairs: each side with each other, the first side's first.
-        verdict: the heaviest of the pairs that have anything in common.
-        bytes: that were read.
-        seconds: that it took.
+        sides: the two or three sides.
+        pairs: each side with each other, those of the first side first.
+        verdict: the heaviest verdict of the pairs that have anything in common.
+        bytes: number of bytes read.
+        seconds: duration.
     """
 
     sides: tuple[SideResult, ...]
@@ -218,6 +218,6 @@ class Comparison:
         return {Verdict.DIFFERENT: 1, Verdict.NOT_COMPARABLE: 2}.get(self.verdict, 0)
 
     @property
-    def first(self) -> First | None:
+    def first(self) -> FirstDifference | None:
         """The first difference of the first pair that has one."""
         return next((pair.first for pair in self.pairs if pair.first is not None), None)

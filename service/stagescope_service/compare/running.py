@@ -1,4 +1,4 @@
-"""Tasks of a comparison handed to a mapper: what the same two files hold is compared in one go."""
+"""Run the tasks of a comparison through a mapper; tasks on the same two files run together."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.pairing.shards import JoinTask, Outcome, PairTask, run_tasks
-from stagescope_service.compare.plan import Match, Pair, Unit
+from stagescope_service.compare.pairing.tasks import JoinTask, PairTask, TaskOutcome, run_tasks
+from stagescope_service.compare.plan import BatchPass, EntryPair, SectionMatch
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class Mapper(Protocol):
-    """Calls a function for each task and yields the answers in order."""
+    """Calls a function for each task and yields the results in order."""
 
     def __call__(self, function: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[R]:
         """Yield `function(task)` of each task."""
@@ -30,10 +30,11 @@ class Mapper(Protocol):
 
 
 def threads(count: int | None = None) -> Mapper:
-    """Return a mapper over threads of this process; the kernel lets the others run.
+    """Return a mapper over threads of this process; the kernels release Python's lock.
 
     Args:
-        count: how many, and so how many tasks' tensors are in memory; one a processor, at most 8.
+        count: number of threads, and so of tasks whose tensors are in memory at a time; by default
+            one a processor, at most 8.
     """
     workers = min(os.cpu_count() or 1, 8) if count is None else count
 
@@ -42,50 +43,55 @@ def threads(count: int | None = None) -> Mapper:
             yield from map(function, tasks)
             return
         with ThreadPoolExecutor(workers, "compare") as pool:
-            waiting: collections.deque[Future[Any]] = collections.deque()
+            pending: collections.deque[Future[R]] = collections.deque()
             for task in tasks:
-                waiting.append(pool.submit(function, task))
-                if len(waiting) > workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(pool.submit(function, task))
+                if len(pending) > workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
 
     return run
 
 
 Progress = Callable[[int, int], None]
-"""Told (tasks done, tasks known so far)."""
+"""Called with (tasks done, tasks planned so far)."""
 
-UnitKey = tuple[str, str, Unit]
-_WorkKey = tuple[str, str, Pair]
+PassKey = tuple[str, str, BatchPass]
+"""(section, borrowed section, pass)."""
+_ItemKey = tuple[str, str, EntryPair]
 _Files = tuple[Path | None, Path | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """Entries of one place, or of the same samples, and in which unit they lie.
+class WorkItem:
+    """A pair of entries to compare.
 
-    `is_alone`: of an entry without a counterpart, since its samples lie in other parts there.
+    Attributes:
+        match: the match to which it belongs.
+        pair: entries of one location, or of the same samples.
+        has_no_counterpart: the pair is one entry, whose samples lie in other parts of the other
+            side.
     """
 
-    match: Match
-    pair: Pair
-    is_alone: bool = False
+    match: SectionMatch
+    pair: EntryPair
+    has_no_counterpart: bool = False
 
     @property
-    def key(self) -> _WorkKey:
-        """What it is among all."""
+    def key(self) -> _ItemKey:
+        """Its identity among all items."""
         return (self.match.section, self.match.borrowed, self.pair)
 
     @property
-    def unit(self) -> UnitKey:
-        """Within it a sample is there once."""
-        return (self.match.section, self.match.borrowed, self.match.unit_of(self.pair))
+    def pass_key(self) -> PassKey:
+        """The pass to which it belongs; a sample occurs once in it."""
+        return (self.match.section, self.match.borrowed, self.match.pass_of_pair(self.pair))
 
     @property
     def has_rows(self) -> bool:
         """Whether its tensors are by sample, not by name."""
-        return self.match.section not in flow.NAMED
+        return self.match.section not in flow.NAMED_SECTIONS
 
     @property
     def files(self) -> _Files:
@@ -94,7 +100,7 @@ class Work:
         return (one, other)
 
 
-class Runner:
+class TaskRunner:
     """Runs the tasks of two sides."""
 
     def __init__(
@@ -108,54 +114,59 @@ class Runner:
         self._tolerances = tolerances
         self._mapper = mapper
         self._progress = progress
-        self._tasks = [0, 0]
-        self._beside: dict[_Files, list[Work]] = {}
-        self._ahead: dict[_WorkKey, Outcome] = {}
-        self.tokens_differ: frozenset[str] = frozenset()
-        """Labels of samples of which nothing but tokens and masks is compared."""
+        self._done = self._planned = 0
+        self._by_files: dict[_Files, list[WorkItem]] = {}
+        self._prefetched: dict[_ItemKey, TaskOutcome] = {}
+        self.differing_samples: frozenset[str] = frozenset()
+        """Labels of samples of which only tokens and masks are compared."""
 
-    def expect(self, matches: Sequence[Match]) -> None:
-        """Compare these with what else of their files is compared, before they are asked for."""
+    def prefetch(self, matches: Sequence[SectionMatch]) -> None:
+        """Let later calls compare these matches together with other items of their files."""
         for match in matches:
             for pair in match.entry_pairs():
-                work = Work(match, pair)
-                self._beside.setdefault(work.files, []).append(work)
+                item = WorkItem(match, pair)
+                self._by_files.setdefault(item.files, []).append(item)
 
-    def pairs(self, works: Sequence[Work], *, joined: bool) -> list[Outcome]:
-        """Return the outcome of each; see `PairTask.joined`."""
-        if joined:
-            return self.all([self._task(work, joined=True) for work in works])
-        wanted = {work.key for work in works}
-        groups: dict[_Files, list[Work]] = {}
-        for work in works:
-            if work.key not in self._ahead:
-                groups.setdefault(work.files, []).append(work)
+    def compare_pairs(self, items: Sequence[WorkItem], *, index_only: bool) -> list[TaskOutcome]:
+        """Return the outcome of each item; see `PairTask.index_only`."""
+        if index_only:
+            return self.run_all([self._task(item, index_only=True) for item in items])
+        requested = {item.key for item in items}
+        groups: dict[_Files, list[WorkItem]] = {}
+        for item in items:
+            if item.key not in self._prefetched:
+                groups.setdefault(item.files, []).append(item)
         for files, group in groups.items():
-            beside = self._beside.get(files, ())
-            group += [w for w in beside if w.key not in wanted and w.key not in self._ahead]
+            group += [
+                item
+                for item in self._by_files.get(files, ())
+                if item.key not in requested and item.key not in self._prefetched
+            ]
         tasks = [
-            tuple(self._task(work, ahead=work.key not in wanted) for work in group)
+            tuple(self._task(item, prefetch=item.key not in requested) for item in group)
             for group in groups.values()
         ]
-        asked = itertools.chain.from_iterable(groups.values())
-        for work, outcome in zip(asked, self._run(tasks), strict=True):
+        grouped = itertools.chain.from_iterable(groups.values())
+        for item, outcome in zip(grouped, self._run(tasks), strict=True):
             if outcome is not None:
-                self._ahead[work.key] = outcome
-        return [self._ahead.pop(work.key) for work in works]
+                self._prefetched[item.key] = outcome
+        return [self._prefetched.pop(item.key) for item in items]
 
-    def all(self, tasks: Sequence[PairTask | JoinTask]) -> list[Outcome]:
-        """Return the outcome of each task, each done for itself."""
+    def run_all(self, tasks: Sequence[PairTask | JoinTask]) -> list[TaskOutcome]:
+        """Return the outcome of each task; each runs on its own."""
         return [outcome for outcome in self._run([(t,) for t in tasks]) if outcome is not None]
 
-    def _task(self, work: Work, *, joined: bool = False, ahead: bool = False) -> PairTask:
+    def _task(
+        self, item: WorkItem, *, index_only: bool = False, prefetch: bool = False
+    ) -> PairTask:
         return PairTask(
-            self._dumps, work.pair, work.match.section, self._tolerances, self.tokens_differ,
-            joined, ahead,
+            self._dumps, item.pair, item.match.section, self._tolerances, self.differing_samples,
+            index_only, prefetch,
         )  # fmt: skip
 
-    def _run(self, tasks: Sequence[Sequence[PairTask | JoinTask]]) -> Iterator[Outcome | None]:
-        self._tasks[1] += sum(map(len, tasks))
-        for outcomes in self._mapper(run_tasks, tasks):
-            self._tasks[0] += len(outcomes)
-            self._progress(self._tasks[0], self._tasks[1])
+    def _run(self, groups: Sequence[Sequence[PairTask | JoinTask]]) -> Iterator[TaskOutcome | None]:
+        self._planned += sum(map(len, groups))
+        for outcomes in self._mapper(run_tasks, groups):
+            self._done += len(outcomes)
+            self._progress(self._done, self._planned)
             yield from outcomes

@@ -1,20 +1,20 @@
 """What counts as noise: thresholds by dtype and by name, and the noise floor of a run.
 
 A pair of values is over its tolerance where |d| > atol + rtol * max(|x|, |y|). A tensor whose
-values are equal is `same`; one that differs with no pair over its tolerance is `within noise`.
+values are equal is `same`; one that differs without a pair over its tolerance is `within noise`.
 
-The reasons of the defaults:
+Reasons of the defaults:
 
-* tokens, masks, ids and every integer are exact: they are copied, never computed.
-* float32: 1e-5 + 1e-4 |x|, what NexRL's script allows: a log-prob is a reduction over a
+* Tokens, masks, ids and all integers are exact: they are copied, never computed.
+* float32: 1e-5 + 1e-4 |x|, as in NexRL's script: a log-prob is a reduction over a
   vocabulary of 1e5 values, each rounded to 6e-8.
 * bfloat16: 2 units in the last place of its 8 bits (2^-7 relative); float16: of its 11 bits.
-* losses: 1e-5 absolute, NexRL's line for loss, pg_loss and entropy_loss; 1e-6 |x| beside it, for a
-  loss that is a sum over 1e5 tokens in float32 is rounded by more. Where the tensors that a loss is
-  computed from are within noise, so is what that noise makes of the loss (`derived`).
-* gradients and parameters: values close to 0 make a relative threshold of each value useless, so
-  the tensor's relative error counts: 1e-5 is `equivalent` in miles' severity guide for bfloat16;
-  of float32, whose rounding is 2^16 times finer, 1e-10.
+* losses: 1e-5 absolute, NexRL's threshold for loss, pg_loss and entropy_loss, plus 1e-6 |x|, since
+  a loss that is a sum over 1e5 tokens in float32 is rounded by more. If the inputs of a loss are
+  within noise, so is the difference that this noise causes in the loss (`derived`).
+* gradients and parameters: values close to 0 make a relative threshold for each value useless, so
+  the relative error of the tensor counts: 1e-5 for bfloat16, which is `equivalent` in miles'
+  severity guide; 1e-10 for float32, whose rounding is 2^16 times finer.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.compare.flow import LOG_PROBS, LOSSES, NAMED, is_structural
+from stagescope_service.compare.flow import LOG_PROBS, LOSSES, NAMED_SECTIONS, is_structural
 from stagescope_service.statistics.pairwise import Pairwise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far values may be apart.
+    """Largest difference that counts as noise.
 
     Attributes:
-        atol, rtol: of each value.
-        relative: of the whole tensor (`Pairwise.relative`): at most this is noise whatever single
-            values say; None where only single values count.
-        reason: why these.
-        is_given: whether the user gave it, rather than it being a default.
+        atol, rtol: absolute and relative tolerance of each value.
+        relative: tolerance of the tensor's relative error (`Pairwise.relative`): up to it the
+            tensor is within noise whatever its single values are; None if only these count.
+        reason: why this tolerance applies.
+        is_given: whether the user set it; otherwise it is a default.
     """
 
     atol: float = 0.0
@@ -51,11 +51,11 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoiseFloor:
-    """How far a run is from itself: the same log-probs, computed twice.
+    """Distance of the same log-probs, computed twice by one run.
 
     Attributes:
-        mean, max: of |d|.
-        source: where it was measured.
+        mean, max: mean and maximum of |d|.
+        source: where they were measured.
     """
 
     mean: float
@@ -64,7 +64,7 @@ class NoiseFloor:
 
 
 EXACT: Final = Tolerance()
-LOSS_LINE: Final = Tolerance(1e-5, 1e-6, None, "losses: 1e-5 + 1e-6 |x|")
+LOSS_TOLERANCE: Final = Tolerance(1e-5, 1e-6, None, "losses: 1e-5 + 1e-6 |x|")
 BY_DTYPE: Final[Mapping[str, Tolerance]] = {
     "float64": Tolerance(1e-12, 1e-9, None, "float64: 1e-12 + 1e-9 |x|"),
     "float32": Tolerance(1e-5, 1e-4, None, "float32: 1e-5 + 1e-4 |x|"),
@@ -74,12 +74,12 @@ BY_DTYPE: Final[Mapping[str, Tolerance]] = {
 COARSE_FIRST: Final = ("bfloat16", "float16", "float32", "float64")
 _RELATIVE: Final = {"float64": 1e-20, "float32": 1e-10, "bfloat16": 1e-5, "float16": 1e-6}
 _FLOOR_FACTOR: Final = 3.0
-"""The floor is one measurement of a random number: up to so many times it is noise."""
+"""The floor is one measurement of a random quantity: up to this multiple of it is noise."""
 SEVERITIES: Final = (
     (1e-7, "identical"), (1e-5, "equivalent"), (1e-3, "minor"), (1e-1, "likely bug"),
     (math.inf, "severe"),
 )  # fmt: skip
-"""Bounds of the relative error and miles' words for them."""
+"""Upper bounds of the relative error and miles' names for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Tolerances:
     """The thresholds of a comparison.
 
     Attributes:
-        overrides: (pattern, tolerance): the first pattern that fits `section/name` or `name`
-            (as a shell's: `*log_probs`) wins over the defaults.
+        overrides: (pattern, tolerance): the first shell pattern (`*log_probs`) that matches
+            `section/name` or `name` wins over the defaults.
     """
 
     overrides: tuple[tuple[str, Tolerance], ...] = ()
@@ -117,8 +117,8 @@ class Tolerances:
             overrides.append((pattern, Tolerance(values[0], rtol, None, f"given: {text}", True)))
         return cls(tuple(overrides))
 
-    def of(self, section: str, name: str, dtypes: tuple[str, str]) -> Tolerance:
-        """Return the tolerance of a tensor; of two dtypes the coarser one counts."""
+    def for_tensor(self, section: str, name: str, dtypes: tuple[str, str]) -> Tolerance:
+        """Return the tolerance of a tensor; the coarser of two dtypes counts."""
         for pattern, tolerance in self.overrides:
             if fnmatch.fnmatchcase(f"{section}/{name}", pattern) or fnmatch.fnmatchcase(
                 name, pattern
@@ -127,40 +127,43 @@ class Tolerances:
         coarse = next((tag for tag in COARSE_FIRST if tag in dtypes), None)
         if is_structural(name) or coarse is None:
             return EXACT
-        if section in NAMED:
+        if section in NAMED_SECTIONS:
             bound = _RELATIVE[coarse]
             return Tolerance(0.0, 0.0, bound, f"{section} in {coarse}: relative error {bound:g}")
         if name in LOSSES:
-            return LOSS_LINE
+            return LOSS_TOLERANCE
         return BY_DTYPE[coarse]
 
 
 def severity(relative: float) -> str:
-    """Return miles' word for a relative error; empty where it is unknown."""
+    """Return miles' name for a relative error; empty if it is unknown."""
     return next((word for bound, word in SEVERITIES if relative <= bound), "")
 
 
-def is_noise(found: Pairwise, tolerance: Tolerance, floor: NoiseFloor | None, name: str) -> bool:
-    """Whether values that are not equal are no further apart than noise."""
+def is_noise(
+    found: Pairwise, tolerance: Tolerance, noise_floor: NoiseFloor | None, name: str
+) -> bool:
+    """Return whether unequal values differ by no more than noise."""
     if found.disagreeing_non_finite:
         return False
     if not found.over_count:
         return True
     if tolerance.relative is not None and found.relative <= tolerance.relative:
         return True
-    if floor is None or name not in LOG_PROBS:
+    if noise_floor is None or name not in LOG_PROBS:
         return False
     return (
-        found.mean_abs <= _FLOOR_FACTOR * floor.mean and found.max_abs <= _FLOOR_FACTOR * floor.max
+        found.mean_abs <= _FLOOR_FACTOR * noise_floor.mean
+        and found.max_abs <= _FLOOR_FACTOR * noise_floor.max
     )
 
 
-def declared_floor(about: Mapping[str, Any], source: str) -> NoiseFloor | None:
-    """Read `noise_floor` {mean, max} of |d| from what is known of a dump; None without one."""
-    said = about.get("noise_floor")
-    if not isinstance(said, Mapping):
+def declared_noise_floor(about: Mapping[str, object], source: str) -> NoiseFloor | None:
+    """Read `noise_floor` {mean, max} of |d| from the metadata of a dump; None without one."""
+    declared = about.get("noise_floor")
+    if not isinstance(declared, Mapping):
         return None
-    mean, highest = said.get("mean"), said.get("max")
+    mean, highest = declared.get("mean"), declared.get("max")
     if not isinstance(mean, int | float) or not isinstance(highest, int | float):
         return None
     return NoiseFloor(float(mean), float(highest), source)

@@ -1,4 +1,4 @@
-"""A comparison whose output nobody reads to its end."""
+"""A comparison whose output is not read to its end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ PROGRAM = "import sys; from stagescope.cli import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)], ids=["text", "json"])
-def test_the_verdict_stands_where_nobody_reads_on(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_the_exit_status_is_right_if_output_is_not_read(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     folder = nexrl_directory(tmp_path / "a")
     paths = os.pathsep.join(str(ROOT / name) for name in ("client", "workers", "service"))
     read, write = os.pipe()
-    os.close(read)  # the first line that is printed finds nobody
+    os.close(read)  # nothing reads the first line
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, "compare", str(folder), str(folder), *words],

@@ -12,10 +12,13 @@ from tests.support.memory_dumps import MemoryDump, batch, record, split
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.flow import STATIONS, order, station
+from stagescope_service.compare.flow import STATIONS, sort_key, station
 from stagescope_service.compare.results import PairResult
 from stagescope_service.compare.tolerances import Tolerances, severity
 from stagescope_service.dumps.discover import open_dump
+
+Content = dict[str, Any]
+"""Content of a torch file."""
 
 
 def pair(*sides: MemoryDump) -> PairResult:
@@ -52,9 +55,9 @@ def test_equal_tokens_and_masks_exclude_the_sampling() -> None:
         for s in samples
     ]
     found = pair(split(samples), split(moved))
-    said = "\n".join(found.excluded)
+    excluded = "\n".join(found.excluded)
     for text in ("not the sampling", "not padding", "not the inference engine", "not the reward"):
-        assert text in said
+        assert text in excluded
     assert "numerical precision" in checks(found)
     sampled = [dataclasses.replace(s, response=s.response + 1) for s in samples]
     found = pair(split(samples), split(sampled))
@@ -100,9 +103,9 @@ def test_missing_sections_name_the_options_that_write_them(tmp_path: Path) -> No
     nexrl_directory(tmp_path / "a")
     nexrl_directory(tmp_path / "weaver", mode="weaver")
     found = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "weaver")]).pairs[0]
-    said = checks(found)
-    assert "trajectory: true, old_log_probs: true" in said
-    assert "WEAVER_DEBUG_DUMP_ENABLED=1" in said
+    text = checks(found)
+    assert "trajectory: true, old_log_probs: true" in text
+    assert "WEAVER_DEBUG_DUMP_ENABLED=1" in text
     alone = [finding for finding in found.findings if finding.kind == "section"]
     assert {finding.section for finding in alone} >= {"trajectories", "is_loss", "batch_inputs"}
 
@@ -119,7 +122,7 @@ def test_a_missing_file_is_a_finding_with_its_name(tmp_path: Path) -> None:
 
 
 def test_every_step_is_compared_from_the_first_on(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "loss" and name.startswith("step_000000"):
             data["loss"] += 1
 
@@ -133,7 +136,7 @@ def test_every_step_is_compared_from_the_first_on(tmp_path: Path) -> None:
 
 
 def test_more_trajectories_than_five_are_compared(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "trajectory":
             data["trajectories"].reverse()
             data["trajectories"][3]["tokens"][-1] += 1  # the thirteenth of the other side
@@ -157,11 +160,11 @@ def test_a_tolerance_that_cannot_be_read_is_refused(text: str) -> None:
 def test_the_first_pattern_that_fits_wins() -> None:
     tolerances = Tolerances.parse(["loss/*=0.5", "*loss=0.25,0.125"])
     both = ("float32", "float32")
-    assert tolerances.of("loss", "pg_loss", both).atol == 0.5
-    assert tolerances.of("is_loss", "pg_loss", both).rtol == 0.125
-    assert Tolerances().of("forward_data", "response_mask", both).atol == 0.0
-    assert Tolerances().of("x", "log_probs", ("bfloat16", "float32")).rtol == 2.0**-7
-    assert Tolerances().of("gradients", "w", ("bfloat16", "bfloat16")).relative == 1e-5
+    assert tolerances.for_tensor("loss", "pg_loss", both).atol == 0.5
+    assert tolerances.for_tensor("is_loss", "pg_loss", both).rtol == 0.125
+    assert Tolerances().for_tensor("forward_data", "response_mask", both).atol == 0.0
+    assert Tolerances().for_tensor("x", "log_probs", ("bfloat16", "float32")).rtol == 2.0**-7
+    assert Tolerances().for_tensor("gradients", "w", ("bfloat16", "bfloat16")).relative == 1e-5
 
 
 def test_names_lie_on_the_flow_in_the_order_of_the_stations() -> None:
@@ -173,7 +176,7 @@ def test_names_lie_on_the_flow_in_the_order_of_the_stations() -> None:
         ("loss", "loss"), ("gradients", "w"), ("parameters", "w"), ("other", "strange"),
     ]  # fmt: skip
     assert [station(*each) for each in named] == list(STATIONS)
-    assert sorted(named, key=lambda each: order(*each)) == named
+    assert sorted(named, key=lambda each: sort_key(*each)) == named
 
 
 def test_severities_are_those_of_the_guide() -> None:

@@ -6,10 +6,12 @@ import math
 import pickle
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +30,10 @@ from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Dump, Entry, Problem, Record
 from stagescope_service.store.kept import Kept, write_kept
 
+T = TypeVar("T")
+R = TypeVar("R")
+Array = npt.NDArray[np.generic]
+
 
 def tensor(result: Comparison, name: str, section: str | None = None) -> TensorResult:
     return next(
@@ -41,7 +47,7 @@ def kinds(pair: PairResult) -> list[str]:
     return [finding.kind for finding in pair.findings]
 
 
-def with_values(sample: Sample, **values: Any) -> Sample:
+def with_values(sample: Sample, **values: Array) -> Sample:
     return dataclasses.replace(sample, values={**sample.values, **values})
 
 
@@ -53,12 +59,14 @@ SHARES = st.permutations(range(6)).flatmap(
         ]
     )
 )
+Layout = tuple[list[list[int]], int, bool, bool]
+"""Samples of each shard, width, whether padding is on the left, whether rows are ragged."""
 LAYOUT = st.tuples(SHARES, st.integers(9, 14), st.booleans(), st.booleans())
 
 
 @settings(max_examples=60, deadline=None)
 @given(LAYOUT, LAYOUT)
-def test_any_split_and_padding_of_a_batch_is_the_same(one: Any, other: Any) -> None:
+def test_any_split_and_padding_of_a_batch_is_the_same(one: Layout, other: Layout) -> None:
     samples = batch()
     sides = [
         split(samples, shares, width=width, left=left, ragged=ragged)
@@ -74,8 +82,8 @@ def test_any_split_and_padding_of_a_batch_is_the_same(one: Any, other: Any) -> N
 
 @settings(max_examples=60, deadline=None)
 @given(LAYOUT, LAYOUT, st.data())
-def test_one_changed_value_is_found_with_its_sample_and_place(
-    one: Any, other: Any, data: Any
+def test_one_changed_value_is_found_with_its_sample_and_location(
+    one: Layout, other: Layout, data: st.DataObject
 ) -> None:
     samples = batch()
     at = data.draw(st.integers(0, 5))
@@ -100,12 +108,12 @@ def test_one_changed_value_is_found_with_its_sample_and_place(
     one_value, other_value = found.values
     assert one_value is not None
     assert other_value == pytest.approx(one_value + 0.25)
-    for dump, place, coordinate, value in zip(
-        (a, b), found.places, found.coordinates, found.values, strict=True
+    for dump, location, coordinate, value in zip(
+        (a, b), found.locations, found.coordinates, found.values, strict=True
     ):
         kept = next(
             each for each in dump.records
-            if each.entry.section == "forward_data" and each.entry.place == place
+            if each.entry.section == "forward_data" and each.entry.place == location
         )  # fmt: skip
         _, _, array, offsets = kept.tensors["entropy"]
         flat = coordinate if offsets is None else (int(offsets[coordinate[0]]) + coordinate[1],)
@@ -132,7 +140,7 @@ def test_tokens_that_differ_come_first_and_their_log_probs_are_not_compared() ->
         assert "the tokens differ in 1 of 6 samples" in found.reason
 
 
-def test_runs_that_sampled_differently_say_so_also_without_ids() -> None:
+def test_runs_that_sampled_differently_are_recognised_without_ids() -> None:
     samples = batch()
     other = [
         dataclasses.replace(sample, response=sample.response + 1, values=sample.values)
@@ -168,8 +176,8 @@ def test_samples_are_listed_whose_names_are_in_the_message(count: int) -> None:
         values = {"rollout_log_probs": rows[:rows_of]}
         return MemoryDump([record("trajectories", values, samples=names[:rows_of])])
 
-    said = as_json(compare([side(8), side(8 - count)]))
-    [(text, items, _)] = findings_of(said["pairs"][0])
+    report = as_json(compare([side(8), side(8 - count)]))
+    [(text, items, _)] = findings_of(report["pairs"][0])
     assert text.startswith(f"A: {count} sample")
     assert items == [*names[8 - count :]]
 
@@ -277,12 +285,14 @@ def test_a_trajectory_counts_once_however_often_it_was_compared() -> None:
 def test_rows_are_paired_by_id_not_by_position(ids: bool, key: str) -> None:
     samples = batch()
 
-    def by_run(made: Record) -> Record:
-        assert made.samples is not None
-        groups = tuple(text.split("_")[0] for text in made.samples)
-        runs = tuple(text.split("_")[1] for text in made.samples)
-        kept = made.samples if ids else None
-        return dataclasses.replace(made, samples=kept, groups=groups, row_texts={"run_id": runs})
+    def by_run(original: Record) -> Record:
+        assert original.samples is not None
+        groups = tuple(text.split("_")[0] for text in original.samples)
+        runs = tuple(text.split("_")[1] for text in original.samples)
+        kept = original.samples if ids else None
+        return dataclasses.replace(
+            original, samples=kept, groups=groups, row_texts={"run_id": runs}
+        )
 
     result = compare([
         split(samples, edit=by_run), split(samples, [[5, 4, 3, 2, 1, 0]], edit=by_run),
@@ -291,7 +301,7 @@ def test_rows_are_paired_by_id_not_by_position(ids: bool, key: str) -> None:
     assert set(result.pairs[0].keys.values()) == {(key,)}
 
 
-def test_int64_tokens_beyond_float32_are_told_apart() -> None:
+def test_int64_tokens_beyond_float32_are_distinguished() -> None:
     def side(token: int) -> MemoryDump:
         tokens = np.array([[token, 5]])
         ones = np.ones_like(tokens)
@@ -304,7 +314,7 @@ def test_int64_tokens_beyond_float32_are_told_apart() -> None:
     assert result.first.location.values == (16_777_216, 16_777_217)
 
 
-def test_nan_at_the_same_place_is_equal_and_said() -> None:
+def test_the_same_nan_on_both_sides_is_equal_and_reported() -> None:
     values = np.array([1.0, math.nan, math.inf])
     other = np.array([1.0, math.nan, -math.inf])
     a, b, c = (
@@ -328,38 +338,38 @@ def test_values_that_are_nan_on_one_side_are_counted_beside_the_distances() -> N
         ]
         return MemoryDump(records)
 
-    said = as_json(compare([side(1.0, 2.0), side(math.nan, 2.0)]))
+    report = as_json(compare([side(1.0, 2.0), side(math.nan, 2.0)]))
     for text in (
-        "\n".join(line.text for line in as_lines(said, width=200)),
-        as_html(said),
+        "\n".join(line.text for line in as_lines(report, width=200)),
+        as_html(report),
     ):
         assert "1 disagree in being NaN or infinite, and distances are those of the finite" in text
         assert "0.000000e+00 of the finite pairs, 1 disagree in being NaN or infinite" in text
 
 
-def test_the_reason_names_the_sides_each_sentence_once() -> None:
+def test_the_reason_names_each_message_once_with_its_sides() -> None:
     def side(*sections: str) -> MemoryDump:
         loss = [record("loss", numbers={"loss": 1.0})]
         alone = [record(each, numbers={"x": 1.0}) for each in sections]
         path = Path("ring-0.safetensors")
-        held = [
+        renamed = [
             dataclasses.replace(each, entry=dataclasses.replace(each.entry, path=path))
             for each in alone
         ]
         damaged = Problem(Path("x"), "damaged", "it is cut short")
-        return MemoryDump([*loss, *held], problems=[damaged])
+        return MemoryDump([*loss, *renamed], problems=[damaged])
 
-    said = as_json(compare([side(), side("metrics", "other")]))
-    assert said["reason"].count("it is cut short") == 1
-    assert "A and B: it is cut short" in said["reason"]
-    assert "B: metrics is there on one side only" in said["reason"]
-    lines = [line.text for line in as_lines(said)]
+    report = as_json(compare([side(), side("metrics", "other")]))
+    assert report["reason"].count("it is cut short") == 1
+    assert "A and B: it is cut short" in report["reason"]
+    assert "B: metrics is there on one side only" in report["reason"]
+    lines = [line.text for line in as_lines(report)]
     assert sum("ring-0.safetensors" in line for line in lines) == 1
     assert any(", 1 rank, 1 entry," in line for line in lines)
     assert any(", 1 rank, 3 entries," in line for line in lines)
 
 
-def test_a_place_is_named_on_both_sides_where_they_dealt_a_microbatch_otherwise() -> None:
+def test_both_locations_are_named_if_sides_split_a_microbatch_differently() -> None:
     values = np.arange(4.0).reshape(4, 1)
     names = tuple("abcd")
     a = MemoryDump([record("forward_data", {"entropy": values}, samples=names)])
@@ -368,8 +378,8 @@ def test_a_place_is_named_on_both_sides_where_they_dealt_a_microbatch_otherwise(
                microbatch=at // 2)
         for at in (0, 2)
     ])  # fmt: skip
-    said = as_json(compare([a, b]))
-    text, page = "\n".join(line.text for line in as_lines(said)), as_html(said)
+    report = as_json(compare([a, b]))
+    text, page = "\n".join(line.text for line in as_lines(report)), as_html(report)
     for shown in (text, page):
         assert "rank 0, microbatch 0: max" in shown
         assert "rank 0, microbatch 0 against rank 0, microbatch 1: max" in shown
@@ -381,7 +391,7 @@ def test_an_empty_tensor_is_no_error() -> None:
     assert compare([a, b]).verdict is Verdict.SAME
 
 
-def test_a_number_per_place_is_held_to_the_line() -> None:
+def test_numbers_of_each_shard_are_compared_by_the_loss_tolerance() -> None:
     def side(loss: float) -> MemoryDump:
         return MemoryDump([
             record("loss", numbers={"loss": loss, "entropy_loss": 0.5}, rank=rank, microbatch=m)
@@ -393,7 +403,7 @@ def test_a_number_per_place_is_held_to_the_line() -> None:
     result = compare([side(1.0), side(1.0 + 5e-5)])
     assert result.verdict is Verdict.DIFFERENT
     found = tensor(result, "loss")
-    assert [each.verdict for each in found.places] == [Verdict.DIFFERENT] * 4
+    assert [each.verdict for each in found.shards] == [Verdict.DIFFERENT] * 4
     assert compare(
         [side(1.0), side(1.0 + 5e-5)], tolerances=Tolerances.parse(["loss=1e-3"])
     ).verdict is Verdict.WITHIN_NOISE  # fmt: skip
@@ -435,9 +445,9 @@ def test_a_section_on_one_side_only_is_named(kind: str, status: int) -> None:
     assert result.exit_status == status  # the one run did not do it, or did not keep it
     [alone] = [each for each in result.pairs[0].findings if each.kind == "section"]
     assert (alone.section, alone.side) == ("gradients", 1)
-    said, title = as_json(result), {0: "SAME IN WHAT BOTH SIDES HAVE", 2: "NOT COMPARABLE"}
-    assert as_lines(said)[0].text.endswith(f" {title[status]}")
-    assert title[status].lower() in as_html(said)
+    report, title = as_json(result), {0: "SAME IN WHAT BOTH SIDES HAVE", 2: "NOT COMPARABLE"}
+    assert as_lines(report)[0].text.endswith(f" {title[status]}")
+    assert title[status].lower() in as_html(report)
 
 
 def test_loss_intermediates_find_their_counterparts_in_other_sections() -> None:
@@ -512,12 +522,14 @@ def test_gradients_count_by_their_relative_error() -> None:
 def test_the_noise_floor_of_the_run_is_noise() -> None:
     samples = batch()
 
-    def with_floor(made: Record) -> Record:
-        if "old_log_probs" not in made.tensors:
-            return made
-        tag, shape, values, offsets = made.tensors["old_log_probs"]
+    def with_floor(original: Record) -> Record:
+        if "old_log_probs" not in original.tensors:
+            return original
+        tag, shape, values, offsets = original.tensors["old_log_probs"]
         again = (tag, shape, values + np.float32(2e-3), offsets)
-        return dataclasses.replace(made, tensors={**made.tensors, "recomputed_log_probs": again})
+        return dataclasses.replace(
+            original, tensors={**original.tensors, "recomputed_log_probs": again}
+        )
 
     moved = [
         with_values(s, old_log_probs=s.values["old_log_probs"] + np.float32(3e-3)) for s in samples
@@ -525,18 +537,20 @@ def test_the_noise_floor_of_the_run_is_noise() -> None:
     assert compare([split(samples), split(moved)]).verdict is Verdict.DIFFERENT
     result = compare([split(samples, edit=with_floor), split(moved)])
     assert result.verdict is Verdict.WITHIN_NOISE
-    assert result.pairs[0].floor is not None
-    assert result.pairs[0].floor.mean == pytest.approx(2e-3, rel=1e-3)
+    assert result.pairs[0].noise_floor is not None
+    assert result.pairs[0].noise_floor.mean == pytest.approx(2e-3, rel=1e-3)
     declared = split(samples)
     declared.about = {"noise_floor": {"mean": 2e-3, "max": 2e-3}}
     assert compare([declared, split(moved)]).verdict is Verdict.WITHIN_NOISE
 
 
-def write_sections(path: Path, masks: list[np.ndarray[Any, Any]]) -> Dump:
+def write_sections(path: Path, masks: list[npt.NDArray[np.int64]]) -> Dump:
     """Keep a file for each rank's mask, whose mask stands in two sections."""
     for rank, mask in enumerate(masks):
         values = np.arange(mask.size, dtype=np.float32).reshape(mask.shape)
-        tensors = {"log_probs": values, "old_log_probs": values + 1, "response_mask": mask}
+        tensors: dict[str, Array] = {
+            "log_probs": values, "old_log_probs": values + 1, "response_mask": mask,
+        }  # fmt: skip
         job = {"run": "r", "attempt_key": "1", "role": "actor", "rank": rank, "step": 0,
                "stage": "actor_update"}  # fmt: skip
         name = f"actor_rank{rank}_{'0' * 12}_0.safetensors"
@@ -563,26 +577,26 @@ def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
         write_sections(tmp_path / name, each)
         for name, each in (("a", masks), ("b", masks), ("other", changed))
     )
-    given: list[int] = []
+    task_counts: list[int] = []
 
-    def mapper(function: Any, tasks: Any) -> Any:
-        given.append(len(tasks))
+    def mapper(function: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[R]:
+        task_counts.append(len(tasks))
         return map(function, tasks)
 
     result = compare([a, b], mapper=mapper)
     assert result.verdict is Verdict.SAME, result.reason
-    assert [count for count in given if count] == [len(masks)]
+    assert [count for count in task_counts if count] == [len(masks)]
     assert result.bytes == sum(side.bytes for side in result.sides)
     for section in ("forward_data", "is_loss"):
         assert tensor(result, "response_mask", section).found.pairs == 3 * 4 * 9
         differs = tensor(compare([a, other]), "response_mask", section)
         assert differs.found.unequal_count == 1
-        assert [str(each.verdict) for each in differs.places] == ["same", "different", "same"]
-    said = as_json(result)["pairs"][0]
-    assert [each["section"] for each in said["sections"]] == ["forward_data", "is_loss"]
+        assert [str(each.verdict) for each in differs.shards] == ["same", "different", "same"]
+    report = as_json(result)["pairs"][0]
+    assert [each["section"] for each in report["sections"]] == ["forward_data", "is_loss"]
 
 
-def test_three_sides_are_held_against_each_other() -> None:
+def test_three_sides_are_compared_in_pairs() -> None:
     samples = batch()
     moved = [with_values(s, entropy=s.values["entropy"] + np.float32(1)) for s in samples]
     result = compare([split(samples), split(samples), split(moved)])
@@ -594,7 +608,7 @@ def test_three_sides_are_held_against_each_other() -> None:
         compare([split(samples)])
 
 
-def test_bfloat16_is_held_to_its_own_rounding() -> None:
+def test_bfloat16_is_compared_by_its_own_rounding() -> None:
     def side(bits: list[int]) -> MemoryDump:
         values = np.array([bits], np.uint16)
         return MemoryDump([
@@ -619,17 +633,17 @@ def test_steps_pair_by_number_where_there_are_several() -> None:
 def test_tasks_and_answers_can_be_pickled() -> None:
     samples = batch()
 
-    def run(function: Any, tasks: Any) -> Any:
+    def run(function: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[R]:
         for task in tasks:
             yield pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(task)))))
 
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     result = compare(
         [split(samples), split(samples, [[1, 0], [2, 3, 4, 5]])],
-        mapper=run, progress=lambda done, known: told.append((done, known)),
+        mapper=run, progress=lambda done, planned: calls.append((done, planned)),
     )  # fmt: skip
     assert result.verdict is Verdict.SAME
-    assert told[-1][0] == told[-1][1] == len(told)
+    assert calls[-1][0] == calls[-1][1] == len(calls)
 
 
 def test_a_stage_on_one_side_only_is_named_and_the_shared_one_compared() -> None:
@@ -651,14 +665,14 @@ def test_a_stage_on_one_side_only_is_named_and_the_shared_one_compared() -> None
     assert only.message == "forward_data of y is on one side only"
 
 
-def test_a_file_whose_rows_make_no_sense_is_a_finding() -> None:
+def test_a_file_with_invalid_row_offsets_is_a_finding() -> None:
     samples = batch()
 
-    def overlap(made: Record) -> Record:
-        tag, shape, values, offsets = made.tensors["response_mask"]
+    def overlap(original: Record) -> Record:
+        tag, shape, values, offsets = original.tensors["response_mask"]
         assert offsets is not None
         wrong = (tag, shape, values, offsets[::-1].copy())
-        return dataclasses.replace(made, tensors={**made.tensors, "response_mask": wrong})
+        return dataclasses.replace(original, tensors={**original.tensors, "response_mask": wrong})
 
     result = compare([split(samples, ragged=True), split(samples, ragged=True, edit=overlap)])
     assert result.exit_status == 2
@@ -668,7 +682,7 @@ def test_a_file_whose_rows_make_no_sense_is_a_finding() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError("no room")])
-def test_only_what_is_wrong_with_a_file_is_a_finding(error: Exception) -> None:
+def test_only_errors_of_files_are_findings(error: Exception) -> None:
     class Raising(MemoryDump):
         def read(self, entry: Entry) -> Record:
             raise error
@@ -692,12 +706,12 @@ class Counting(MemoryDump):
     lock = threading.Lock()
 
     def read(self, entry: Entry) -> Record:
-        made = copy.copy(super().read(entry))
+        original = copy.copy(super().read(entry))
         with Counting.lock:
             Counting.alive += 1
             Counting.most = max(Counting.most, Counting.alive)
-        weakref.finalize(made, self._gone)
-        return made
+        weakref.finalize(original, self._gone)
+        return original
 
     @staticmethod
     def _gone() -> None:

@@ -1,4 +1,4 @@
-"""What is drawn of a comparison, and what is not."""
+"""Figures of a comparison."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ SHARES = [[0, 1, 2], [3, 4, 5]]
 FLOW = "Differences in the order in which data flows"
 
 
-def drawn(*sides: MemoryDump) -> list[dict[str, Any]]:
+Figure = dict[str, Any]
+"""A plotly figure as JSON."""
+
+
+def drawn(*sides: MemoryDump) -> list[Figure]:
     return [figure.to_dict() for figure in pictures(as_json(compare(sides))["pairs"][0])]
 
 
-def titles(figures: list[dict[str, Any]]) -> list[str]:
+def titles(figures: list[Figure]) -> list[str]:
     return [figure["layout"]["title"]["text"] for figure in figures]
 
 
-def numbers(**values: Any) -> MemoryDump:
+def numbers(**values: list[float]) -> MemoryDump:
     return MemoryDump([record("other", {n: np.array(v) for n, v in values.items()})])
 
 
@@ -56,13 +60,13 @@ def test_a_zero_stands_below_the_smallest_difference() -> None:
     assert different["y"] == pytest.approx([0.02, 30])
 
 
-def test_what_is_nowhere_finite_is_shown_to_differ() -> None:
+def test_tensors_without_finite_values_are_drawn_as_differing() -> None:
     (flow,) = drawn(numbers(a=[1.0]), numbers(a=[math.nan]))
     assert flow["data"][-1]["name"] == "differs, has no distance"
     assert list(flow["data"][-1]["x"]) == ["other/a"]
 
 
-def test_few_tensors_have_figures_of_their_own_and_all_are_told_apart() -> None:
+def test_few_tensors_have_figures_of_their_own_and_names_are_distinct() -> None:
     def dump(by: float) -> MemoryDump:
         named = {f"model.{at}.a_long_tail_that_is_the_same": np.full(4, 1 + by) for at in range(20)}
         return MemoryDump([record("gradients", named, rank=rank) for rank in range(2)])

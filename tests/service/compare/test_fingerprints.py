@@ -1,12 +1,18 @@
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
-from stagescope_service.compare.fingerprints import Attempt, Difference, fingerprint_differences
+from stagescope_service.compare.fingerprints import (
+    Attempt,
+    FingerprintDifference,
+    fingerprint_differences,
+)
 
-FINGERPRINT: dict[str, Any] = {
+Json = object
+CONFIG: dict[str, Json] = {"algorithm": {"lr": 1e-6, "clip": 0.2}}
+FINGERPRINT: dict[str, Json] = {
     "git": {"commit": "abc", "dirty": False},
-    "config": {"algorithm": {"lr": 1e-6, "clip": 0.2}},
+    "config": CONFIG,
     "packages": {"torch": "2.13.0"},
     "drivers": {"cann": "8.1"},
     "environment": {"HCCL_BUFFSIZE": "120", "RAY_JOB_ID": "01000000"},
@@ -15,11 +21,11 @@ FINGERPRINT: dict[str, Any] = {
 }
 
 
-def process(rank: int, **layout: Any) -> dict[str, Any]:
+def process(rank: int, **layout: Json) -> dict[str, Json]:
     return {"role": "actor", "rank": rank, "world_size": 2, "host": "n1", **layout}
 
 
-def differences(b: Attempt, a: Attempt | None = None) -> list[Difference]:
+def differences(b: Attempt, a: Attempt | None = None) -> list[FingerprintDifference]:
     return fingerprint_differences(a or Attempt(FINGERPRINT, [process(0), process(1)]), b)
 
 
@@ -27,7 +33,7 @@ def test_two_that_are_the_same_differ_in_nothing() -> None:
     assert differences(Attempt(dict(FINGERPRINT), [process(1), process(0)])) == []
 
 
-def test_what_decides_numbers_comes_first_and_a_start_last() -> None:
+def test_differences_that_decide_numbers_come_first_and_startup_last() -> None:
     other = {
         **FINGERPRINT,
         "git": {"commit": "abc", "dirty": True},
@@ -48,7 +54,7 @@ def test_what_decides_numbers_comes_first_and_a_start_last() -> None:
     ]
 
 
-def test_a_rank_that_only_one_side_has_is_told_by_its_columns() -> None:
+def test_a_rank_on_one_side_only_is_listed_by_its_columns() -> None:
     found = differences(Attempt(FINGERPRINT, [process(0)]))
     assert [(each.area, each.name, each.a, each.b) for each in found] == [
         ("layout", "actor/1.world_size", 2, None),
@@ -67,11 +73,11 @@ def test_a_side_without_a_fingerprint_lacks_everything() -> None:
     assert ("packages", "torch") in {(each.area, each.name) for each in found}
 
 
-def test_what_is_kept_and_how_ray_starts_a_worker_decide_no_numbers() -> None:
+def test_keep_settings_and_ray_worker_arguments_decide_no_numbers() -> None:
     argv = ["/usr/lib/ray/_private/workers/default_worker.py", "--node-ip-address=10.0.0.1"]
     other = {
         **FINGERPRINT,
-        "config": {**FINGERPRINT["config"], "keep": {"what": ["is_loss"]}},
+        "config": {**CONFIG, "keep": {"what": ["is_loss"]}},
         "argv": argv,
     }
     (keep, own_argv) = differences(Attempt(other, [process(0), process(1)]))
@@ -79,12 +85,12 @@ def test_what_is_kept_and_how_ray_starts_a_worker_decide_no_numbers() -> None:
     assert (own_argv.name, own_argv.b) == ("argv", None)
 
 
-def weights(one: dict[str, Any], other: dict[str, Any]) -> dict[str, str]:
+def weights(one: Mapping[str, Json], other: Mapping[str, Json]) -> dict[str, str]:
     found = fingerprint_differences(Attempt(one, [process(0)]), Attempt(other, [process(0)]))
     return {f"{each.area} {each.name}": each.weight for each in found}
 
 
-def test_what_one_side_does_not_know_is_no_change() -> None:
+def test_a_value_that_one_side_does_not_know_is_no_change() -> None:
     unknown = {**FINGERPRINT, "git": {"commit": "abc", "dirty": None}, "platform": "Linux"}
     assert weights(unknown, FINGERPRINT) == {
         "git dirty": "unknown", "python platform": "unknown",
@@ -99,9 +105,11 @@ def test_what_one_side_does_not_know_is_no_change() -> None:
     assert set(weights(FINGERPRINT, imported).values()) == {"unknown"}
 
 
-def test_a_layout_that_one_side_does_not_say_is_unknown() -> None:
-    said, silent = process(0, tp_size=2), process(0)
-    (found,) = fingerprint_differences(Attempt(FINGERPRINT, [said]), Attempt(FINGERPRINT, [silent]))
+def test_a_layout_that_one_side_lacks_is_unknown() -> None:
+    with_layout, without = (
+        Attempt(FINGERPRINT, [process(0, tp_size=2)]), Attempt(FINGERPRINT, [process(0)]),
+    )  # fmt: skip
+    (found,) = fingerprint_differences(with_layout, without)
     assert (found.name, found.a, found.b, found.weight) == ("actor/0.tp_size", 2, None, "unknown")
 
 

@@ -1,4 +1,4 @@
-"""The report of a comparison as a reader has it before them: in a browser, wide, narrow, dark."""
+"""The report of a comparison in a browser: wide, narrow and dark."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SHARES = [list(range(at, at + 5)) for at in range(0, 40, 5)]
 Sides = tuple[MemoryDump, ...]
 
 
-def dump(samples: list[Sample], **more: Any) -> MemoryDump:
-    return split(samples, SHARES, microbatches=2, **more)
+def dump(samples: list[Sample], name: str = "memory") -> MemoryDump:
+    return split(samples, SHARES, microbatches=2, name=name)
 
 
 def moved(samples: list[Sample]) -> list[Sample]:
-    """What another engine gives on the same tokens."""
+    """The samples as another engine scores the same tokens."""
     noise = np.random.default_rng(7)
     return [
         dataclasses.replace(each, values={
@@ -82,7 +82,7 @@ def not_finite() -> Sides:
 
 def hostile() -> Sides:
     samples = [dataclasses.replace(each, sample=f"{each.sample}{EVIL}") for each in batch(40)]
-    return dump(samples, name=EVIL), dump(moved(samples), name=f"{EVIL}b")
+    return dump(samples, EVIL), dump(moved(samples), f"{EVIL}b")
 
 
 def three() -> Sides:
@@ -152,7 +152,7 @@ def test_names_are_shown_as_they_are(browser: Any, reports: Path) -> None:
         assert page.page.locator("img").count() == 0
 
 
-def test_what_slipped_in_is_not_run(browser: Any, reports: Path, tmp_path: Path) -> None:
+def test_injected_scripts_do_not_run(browser: Any, reports: Path, tmp_path: Path) -> None:
     file = tmp_path / "slipped.html"
     report = (reports / "values.html").read_text("utf-8")
     file.write_text(report.replace("<h1>", f"{EVIL}<h1>"), "utf-8")
@@ -162,7 +162,7 @@ def test_what_slipped_in_is_not_run(browser: Any, reports: Path, tmp_path: Path)
         assert any("Content Security Policy" in message for message in page.messages)
 
 
-def test_what_is_folded_opens(browser: Any, reports: Path) -> None:
+def test_folded_lists_open(browser: Any, reports: Path) -> None:
     with opened(browser, reports / "values.html", width=390) as page:
         folded = page.page.locator("details", has_text="8 ranks and parts").first
         assert not folded.locator("li").first.is_visible()

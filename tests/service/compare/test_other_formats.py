@@ -1,4 +1,4 @@
-"""The same trajectories as slime and AReaL wrote them: unlike in padding, alignment and order."""
+"""The same trajectories written by slime and AReaL with other padding, alignment and order."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from stagescope_service.compare.results import Comparison, Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.content import read_content, write_content
 
+Content = dict[str, Any]
+"""Content of a torch file."""
 ROWS = 8
 ORDER = (3, 6, 1, 0, 7, 2, 5, 4)
 
 
 def permuted(batch: Batch) -> Batch:
-    moved: dict[str, Any] = {}
+    moved: Content = {}
     for field in dataclasses.fields(batch):
         values = getattr(batch, field.name)
         is_array = isinstance(values, np.ndarray)
@@ -68,7 +70,7 @@ def trained(batch: Batch, *, rolled: bool) -> dict[str, torch.Tensor]:
     return data
 
 
-def held(tmp_path: Path, one: Path, data: Any) -> Comparison:
+def compare_both_ways(tmp_path: Path, one: Path, data: Any) -> Comparison:
     path = tmp_path / "areal.pt"
     torch.save(data, path)
     forth = compare([open_dump(one), open_dump(path)])
@@ -94,7 +96,7 @@ def test_the_same_trajectories_are_the_same(tmp_path: Path, form: str, order: st
         data = leftward(data) if form.startswith("left") else data
     if "without" in form or form.startswith("no"):
         del data["attention_mask"]
-    result = held(tmp_path, slime, data)
+    result = compare_both_ways(tmp_path, slime, data)
     assert result.verdict is Verdict.SAME, result.reason
     found = pairs(result)
     policy = int(batch.response_mask.sum())
@@ -114,7 +116,7 @@ def test_shifted_log_probs_and_advantages_are_the_same(
     batch = make_batch(ROWS, 12)
     slime = slime_train_file(tmp_path / "slime.pt", batch)
     theirs = batch if order == "same order" else permuted(batch)
-    result = held(tmp_path, slime, trained(theirs, rolled=rolled))
+    result = compare_both_ways(tmp_path, slime, trained(theirs, rolled=rolled))
     assert result.verdict is Verdict.SAME, result.reason
     names = {"rollout_log_probs", "old_log_probs", *(["advantages"] if rolled else [])}
     policy = int(batch.response_mask.sum())
@@ -129,7 +131,7 @@ def test_one_changed_log_prob_is_found_at_its_sample(tmp_path: Path) -> None:
     at = (2, data["loss_mask"].shape[1] - 1)  # the last token of sample ORDER[2]
     assert data["loss_mask"][at] == 1
     data["logprobs"][at] -= 0.5
-    result = held(tmp_path, slime, data)
+    result = compare_both_ways(tmp_path, slime, data)
     assert result.exit_status == 1
     assert result.first is not None
     assert result.first.name == "rollout_log_probs"
@@ -144,13 +146,13 @@ def test_another_mask_or_other_tokens_are_no_false_difference(tmp_path: Path) ->
     data = areal_batch(batch)
     inside = data["loss_mask"][1].nonzero()[1, 0]
     data["loss_mask"][1, inside] = 0  # one token less that the policy made
-    result = held(tmp_path, slime, data)
+    result = compare_both_ways(tmp_path, slime, data)
     assert result.exit_status == 2
     found = next(t for t in result.pairs[0].tensors if t.name == "rollout_log_probs")
     assert found.verdict is Verdict.NOT_COMPARABLE
     assert "the lengths differ in 1 of 8 samples" in found.reason
     other = areal_batch(make_batch(ROWS, 12, seed=1))
-    result = held(tmp_path, slime, other)
+    result = compare_both_ways(tmp_path, slime, other)
     assert result.first is not None
     assert result.first.station == "tokens"
 
@@ -227,7 +229,7 @@ def test_a_strange_file_that_is_whole_is_left_out(tmp_path: Path) -> None:
 
 
 def padded_by_nine(left: bool) -> Edit:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         for tensor, values in data.items():
             if (
                 isinstance(values, torch.Tensor)
@@ -253,7 +255,7 @@ def test_padding_to_another_width_is_the_same(tmp_path: Path, mode: str, left: b
 def test_columns_that_one_side_has_more_and_that_are_not_zero_are_no_padding(
     tmp_path: Path,
 ) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "old_log_probs":
             data[kind] = torch.nn.functional.pad(data[kind], (0, 9), value=-1.0)
 
@@ -262,12 +264,12 @@ def test_columns_that_one_side_has_more_and_that_are_not_zero_are_no_padding(
 
 
 def test_datums_in_another_order_pair_by_their_tokens(tmp_path: Path) -> None:
-    def reversed_rows(kind: str, name: str, data: dict[str, Any]) -> None:
+    def reversed_rows(kind: str, name: str, data: Content) -> None:
         for rows in ("trajectories", "datums", "advantages"):
             if rows in data:
                 data[rows] = data[rows][::-1]
 
-    def moved(kind: str, name: str, data: dict[str, Any]) -> None:
+    def moved(kind: str, name: str, data: Content) -> None:
         reversed_rows(kind, name, data)
         if kind == "datums":
             data["datums"][3]["loss_fn_inputs"]["logprobs"][-1] += 0.5

@@ -1,4 +1,4 @@
-"""The bar of `stagescope compare` and `compare-dumps`: on a terminal, and nowhere else."""
+"""The progress bar of `stagescope compare` and `compare-dumps`, which only a terminal shows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    pairwise.warm(lambda: None)  # what is compiled is said
+    pairwise.warm(lambda: None)  # compiling would be reported
     directory = tmp_path_factory.mktemp("dumps")
     return {name: nexrl_directory(directory / name) for name in "ab"}
 
@@ -47,50 +47,50 @@ def on_a_terminal(*words: str) -> tuple[int, str, str]:
                 while more := os.read(terminal, 4096):
                     seen += more
             assert process.stdout is not None
-            said = process.stdout.read()
-        return process.returncode, said, seen.decode()
+            output = process.stdout.read()
+        return process.returncode, output, seen.decode()
     finally:
         os.close(terminal)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_terminal_shows_how_far_it_is(command: str, dumps: dict[str, Path]) -> None:
+def test_a_terminal_shows_progress(command: str, dumps: dict[str, Path]) -> None:
     words = [word.format(**dumps) for word in COMMANDS[command]]
-    status, said, seen = on_a_terminal(command, *words)
+    status, output, seen = on_a_terminal(command, *words)
     assert status == 0
-    assert said.startswith("\u2713 SAME")
-    assert "comparing" not in said
+    assert output.startswith("\u2713 SAME")
+    assert "comparing" not in output
     assert "comparing  [" in seen
     assert "100%" in seen
-    # It went on by steps, on one line.
+    # It advances in steps, on one line.
     assert len({line.rsplit("]", 1)[-1] for line in seen.split("\r") if "]" in line}) > 2
     assert seen.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_elsewhere_there_is_no_bar(command: str, dumps: dict[str, Path]) -> None:
-    told = invoke(command, *(word.format(**dumps) for word in COMMANDS[command]))
-    assert (told.exit_code, told.stderr) == (0, "")
+    result = invoke(command, *(word.format(**dumps) for word in COMMANDS[command]))
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
-def test_what_broke_off_is_no_difference(
+def test_a_failed_comparison_is_no_difference(
     dumps: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> object:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("stagescope_service.compare.pairing.shards.compare_pair", full)
-    told = invoke("compare", str(dumps["a"]), str(dumps["b"]))
-    assert told.exit_code == 2
-    assert "could not be compared: MemoryError: no room" in told.stderr
+    monkeypatch.setattr("stagescope_service.compare.pairing.tasks.compare_pair", full)
+    result = invoke("compare", str(dumps["a"]), str(dumps["b"]))
+    assert result.exit_code == 2
+    assert "could not be compared: MemoryError: no room" in result.stderr
     monkeypatch.setattr("stagescope_service.compare.comparison.pairwise.warm", full)
-    told = invoke("compare", str(dumps["a"]), str(dumps["b"]))
-    assert told.exit_code == 2
-    assert "the comparison broke off: MemoryError: no room" in told.stderr
+    result = invoke("compare", str(dumps["a"]), str(dumps["b"]))
+    assert result.exit_code == 2
+    assert "the comparison broke off: MemoryError: no room" in result.stderr
 
 
 class Clock:
-    """Time that passes only where a loop is compiled."""
+    """Time that passes only while a loop is compiled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -113,10 +113,10 @@ def test_the_first_comparison_of_an_installation_says_that_it_compiles(
 
     monkeypatch.setattr("stagescope_service.compare.comparison.pairwise.warm", cold)
     monkeypatch.setattr("stagescope_service.compare.comparison.time", clock)
-    told = invoke("compare", str(dumps["a"]), str(dumps["b"]), "--json")
-    assert told.exit_code == 0
-    # Once for both loops; and it is no part of the time that reading took.
-    assert [line for line in told.stderr.splitlines() if "compiling" in line] == [
+    result = invoke("compare", str(dumps["a"]), str(dumps["b"]), "--json")
+    assert result.exit_code == 0
+    # Once for both loops; the reported seconds do not include it.
+    assert [line for line in result.stderr.splitlines() if "compiling" in line] == [
         "compiling, once for an installation: half a minute or so ..."
     ]
-    assert json.loads(told.stdout)["seconds"] == 0.0
+    assert json.loads(result.stdout)["seconds"] == 0.0

@@ -5,6 +5,7 @@ import html
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +23,38 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import SCHEMA_FILE, as_json
 from stagescope_service.compare.report.html import as_html
 
+Report = dict[str, Any]
+"""JSON of a report, or the content of a torch file."""
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
-def said_of(*sides: MemoryDump) -> dict[str, Any]:
+def report_of(*sides: MemoryDump) -> Report:
     return as_json(compare(sides))
 
 
-def different() -> dict[str, Any]:
+def different() -> Report:
     samples = batch(40)
     moved = [
         dataclasses.replace(s, values={**s.values, "entropy": s.values["entropy"] + np.float32(1)})
         for s in samples
     ]
     shares = [list(range(at, at + 4)) for at in range(0, 40, 4)]
-    return said_of(split(samples, shares, microbatches=2), split(moved, shares, microbatches=2))
+    return report_of(split(samples, shares, microbatches=2), split(moved, shares, microbatches=2))
 
 
-def non_finite() -> dict[str, Any]:
+def non_finite() -> Report:
     values = np.array([math.nan, math.inf, 1.0])
-    return said_of(
+    return report_of(
         MemoryDump([record("other", {"x": values})], name=EVIL),
         MemoryDump([record("other", {"x": -values})], about={EVIL: EVIL}),
     )
 
 
 @pytest.mark.parametrize("make", [different, non_finite])
-def test_the_report_is_strict_json_of_its_schema(make: Any) -> None:
+def test_the_report_is_strict_json_of_its_schema(make: Callable[[], Report]) -> None:
     text = nonfinite.dumps(make())
-    said = json.loads(text, parse_constant=pytest.fail)
-    jsonschema.validate(said, json.loads(SCHEMA_FILE.read_text()))
+    content = json.loads(text, parse_constant=pytest.fail)
+    jsonschema.validate(content, json.loads(SCHEMA_FILE.read_text()))
 
 
 def test_the_text_fits_80_columns_and_says_the_verdict_first() -> None:
@@ -67,9 +70,9 @@ def test_the_text_fits_80_columns_and_says_the_verdict_first() -> None:
     assert len(places) == 8
     assert "      ... 2 more (--all)" in lines
     assert any(line.startswith("      over 10: max 1.0") for line in lines)
-    whole = [line.text for line in as_lines(different(), everything=True)]
-    assert not any("more (--all)" in line for line in whole)
-    assert sum("✗ rank" in line for line in whole) == 10
+    complete = [line.text for line in as_lines(different(), everything=True)]
+    assert not any("more (--all)" in line for line in complete)
+    assert sum("✗ rank" in line for line in complete) == 10
 
 
 def test_the_client_shows_what_the_service_sent() -> None:
@@ -88,7 +91,7 @@ def test_the_texts_of_the_page_are_escaped() -> None:
     assert "<img" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 
-def edited(kind: str, name: str, data: dict[str, Any]) -> None:
+def edited(kind: str, name: str, data: Report) -> None:
     if kind == "forward_data":
         data["entropy"] = data["entropy"] + 0.01
 
@@ -144,9 +147,9 @@ def test_a_misspelt_path_is_called_none(dumps: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("STAGESCOPE_URL", raising=False)
     result = invoke("compare", f"{dumps}/a", "misspelt")
     assert result.exit_code == 2
-    said = " ".join(result.stderr.split())
-    assert "nothing here has the path 'misspelt'" in said
-    assert "no service is known here" in said
+    content = " ".join(result.stderr.split())
+    assert "nothing here has the path 'misspelt'" in content
+    assert "no service is known here" in content
 
 
 def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> None:
@@ -160,11 +163,11 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
     remark = "8 ranks asked for, 2 found: all of them were compared"
     assert remark in " ".join(result.stdout.split())
     assert remark in (dumps / "report.html").read_text()
-    said = json.loads(report.read_text())
-    jsonschema.validate(said, json.loads(SCHEMA_FILE.read_text()))
-    assert (said["step"], said["num_ranks"], said["num_micros"]) == (0, 2, 2)
-    assert said["remarks"] == [remark]
-    sections = {section["section"]: section for section in said["sections"]}
+    content = json.loads(report.read_text())
+    jsonschema.validate(content, json.loads(SCHEMA_FILE.read_text()))
+    assert (content["step"], content["num_ranks"], content["num_micros"]) == (0, 2, 2)
+    assert content["remarks"] == [remark]
+    sections = {section["section"]: section for section in content["sections"]}
     trajectories = sections["trajectories"]
     assert trajectories["status"] == "compared"
     assert trajectories["sh_num_trajectories"] == trajectories["ra_num_trajectories"] == 16
@@ -195,7 +198,7 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
     assert datums["input_tokens_len"] > 1
 
 
-def spoiled(kind: str, name: str, data: dict[str, Any]) -> None:
+def spoiled(kind: str, name: str, data: Report) -> None:
     if kind == "forward_data" and name.endswith("rank0_micro0"):
         data["log_probs"] = data["log_probs"] + 0.5 * (data["response_mask"] == 0)
         data["entropy"] = data["entropy"].clone()
@@ -222,19 +225,19 @@ def test_under_nexrls_keys_stand_nexrls_definitions(tmp_path: Path) -> None:
         for side in (a, b)
     ]
     one, other = (side["log_probs"].double() for side in sides)
-    said = found[0, 0]["log_probs"]
+    content = found[0, 0]["log_probs"]
     # What is under the mask is equal; its script looks at padding and at other rounds, too.
-    assert (said["is_close"], said["verdict"]) == (False, "same")
+    assert (content["is_close"], content["verdict"]) == (False, "same")
     for prefix, values in (("t1", one), ("t2", other)):
         for name in ("mean", "std", "min", "max"):
-            assert said[f"{prefix}_{name}"] == pytest.approx(float(getattr(values, name)()))
-    assert said["max_diff"] == pytest.approx(float((one - other).abs().max()))
-    assert said["mean_diff"] == pytest.approx(float((one - other).abs().mean()))
+            assert content[f"{prefix}_{name}"] == pytest.approx(float(getattr(values, name)()))
+    assert content["max_diff"] == pytest.approx(float((one - other).abs().max()))
+    assert content["mean_diff"] == pytest.approx(float((one - other).abs().mean()))
     both = torch.stack([one.flatten(), other.flatten()])
-    assert said["correlation"] == pytest.approx(float(torch.corrcoef(both)[0, 1]))
-    said = found[0, 0]["entropy"]
-    assert (said["is_close"], said["t2_mean"], said["max_diff"]) == (False, "nan", "nan")
-    assert said["t1_mean"] == pytest.approx(float(sides[0]["entropy"].double().mean()))
-    said = found[1, 1]["log_probs"]
-    assert (said["status"], said["verdict"]) == ("shape_mismatch", "same")
-    assert (said["t1_shape"], said["t2_shape"]) == ([4, 16], [4, 25])
+    assert content["correlation"] == pytest.approx(float(torch.corrcoef(both)[0, 1]))
+    content = found[0, 0]["entropy"]
+    assert (content["is_close"], content["t2_mean"], content["max_diff"]) == (False, "nan", "nan")
+    assert content["t1_mean"] == pytest.approx(float(sides[0]["entropy"].double().mean()))
+    content = found[1, 1]["log_probs"]
+    assert (content["status"], content["verdict"]) == ("shape_mismatch", "same")
+    assert (content["t1_shape"], content["t2_shape"]) == ([4, 16], [4, 25])

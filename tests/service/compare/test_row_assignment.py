@@ -1,4 +1,4 @@
-"""Samples that the two sides dealt out in another order, or into parts of another size."""
+"""Sides that split their samples in another order, or into parts of another size."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.results import Comparison, Finding, Verdict
+from stagescope_service.compare.results import Comparison, ComparisonFinding, Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
 
+Content = dict[str, Any]
+"""Content of a torch file."""
 MICRO_TYPES = ("forward_data", "loss", "is_loss_debug", "batch_inputs")
 
 
 def in_order(batch: Batch, order: Sequence[int]) -> Batch:
     """The same trajectories in another order."""
-    moved: dict[str, Any] = {}
+    moved: Content = {}
     for field in dataclasses.fields(batch):
         values = getattr(batch, field.name)
         is_array = isinstance(values, np.ndarray)
@@ -39,28 +41,26 @@ def in_order(batch: Batch, order: Sequence[int]) -> Batch:
     return Batch(**moved)
 
 
-def nexrl(
-    path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], mode: str, **more: Any
-) -> Path:
+def nexrl(path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], mode: str) -> Path:
     """A dump of NexRL's whose whole batch came in another order."""
     with monkeypatch.context() as patch:
         patch.setattr(
             dump_files, "make_batch", lambda *a, **k: in_order(make_batch(*a, **k), order)
         )
-        return nexrl_directory(path, mode=mode, **more)
+        return nexrl_directory(path, mode=mode)
 
 
-def turned(directory: Path) -> Path:
+def rotated(directory: Path) -> Path:
     """Give each microbatch's files to the next rank and microbatch."""
     for kind in MICRO_TYPES:
         files = sorted((directory / kind).glob("*.pt"))
-        held = [torch.load(file, weights_only=True) for file in files]
-        for file, data in zip([*files[1:], *files[:1]], held, strict=True):
+        contents = [torch.load(file, weights_only=True) for file in files]
+        for file, data in zip([*files[1:], *files[:1]], contents, strict=True):
             torch.save(data, file)
     return directory
 
 
-def notes(result: Comparison) -> dict[str | None, Finding]:
+def notes(result: Comparison) -> dict[str | None, ComparisonFinding]:
     return {f.section: f for f in result.pairs[0].findings if f.kind == "note"}
 
 
@@ -81,7 +81,7 @@ def values(result: Comparison) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("mode", ["self_hosted", "weaver"])
 def test_microbatches_in_another_order_are_the_same(tmp_path: Path, mode: str) -> None:
     a = nexrl_directory(tmp_path / "a", mode=mode)
-    b = turned(nexrl_directory(tmp_path / "b", mode=mode))
+    b = rotated(nexrl_directory(tmp_path / "b", mode=mode))
     plain = compare([open_dump(a), open_dump(a)])
     for sides in ((a, b), (b, a)):
         result = compare([open_dump(side) for side in sides])
@@ -115,25 +115,25 @@ def test_a_batch_in_another_order_is_the_same(
 def test_one_changed_value_is_found_in_another_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "is_loss_debug" and name.endswith("rank1_micro0"):
             data["prob_ratio"] = data["prob_ratio"].clone()
             data["prob_ratio"][2, 0] += 0.5
 
     a = nexrl_directory(tmp_path / "a", mode="weaver")
-    b = turned(nexrl_directory(tmp_path / "b", mode="weaver", edit=edit))
+    b = rotated(nexrl_directory(tmp_path / "b", mode="weaver", edit=edit))
     result = compare([open_dump(a), open_dump(b)])
     assert result.first is not None
     assert (result.first.section, result.first.name) == ("is_loss", "prob_ratio")
     assert result.first.location is not None
     assert result.first.location.coordinates == ((2, 0), (2, 0))
-    ranks = [(place.rank, place.part.microbatch) for place in result.first.location.places]
+    ranks = [(each.rank, each.part.microbatch) for each in result.first.location.locations]
     assert ranks == [(1, 0), (1, 1)]
 
 
-def test_rows_of_which_nothing_tells_are_said_to_be_paired_by_place(tmp_path: Path) -> None:
+def test_unidentified_rows_are_reported_as_paired_by_location(tmp_path: Path) -> None:
     a = nexrl_directory(tmp_path / "a")
-    b = turned(nexrl_directory(tmp_path / "b"))
+    b = rotated(nexrl_directory(tmp_path / "b"))
     result = compare([open_dump(a), open_dump(b)])
     # The whole batch's order is not that of the microbatches any more.
     assert notes(result)["old_log_probs"].message.startswith(
@@ -151,7 +151,7 @@ def test_rows_of_which_nothing_tells_are_said_to_be_paired_by_place(tmp_path: Pa
     assert "is_loss: 16 rows are paired by place" in notes(result)["is_loss"].message
 
 
-def test_what_was_sampled_differently_is_not_called_dealt_otherwise(tmp_path: Path) -> None:
+def test_other_samples_are_not_reported_as_split_differently(tmp_path: Path) -> None:
     sides = [nexrl_directory(tmp_path / str(seed), seed=seed, mode="weaver") for seed in (0, 1)]
     result = compare([open_dump(side) for side in sides])
     assert result.verdict is Verdict.DIFFERENT
@@ -242,7 +242,7 @@ def test_parts_of_unlike_size_are_the_same(
     assert ("loss" in notes(result)) == (parts[0] != parts[1])
 
 
-def test_a_loss_is_held_against_that_of_its_own_place_where_ranks_are_replicas(
+def test_a_loss_is_compared_at_its_own_location_if_ranks_are_replicas(
     tmp_path: Path,
 ) -> None:
     every: Shares = [[[[0, 1], [2, 3]]], [[[0, 1], [2, 3]]]]
@@ -255,25 +255,27 @@ def test_a_loss_is_held_against_that_of_its_own_place_where_ranks_are_replicas(
         assert result.verdict is Verdict.SAME, result.reason
         loss = next(t for t in result.pairs[0].tensors if t.name == "loss")
         assert loss.found.pairs == 2
-        assert {place.place.rank for place in loss.places} == {0}
+        assert {shard.location.rank for shard in loss.shards} == {0}
         assert "numbers of 2 and 0 parts are not compared" in notes(result)["loss"].message
 
 
-def test_masked_and_non_finite_log_probs_tell_no_order(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+def test_masked_and_non_finite_log_probs_identify_no_order(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "forward_data" and name.endswith("rank0_micro0"):
             data["response_mask"] = torch.zeros_like(data["response_mask"])
         if kind == "forward_data" and name.endswith("rank1_micro1"):
             data["log_probs"] = torch.full_like(data["log_probs"], float("nan"))
 
     a = nexrl_directory(tmp_path / "a", edit=edit)
-    b = turned(nexrl_directory(tmp_path / "b", edit=edit))
+    b = rotated(nexrl_directory(tmp_path / "b", edit=edit))
     assert (
         "paired by place" in notes(compare([open_dump(a), open_dump(b)]))["old_log_probs"].message
     )
 
 
-DEALT = st.permutations(range(8)).flatmap(
+Split = list[list[int]]
+"""Samples of each part."""
+SPLITS = st.permutations(range(8)).flatmap(
     lambda order: st.lists(st.integers(1, 7), unique=True, max_size=5).map(
         lambda cuts: [
             list(order[start:stop])
@@ -286,11 +288,11 @@ DEALT = st.permutations(range(8)).flatmap(
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(DEALT, DEALT, st.integers(1, 3))
-def test_any_two_ways_to_deal_samples_are_the_same(
-    tmp_path_factory: pytest.TempPathFactory, one: Any, other: Any, ranks: int
+@given(SPLITS, SPLITS, st.integers(1, 3))
+def test_any_two_splits_of_samples_are_the_same(
+    tmp_path_factory: pytest.TempPathFactory, one: Split, other: Split, ranks: int
 ) -> None:
-    path = tmp_path_factory.mktemp("dealt")
+    path = tmp_path_factory.mktemp("split")
     sides = [
         dynamic(path / str(at), [[of[rank::ranks]] for rank in range(ranks) if of[rank::ranks]],
                 rollout=True, rows=8)
@@ -300,7 +302,7 @@ def test_any_two_ways_to_deal_samples_are_the_same(
     assert result.verdict is Verdict.SAME, result.reason
 
 
-def test_a_file_that_was_lost_is_missing_in_whatever_parts(tmp_path: Path) -> None:
+def test_a_lost_file_is_missing_however_samples_are_split(tmp_path: Path) -> None:
     def lose(file: Path) -> None:
         file.unlink()
 
@@ -321,15 +323,15 @@ def test_a_file_that_was_lost_is_missing_in_whatever_parts(tmp_path: Path) -> No
         assert itself.exit_status == 2
 
 
-# --- pairing by place proves nothing where the sides are laid out otherwise -----------------------
-Edit = Callable[[str, str, dict[str, Any]], None]
+# --- pairing by location proves nothing if the sides have other layouts ---------------------------
+Edit = Callable[[str, str, Content], None]
 
 
-def untouched(kind: str, name: str, data: dict[str, Any]) -> None:
+def untouched(kind: str, name: str, data: Content) -> None:
     """Leave a file as it is."""
 
 
-def padded(kind: str, name: str, data: dict[str, Any]) -> None:
+def padded(kind: str, name: str, data: Content) -> None:
     for name, values in data.items():
         if isinstance(values, torch.Tensor) and values.dim() == 2 and kind == "forward_data":
             data[name] = torch.nn.functional.pad(values, (0, 5))
@@ -340,7 +342,7 @@ def without_tokens(
 ) -> Path:
     """A dump of NexRL's whose microbatches say neither ids nor tokens."""
 
-    def edited(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edited(kind: str, name: str, data: Content) -> None:
         data.pop("input_ids", None)
         edit(kind, name, data)
 
@@ -352,7 +354,7 @@ def without_tokens(
 
 @pytest.mark.parametrize("edit", [untouched, padded])
 @pytest.mark.parametrize("other", [(4, 1, 2), (1, 4, 2), (1, 1, 8), (2, 1, 4)])
-def test_what_is_paired_by_place_in_other_parts_proves_no_difference(
+def test_pairs_by_location_in_other_parts_prove_no_difference(
     tmp_path: Path, other: tuple[int, int, int], edit: Edit
 ) -> None:
     a = without_tokens(tmp_path / "a", ranks=2, micros=2, rows=2)
@@ -371,7 +373,7 @@ def test_what_is_paired_by_place_in_other_parts_proves_no_difference(
             assert "the sides have other ranks, parts or numbers of rows" in loss.reason
 
 
-def test_what_is_paired_by_place_in_another_order_proves_no_difference(tmp_path: Path) -> None:
+def test_pairs_by_location_in_another_order_prove_no_difference(tmp_path: Path) -> None:
     layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
     a = without_tokens(tmp_path / "a", **layout)
     b = without_tokens(tmp_path / "b", (3, 6, 1, 0, 7, 2, 5, 4), **layout)
@@ -381,7 +383,7 @@ def test_what_is_paired_by_place_in_another_order_proves_no_difference(tmp_path:
     assert "the trajectories are others or in another order" in log_probs.reason
 
     # In the same order and the same parts a value that differs is different.
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
         if kind == "forward_data" and name.endswith("rank1_micro0"):
             data["log_probs"] = data["log_probs"] + 0.5
 
@@ -407,9 +409,7 @@ def kept_step(path: Path, prefix: str, seed: int = 0, *, rollout: bool = True) -
 
 
 @pytest.mark.parametrize("rollout", [False, True])
-def test_samples_whose_ids_are_others_are_never_paired_by_place(
-    tmp_path: Path, rollout: bool
-) -> None:
+def test_samples_with_other_ids_are_never_paired_by_location(tmp_path: Path, rollout: bool) -> None:
     a = kept_step(tmp_path / "a", "s5", rollout=rollout)
     b = kept_step(tmp_path / "b", "s6", seed=1, rollout=rollout)
     result = compare([open_dump(a), open_dump(b)])

@@ -1,4 +1,4 @@
-"""Numbers of ranks and parts: which belong together, and when they differ by more than noise."""
+"""Numbers of ranks and parts: how they pair, and when they differ by more than noise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
@@ -18,18 +19,21 @@ from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.results import PairResult, TensorResult, Verdict
 from stagescope_service.dumps.records import Place, Record
 
+Array = npt.NDArray[np.generic]
 LOG_PROB, UPDATE = "actor_compute_log_prob", "actor_update"
 SAMPLES = [f"s{number}" for number in range(8)]
 
 
-def at(held: Record, **place: Any) -> Record:
-    """The record at another place, in a file of its own."""
-    where = held.entry.place._replace(**place)
-    path = Path(f"{held.entry.section}/{where}.safetensors")
-    return dataclasses.replace(held, entry=dataclasses.replace(held.entry, place=where, path=path))
+def at(original: Record, **coordinates: Any) -> Record:
+    """The record at another location, in a file of its own."""
+    location = original.entry.place._replace(**coordinates)
+    path = Path(f"{original.entry.section}/{location}.safetensors")
+    return dataclasses.replace(
+        original, entry=dataclasses.replace(original.entry, place=location, path=path)
+    )
 
 
-def rows(section: str, samples: Sequence[str], place: Mapping[str, Any]) -> Record:
+def rows(section: str, samples: Sequence[str], coordinates: Mapping[str, Any]) -> Record:
     width = 6
     values = {
         name: np.stack(
@@ -38,75 +42,78 @@ def rows(section: str, samples: Sequence[str], place: Mapping[str, Any]) -> Reco
         for k, name in enumerate(("old_log_probs", "log_probs"))
         if name.startswith("old") == (section == "old_log_probs")
     }
-    tensors: dict[str, Any] = {**values, "response_mask": np.ones((len(samples), width), np.int64)}
-    held = record(section, tensors, samples=tuple(samples), mask="response_mask")
-    return at(held, **place)
+    tensors: dict[str, Array] = {
+        **values,
+        "response_mask": np.ones((len(samples), width), np.int64),
+    }
+    found = record(section, tensors, samples=tuple(samples), mask="response_mask")
+    return at(found, **coordinates)
 
 
-def run(*, whole: bool = False, entropy: float = 0.5) -> MemoryDump:
+def run(*, one_file: bool = False, entropy: float = 0.5) -> MemoryDump:
     """A step of two ranks: log-probs of each rank's samples, then an update of two minibatches.
 
-    `whole`: the log-probs are one file of the driver's, as an export of NexRL's layout has them.
+    `one_file`: the log-probs are one file of the driver's, as an export of NexRL's layout has them.
     """
     records = []
     for rank in range(2):
         mine = SAMPLES[4 * rank : 4 * rank + 4]
-        place = {"stage": LOG_PROB, "role": "actor", "rank": rank}
-        if not whole:
-            records.append(rows("old_log_probs", mine, place))
+        coordinates = {"stage": LOG_PROB, "role": "actor", "rank": rank}
+        if not one_file:
+            records.append(rows("old_log_probs", mine, coordinates))
         logged = {"entropy": entropy + rank}
-        records.append(at(record("metrics", numbers=logged), **place))
+        records.append(at(record("metrics", numbers=logged), **coordinates))
         # Minibatches take their samples from each other's rank, as a shuffle does.
         for minibatch in range(2):
             part = Part(minibatch=minibatch)
             chosen = SAMPLES[2 * minibatch + rank :: 4]
-            place = {"stage": UPDATE, "role": "actor", "rank": rank, "part": part}
-            records.append(rows("forward_data", chosen, place))
+            coordinates = {"stage": UPDATE, "role": "actor", "rank": rank, "part": part}
+            records.append(rows("forward_data", chosen, coordinates))
             loss = {"loss": 0.25 * (1 + rank) + minibatch}
-            records.append(at(record("loss", numbers=loss), **place))
-    if whole:
-        place = {"stage": LOG_PROB, "role": "driver", "rank": 0}
-        records.append(rows("old_log_probs", SAMPLES, place))
-    return MemoryDump(records, about={"settings": {"keep": {"what": ["all"] if whole else []}}})
+            records.append(at(record("loss", numbers=loss), **coordinates))
+    if one_file:
+        coordinates = {"stage": LOG_PROB, "role": "driver", "rank": 0}
+        records.append(rows("old_log_probs", SAMPLES, coordinates))
+    return MemoryDump(records, about={"settings": {"keep": {"what": ["all"] if one_file else []}}})
 
 
 def tensor(pair: PairResult, name: str) -> TensorResult:
     return next(each for each in pair.tensors if each.name == name)
 
 
-def places(found: TensorResult) -> set[tuple[Place, Place]]:
-    return {each.piece.places for each in found.places}
+def locations(found: TensorResult) -> set[tuple[Place, Place]]:
+    return {each.comparison.locations for each in found.shards}
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_numbers_pair_by_stage_rank_and_part_where_one_side_tells_no_samples(
+def test_numbers_pair_by_stage_rank_and_part_if_one_side_has_no_sample_ids(
     swapped: bool,
 ) -> None:
-    sides = [run(), run(whole=True)]
+    sides = [run(), run(one_file=True)]
     pair = compare(sides[::-1] if swapped else sides).pairs[0]
     for name, count in (("entropy", 2), ("loss", 4)):
         found = tensor(pair, name)
         assert (found.verdict, found.found.pairs) == (Verdict.SAME, count), found.reason
-        assert all(one == other for one, other in places(found))
+        assert all(one == other for one, other in locations(found))
     assert pair.first is None
 
 
 def test_a_number_that_differs_is_still_found() -> None:
-    pair = compare([run(), run(whole=True, entropy=0.75)]).pairs[0]
+    pair = compare([run(), run(one_file=True, entropy=0.75)]).pairs[0]
     assert pair.verdict is Verdict.DIFFERENT
     assert pair.first is not None
     assert pair.first.name == "entropy"
-    assert all(one == other for one, other in places(tensor(pair, "entropy")))
+    assert all(one == other for one, other in locations(tensor(pair, "entropy")))
     # What the two sides keep is no cause of it.
     assert not any("settings" in cause.title for cause in pair.causes)
 
 
-def test_what_agreement_rests_on_is_said() -> None:
+def test_the_evidence_of_agreement_is_counted() -> None:
     samples = batch(6)
     others = [*samples[:2], *(dataclasses.replace(s, response=s.response + 1) for s in samples[2:])]
     result = compare([split(samples), split(others)])
-    said = "\n".join(result.pairs[0].excluded)
-    assert "rewards agree (2 of 6 samples)" in said
+    excluded = "\n".join(result.pairs[0].excluded)
+    assert "rewards agree (2 of 6 samples)" in excluded
     text = " ".join(line.text.strip() for line in as_lines(as_json(result)))
     assert "rewards: same, 2 values of 2 of 6 samples" in text
     result = compare([split(samples), split(samples[:4])])
@@ -126,11 +133,11 @@ def noisy(
         entropy = random.random(shape)
         moved = exact + deviation * np.random.default_rng(step + 1).standard_normal(shape)
         policy = float(-(advantages * np.exp(moved - exact)).mean())
-        tensors: dict[str, Any] = {
+        tensors: dict[str, Array] = {
             "log_probs": moved.astype(np.float32),
             "response_mask": np.ones(shape, np.int64),
         }
-        held: dict[str, Any] = {
+        advantage_tensors: dict[str, Array] = {
             "advantages": advantages.astype(np.float32),
             "response_mask": np.ones(shape, np.int64),
         }
@@ -138,7 +145,7 @@ def noisy(
         of: dict[str, Any] = {"samples": samples, "step": step, "mask": "response_mask"}
         numbers = {"pg_loss": policy, "loss": policy - coefficient * float(entropy.mean())}
         records += [
-            record("forward_data", tensors, **of), record("advantages", held, **of),
+            record("forward_data", tensors, **of), record("advantages", advantage_tensors, **of),
             record("loss", numbers=numbers, step=step),
             record("metrics", numbers={"kl": policy / 2 + metric}, step=step),
         ]  # fmt: skip
@@ -165,7 +172,7 @@ def test_another_coefficient_shows_through_the_noise() -> None:
     assert tensor(pair, "kl").verdict is Verdict.DIFFERENT
 
 
-def test_a_loss_of_equal_inputs_is_held_to_its_line() -> None:
+def test_a_loss_of_equal_inputs_is_compared_by_its_tolerance() -> None:
     pair = compare([noisy(0.0, 0.01), noisy(0.0, 0.0101)]).pairs[0]
     assert tensor(pair, "log_probs").verdict is Verdict.SAME
     assert tensor(pair, "loss").verdict is Verdict.DIFFERENT

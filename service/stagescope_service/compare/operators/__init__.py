@@ -1,1 +1,1 @@
-"""What msprobe collected of operators, held against each other."""
+"""Compare what msprobe collected of operators."""

@@ -1,11 +1,11 @@
-"""Questions that read whole operator tables, answered in a process of their own.
+"""Comparisons of large operator tables, which run in a separate process.
 
 Pairing a hundred thousand calls holds Python's lock for up to a second at a time, in which the API
-could answer nobody else. Starting a process takes about one second, so small tables (`SMALL_ROWS`)
-are compared where the question came in.
+could answer no other request. Starting a process takes about one second, so small tables
+(`SMALL_ROWS`) are compared in the calling process.
 
-As a process, `python -m stagescope_service.compare.operators.apart` reads a question from its input
-and writes the answer: JSON with Python's words for NaN and infinities.
+`python -m stagescope_service.compare.operators.apart` reads a request from its input and writes
+the answer: JSON with Python's names for NaN and infinities.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from stagescope.wire import errors
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.compare.operators.differences import Thresholds
@@ -29,6 +31,7 @@ SMALL_ROWS: Final = 20_000
 MOST_SECONDS: Final = 300.0
 
 Fields = dict[str, Any]
+"""Arguments or results as JSON values, which are checked only by the functions below."""
 
 
 def divergence(
@@ -44,17 +47,17 @@ def divergence(
 
     Args:
         a, b: operator tables.
-        thresholds, skip_sharded, limit: as there.
-        rows: of both tables together.
+        thresholds, skip_sharded, limit: see `first_divergent`.
+        rows: number of rows of both tables together.
     """
-    question = {
+    arguments = {
         "a": str(a),
         "b": str(b),
         "thresholds": dataclasses.asdict(thresholds),
         "skip_sharded": skip_sharded,
         "limit": limit,
     }
-    return _answer("divergence", question, rows)
+    return _answer("divergence", arguments, rows)
 
 
 def non_finite(tables: Mapping[int, Path], *, rows: int) -> Fields:
@@ -62,24 +65,25 @@ def non_finite(tables: Mapping[int, Path], *, rows: int) -> Fields:
 
     Args:
         tables: rank -> its operator table.
-        rows: of all tables together.
+        rows: number of rows of all tables together.
     """
-    return _answer("non_finite", {"tables": [[r, str(path)] for r, path in tables.items()]}, rows)
+    arguments = {"tables": [[rank, str(path)] for rank, path in tables.items()]}
+    return _answer("non_finite", arguments, rows)
 
 
-def _divergence(question: Mapping[str, Any]) -> Fields:
+def _divergence(arguments: Fields) -> Fields:
     found = first_divergent(
-        Path(question["a"]),
-        Path(question["b"]),
-        Thresholds(**question["thresholds"]),
-        skip_sharded=question["skip_sharded"],
-        limit=question["limit"],
+        Path(arguments["a"]),
+        Path(arguments["b"]),
+        Thresholds(**arguments["thresholds"]),
+        skip_sharded=arguments["skip_sharded"],
+        limit=arguments["limit"],
     )
     return found.fields()
 
 
-def _non_finite(question: Mapping[str, Any]) -> Fields:
-    found = first_non_finite({rank: Path(path) for rank, path in question["tables"]})
+def _non_finite(arguments: Fields) -> Fields:
+    found = first_non_finite({rank: Path(path) for rank, path in arguments["tables"]})
     return {
         "earliest": found.earliest,
         "together": found.together,
@@ -87,25 +91,25 @@ def _non_finite(question: Mapping[str, Any]) -> Fields:
     }
 
 
-_QUESTIONS: Final[Mapping[str, Callable[[Mapping[str, Any]], Fields]]] = {
+_FUNCTIONS: Final[Mapping[str, Callable[[Fields], Fields]]] = {
     "divergence": _divergence,
     "non_finite": _non_finite,
 }
 
 
-def _answer(name: str, question: Mapping[str, Any], rows: int) -> Fields:
+def _answer(name: str, arguments: Fields, rows: int) -> Fields:
     if rows <= SMALL_ROWS:
-        return _QUESTIONS[name](question)
-    said = _ask(json.dumps([name, question]).encode())
-    if "error" in said:
-        kind = getattr(errors, said["error"]["kind"])
-        raise kind(said["error"]["wrong"], expected=said["error"]["expected"])
-    found: Fields = said["answer"]
-    return found
+        return _FUNCTIONS[name](arguments)
+    reply = _run_process(json.dumps([name, arguments]).encode())
+    if "error" in reply:
+        kind = getattr(errors, reply["error"]["kind"])
+        raise kind(reply["error"]["wrong"], expected=reply["error"]["expected"])
+    answer: Fields = reply["answer"]
+    return answer
 
 
-def _ask(question: bytes) -> Fields:
-    """Have a process of its own answer; it is ended with this call, whatever happens."""
+def _run_process(request: bytes) -> Fields:
+    """Return the reply of a new process, which ends with this call in any case."""
     with subprocess.Popen(
         [sys.executable, "-m", "stagescope_service.compare.operators.apart"],
         stdin=subprocess.PIPE,
@@ -114,38 +118,39 @@ def _ask(question: bytes) -> Fields:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     ) as process:
         try:
-            answer, _ = process.communicate(question, MOST_SECONDS)
+            output, _ = process.communicate(request, MOST_SECONDS)
         except subprocess.TimeoutExpired:
             raise NotReady(
                 f"the comparison took over {MOST_SECONDS:.0f} s",
-                advice="ask again when the machine has less to do, or about smaller dumps",
+                advice="ask again when the machine is less busy, or compare smaller dumps",
             ) from None
         finally:
-            process.kill()  # nothing, where it has ended
+            process.kill()  # has no effect if it has ended
     if process.returncode:
         raise StagescopeError(
             f"the comparison ended with code {process.returncode}",
-            advice="it may have been killed for want of memory",
+            advice="it may have been killed because memory was short",
         )
-    found: Fields = json.loads(answer)
-    return found
+    reply: Fields = json.loads(output)
+    return reply
 
 
 def main() -> None:
-    """Answer the question on standard input."""
+    """Answer the request on standard input."""
     os.nice(10)
-    name, question = json.loads(sys.stdin.buffer.read())
+    name, arguments = json.loads(sys.stdin.buffer.read())
     try:
-        said: Fields = {"answer": _QUESTIONS[name](question)}
+        reply: Fields = {"answer": _FUNCTIONS[name](arguments)}
     except StagescopeError as error:
         kind = type(error).__name__
-        said = {"error": {"kind": kind, "wrong": error.wrong, "expected": error.expected}}
-    sys.stdout.write(json.dumps(said, default=_plain))
+        reply = {"error": {"kind": kind, "wrong": error.wrong, "expected": error.expected}}
+    sys.stdout.write(json.dumps(reply, default=_as_python))
 
 
-def _plain(value: Any) -> Any:
-    """Return a number of numpy's as one of Python's."""
-    return value.item()
+def _as_python(value: np.generic) -> object:
+    """Return a numpy number as a Python number."""
+    number: object = value.item()
+    return number
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""The calls of two operator tables, paired although their counters differ.
+"""Pair the calls of two operator tables, whose counters may differ.
 
-A counter is no identity: one extra `linear` on one side, and every later one has another number.
-Calls are paired by what they are and where, in order, at two levels of likeness:
+A counter does not identify a call: after one extra `linear` on one side, every later one has
+another number. Calls are paired in order, at two levels:
 
-1. direction, module path or API, the module around it, file and function of the source (no line:
-   code moves) and the shapes of its tensors;
-2. where that leaves gaps, direction and module path or API alone: other sizes, other sources.
+1. by direction, module path or API, enclosing module, file and function of the source (without the
+   line, since code moves) and the shapes of its tensors;
+2. in the gaps that this leaves, by direction and module path or API alone: sizes and sources may
+   differ.
 
-Before that, what is equal in every number at the beginning and at the end is paired, so that an
-extra call in the middle of its likes is not taken for its neighbour. A module that is called at
-another place of the order than on the other side is paired by its full name at last.
+Before that, calls that are equal in every number at the beginning and at the end are paired, so
+that an extra call among similar ones is not paired with its neighbour. At last, a module that is
+called at another position of the order is paired by its full name.
 
 The parts of a path that wrappers add (FSDP, checkpointing, torch.compile) do not count.
 """
@@ -19,17 +20,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope_service.compare.operators.evidence import infrastructure_stacks, use_of
 from stagescope_service.compare.operators.sequences import (
     MOST_STEPS,
     Codes,
     Pairs,
+    align,
     common_ends,
-    match,
 )
 from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns, read_stacks
 
@@ -39,7 +41,10 @@ _WRAPPERS: Final = re.compile(
 _COUNTER: Final = re.compile(r"\.\d+(?=\Z|\.(?:forward|backward|debug)\Z)")
 _SOURCE: Final = re.compile(r"(?:.*/)?(?P<file>[^/]*):\d+ in (?P<function>.*)\Z")
 
-_OF_USE: Final = ("kind", "operator", "direction", "section", "index")
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+_USE_COLUMNS: Final = ("kind", "operator", "direction", "section", "index")
 _COLUMNS: Final = (
     "order", "name", "kind", "operator", "module_class", "direction", "source", "stack_id",
     "parent", "section", "index", "type", "dtype", "shape", "min", "max", "mean", "norm",
@@ -47,22 +52,22 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
-class Operators:
-    """One operator table in memory, a row an argument, with where each call begins."""
+class OperatorColumns:
+    """The columns of an operator table in memory, a row an argument; a call has several rows."""
 
     def __init__(self, path: Path) -> None:
         columns = load_columns(path, _COLUMNS)
         self._columns = columns
         self.rows = len(columns["order"])
         order = columns["order"]
-        # A call has at least one row, and its rows stand together.
+        # A call has at least one row, and its rows are adjacent.
         self.starts: Codes = np.flatnonzero(np.diff(order, prepend=-1)).astype(np.int64)
         self.call_of_row: Codes = np.cumsum(np.diff(order, prepend=-1) != 0) - 1
         self._infrastructure_stacks = infrastructure_stacks(read_stacks(path))
 
     @property
     def calls(self) -> int:
-        """How many calls there are."""
+        """Number of calls."""
         return len(self.starts)
 
     def texts(self, column: str) -> CodedText:
@@ -70,18 +75,18 @@ class Operators:
         found: CodedText = self._columns[column]
         return found
 
-    def numbers(self, column: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return min, max, mean or norm of each row; unknown is NaN (see `known`)."""
-        found: np.ndarray[Any, np.dtype[np.float64]] = self._columns[column]
+    def numbers(self, column: str) -> Floats:
+        """Return min, max, mean or norm of each row; unknown is NaN (see `is_known`)."""
+        found: Floats = self._columns[column]
         return found
 
-    def known(self, column: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return where a column of numbers has one, be it a NaN."""
-        found: np.ndarray[Any, np.dtype[np.bool_]] = self._columns[f"{column}_known"]
+    def is_known(self, column: str) -> Flags:
+        """Return which rows have a number in a column, which may be NaN."""
+        found: Flags = self._columns[f"{column}_known"]
         return found
 
     def call_text(self, column: str, call: int) -> str | None:
-        """Return what a column says of a call."""
+        """Return the text of a call in a column."""
         return self.texts(column).text(int(self.starts[call]))
 
     def rows_of(self, call: int) -> range:
@@ -89,16 +94,16 @@ class Operators:
         end = self.starts[call + 1] if call + 1 < self.calls else self.rows
         return range(int(self.starts[call]), int(end))
 
-    def made_by_infrastructure(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return which rows are of calls that FSDP or the probe made (see `evidence`)."""
+    def made_by_infrastructure(self, rows: Codes) -> Flags:
+        """Return which rows are of calls made by FSDP or the probe (see `evidence`)."""
         stacks = self.texts("stack_id")
         made = [stack_id in self._infrastructure_stacks for stack_id in stacks.values]
-        found: np.ndarray[Any, np.dtype[np.bool_]] = np.asarray([*made, False])[stacks.codes[rows]]
+        found: Flags = np.asarray([*made, False])[stacks.codes[rows]]
         return found
 
-    def uses(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.int8]]:
-        """Return the `Use` of each of these rows."""
-        columns = [self.texts(name) for name in _OF_USE]
+    def uses(self, rows: Codes) -> npt.NDArray[np.int8]:
+        """Return the `Use` of each row."""
+        columns = [self.texts(name) for name in _USE_COLUMNS]
         codes = np.zeros(len(rows), np.int64)
         for column in columns:
             codes = codes * (len(column.values) + 1) + column.codes[rows] + 1
@@ -110,8 +115,8 @@ class Operators:
         ]
         return np.asarray(found, np.int8)[inverse.reshape(-1)]
 
-    def _selected_by_tensor(self, rows: Codes) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return which rows are of a `__getitem__` whose index holds a tensor."""
+    def _selected_by_tensor(self, rows: Codes) -> Flags:
+        """Return which rows are of a `__getitem__` whose index contains a tensor."""
         operators, indexes, dtypes = map(self.texts, ("operator", "index", "dtype"))
         found = np.zeros(len(rows), bool)
         if "__getitem__" not in operators.values:
@@ -126,25 +131,25 @@ class Operators:
 
 
 class PairedCalls(NamedTuple):
-    """Which calls belong together, in execution order of the first side."""
+    """Paired calls, in execution order of the first side."""
 
     pairs: Pairs
     only_a: list[int]
     only_b: list[int]
     moved: int
-    """Pairs whose order differs between the sides."""
+    """Number of pairs whose order differs between the sides."""
     exact: bool
-    """False where the sides differ so much that some were paired by order of occurrence."""
+    """False if the sides differ so much that some calls were paired by order of occurrence."""
 
 
-def pair_calls(a: Operators, b: Operators) -> PairedCalls:
+def pair_calls(a: OperatorColumns, b: OperatorColumns) -> PairedCalls:
     """Pair the calls of two tables."""
     kinds = [
         _column(a, b, "direction"),
         _column(a, b, "kind"),
         _column(a, b, "operator", plain_path),
     ]
-    places = [
+    detailed = [
         *kinds,
         _column(a, b, "parent", lambda name: _COUNTER.sub("", plain_path(name))),
         _column(a, b, "source", _function),
@@ -153,7 +158,7 @@ def pair_calls(a: Operators, b: Operators) -> PairedCalls:
     first, last = common_ends(*_numbered([*kinds, _numbers(a, b)]))
     in_a, in_b = slice(first, a.calls - last), slice(first, b.calls - last)
     levels = [[side[cut] for side, cut in zip(_numbered(level), (in_a, in_b), strict=True)]
-              for level in (places, kinds)]  # fmt: skip
+              for level in (detailed, kinds)]  # fmt: skip
     inner, exact = _pair_middle(*levels[0], *levels[1])
     pairs: Pairs = [(index, index) for index in range(first)]
     pairs += [(first + i, first + j) for i, j in inner]
@@ -168,11 +173,11 @@ def pair_calls(a: Operators, b: Operators) -> PairedCalls:
 def shared_codes(
     a: CodedText, b: CodedText, change: Callable[[str], str] = str
 ) -> tuple[Codes, Codes]:
-    """Return the codes of two columns in one numbering; -1 where unknown.
+    """Return the codes of two columns in one numbering; -1 if unknown.
 
     Args:
         a, b: the columns.
-        change: what is held against each other in the place of the texts themselves.
+        change: maps each text to the one that is compared.
     """
     numbers: dict[str, int] = {}
     found = []
@@ -188,25 +193,25 @@ def plain_path(name: str) -> str:
 
 
 def _pair_middle(
-    places_a: Codes, places_b: Codes, kinds_a: Codes, kinds_b: Codes
+    detailed_a: Codes, detailed_b: Codes, plain_a: Codes, plain_b: Codes
 ) -> tuple[Pairs, bool]:
-    anchors = match(places_a, places_b)
+    anchors = align(detailed_a, detailed_b)
     if not anchors.ordered:
-        # Pairs out of order are no anchors; the coarser level has a try at the whole.
+        # Pairs out of order are no anchors: the coarser level aligns all calls.
         anchors = anchors._replace(pairs=[])
     pairs, exact = list(anchors.pairs), True
-    for gap_a, gap_b in _gaps(anchors.pairs, len(kinds_a), len(kinds_b)):
+    for gap_a, gap_b in _gaps(anchors.pairs, len(plain_a), len(plain_b)):
         gap = gap_a.stop - gap_a.start + gap_b.stop - gap_b.start
-        # All gaps together cost what one alignment may cost.
-        share = MOST_STEPS * gap // (len(kinds_a) + len(kinds_b))
-        found = match(kinds_a[gap_a], kinds_b[gap_b], most_steps=share + 1000)
+        # All gaps together may cost as much as one alignment.
+        share = MOST_STEPS * gap // (len(plain_a) + len(plain_b))
+        found = align(plain_a[gap_a], plain_b[gap_b], most_steps=share + 1000)
         exact = exact and found.ordered
         pairs += [(gap_a.start + i, gap_b.start + j) for i, j in found.pairs]
     return sorted(pairs), exact
 
 
 def _gaps(pairs: Pairs, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the stretches between pairs that have something on both sides."""
+    """Yield the ranges between pairs that are not empty on either side."""
     i = j = 0
     for next_i, next_j in (*pairs, (rows, columns)):
         if i < next_i and j < next_j:
@@ -214,8 +219,8 @@ def _gaps(pairs: Pairs, rows: int, columns: int) -> Iterator[tuple[slice, slice]
         i, j = next_i + 1, next_j + 1
 
 
-def _by_name(a: Operators, b: Operators, pairs: Pairs) -> Pairs:
-    """Pair what is left of modules by their full names."""
+def _by_name(a: OperatorColumns, b: OperatorColumns, pairs: Pairs) -> Pairs:
+    """Pair the remaining calls of modules by their full names."""
     with_a, with_b = {i for i, _ in pairs}, {j for _, j in pairs}
     names = {
         plain_path(name): call
@@ -232,24 +237,24 @@ def _by_name(a: Operators, b: Operators, pairs: Pairs) -> Pairs:
     return found
 
 
-def _is_module(side: Operators, call: int) -> bool:
+def _is_module(side: OperatorColumns, call: int) -> bool:
     return side.call_text("module_class", call) is not None
 
 
 def _column(
-    a: Operators, b: Operators, name: str, change: Callable[[str], str] = str
+    a: OperatorColumns, b: OperatorColumns, name: str, change: Callable[[str], str] = str
 ) -> tuple[Codes, Codes]:
     codes_a, codes_b = shared_codes(a.texts(name), b.texts(name), change)
     return codes_a[a.starts], codes_b[b.starts]
 
 
-def _shapes(a: Operators, b: Operators) -> tuple[Codes, Codes]:
-    """The shapes of all tensors of each call."""
+def _shapes(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
+    """Return a code of each call's tensor shapes."""
     return _numbered_bytes(a, b, *shared_codes(a.texts("shape"), b.texts("shape")))
 
 
-def _numbers(a: Operators, b: Operators) -> tuple[Codes, Codes]:
-    """All statistics of each call, as bits: NaN equals NaN."""
+def _numbers(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
+    """Return a code of each call's statistics, compared as bits: NaN equals NaN."""
     bits = [
         np.stack([side.numbers(name).view(np.int64) for name in ("min", "max", "mean", "norm")], 1)
         for side in (a, b)
@@ -258,9 +263,12 @@ def _numbers(a: Operators, b: Operators) -> tuple[Codes, Codes]:
 
 
 def _numbered_bytes(
-    a: Operators, b: Operators, rows_a: np.ndarray[Any, Any], rows_b: np.ndarray[Any, Any]
+    a: OperatorColumns,
+    b: OperatorColumns,
+    rows_a: Codes,
+    rows_b: Codes,
 ) -> tuple[Codes, Codes]:
-    """Number what the rows of each call hold, alike on both sides."""
+    """Return a code of the rows of each call, in one numbering of both sides."""
     numbers: dict[bytes, int] = {}
     found = []
     for side, rows in ((a, rows_a), (b, rows_b)):
@@ -272,7 +280,7 @@ def _numbered_bytes(
 
 
 def _numbered(columns: Sequence[tuple[Codes, Codes]]) -> tuple[Codes, Codes]:
-    """Number the different rows of several columns alike on both sides."""
+    """Return a code of each row of several columns, in one numbering of both sides."""
     rows = np.stack([np.concatenate(column) for column in columns], axis=1)
     codes = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
     calls = len(columns[0][0])
@@ -280,6 +288,6 @@ def _numbered(columns: Sequence[tuple[Codes, Codes]]) -> tuple[Codes, Codes]:
 
 
 def _function(source: str) -> str:
-    """File and function of a source: lines and directories differ between versions."""
+    """Return file and function of a source; lines and directories differ between versions."""
     found = _SOURCE.match(source)
     return source if found is None else f"{found['file']} {found['function']}"

@@ -1,4 +1,4 @@
-"""How far two operator tables are apart, row by row of paired calls.
+"""Differences between two operator tables, by row of paired calls.
 
 Each row gets the first verdict that holds, in this order:
 
@@ -6,17 +6,17 @@ Each row gets the first verdict that holds, in this order:
 * `type`: a tensor on one side, something else on the other
 * `shape`
 * `non_finite`: NaN or infinities on one side only, or of another kind
-* `checksum`: where it is all that there is (msprobe's xor), or with `exact`
+* `checksum`: if there are no statistics (msprobe's xor), or with `exact`
 * `value`: of a number or text that is no tensor
 * `statistics`: the relative difference is over the row's threshold
 
 **Relative difference**: max(|dMax|, |dMin|, |dMean|) / max(|Max|, |Min|) or
-|dNorm| / max(|Norm|), whichever is larger; denominators are the larger of both sides. Mean is held
-against the extremes and not against itself, since a mean near zero is all noise. What is not
-finite on both sides is left out (a Norm of float16 overflows on finite data), and so are extremes
-that are the limit of their own dtype on both sides: -FLT_MAX of a mask differs per dtype.
+|dNorm| / max(|Norm|), whichever is larger; denominators are the larger of both sides. The mean is
+divided by the extremes and not by itself, since a mean near zero is all noise. Numbers that are not
+finite on both sides are left out (a Norm of float16 overflows on finite data), and so are extremes
+that are the limit of their own dtype on both sides: -FLT_MAX of a mask differs by dtype.
 
-Two kinds of rows are no difference, and are counted apart:
+Two kinds of rows are no difference, and are counted separately:
 
 * values that no call read (see `evidence`): memory before it is written, views of it;
 * gradients that are zero but for rounding on both sides, such as that of a bias before BatchNorm
@@ -27,7 +27,7 @@ Two kinds of rows are no difference, and are counted apart:
   Stability of Numerical Algorithms", 2002, 4.2).
 
 **Threshold**: `factor` (4) times the eps of the coarsest floating dtype that either side had up to
-and with this call: what was rounded once stays rounded. 0 for integers and booleans.
+this call, included: a value that was rounded once stays rounded. 0 for integers and booleans.
 """
 
 from __future__ import annotations
@@ -37,19 +37,26 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from stagescope_service.compare.operators.calls import Operators, PairedCalls, shared_codes
+from stagescope_service.compare.operators.calls import (
+    Flags,
+    Floats,
+    OperatorColumns,
+    PairedCalls,
+    shared_codes,
+)
 from stagescope_service.compare.operators.evidence import Use
 from stagescope_service.compare.operators.sequences import Codes
 
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
-Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+Verdicts = npt.NDArray[np.int8]
+"""Indexes in `VERDICTS`."""
 
 VERDICTS: Final = ("", "missing", "type", "shape", "non_finite", "checksum", "value", "statistics")
-"""By code; 0 is no difference."""
+"""Verdicts by code; 0 is no difference."""
 
 _OF_VALUES: Final = ("non_finite", "checksum", "statistics")
 """Verdicts that rest on a tensor's values alone."""
@@ -70,10 +77,10 @@ class Thresholds:
     """What counts as different.
 
     Attributes:
-        factor: times eps. Another device or kernel rounds in another order: take 100 and more
-            there.
-        by_dtype: dtype -> threshold, in the place of factor x eps.
-        exact: every number and checksum must be equal: replicas, and repeated runs of a
+        factor: multiple of eps. Another device or kernel rounds in another order: use 100 or more
+            for it.
+        by_dtype: dtype -> threshold, instead of factor x eps.
+        exact: every number and checksum must be equal, as of replicas and of repeated runs of a
             deterministic training.
     """
 
@@ -81,70 +88,91 @@ class Thresholds:
     by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
     exact: bool = False
 
-    def of(self, dtype: str) -> float:
-        """Return the threshold of a dtype; 0 where it does not round."""
+    def for_dtype(self, dtype: str) -> float:
+        """Return the threshold of a dtype; 0 if it does not round."""
         if self.exact:
             return 0.0
         return self.by_dtype.get(dtype, self.factor * EPS.get(dtype, 0.0))
 
 
-class Differences(NamedTuple):
-    """The rows of paired calls, in execution order; -1 where a side has no such row."""
+class RowDifferences(NamedTuple):
+    """The rows of paired calls, in execution order; a row is -1 where a side lacks it."""
 
     row_a: Codes
     row_b: Codes
-    verdict: np.ndarray[Any, np.dtype[np.int8]]
+    verdict: Verdicts
     relative: Floats
     threshold: Floats
     sharded: int
-    """Rows left out because they are shards."""
+    """Number of rows left out because they are shards."""
     not_read: int
-    """Rows whose values differ in memory that no call read."""
+    """Number of rows whose values differ in memory that no call read."""
     zero_gradients: int
-    """Rows that differ in gradients that are zero but for rounding."""
+    """Number of rows that differ in gradients that are zero but for rounding."""
 
 
 def differences(
-    a: Operators,
-    b: Operators,
+    a: OperatorColumns,
+    b: OperatorColumns,
     paired: PairedCalls,
     thresholds: Thresholds,
     *,
     skip_sharded: bool = False,
-) -> Differences:
-    """Hold the rows of paired calls against each other.
+) -> RowDifferences:
+    """Compare the rows of paired calls.
 
     Args:
         a, b: the tables.
-        paired: their calls.
-        thresholds: see the class.
+        paired: their paired calls.
+        thresholds: see `Thresholds`.
         skip_sharded: leave out tensors that are shards (DTensor): two ranks hold different ones.
     """
-    row_a, row_b, pair = _join(a, b, paired)
-    sharded = (_shards(a)[row_a] | _shards(b)[row_b]) & skip_sharded
-    row_a, row_b, pair = row_a[~sharded], row_b[~sharded], pair[~sharded]
-    both = (row_a >= 0) & (row_b >= 0)
-    threshold = np.zeros(len(pair))
-    threshold[both] = _threshold(a, b, paired, thresholds, row_a[both], row_b[both], pair[both])
-    verdict = np.zeros(len(pair), np.int8)
-    tensors_alone = np.where(row_a >= 0, _tensors(a)[row_a], _tensors(b)[row_b])
-    verdict[~both & tensors_alone] = VERDICTS.index("missing")
-    relative = np.full(len(pair), np.nan)
-    relative[both] = _relative(a, b, row_a[both], row_b[both])
-    verdict[both] = _verdicts(
-        a, b, row_a[both], row_b[both], relative[both], threshold[both], thresholds
-    )
-    not_read = _not_read(a, b, row_a, row_b, pair, verdict)
+    rows = _join_rows(a, b, paired)
+    sharded = (_is_shard(a)[rows.row_a] | _is_shard(b)[rows.row_b]) & skip_sharded
+    rows = rows.select(~sharded)
+    on_both = (rows.row_a >= 0) & (rows.row_b >= 0)
+    shared = rows.select(on_both)
+    threshold = np.zeros(len(rows.pair))
+    threshold[on_both] = _row_thresholds(shared, paired, thresholds)
+    relative = np.full(len(rows.pair), np.nan)
+    relative[on_both] = _relative_differences(shared)
+    verdict = np.zeros(len(rows.pair), np.int8)
+    one_sided = np.where(rows.row_a >= 0, _is_tensor(a)[rows.row_a], _is_tensor(b)[rows.row_b])
+    verdict[~on_both & one_sided] = VERDICTS.index("missing")
+    verdict[on_both] = _verdicts(shared, relative[on_both], threshold[on_both], thresholds)
+    not_read = _not_read(rows, verdict)
     verdict[not_read] = 0
-    zero = _zero_gradients(a, b, row_a, row_b, verdict, threshold, thresholds)
+    zero = _zero_gradients(rows, verdict, threshold, thresholds)
     verdict[zero] = 0
     left_out = (int(flags.sum()) for flags in (sharded, not_read, zero))
-    return Differences(row_a, row_b, verdict, relative, threshold, *left_out)
+    return RowDifferences(rows.row_a, rows.row_b, verdict, relative, threshold, *left_out)
 
 
-def _join(a: Operators, b: Operators, paired: PairedCalls) -> tuple[Codes, Codes, Codes]:
-    """Outer join of the rows of paired calls on (section, index), in order; and their pairs."""
-    key_a, key_b = _keys(a, b)
+class _JoinedRows(NamedTuple):
+    """Rows of paired calls: row of each table (-1 if it has none), and index of the pair."""
+
+    a: OperatorColumns
+    b: OperatorColumns
+    row_a: Codes
+    row_b: Codes
+    pair: Codes
+
+    def select(self, flags: Flags) -> _JoinedRows:
+        """Return the rows for which a flag is true."""
+        return self._replace(
+            row_a=self.row_a[flags], row_b=self.row_b[flags], pair=self.pair[flags]
+        )
+
+    def texts_differ(self, column: str) -> Flags:
+        """Return where a text differs between the sides."""
+        codes_a, codes_b = shared_codes(self.a.texts(column), self.b.texts(column))
+        differ: Flags = codes_a[self.row_a] != codes_b[self.row_b]
+        return differ
+
+
+def _join_rows(a: OperatorColumns, b: OperatorColumns, paired: PairedCalls) -> _JoinedRows:
+    """Outer join of the rows of paired calls on (section, index), in the order of the pairs."""
+    key_a, key_b = _row_keys(a, b)
     pair_of_a, pair_of_b = np.full(a.calls, -1, np.int64), np.full(b.calls, -1, np.int64)
     for number, (i, j) in enumerate(paired.pairs):
         pair_of_a[i] = pair_of_b[j] = number
@@ -153,21 +181,22 @@ def _join(a: Operators, b: Operators, paired: PairedCalls) -> tuple[Codes, Codes
     rows_a, rows_b = np.flatnonzero(of_a >= 0), np.flatnonzero(of_b >= 0)
     joined_a, joined_b = of_a[rows_a] * width + key_a[rows_a], of_b[rows_b] * width + key_b[rows_b]
     sort = np.argsort(joined_b, kind="stable")
-    place = np.searchsorted(joined_b[sort], joined_a)
-    place[place == len(sort)] = 0
+    position = np.searchsorted(joined_b[sort], joined_a)
+    position[position == len(sort)] = 0
     partner = np.full(len(rows_a), -1, np.int64)
     if len(sort):
-        hit = joined_b[sort][place] == joined_a
-        partner[hit] = rows_b[sort[place[hit]]]
-    alone = np.setdiff1d(rows_b, partner)
-    row_a = np.concatenate([rows_a, np.full(len(alone), -1, np.int64)])
-    row_b = np.concatenate([partner, alone])
-    pair = np.concatenate([of_a[rows_a], of_b[alone]])
+        is_match = joined_b[sort][position] == joined_a
+        partner[is_match] = rows_b[sort[position[is_match]]]
+    only_b = np.setdiff1d(rows_b, partner)
+    row_a = np.concatenate([rows_a, np.full(len(only_b), -1, np.int64)])
+    row_b = np.concatenate([partner, only_b])
+    pair = np.concatenate([of_a[rows_a], of_b[only_b]])
     order = np.argsort(pair, kind="stable")
-    return row_a[order], row_b[order], pair[order]
+    return _JoinedRows(a, b, row_a[order], row_b[order], pair[order])
 
 
-def _keys(a: Operators, b: Operators) -> tuple[Codes, Codes]:
+def _row_keys(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
+    """Return a code for the section and index of each row, in one numbering of both tables."""
     section_a, section_b = shared_codes(a.texts("section"), b.texts("section"))
     index_a, index_b = shared_codes(a.texts("index"), b.texts("index"))
     width = max(index_a.max(initial=0), index_b.max(initial=0)) + 2
@@ -175,131 +204,110 @@ def _keys(a: Operators, b: Operators) -> tuple[Codes, Codes]:
 
 
 def _verdicts(
-    a: Operators,
-    b: Operators,
-    row_a: Codes,
-    row_b: Codes,
-    relative: Floats,
-    threshold: Floats,
-    thresholds: Thresholds,
-) -> np.ndarray[Any, np.dtype[np.int8]]:
-    tensor_a, tensor_b = _tensors(a)[row_a], _tensors(b)[row_b]
+    rows: _JoinedRows, relative: Floats, threshold: Floats, thresholds: Thresholds
+) -> Verdicts:
+    """Return the first verdict that holds of each row that both sides have."""
+    tensor_a, tensor_b = _is_tensor(rows.a)[rows.row_a], _is_tensor(rows.b)[rows.row_b]
     tensors = tensor_a & tensor_b
     checks = {
         "type": tensor_a != tensor_b,
-        "shape": tensors & _texts_differ(a, b, "shape", row_a, row_b),
-        "non_finite": tensors & _texts_differ(a, b, "non_finite", row_a, row_b),
-        "checksum": tensors & _checksums_differ(a, b, row_a, row_b, thresholds),
-        "value": ~tensor_a & ~tensor_b & _values_differ(a, b, row_a, row_b, threshold),
+        "shape": tensors & rows.texts_differ("shape"),
+        "non_finite": tensors & rows.texts_differ("non_finite"),
+        "checksum": tensors & _checksums_differ(rows, thresholds),
+        "value": ~tensor_a & ~tensor_b & _values_differ(rows, threshold),
         "statistics": tensors & (relative > threshold),
     }
-    verdict = np.zeros(len(row_a), np.int8)
+    verdict = np.zeros(len(rows.pair), np.int8)
     for name in reversed(checks):
         verdict[checks[name]] = VERDICTS.index(name)
     return verdict
 
 
-def _relative(a: Operators, b: Operators, row_a: Codes, row_b: Codes) -> Floats:
-    """Return the relative difference of each pair of rows; 0 where nothing can be compared."""
-    columns_a = {name: a.numbers(name)[row_a] for name in ("min", "max", "mean", "norm")}
-    columns_b = {name: b.numbers(name)[row_b] for name in ("min", "max", "mean", "norm")}
-    limit_a, limit_b = _of_dtype(a, _LIMITS, np.inf)[row_a], _of_dtype(b, _LIMITS, np.inf)[row_b]
-    scale, apart = np.zeros(len(row_a)), np.zeros(len(row_a))
-    at_limit = np.zeros(len(row_a), bool)
+def _relative_differences(rows: _JoinedRows) -> Floats:
+    """Return the relative difference of each row; 0 where nothing can be compared."""
+    columns = ("min", "max", "mean", "norm")
+    numbers_a = {name: rows.a.numbers(name)[rows.row_a] for name in columns}
+    numbers_b = {name: rows.b.numbers(name)[rows.row_b] for name in columns}
+    limit_a = _by_dtype(rows.a, _LIMITS, np.inf)[rows.row_a]
+    limit_b = _by_dtype(rows.b, _LIMITS, np.inf)[rows.row_b]
+    scale, distance = np.zeros(len(rows.pair)), np.zeros(len(rows.pair))
+    at_limit = np.zeros(len(rows.pair), bool)
     with np.errstate(invalid="ignore", over="ignore"):
         for name in ("min", "max"):
-            x, y = columns_a[name], columns_b[name]
+            x, y = numbers_a[name], numbers_b[name]
             limits = (np.abs(x) >= 0.999 * limit_a) & (np.abs(y) >= 0.999 * limit_b) & (x * y > 0)
             at_limit |= limits
             usable = np.isfinite(x) & np.isfinite(y) & ~limits
             scale = np.maximum(scale, np.where(usable, np.maximum(np.abs(x), np.abs(y)), 0.0))
-            apart = np.maximum(apart, np.where(usable, np.abs(x - y), 0.0))
-        x, y = columns_a["mean"], columns_b["mean"]
+            distance = np.maximum(distance, np.where(usable, np.abs(x - y), 0.0))
+        x, y = numbers_a["mean"], numbers_b["mean"]
         usable = np.isfinite(x) & np.isfinite(y) & ~at_limit
-        apart = np.maximum(apart, np.where(usable, np.abs(x - y), 0.0))
-        x, y = np.abs(columns_a["norm"]), np.abs(columns_b["norm"])
+        distance = np.maximum(distance, np.where(usable, np.abs(x - y), 0.0))
+        x, y = np.abs(numbers_a["norm"]), np.abs(numbers_b["norm"])
         usable = np.isfinite(x) & np.isfinite(y) & ~at_limit
         largest = np.where(usable, np.maximum(x, y), 0.0)
         of_norm = np.divide(
             np.abs(x - y), largest, out=np.zeros(len(x)), where=usable & (largest > 0)
         )
-        of_extremes = np.divide(apart, scale, out=np.zeros(len(apart)), where=scale > 0)
+        of_extremes = np.divide(distance, scale, out=np.zeros(len(distance)), where=scale > 0)
     relative: Floats = np.maximum(of_extremes, of_norm)
     return relative
 
 
-def _threshold(
-    a: Operators,
-    b: Operators,
-    paired: PairedCalls,
-    thresholds: Thresholds,
-    row_a: Codes,
-    row_b: Codes,
-    pair: Codes,
-) -> Floats:
-    """The threshold of the coarsest dtype up to each pair; 0 for tensors that do not round."""
+def _row_thresholds(rows: _JoinedRows, paired: PairedCalls, thresholds: Thresholds) -> Floats:
+    """Return the threshold of the coarsest dtype up to each row; 0 of tensors that do not round."""
     coarsest = np.zeros(len(paired.pairs))
     pairs = np.asarray(paired.pairs, np.int64).reshape(-1, 2)
-    for side, calls in ((a, pairs[:, 0]), (b, pairs[:, 1])):
-        of_row = np.asarray([*map(thresholds.of, side.texts("dtype").values), 0.0])
+    for side, calls in ((rows.a, pairs[:, 0]), (rows.b, pairs[:, 1])):
+        dtypes = side.texts("dtype")
+        of_dtype = np.asarray([*map(thresholds.for_dtype, dtypes.values), 0.0])
         of_call = np.zeros(side.calls)
-        np.maximum.at(of_call, side.call_of_row, of_row[side.texts("dtype").codes])
+        np.maximum.at(of_call, side.call_of_row, of_dtype[dtypes.codes])
         coarsest = np.maximum(coarsest, np.maximum.accumulate(of_call)[calls])
-    rounds = (_of_dtype(a, EPS, 0.0)[row_a] > 0) | (_of_dtype(b, EPS, 0.0)[row_b] > 0)
-    tensors = _tensors(a)[row_a] | _tensors(b)[row_b]
-    threshold: Floats = np.where(rounds | ~tensors, coarsest[pair], 0.0)
+    rounds_a = _by_dtype(rows.a, EPS, 0.0)[rows.row_a] > 0
+    rounds_b = _by_dtype(rows.b, EPS, 0.0)[rows.row_b] > 0
+    tensors = _is_tensor(rows.a)[rows.row_a] | _is_tensor(rows.b)[rows.row_b]
+    threshold: Floats = np.where(rounds_a | rounds_b | ~tensors, coarsest[rows.pair], 0.0)
     return threshold
 
 
-def _not_read(
-    a: Operators,
-    b: Operators,
-    row_a: Codes,
-    row_b: Codes,
-    pair: Codes,
-    verdict: np.ndarray[Any, np.dtype[np.int8]],
-) -> Flags:
+def _not_read(rows: _JoinedRows, verdict: Verdicts) -> Flags:
     """Return which rows differ in values that are no evidence (see `evidence`)."""
-    rows = np.flatnonzero(np.isin(verdict, [VERDICTS.index(name) for name in _OF_VALUES]))
-    use = a.uses(row_a[rows])
+    of_values = [VERDICTS.index(name) for name in _OF_VALUES]
+    at = np.flatnonzero(np.isin(verdict, of_values))
+    row_a, row_b, pair = rows.row_a[at], rows.row_b[at], rows.pair[at]
+    use = rows.a.uses(row_a)
     memory = use == Use.MEMORY
-    carried = (use == Use.CARRIED) & np.isin(pair[rows], pair[rows[memory]])
-    of_infrastructure = a.made_by_infrastructure(row_a[rows]) | b.made_by_infrastructure(
-        row_b[rows]
-    )
+    carried = (use == Use.CARRIED) & np.isin(pair, pair[memory])
+    by_infrastructure = rows.a.made_by_infrastructure(row_a) | rows.b.made_by_infrastructure(row_b)
     found = np.zeros(len(verdict), bool)
-    found[rows[memory | carried | of_infrastructure]] = True
+    found[at[memory | carried | by_infrastructure]] = True
     return found
 
 
 def _zero_gradients(
-    a: Operators,
-    b: Operators,
-    row_a: Codes,
-    row_b: Codes,
-    verdict: np.ndarray[Any, np.dtype[np.int8]],
-    threshold: Floats,
-    thresholds: Thresholds,
+    rows: _JoinedRows, verdict: Verdicts, threshold: Floats, thresholds: Thresholds
 ) -> Flags:
     """Return which rows differ in gradients that are zero but for rounding on both sides."""
     found = np.zeros(len(verdict), bool)
-    of_float32 = thresholds.of("float32")
-    gradients_a, gradients_b = _ResultGradients(a), _ResultGradients(b)
-    one_dimensional = _where(a, "shape", lambda shape: "," not in shape)[row_a]
-    gradients = _where(a, "direction", {"backward", "parameters_grad"}.__contains__)[row_a]
+    of_float32 = thresholds.for_dtype("float32")
+    gradients_a, gradients_b = _ResultGradients(rows.a), _ResultGradients(rows.b)
+    one_dimensional = _matches(rows.a, "shape", lambda shape: "," not in shape)[rows.row_a]
+    directions = {"backward", "parameters_grad"}
+    gradients = _matches(rows.a, "direction", directions.__contains__)[rows.row_a]
     differing = verdict == VERDICTS.index("statistics")
     for at in np.flatnonzero(differing & one_dimensional & gradients).tolist():
         own = float(threshold[at])
-        found[at] = gradients_a.sum_to_zero(int(row_a[at]), own, of_float32) and (
-            gradients_b.sum_to_zero(int(row_b[at]), own, of_float32)
+        found[at] = gradients_a.sum_to_zero(int(rows.row_a[at]), own, of_float32) and (
+            gradients_b.sum_to_zero(int(rows.row_b[at]), own, of_float32)
         )
     return found
 
 
 class _ResultGradients:
-    """The gradients of calls' results in one table: those of parameters are sums of them."""
+    """Gradients of the results of calls in one table; gradients of parameters are sums of them."""
 
-    def __init__(self, side: Operators) -> None:
+    def __init__(self, side: OperatorColumns) -> None:
         self._side = side
         self._of_modules: defaultdict[tuple[str | None, str | None], list[int]] | None = None
 
@@ -318,7 +326,7 @@ class _ResultGradients:
         for other in rows:
             _, elements = _size(side, other) or (0, 0)
             norm = abs(float(side.numbers("norm")[other]))
-            if not math.isfinite(norm):  # not recorded for float64
+            if not math.isfinite(norm):  # msprobe records none for float64
                 norm = _largest(side, other) * math.sqrt(elements)
             squares, count = squares + norm * norm, count + elements
         if size is None or not size[1] or count <= size[1]:
@@ -328,7 +336,7 @@ class _ResultGradients:
         return _largest(side, row) <= limit
 
     def _made_of(self, row: int) -> list[int]:
-        """Return the backward calls whose results' gradients a gradient is a sum of."""
+        """Return the backward calls of whose results' gradients a gradient is a sum."""
         side = self._side
         call = int(side.call_of_row[row])
         section, direction = side.texts("section").text(row), side.call_text("direction", call)
@@ -348,7 +356,7 @@ class _ResultGradients:
         return side.call_text("operator", call), side.call_text("module_class", call)
 
 
-def _size(side: Operators, row: int) -> tuple[int, int] | None:
+def _size(side: OperatorColumns, row: int) -> tuple[int, int] | None:
     """Return the number of dimensions and of elements of a tensor."""
     text = side.texts("shape").text(row)
     if text is None:
@@ -357,67 +365,61 @@ def _size(side: Operators, row: int) -> tuple[int, int] | None:
     return len(shape), math.prod(shape)
 
 
-def _largest(side: Operators, row: int) -> float:
-    """Return the largest absolute value; infinite where it is unknown or not finite."""
+def _largest(side: OperatorColumns, row: int) -> float:
+    """Return the largest absolute value; infinite if it is unknown or not finite."""
     ends = [abs(float(side.numbers(name)[row])) for name in ("min", "max")]
     return max(ends) if all(map(math.isfinite, ends)) else math.inf
 
 
-def _of_dtype(side: Operators, table: Mapping[str, float], otherwise: float) -> Floats:
+def _by_dtype(side: OperatorColumns, table: Mapping[str, float], otherwise: float) -> Floats:
     dtypes = side.texts("dtype")
     values = [table.get(dtype, otherwise) for dtype in dtypes.values]
     found: Floats = np.asarray([*values, otherwise])[dtypes.codes]
     return found
 
 
-def _tensors(side: Operators) -> Flags:
+def _is_tensor(side: OperatorColumns) -> Flags:
+    """Return for each row whether it is a tensor; False for row -1."""
     return np.append(side.texts("dtype").codes >= 0, False)
 
 
-def _shards(side: Operators) -> Flags:
-    return _where(side, "placements", lambda text: "Shard" in text or "Partial" in text)
+def _is_shard(side: OperatorColumns) -> Flags:
+    return _matches(side, "placements", lambda text: "Shard" in text or "Partial" in text)
 
 
-def _where(side: Operators, column: str, holds: Callable[[str], bool]) -> Flags:
-    """Return for each row whether its text is one that `holds`; False for row -1."""
+def _matches(side: OperatorColumns, column: str, predicate: Callable[[str], bool]) -> Flags:
+    """Return for each row whether its text fulfils a predicate; False for row -1."""
     texts = side.texts(column)
-    return np.append(np.asarray([*map(holds, texts.values), False])[texts.codes], False)
+    return np.append(np.asarray([*map(predicate, texts.values), False])[texts.codes], False)
 
 
-def _texts_differ(a: Operators, b: Operators, column: str, row_a: Codes, row_b: Codes) -> Flags:
-    codes_a, codes_b = shared_codes(a.texts(column), b.texts(column))
-    differ: Flags = codes_a[row_a] != codes_b[row_b]
-    return differ
-
-
-def _checksums_differ(
-    a: Operators, b: Operators, row_a: Codes, row_b: Codes, thresholds: Thresholds
-) -> Flags:
-    codes_a, codes_b = shared_codes(a.texts("checksum"), b.texts("checksum"))
-    codes_a, codes_b = codes_a[row_a], codes_b[row_b]
+def _checksums_differ(rows: _JoinedRows, thresholds: Thresholds) -> Flags:
+    """Return where checksums differ; unless `exact`, only of tensors without statistics."""
+    codes_a, codes_b = shared_codes(rows.a.texts("checksum"), rows.b.texts("checksum"))
+    codes_a, codes_b = codes_a[rows.row_a], codes_b[rows.row_b]
     differ: Flags = (codes_a >= 0) & (codes_b >= 0) & (codes_a != codes_b)
     if not thresholds.exact:
-        differ &= ~a.known("max")[row_a] & ~b.known("max")[row_b]
+        differ &= ~rows.a.is_known("max")[rows.row_a] & ~rows.b.is_known("max")[rows.row_b]
     return differ
 
 
-def _values_differ(
-    a: Operators, b: Operators, row_a: Codes, row_b: Codes, threshold: Floats
-) -> Flags:
-    """Numbers are held to their threshold, devices to their type, all else to equality."""
-    differ = _texts_differ(a, b, "value", row_a, row_b)
-    types, values_a, values_b = a.texts("type"), a.texts("value"), b.texts("value")
+def _values_differ(rows: _JoinedRows, threshold: Floats) -> Flags:
+    """Return where values differ: floats by their threshold, devices by type, others exactly."""
+    differ = rows.texts_differ("value")
+    types, values_a, values_b = (
+        rows.a.texts("type"), rows.a.texts("value"), rows.b.texts("value"),
+    )  # fmt: skip
     for at in np.flatnonzero(differ).tolist():
-        x, y = values_a.text(int(row_a[at])), values_b.text(int(row_b[at]))
-        kind = types.text(int(row_a[at]))
+        x, y = values_a.text(int(rows.row_a[at])), values_b.text(int(rows.row_b[at]))
+        kind = types.text(int(rows.row_a[at]))
         if kind == "float":
-            differ[at] = not _close(x, y, float(threshold[at]))
+            differ[at] = not _is_close(x, y, float(threshold[at]))
         elif kind == "torch.device":
             differ[at] = (x or "").partition(":")[0] != (y or "").partition(":")[0]
     return differ
 
 
-def _close(x: str | None, y: str | None, threshold: float) -> bool:
+def _is_close(x: str | None, y: str | None, threshold: float) -> bool:
     try:
         one, other = float(x or ""), float(y or "")
     except ValueError:

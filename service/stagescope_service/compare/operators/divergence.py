@@ -1,9 +1,9 @@
 """The first operator in which two dumps differ: two ranks, steps, attempts, runs or devices.
 
-The first is the first in execution order of the first side. Where an operator's input is the first
-row that differs, what made it different was not recorded (an operator that msprobe does not hook,
-the data itself): `first_sections` says which sections of that call differ, and `first_note` that
-no call before it returned such values.
+Operators are in the execution order of the first side. If an operator's input is the first row
+that differs, its cause was not recorded (an operator that msprobe does not hook, or the data):
+`first_sections` names the sections of that call that differ, and `first_note` says that no call
+before it returned such values.
 
 Parameters and gradients of parameters (levels L0 and mix) have answers of their own: between
 data-parallel replicas on different data every activation differs, and no parameter may.
@@ -14,58 +14,97 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import numpy as np
 
-from stagescope_service.compare.operators.calls import Operators, pair_calls
+from stagescope_service.compare.operators.calls import OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
     VERDICTS,
-    Differences,
+    RowDifferences,
     Thresholds,
     differences,
 )
 
 MOST_VERDICTS: Final = 100
-"""Rows, and operators of one side only, that an answer lists; all are counted."""
+"""Most rows, and operators of only one side, that an answer lists; all are counted."""
 
-_CALL: Final = ("name", "operator", "module_class", "direction", "source", "stack_id", "parent")
-_NUMBERS: Final = ("min", "max", "mean", "norm")
-_TEXTS: Final = ("type", "dtype", "non_finite", "checksum", "value", "placements")
+
+class CallFields(TypedDict):
+    """One call of an operator; unknown is None."""
+
+    order: int
+    name: str | None
+    operator: str | None
+    module_class: str | None
+    direction: str | None
+    source: str | None
+    stack_id: str | None
+    parent: str | None
+
+
+class ArgumentFields(CallFields):
+    """One argument or result of a call."""
+
+    shape: list[int] | None
+    type: str | None
+    dtype: str | None
+    non_finite: str | None
+    checksum: str | None
+    value: str | None
+    placements: str | None
+    min: float | None
+    max: float | None
+    mean: float | None
+    norm: float | None
+
+
+class DifferingRow(TypedDict):
+    """A row that differs; a side is None where it lacks the row."""
+
+    verdict: str
+    section: str | None
+    index: str | None
+    relative: float | None
+    threshold: float
+    a: ArgumentFields | None
+    b: ArgumentFields | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Divergence:
-    """The answer; rows are plain values, ready for JSON (but for NaN and infinities).
+class OperatorDivergence:
+    """The answer; rows are plain values for JSON (except NaN and infinities).
 
     Attributes:
-        first: the first row that differs, None where none does.
+        first: the first row that differs, None if none does.
         first_sections: the sections of that call with rows that differ.
-        first_note: that no recorded call made the input that differs first, in a sentence; None
-            where one may have.
+        first_note: a sentence if no recorded call made the input that differs first; None if one
+            may have.
         first_parameter, first_gradient: the first of `parameters` and of `parameters_grad`.
         rows: the first rows that differ, in execution order.
-        counts: rows by verdict.
+        counts: verdict -> number of rows.
         only_a, only_b: the first operators without a partner, as {order, name, source}.
-        only_a_count, only_b_count: how many there are.
-        paired: pairs of calls; `moved` of them are in another order.
-        compared: rows that both sides have.
-        parameters_compared, gradients_compared: of these; 0 at level L1, which records none.
-        sharded: rows left out because each rank holds another shard.
-        not_read: rows whose values differ in memory that no call read: no difference.
-        zero_gradients: rows that differ in gradients that are zero but for rounding: no difference.
-        exact_alignment: False where the two differ so much that calls were paired by counting.
+        only_a_count, only_b_count: their numbers.
+        paired: number of pairs of calls; `moved` of them are in another order.
+        compared: number of rows that both sides have.
+        parameters_compared, gradients_compared: those of parameters and their gradients; 0 at
+            level L1, which records none.
+        sharded: number of rows left out because each rank holds another shard.
+        not_read: number of rows whose values differ in memory that no call read: no difference.
+        zero_gradients: number of rows that differ in gradients that are zero but for rounding: no
+            difference.
+        exact_alignment: False if the two differ so much that calls were paired by occurrence.
     """
 
-    first: dict[str, Any] | None
+    first: DifferingRow | None
     first_sections: list[str]
     first_note: str | None
-    first_parameter: dict[str, Any] | None
-    first_gradient: dict[str, Any] | None
-    rows: list[dict[str, Any]]
+    first_parameter: DifferingRow | None
+    first_gradient: DifferingRow | None
+    rows: list[DifferingRow]
     counts: dict[str, int]
-    only_a: list[dict[str, Any]]
-    only_b: list[dict[str, Any]]
+    only_a: list[CallFields]
+    only_b: list[CallFields]
     only_a_count: int
     only_b_count: int
     paired: int
@@ -95,31 +134,32 @@ def first_divergent(
     *,
     skip_sharded: bool = False,
     limit: int = MOST_VERDICTS,
-) -> Divergence:
+) -> OperatorDivergence:
     """Find the first divergent operator of two operator tables.
 
     Args:
         a, b: operator tables; `a` gives the execution order.
         thresholds: what counts as different; see `Thresholds` and `differences`.
         skip_sharded: leave out shards (DTensor), as two ranks of one step hold different ones.
-        limit: rows, and operators of one side, in the answer.
+        limit: number of rows, and of operators of only one side, in the answer.
 
     Raises:
-        NotFound: one is not there.
-        StoreError: one is no operator table.
+        NotFound: a table does not exist.
+        StoreError: a file is no operator table.
     """
-    one, other = Operators(a), Operators(b)
+    one, other = OperatorColumns(a), OperatorColumns(b)
     paired = pair_calls(one, other)
     found = differences(one, other, paired, thresholds or Thresholds(), skip_sharded=skip_sharded)
-    differing = np.flatnonzero(found.verdict)
-    sections = np.asarray([_section(one, other, found, row) for row in differing.tolist()])
-    rows = [_row(one, other, found, row) for row in differing[:limit].tolist()]
-    return Divergence(
+    listing = _Listing(one, other, found)
+    differing = np.flatnonzero(found.verdict).tolist()
+    sections = [listing.section(at) for at in differing]
+    rows = [listing.row(at) for at in differing[:limit]]
+    return OperatorDivergence(
         first=rows[0] if rows else None,
-        first_sections=_sections_of_first(one, other, found, differing),
-        first_note=_note(one, other, found, int(differing[0])) if len(differing) else None,
-        first_parameter=_first_of("parameters", one, other, found, differing, sections),
-        first_gradient=_first_of("grad", one, other, found, differing, sections),
+        first_sections=listing.sections_of_first_call(differing),
+        first_note=listing.note(differing[0]) if differing else None,
+        first_parameter=listing.first_of("parameters", differing, sections),
+        first_gradient=listing.first_of("grad", differing, sections),
         rows=rows,
         counts={
             name: count
@@ -133,8 +173,8 @@ def first_divergent(
         paired=len(paired.pairs),
         moved=paired.moved,
         compared=int(((found.row_a >= 0) & (found.row_b >= 0)).sum()),
-        parameters_compared=_compared(one, found, "parameters"),
-        gradients_compared=_compared(one, found, "grad"),
+        parameters_compared=listing.compared("parameters"),
+        gradients_compared=listing.compared("grad"),
         sharded=found.sharded,
         not_read=found.not_read,
         zero_gradients=found.zero_gradients,
@@ -142,71 +182,96 @@ def first_divergent(
     )
 
 
-def _place(one: Operators, other: Operators, found: Differences, row: int) -> tuple[Operators, int]:
-    """Return a side that has this row, and its place there."""
-    at = int(found.row_a[row])
-    return (one, at) if at >= 0 else (other, int(found.row_b[row]))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Listing:
+    """Lists rows of `differences` with the contents of both tables; `at`: index of a row there."""
+
+    one: OperatorColumns
+    other: OperatorColumns
+    found: RowDifferences
+
+    def row(self, at: int) -> DifferingRow:
+        """Return the fields of a row."""
+        side, row = self._side_with_row(at)
+        relative = float(self.found.relative[at])
+        return {
+            "verdict": VERDICTS[int(self.found.verdict[at])],
+            "section": side.texts("section").text(row),
+            "index": side.texts("index").text(row),
+            "relative": None if np.isnan(relative) else relative,
+            "threshold": float(self.found.threshold[at]),
+            "a": _argument(self.one, int(self.found.row_a[at])),
+            "b": _argument(self.other, int(self.found.row_b[at])),
+        }
+
+    def section(self, at: int) -> str:
+        """Return the section of a row."""
+        side, row = self._side_with_row(at)
+        return side.texts("section").text(row) or ""
+
+    def first_of(
+        self, section: str, differing: list[int], sections: list[str]
+    ) -> DifferingRow | None:
+        """Return the first of the differing rows, which are of `sections`, of one section."""
+        rows = zip(differing, sections, strict=True)
+        first = next((at for at, each in rows if each == section), None)
+        return None if first is None else self.row(first)
+
+    def sections_of_first_call(self, differing: list[int]) -> list[str]:
+        """Return the sections of the first differing call with rows that differ."""
+        sections: dict[str, None] = {}
+        first_call = None
+        for at in differing:
+            side, row = self._side_with_row(at)
+            call = (side is self.one, int(side.call_of_row[row]))
+            if first_call is None:
+                first_call = call
+            # A row of only the other side is of the same call, or of the next one that differs.
+            if call != first_call and call[0]:
+                break
+            sections[self.section(at)] = None
+        return list(sections)
+
+    def note(self, at: int) -> str | None:
+        """Return a note if no recorded call returned an input that is the first differing row.
+
+        A result is identified by its extremes, since a view has those of its tensor. If a result
+        of either side has them, even by chance, there is no note.
+        """
+        sides = ((self.one, int(self.found.row_a[at])), (self.other, int(self.found.row_b[at])))
+        verdict = VERDICTS[int(self.found.verdict[at])]
+        if min(row for _, row in sides) < 0:
+            return None
+        if verdict not in ("non_finite", "checksum", "statistics"):
+            return None
+        first, row = sides[0]
+        section, direction = (first.texts(name).text(row) for name in ("section", "direction"))
+        if section not in ("input_args", "input_kwargs") or direction != "forward":
+            return None
+        if any(_may_be_returned(side, row) for side, row in sides):
+            return None
+        name = first.call_text("name", int(first.call_of_row[row]))
+        return (
+            f"{section}.{first.texts('index').text(row)} of {name} differs already, and no call "
+            "that is recorded before it returned such values: they are data, a weight, or the "
+            "result of a function that msprobe does not record (grouped matrix products, say)"
+        )
+
+    def compared(self, section: str) -> int:
+        """Return the number of rows of a section that both sides have."""
+        sections = self.one.texts("section")
+        if section not in sections.values:
+            return 0
+        rows = self.found.row_a[(self.found.row_a >= 0) & (self.found.row_b >= 0)]
+        return int((sections.codes[rows] == sections.values.index(section)).sum())
+
+    def _side_with_row(self, at: int) -> tuple[OperatorColumns, int]:
+        """Return a side that has a row, and the row's index in its table."""
+        row = int(self.found.row_a[at])
+        return (self.one, row) if row >= 0 else (self.other, int(self.found.row_b[at]))
 
 
-def _section(one: Operators, other: Operators, found: Differences, row: int) -> str:
-    side, at = _place(one, other, found, row)
-    return side.texts("section").text(at) or ""
-
-
-def _first_of(
-    section: str,
-    one: Operators,
-    other: Operators,
-    found: Differences,
-    differing: np.ndarray[Any, Any],
-    sections: np.ndarray[Any, Any],
-) -> dict[str, Any] | None:
-    rows = differing[sections == section] if len(differing) else differing
-    return _row(one, other, found, int(rows[0])) if len(rows) else None
-
-
-def _sections_of_first(
-    one: Operators, other: Operators, found: Differences, differing: np.ndarray[Any, Any]
-) -> list[str]:
-    sections: dict[str, None] = {}
-    call = None
-    for row in differing.tolist():
-        side, at = _place(one, other, found, row)
-        here = (side is one, int(side.call_of_row[at]))
-        if call is None:
-            call = here
-        # A row of the other side alone belongs to the same call, or to the next one that differs.
-        if here != call and here[0]:
-            break
-        sections[_section(one, other, found, row)] = None
-    return list(sections)
-
-
-def _note(one: Operators, other: Operators, found: Differences, row: int) -> str | None:
-    """Say of an input, the first row that differs, that no recorded call before returned it.
-
-    A result is told by its extremes: a view has those of its tensor. Where one of either side has
-    them, be it by chance, nothing is said.
-    """
-    sides = ((one, int(found.row_a[row])), (other, int(found.row_b[row])))
-    verdict = VERDICTS[int(found.verdict[row])]
-    if min(at for _, at in sides) < 0 or verdict not in ("non_finite", "checksum", "statistics"):
-        return None
-    first, at = sides[0]
-    section, direction = (first.texts(name).text(at) for name in ("section", "direction"))
-    if section not in ("input_args", "input_kwargs") or direction != "forward":
-        return None
-    if any(_may_be_returned(side, place) for side, place in sides):
-        return None
-    name = first.call_text("name", int(first.call_of_row[at]))
-    return (
-        f"{section}.{first.texts('index').text(at)} of {name} differs already, and no call that is "
-        "recorded before it returned such values: they are data, a weight, or the result of a "
-        "function that msprobe does not record (grouped matrix products, say)"
-    )
-
-
-def _may_be_returned(side: Operators, row: int) -> bool:
+def _may_be_returned(side: OperatorColumns, row: int) -> bool:
     """Return whether a call before a row's own returned a tensor of the same extremes."""
     before = int(side.starts[side.call_of_row[row]])
     sections = side.texts("section")
@@ -214,51 +279,51 @@ def _may_be_returned(side: Operators, row: int) -> bool:
         return False
     same = sections.codes[:before] == sections.values.index("output")
     for name in ("min", "max"):
-        values, known = side.numbers(name), side.known(name)
-        if not known[row]:
-            return True  # a checksum alone does not tell a view of the tensor
+        values, is_known = side.numbers(name), side.is_known(name)
+        if not is_known[row]:
+            return True  # a checksum alone does not identify a view of the tensor
         equal = (values[:before] == values[row]) | (
             np.isnan(values[:before]) & np.isnan(values[row])
         )
-        same &= known[:before] & equal
+        same &= is_known[:before] & equal
     return bool(same.any())
 
 
-def _compared(one: Operators, found: Differences, section: str) -> int:
-    sections = one.texts("section")
-    if section not in sections.values:
-        return 0
-    both = found.row_a[(found.row_a >= 0) & (found.row_b >= 0)]
-    return int((sections.codes[both] == sections.values.index(section)).sum())
+def _argument(side: OperatorColumns, row: int) -> ArgumentFields | None:
+    if row < 0:
+        return None
 
+    def text(column: str) -> str | None:
+        return side.texts(column).text(row)
 
-def _row(one: Operators, other: Operators, found: Differences, row: int) -> dict[str, Any]:
-    side, at = _place(one, other, found, row)
-    relative = float(found.relative[row])
+    def number(column: str) -> float | None:
+        return float(side.numbers(column)[row]) if side.is_known(column)[row] else None
+
+    shape = text("shape")
     return {
-        "verdict": VERDICTS[int(found.verdict[row])],
-        "section": side.texts("section").text(at),
-        "index": side.texts("index").text(at),
-        "relative": None if np.isnan(relative) else relative,
-        "threshold": float(found.threshold[row]),
-        "a": _side(one, int(found.row_a[row])),
-        "b": _side(other, int(found.row_b[row])),
+        **_call(side, int(side.call_of_row[row])),
+        "shape": None if shape is None else json.loads(shape),
+        "type": text("type"),
+        "dtype": text("dtype"),
+        "non_finite": text("non_finite"),
+        "checksum": text("checksum"),
+        "value": text("value"),
+        "placements": text("placements"),
+        "min": number("min"),
+        "max": number("max"),
+        "mean": number("mean"),
+        "norm": number("norm"),
     }
 
 
-def _side(side: Operators, row: int) -> dict[str, Any] | None:
-    if row < 0:
-        return None
-    call = int(side.call_of_row[row])
-    said: dict[str, Any] = _call(side, call)
-    shape = side.texts("shape").text(row)
-    said["shape"] = None if shape is None else json.loads(shape)
-    for name in _TEXTS:
-        said[name] = side.texts(name).text(row)
-    for name in _NUMBERS:
-        said[name] = float(side.numbers(name)[row]) if side.known(name)[row] else None
-    return said
-
-
-def _call(side: Operators, call: int) -> dict[str, Any]:
-    return {"order": call, **{name: side.call_text(name, call) for name in _CALL}}
+def _call(side: OperatorColumns, call: int) -> CallFields:
+    return {
+        "order": call,
+        "name": side.call_text("name", call),
+        "operator": side.call_text("operator", call),
+        "module_class": side.call_text("module_class", call),
+        "direction": side.call_text("direction", call),
+        "source": side.call_text("source", call),
+        "stack_id": side.call_text("stack_id", call),
+        "parent": side.call_text("parent", call),
+    }

@@ -1,8 +1,9 @@
-"""msprobe's own comparison of two dumps of full tensors, as a process of its own.
+"""Entry point of the process that runs msprobe's comparison of two dumps of full tensors.
 
-`python -m stagescope_service.compare.operators.msprobe_compare A B OUT`: directories of two ranks'
-dumps, and an empty one for msprobe's table. msprobe forks, prints, and patches what it imports; it
-stays in here. It loads tensors with `weights_only`, so nothing of a file is run.
+`python -m stagescope_service.compare.operators.msprobe_compare A B OUT` compares the dumps in two
+directories, each of one rank; `OUT` is an empty one for msprobe's table. msprobe forks, prints, and
+patches modules that it imports, so this process imports nothing else. It loads tensors with
+`weights_only`, so no code in a file is run.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import sys
 from pathlib import Path
 from typing import Final
 
-MISSING: Final = 3
+EXIT_NOT_INSTALLED: Final = 3
 """Exit code: msprobe is not installed."""
 
 
 def main(a: str, b: str, out: str) -> int:
-    """Compare; msprobe's table is in `out` afterwards."""
+    """Compare two dumps; msprobe writes its table to `out`."""
     os.nice(10)
     try:
         from msprobe.pytorch.compare.pt_compare import pt_compare
     except ImportError as error:
         print(error, file=sys.stderr)  # noqa: T201 - the log of this process
-        return MISSING
+        return EXIT_NOT_INSTALLED
     paths = {"npu_path": f"{a}/dump.json", "bench_path": f"{b}/dump.json"}
     pt_compare({**paths, "is_print_compare_log": False}, out, xlsx=False)
     for book in Path(out).glob("*.xlsx"):
@@ -33,7 +34,7 @@ def main(a: str, b: str, out: str) -> int:
 
 
 def _write_csv(book: Path) -> None:
-    """Write msprobe 26.0's table, which it makes as a workbook alone, as 26.2 does."""
+    """Convert the table of msprobe 26.0, which writes only a workbook, to CSV as 26.2 writes it."""
     from openpyxl import load_workbook  # type: ignore[import-untyped]
 
     sheet = load_workbook(book, read_only=True).worksheets[0]

@@ -1,27 +1,27 @@
 """The first operator whose result is NaN or infinite, per rank, and the earliest over the ranks.
 
-Looked at are outputs, gradients of activations (`output` of a backward call) and of parameters, in
-execution order. Not every infinity is wrong, so each call with a bad result gets a status:
+The results are outputs, gradients of activations (`output` of a backward call) and of parameters,
+in execution order. Not every infinity is wrong, so each call with a non-finite result gets a
+status:
 
 * `culprit`: NaN, +inf or both infinities, anywhere; -inf from an operator that is not known to
-  hand masks on (`log` of 0, a product with a weight, a sum).
-* `mask`: infinities that were put there, by `masked_fill`, `where`, `full` and the like; and only
-  -inf, in a forward pass, out of an operator that had -inf in its inputs and neither multiplies
-  matrices nor sums up, or out of a module with a mask inside. A parameter holds no mask.
-* `perhaps_mask`: a module's forward output with -inf alone from finite inputs, where nothing
-  recorded inside it tells why (level L0 records no operators).
-* `not_read`: memory that no call has read (see `evidence`): what `empty` returned, a view of it,
-  and whatever FSDP itself called to gather its shards.
+  pass masks on (`log` of 0, a product with a weight, a sum).
+* `mask`: infinities that `masked_fill`, `where`, `full` and similar operators wrote; and -inf
+  alone, in a forward pass, from an operator with -inf in its inputs that neither multiplies
+  matrices nor sums up, or from a module with a mask inside. A parameter is no mask.
+* `perhaps_mask`: a module's forward output with -inf alone from finite inputs, if no operator
+  inside it was recorded (level L0 records none).
+* `not_read`: memory that no call has read (see `evidence`): the result of `empty`, a view of it,
+  and what FSDP itself called to gather its shards.
 
-The first `culprit` is named. Only where there is none the first `perhaps_mask` is, with
-`certain` false. Masks are counted and the first are listed; so is
-memory that was not read. -FLT_MAX is finite and never met here.
+The answer is the first `culprit`, or without one the first `perhaps_mask`, with `certain` false.
+Masks and memory that was not read are counted, and the first masks are listed. -FLT_MAX is finite.
 
-Over ranks a call's place is its position in the order of names that most ranks share (of equally
+Over ranks the position of a call is that in the order of names that most ranks share (of equally
 many the longest; a rank whose dump was cut off earlier shares it too). The rank with the lowest
 position is the earliest. Ranks in another order (pipeline stages, another path through the model)
-are listed in `order_differs`, and count only where no rank of the shared order found anything:
-then one whose own inputs were fine goes first.
+are listed in `order_differs`, and count only if no rank of the shared order found anything: then
+ranks whose own inputs were finite come first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal, TypedDict, cast
 
 import numpy as np
 
@@ -62,38 +62,79 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
+class NonFiniteRow(TypedDict):
+    """Columns of a row of an operator table that holds NaN or infinities; unknown is None."""
+
+    order: int
+    name: str
+    kind: str | None
+    operator: str | None
+    module_class: str | None
+    direction: str | None
+    source: str | None
+    stack_id: str | None
+    parent: str | None
+    section: str
+    index: str | None
+    dtype: str | None
+    shape: list[int] | None
+    min: float | None
+    max: float | None
+    non_finite: str
+
+
+class NonFiniteInput(TypedDict):
+    """A non-finite input or parameter of a call."""
+
+    section: str
+    index: str | None
+    non_finite: str
+
+
+_Call = list[NonFiniteRow]
+"""The non-finite rows of one call, at least one."""
+_Status = Literal["culprit", "mask", "perhaps_mask", "not_read"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankNonFinite:
-    """What one rank found; `first` is a row's columns, ready for JSON (but for NaN)."""
+    """What one rank found.
 
-    first: dict[str, Any] | None
+    Attributes:
+        first: the row of the first non-finite result, None without one.
+        certain: it is a culprit, not perhaps a mask.
+        bad_inputs: non-finite inputs and parameters of the same call.
+        culprits, masks: numbers of calls.
+        first_masks: names of the first calls that were classified as masks.
+        not_read: number of calls whose results are memory that they did not read.
+    """
+
+    first: NonFiniteRow | None
     certain: bool
-    bad_inputs: list[dict[str, Any]]
-    """Non-finite inputs and parameters of the same call, as {section, index, non_finite}."""
+    bad_inputs: list[NonFiniteInput]
     culprits: int
     masks: int
     first_masks: list[str]
-    """Names of the first calls that were taken for masks."""
     not_read: int
-    """Calls whose results are memory that they did not read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The answer over all ranks."""
+    """The answer over all ranks.
+
+    Attributes:
+        ranks: what each rank found.
+        earliest: the earliest rank, the lowest of several at one position; None without one.
+        together: ranks at the same position as the earliest: after a collective all have it.
+        positions: position of each rank's first in the shared order; None if its order differs.
+        order_differs: ranks in another order.
+    """
 
     ranks: dict[int, RankNonFinite]
     earliest: int | None
-    """Rank of the earliest; of several at one place the lowest."""
     together: list[int]
-    """Ranks that found it at that same place: after a collective all have it at once."""
-    places: dict[int, int | None]
-    """Position of each rank's first in the shared order; None where its own order differs."""
+    positions: dict[int, int | None]
     order_differs: list[int]
-
-    def fields(self) -> dict[str, Any]:
-        """Return it as a dict."""
-        return dataclasses.asdict(self)
 
 
 def first_non_finite(tables: Mapping[int, Path]) -> NonFinite:
@@ -103,29 +144,31 @@ def first_non_finite(tables: Mapping[int, Path]) -> NonFinite:
         tables: rank -> its operator table.
 
     Raises:
-        NotFound: a table is not there.
-        StoreError: it is no operator table.
+        NotFound: a table does not exist.
+        StoreError: a file is no operator table.
     """
     ranks = {rank: non_finite_of_rank(path) for rank, path in sorted(tables.items())}
     found = {rank: one.first for rank, one in ranks.items() if one.first is not None}
     orders = {rank: _names(tables[rank]) for rank in ranks} if len(ranks) > 1 and found else {}
     shared = _shared_order(orders)
     differing = [rank for rank, names in orders.items() if not shared.startswith(names)]
-    places = {
+    positions = {
         rank: None if rank in differing else int(first["order"]) for rank, first in found.items()
     }
-    earliest = _earliest(ranks, places)
-    place = None if earliest is None else places[earliest]
+    earliest = _earliest(ranks, positions)
+    position = None if earliest is None else positions[earliest]
     together = [
-        rank for rank in found if rank == earliest or (place is not None and place == places[rank])
+        rank
+        for rank in found
+        if rank == earliest or (position is not None and position == positions[rank])
     ]
-    return NonFinite(ranks, earliest, together, places, differing)
+    return NonFinite(ranks, earliest, together, positions, differing)
 
 
 def non_finite_of_rank(path: Path) -> RankNonFinite:
     """Find the first non-finite result of one operator table."""
-    culprit: list[dict[str, Any]] | None = None
-    perhaps: list[dict[str, Any]] | None = None
+    culprit: _Call | None = None
+    perhaps: _Call | None = None
     culprits, masks, not_read = 0, list[str](), 0
     holding_masks: set[str] = set()
     of_infrastructure = infrastructure_stacks(read_stacks(path))
@@ -153,17 +196,17 @@ def non_finite_of_rank(path: Path) -> RankNonFinite:
     )
 
 
-def _calls(path: Path) -> Iterator[list[dict[str, Any]]]:
+def _calls(path: Path) -> Iterator[_Call]:
     """Yield the non-finite rows of each call that has any."""
     rows = iterate_rows(path, OperatorFilter(non_finite=True), columns=_COLUMNS)
     for _, call in groupby(rows, key=lambda row: row["order"]):
-        yield list(call)
+        yield cast("_Call", list(call))
 
 
 def _status(
-    call: list[dict[str, Any]], holding_masks: set[str], of_infrastructure: frozenset[str]
-) -> str | None:
-    """Judge a call; None where its results are finite."""
+    call: _Call, holding_masks: set[str], of_infrastructure: frozenset[str]
+) -> _Status | None:
+    """Return the status of a call, None if its results are finite."""
     results = _results(call)
     if not results:
         return None
@@ -172,7 +215,7 @@ def _status(
     kinds = {row["non_finite"] for row in results}
     operator = str(results[0]["operator"]).strip("_")
     module_class = results[0]["module_class"]
-    # A view of a mask is a mask, below.
+    # A view of a mask is classified as a mask below.
     if not _evident_results(call) and kinds != {"-inf"}:
         return "not_read"
     if "nan" in kinds or results[0]["direction"] != "forward":
@@ -189,34 +232,32 @@ def _status(
     return "perhaps_mask" if module_class is not None and not inputs else "culprit"
 
 
-def _results(call: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _results(call: _Call) -> list[NonFiniteRow]:
     return [row for row in call if row["section"] in _RESULTS]
 
 
-def _evident_results(call: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results that are evidence; a view of bad memory is none."""
+def _evident_results(call: _Call) -> list[NonFiniteRow]:
+    """Return the results that are evidence; a view of non-finite memory is none."""
     memory = any(_use(row) == Use.MEMORY for row in call)
-    none = {Use.MEMORY, Use.CARRIED} if memory else {Use.MEMORY}
-    return [row for row in _results(call) if _use(row) not in none]
+    excluded = {Use.MEMORY, Use.CARRIED} if memory else {Use.MEMORY}
+    return [row for row in _results(call) if _use(row) not in excluded]
 
 
-def _bad_inputs(call: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the bad inputs that the call read."""
-    names = ("section", "index", "non_finite")
+def _bad_inputs(call: _Call) -> list[NonFiniteInput]:
+    """Return the non-finite inputs that the call read."""
     return [
-        {name: row[name] for name in names}
+        {"section": row["section"], "index": row["index"], "non_finite": row["non_finite"]}
         for row in call
         if row["section"] not in _RESULTS and _use(row) == Use.EVIDENCE
     ]
 
 
-def _use(row: Mapping[str, Any]) -> Use:
-    places = ("kind", "operator", "direction", "section", "index")
-    return use_of(*(row[name] for name in places))
+def _use(row: NonFiniteRow) -> Use:
+    return use_of(row["kind"], row["operator"], row["direction"], row["section"], row["index"])
 
 
 def _names(path: Path) -> bytes:
-    """Return the names of a rank's calls in execution order, as 8 bytes each: they may be many."""
+    """Return hashes of the names of a rank's calls in execution order, 8 bytes each."""
     columns = load_columns(path, ["order", "name"])
     starts = np.flatnonzero(np.diff(columns["order"], prepend=-1))
     hashes = np.asarray([hash(name) for name in columns["name"].values], np.int64)
@@ -229,10 +270,12 @@ def _shared_order(orders: Mapping[int, bytes]) -> bytes:
     return max(counts, key=lambda names: (counts[names], len(names)), default=b"")
 
 
-def _earliest(ranks: Mapping[int, RankNonFinite], places: Mapping[int, int | None]) -> int | None:
+def _earliest(
+    ranks: Mapping[int, RankNonFinite], positions: Mapping[int, int | None]
+) -> int | None:
     def key(rank: int) -> tuple[bool, bool, bool, int, int]:
-        place, one = places[rank], ranks[rank]
-        elsewhere = place is None
-        return not one.certain, elsewhere, elsewhere and bool(one.bad_inputs), place or 0, rank
+        position, one = positions[rank], ranks[rank]
+        elsewhere = position is None
+        return not one.certain, elsewhere, elsewhere and bool(one.bad_inputs), position or 0, rank
 
-    return min(places, key=key, default=None)
+    return min(positions, key=key, default=None)

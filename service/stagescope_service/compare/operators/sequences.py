@@ -1,35 +1,37 @@
-"""Which elements of two long sequences belong together, at a bounded cost.
+"""Align two long sequences at a bounded cost.
 
-A longest common subsequence by Myers' greedy algorithm ("An O(ND) Difference Algorithm and Its
-Variations", Algorithmica 1986): linear where two sequences differ in little, whatever repeats.
-What begins and ends alike is taken off first, then every element that the other side lacks. Where
-the rest would still cost too much, elements are paired by order of occurrence, which is said.
+The alignment is a longest common subsequence by Myers' greedy algorithm ("An O(ND) Difference
+Algorithm and Its Variations", Algorithmica 1986), which is linear if two sequences differ little,
+whatever repeats. The common beginning and end are removed first, then every element that the other
+side lacks. If the rest would still cost too much, elements are paired by order of occurrence, and
+the result is marked.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-Codes: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-Pairs: TypeAlias = "list[tuple[int, int]]"
+Codes = npt.NDArray[np.int64]
+Pairs = list[tuple[int, int]]
 
 MOST_STEPS: Final = 3_000_000
-"""Comparisons of one alignment: a few seconds."""
+"""Most comparisons of one alignment: a few seconds."""
 MOST_EDITS: Final = 1_000
 
 
-class Matching(NamedTuple):
-    """Pairs of positions, ascending on both sides where `ordered`."""
+class SequenceAlignment(NamedTuple):
+    """Pairs of positions, ascending on both sides if `ordered`."""
 
     pairs: Pairs
     ordered: bool
 
 
 def common_ends(a: Codes, b: Codes) -> tuple[int, int]:
-    """Return how many elements two sequences share at their beginning, and then at their end."""
+    """Return the lengths of the common beginning and, after it, of the common end."""
     most = min(len(a), len(b))
     differing = np.flatnonzero(a[:most] != b[:most])
     first = int(differing[0]) if len(differing) else most
@@ -38,7 +40,7 @@ def common_ends(a: Codes, b: Codes) -> tuple[int, int]:
     return first, int(differing[0]) if len(differing) else left
 
 
-def match(a: Codes, b: Codes, *, most_steps: int = MOST_STEPS) -> Matching:
+def align(a: Codes, b: Codes, *, most_steps: int = MOST_STEPS) -> SequenceAlignment:
     """Pair equal elements of two sequences so that as many as possible stay in order."""
     first, last = common_ends(a, b)
     pairs = [(index, index) for index in range(first)]
@@ -47,28 +49,30 @@ def match(a: Codes, b: Codes, *, most_steps: int = MOST_STEPS) -> Matching:
     )
     pairs += middle.pairs
     pairs += [(len(a) - index, len(b) - index) for index in range(last, 0, -1)]
-    return Matching(pairs, middle.ordered)
+    return SequenceAlignment(pairs, middle.ordered)
 
 
-def _match_middle(at_a: Codes, at_b: Codes, a: Codes, b: Codes, most_steps: int) -> Matching:
+def _match_middle(
+    at_a: Codes, at_b: Codes, a: Codes, b: Codes, most_steps: int
+) -> SequenceAlignment:
     at_a, at_b = at_a[np.isin(a[at_a], b[at_b])], at_b[np.isin(b[at_b], a[at_a])]
     if not len(at_a) or not len(at_b):
-        return Matching([], True)
+        return SequenceAlignment([], True)
     found = _greedy(a[at_a].tolist(), b[at_b].tolist(), most_steps)
     ordered = found is not None
     if found is None:
         found = _by_occurrence(a[at_a].tolist(), b[at_b].tolist())
-    return Matching([(int(at_a[i]), int(at_b[j])) for i, j in found], ordered)
+    return SequenceAlignment([(int(at_a[i]), int(at_b[j])) for i, j in found], ordered)
 
 
 def _greedy(a: list[int], b: list[int], most_steps: int) -> Pairs | None:
-    """Myers' algorithm; None where it takes over `most_steps` or `MOST_EDITS`."""
+    """Run Myers' algorithm; return None if it takes over `most_steps` or `MOST_EDITS`."""
     rows, columns = len(a), len(b)
     reach = {1: 0}
     trace: list[dict[int, int]] = []
     steps = 0
     for edits in range(min(rows + columns, MOST_EDITS) + 1):
-        # Only the diagonals that this round reads are kept.
+        # Keep only the diagonals that this round reads.
         trace.append({k: reach[k] for k in range(-edits - 1, edits + 2, 2) if k in reach})
         for k in range(-edits, edits + 1, 2):
             down = k == -edits or (k != edits and reach[k - 1] < reach[k + 1])

@@ -1,8 +1,8 @@
-"""Two dumps of full tensors, compared by msprobe in a process of its own; its table read back.
+"""Compare two dumps of full tensors by msprobe in a separate process, and read its table.
 
-msprobe is the field's tool for full tensors (cosine, errors element by element), so its numbers are
-shown as they are. Its verdicts are left out: they called 510 of 900 operators wrong between a
-bfloat16 and a float32 model, and all of 900 right where one weight was 1.5 times too large.
+msprobe is the established tool for full tensors (cosine, element-wise errors), so its numbers are
+shown unchanged. Its verdicts are left out: between a bfloat16 and a float32 model they called 510
+of 900 operators wrong, and with one weight 1.5 times too large they called all 900 right.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound, TooLarge
-from stagescope_service.compare.operators.msprobe_compare import MISSING
+from stagescope_service.compare.operators.msprobe_compare import EXIT_NOT_INSTALLED
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -36,24 +36,27 @@ COLUMNS: Final[Mapping[str, str]] = {
     "NPU mean": "mean_a", "NPU l2norm": "norm_a", "Bench max": "max_b", "Bench min": "min_b",
     "Bench mean": "mean_b", "Bench l2norm": "norm_b",
 }  # fmt: skip
-"""msprobe's columns that are kept, by the names that answers give them; `a` is msprobe's NPU."""
+"""msprobe's columns that are kept -> their names in answers; `a` is msprobe's NPU side."""
+
+Row = dict[str, str | float | None]
+"""A tensor of msprobe's table, by the names of `COLUMNS`; unknown is None."""
 
 _TEXTS: Final = ("name", "name_b", "dtype_a", "dtype_b", "shape_a", "shape_b")
 _UNKNOWN: Final = frozenset({"", "n/a", "none", "unsupported"})
 
 
-def compare_tensors(a: Path, b: Path, tables: tuple[Path, Path]) -> list[dict[str, Any]]:
-    """Have msprobe compare the tensors of two dumps.
+def compare_tensors(a: Path, b: Path, tables: tuple[Path, Path]) -> list[Row]:
+    """Compare the tensors of two dumps by msprobe.
 
     Args:
-        a, b: directories of two ranks' dumps of task `tensor`.
+        a, b: directories of dumps of task `tensor`, each of one rank.
         tables: their operator tables.
 
     Returns:
-        A row a tensor in msprobe's order, with the names of `COLUMNS`; unknown is None.
+        A row for each tensor in msprobe's order, with the names of `COLUMNS`; unknown is None.
 
     Raises:
-        NotFound: a dump is no longer there.
+        NotFound: a dump no longer exists.
         InvalidInput: they cannot be compared, or it took too long.
         MissingExtra: msprobe is not installed where the service runs.
     """
@@ -64,18 +67,18 @@ def compare_tensors(a: Path, b: Path, tables: tuple[Path, Path]) -> list[dict[st
         found = sorted(Path(out).glob("compare_result*.csv"))
         if not found:
             raise InvalidInput(
-                f"msprobe made no table of {a} and {b}: {log or 'it said nothing'}",
+                f"msprobe made no table of {a} and {b}: {log or 'its log is empty'}",
                 expected="two dumps of one level that share operators",
             )
         return list(read_table(found[0]))
 
 
 def check_dump(directory: Path, table: Path) -> None:
-    """Check that a dump holds tensors, and names no file outside its own directory.
+    """Check that a dump holds tensors, and refers to no file outside its directory.
 
     Raises:
-        NotFound: it is no longer there.
-        InvalidInput: a name or link that leads elsewhere.
+        NotFound: it no longer exists.
+        InvalidInput: a name or link leads outside.
     """
     tensors = directory / "dump_tensor_data"
     if not tensors.is_dir():
@@ -91,7 +94,7 @@ def check_dump(directory: Path, table: Path) -> None:
 
 
 def _run(a: Path, b: Path, out: Path) -> str:
-    """Run msprobe's comparison; return the end of what it said was wrong."""
+    """Run msprobe's comparison; return the last errors of its log."""
     command = [sys.executable, "-m", "stagescope_service.compare.operators.msprobe_compare"]
     environment = {
         **os.environ,
@@ -117,17 +120,17 @@ def _run(a: Path, b: Path, out: Path) -> str:
             advice="capture fewer operators: give the capture a list or a scope",
         ) from None
     finally:
-        # Its workers are of its session: none outlives it.
+        # Its workers are in its session, so none outlives it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    said = _errors(out / "log")
-    if code == MISSING:
+    log_errors = _errors(out / "log")
+    if code == EXIT_NOT_INSTALLED:
         raise MissingExtra(
-            f"msprobe cannot be imported where the service runs: {said}",
+            f"msprobe cannot be imported where the service runs: {log_errors}",
             advice="pip install 'stagescope[msprobe]' there",
         )
-    return said
+    return log_errors
 
 
 def _errors(log: Path) -> str:
@@ -138,12 +141,12 @@ def _errors(log: Path) -> str:
     return " ".join(" | ".join(wrong[-3:] or lines[-1:]).split())[:1000]
 
 
-def read_table(path: Path) -> Iterator[dict[str, Any]]:
+def read_table(path: Path) -> Iterator[Row]:
     """Yield the rows of msprobe's table, without its verdicts.
 
     Raises:
-        TooLarge: more rows than a comparison has.
-        InvalidInput: not a table of msprobe's.
+        TooLarge: it has more than `MOST_ROWS` rows.
+        InvalidInput: it is no table of msprobe.
     """
     with disk_errors(path), path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader(file)
@@ -161,7 +164,7 @@ def read_table(path: Path) -> Iterator[dict[str, Any]]:
 
 def _text(cell: str | None) -> str | None:
     text = (cell or "").strip()
-    text = text.removeprefix("<class '").removesuffix("'>")  # a number of Python, not a tensor
+    text = text.removeprefix("<class '").removesuffix("'>")  # a Python number, not a tensor
     return None if text.lower() in _UNKNOWN else text[:1000].removeprefix("torch.")
 
 
@@ -170,4 +173,4 @@ def _number(cell: str | None) -> float | None:
     try:
         return float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
-        return None  # 'unsupported', 'shape unmatched', 'N/A': the shapes beside it say why
+        return None  # 'unsupported', 'shape unmatched', 'N/A': the columns of shapes explain it

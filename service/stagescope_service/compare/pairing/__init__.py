@@ -1,1 +1,1 @@
-"""Which rows and pieces of two dumps belong together, and their numbers, shard by shard."""
+"""Pair the rows and shards of two dumps, and compare them shard by shard."""

@@ -1,9 +1,9 @@
-"""How two sides dealt their samples out: which rows a shard holds where its own file says nothing.
+"""How two sides split their samples over shards: the rows of shards that do not name them.
 
-A loss, or the intermediates of one, are of the rows of a microbatch; their files may hold neither
-ids nor tokens (NexRL's `is_loss_debug`, `loss`). The shard of the same rank and part that has
-tokens (`forward_data`, `batch_inputs`) says which rows they are. Where the sides dealt samples out
-in another order, or into other parts, nothing pairs by its place alone.
+A loss and its intermediates are of the rows of a microbatch, but their files may hold neither ids
+nor tokens (NexRL's `is_loss_debug`, `loss`). The shard of the same rank and part that has tokens
+(`forward_data`, `batch_inputs`) identifies the rows. Where the sides split their samples in another
+order, or into other parts, nothing pairs by its location alone.
 """
 
 from __future__ import annotations
@@ -12,134 +12,164 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from stagescope.batch import Tensor, widened
 from stagescope.wire.errors import StagescopeError
-from stagescope_service.compare.pairing.index import RESPONSE, ROW, RUN, SAMPLE, ShardIndex
-from stagescope_service.compare.pairing.layout import Layout
-from stagescope_service.compare.pairing.pieces import Piece
-from stagescope_service.compare.pairing.rows import Rows
-from stagescope_service.compare.pairing.shards import Outcome
-from stagescope_service.compare.plan import Pair
+from stagescope.wire.schema import Part
+from stagescope_service.compare.pairing.record_rows import RecordRows
+from stagescope_service.compare.pairing.row_tensors import RowTensor
+from stagescope_service.compare.pairing.shard_comparison import ShardComparison
+from stagescope_service.compare.pairing.shard_index import (
+    BY_GROUP_AND_RUN,
+    BY_RESPONSE,
+    BY_ROW,
+    BY_SAMPLE_ID,
+    ShardIndex,
+)
+from stagescope_service.compare.pairing.tasks import TaskOutcome
+from stagescope_service.compare.plan import EntryPair
 from stagescope_service.dumps.records import Dump, Entry, Place
 
-_KNOWN: Final = (SAMPLE, RUN, RESPONSE)
-_CLOSE: Final = 0.5
-"""Log-probs of the same rows are at most so far apart, of the distance of others."""
+_IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
+_SAME_ROWS_RATIO: Final = 0.5
+"""Log-probs of the same rows differ by at most this share of the distance to the next row's."""
+_DRIVER: Final = "driver"
+"""Role of a process that holds whole steps: it does not show how ranks split them."""
 
 Keys = tuple[str, ...]
-_Locations = dict[tuple[str, str], set[tuple[Place, tuple[Any, ...]]]]
-"""(kind, key) of a row -> at which places, and at which rank and part, it lies."""
-_DRIVER: Final = "driver"
-"""The role of what has no ranks: it holds whole steps, and says nothing of how they are split."""
+
+
+class _RankPart(NamedTuple):
+    """Rank and part of a location, and its step where the sides hold several steps."""
+
+    step: int | None
+    rank: int | None
+    part: Part
+
+
+_LocationsByKey = dict[tuple[str, str], set[tuple[Place, _RankPart]]]
+"""(kind, key) of a row -> its locations."""
 
 
 class RowAssignment:
-    """What is known of the rows at each place of two sides."""
+    """The rows that each location of two sides is known to hold."""
 
     def __init__(self, *, several_steps: bool = False) -> None:
         self._several_steps = several_steps
         self._shards: tuple[dict[Place, ShardIndex], dict[Place, ShardIndex]] = ({}, {})
-        self._locations: tuple[_Locations, _Locations] = ({}, {})
-        self._processes: tuple[set[tuple[str | None, str | None]], ...] = (set(), set())
-        """(stage, role) of the places that are known, of each side."""
+        self._locations: tuple[_LocationsByKey, _LocationsByKey] = ({}, {})
+        self._stages_and_roles: tuple[set[tuple[str | None, str | None]], ...] = (set(), set())
+        """(stage, role) of the locations whose rows are known, of each side."""
         self._responses: tuple[dict[str, str], dict[str, str]] = ({}, {})
         """Sample id -> key of its response."""
-        self._alike: set[Place] = set()
-        self._files: set[Path] = set()
+        self._confirmed_locations: set[Place] = set()
+        self._confirmed_files: set[Path] = set()
         self.is_reordered = False
-        """Whether trajectories that are known lie elsewhere, or on one side only."""
+        """Whether trajectories are known to have other locations, or to be on one side only."""
 
-    def learn(self, pair: Pair, outcome: Outcome) -> None:
-        """Take in what was found of a shard of rows on each side."""
+    def record_outcome(self, pair: EntryPair, outcome: TaskOutcome) -> None:
+        """Record which rows a task found in the shard of each side."""
         one, other = pair
         if outcome.in_order and one is not None and other is not None:
-            self._alike |= {one.place, other.place}
-            self._files |= {one.path, other.path}
-        for side, index in enumerate(outcome.index):
-            if index is not None and index.rows and any(kind in index.keys for kind in _KNOWN):
+            self._confirmed_locations |= {one.place, other.place}
+            self._confirmed_files |= {one.path, other.path}
+        for side, index in enumerate(outcome.indexes):
+            if index is None or not index.rows:
+                continue
+            if any(kind in index.keys for kind in _IDENTIFYING_KEYS):
                 self._shards[side].setdefault(index.entry.place, index)
-                self._note_locations(side, index)
-                ids, responses = (index.keys.get(kind, ()) for kind in (SAMPLE, RESPONSE))
+                self._add_locations(side, index)
+                ids, responses = (index.keys.get(kind, ()) for kind in (BY_SAMPLE_ID, BY_RESPONSE))
                 self._responses[side].update(zip(ids, responses, strict=False))
 
-    def is_told(self, pair: Pair) -> bool:
-        """Whether shards of tokens say how the rows at these places pair: they are joined then."""
+    def is_identified(self, pair: EntryPair) -> bool:
+        """Return whether shards with tokens identify rows of these entries: they are joined."""
         return any(
-            entry is not None and bool(self._rows_of(side, entry))
+            entry is not None and bool(self._keys_of(side, entry))
             for side, entry in enumerate(pair)
         )
 
-    def is_told_of_ranks(self, pair: Pair) -> bool:
-        """Whether the shards of ranks may say what two files of a whole step hold."""
+    def is_identified_by_ranks(self, pair: EntryPair) -> bool:
+        """Return whether the shards of ranks may identify the rows of two files of a whole step."""
         return all(
-            entry is not None and entry.place.rank is None and self._of_ranks(side, entry.place)
+            entry is not None and entry.place.rank is None and self._rank_shards(side, entry.place)
             for side, entry in enumerate(pair)
         )
 
-    def named(
+    def with_known_keys(
         self, sides: Sequence[Sequence[ShardIndex]], dumps: Sequence[Dump]
     ) -> list[list[ShardIndex]]:
-        """Return the shards of a unit of both sides with keys of rows that other shards know.
+        """Return the shards of a pass of both sides, with the keys that other shards know.
 
-        Where both sides say the same kind of key themselves, and share some, they are as they were.
+        If both sides have the same kind of key themselves, and share some, they stay unchanged.
         """
-        if any(_share(sides, kind) for kind in _KNOWN):
+        if any(_share_keys(sides, kind) for kind in _IDENTIFYING_KEYS):
             return [list(side) for side in sides]
         return [
-            [self._named(at, index, dump) for index in side]
+            [self._with_known_keys(at, index, dump) for index in side]
             for at, (side, dump) in enumerate(zip(sides, dumps, strict=True))
         ]
 
-    def _named(self, side: int, index: ShardIndex, dump: Dump) -> ShardIndex:
-        """Return what a shard holds with the keys of its rows, where other shards know them.
+    def _with_known_keys(self, side: int, index: ShardIndex, dump: Dump) -> ShardIndex:
+        """Return a shard's index with the keys that other shards know of its rows.
 
         A file of a whole step (NexRL's `old_log_probs`) may hold the rows of rank 0's first part,
-        then those of its second, ...: only where the log-probs of these shards say so, too.
+        then those of its second, ...: this is assumed only if the log-probs of these shards agree.
         """
-        keys = self._rows_of(side, index.entry)
+        keys = self._keys_of(side, index.entry)
         if index.entry.place.rank is None and not keys:
-            shards = self._of_ranks(side, index.entry.place)
-            kinds = [k for k in _KNOWN if shards and all(k in each.keys for each in shards)]
-            keys = {k: tuple(key for each in shards for key in each.keys[k]) for k in kinds}
+            shards = self._rank_shards(side, index.entry.place)
+            kinds = [
+                kind
+                for kind in _IDENTIFYING_KEYS
+                if shards and all(kind in each.keys for each in shards)
+            ]
+            keys = {
+                kind: tuple(key for each in shards for key in each.keys[kind]) for kind in kinds
+            }
             starts = [0, index.rows - shards[-1].rows] if shards else []
             checked = zip((shards[0], shards[-1]) if shards else (), starts, strict=True)
-            if not all(_lies_at(dump, index.entry, shard.entry, at) for shard, at in checked):
+            if not all(_rows_start_at(dump, index.entry, shard.entry, at) for shard, at in checked):
                 return index
         if not index.rows or any(len(each) != index.rows for each in keys.values()):
             return index
-        named = {**keys, **index.keys}
-        known = [self._responses[side].get(each, "") for each in named.get(SAMPLE, ())]
-        if known and all(known):  # two runs may have named the same samples otherwise
-            named.setdefault(RESPONSE, tuple(known))
-        return dataclasses.replace(index, keys=named)
+        merged = {**keys, **index.keys}
+        responses = [self._responses[side].get(each, "") for each in merged.get(BY_SAMPLE_ID, ())]
+        if responses and all(responses):  # two runs may name the same samples differently
+            merged.setdefault(BY_RESPONSE, tuple(responses))
+        return dataclasses.replace(index, keys=merged)
 
-    def confirms(self, place: Place, pair: Pair) -> bool:
-        """Whether tokens showed that rows lie in the same order on both sides at a place."""
-        if all(entry is not None and entry.path in self._files for entry in pair):
+    def confirms_order(self, location: Place, pair: EntryPair) -> bool:
+        """Return whether tokens showed the same order of rows on both sides at a location."""
+        if all(entry is not None and entry.path in self._confirmed_files for entry in pair):
             return True
-        if place.rank is not None:
-            return place in self._alike
-        ranks = [each for each in self._alike if each.step == place.step and each.rank is not None]
-        return bool(ranks) and not self._of_ranks(0, place)
+        if location.rank is not None:
+            return location in self._confirmed_locations
+        has_ranks = any(
+            each.step == location.step and each.rank is not None
+            for each in self._confirmed_locations
+        )
+        return has_ranks and not self._rank_shards(0, location)
 
-    def why_unproven(self, piece: Piece, pair: Pair, *, is_uneven: bool) -> str:
-        """Return why what was paired by its place may be of other samples; empty if it is not.
+    def unproven_reason(
+        self, comparison: ShardComparison, pair: EntryPair, *, is_uneven: bool
+    ) -> str:
+        """Return why the two sides of a comparison may be of other samples; empty if they are not.
 
         Args:
-            piece: what was compared; numbers are of all rows of their place.
-            couple: of what, where it was compared as it lies.
+            comparison: what was compared; numbers are of all rows of their location.
+            pair: the entries that were compared directly; (None, None) of joined rows.
             is_uneven: whether the sides have other ranks, parts or numbers of rows there.
         """
-        if piece.rows is None:
-            by_place = piece.places[0].rank is not None and not self.is_told(pair)
+        if comparison.rows is None:
+            by_location = comparison.locations[0].rank is not None and not self.is_identified(pair)
         else:
-            by_place = piece.key == ROW
-        if not by_place or self.confirms(piece.places[0], pair):
+            by_location = comparison.key == BY_ROW
+        if not by_location or self.confirms_order(comparison.locations[0], pair):
             return ""
         if is_uneven:
             return "paired by place, and the sides have other ranks, parts or numbers of rows"
@@ -147,146 +177,148 @@ class RowAssignment:
             return "paired by place, and the trajectories are others or in another order"
         return ""
 
-    def is_moved(self, pair: Pair) -> bool:
-        """Whether samples of these places lie elsewhere on the other side, and not here too."""
+    def is_moved(self, pair: EntryPair) -> bool:
+        """Return whether samples of these entries have only other locations on the other side."""
         return any(
-            self._lies_elsewhere(1 - side, entry, kind, key)
+            self._is_elsewhere(1 - side, entry, kind, key)
             for side, entry in enumerate(pair)
-            if entry is not None and _is_of_a_rank(entry.place)
-            for kind, keys in self._rows_of(side, entry).items()
+            if entry is not None and _is_of_rank(entry.place)
+            for kind, keys in self._keys_of(side, entry).items()
             for key in keys
         )
 
-    def _lies_elsewhere(self, side: int, entry: Entry, kind: str, key: str) -> bool:
-        """Whether a side holds a row in the same stage of the same role, and not at this place.
+    def _is_elsewhere(self, side: int, entry: Entry, kind: str, key: str) -> bool:
+        """Return whether a side holds a row in an entry's stage and role, at another location only.
 
-        Stages split a step differently (a whole rank's rows, then minibatches of them): only where
-        one side does not know the stage or the role, any of the other's may be the same.
+        Stages split a step differently (a whole rank's rows, then minibatches of them), so other
+        stages and roles count only if the side does not know the entry's own.
         """
-        found = list(self._locations[side].get((kind, key), ()))
+        locations = list(self._locations[side].get((kind, key), ()))
         stage, role = entry.place.stage, entry.place.role
-        known = self._processes[side]
+        known = self._stages_and_roles[side]
         if any(each == stage for each, _ in known):
-            found = [each for each in found if each[0].stage == stage]
+            locations = [each for each in locations if each[0].stage == stage]
         if any(each == role for _, each in known):
-            found = [each for each in found if each[0].role == role]
-        return bool(found) and self._rank_and_part(entry) not in {where for _, where in found}
+            locations = [each for each in locations if each[0].role == role]
+        rank_parts = {rank_part for _, rank_part in locations}
+        return bool(locations) and self._rank_part(entry) not in rank_parts
 
-    def same_samples(self, pair: Pair) -> bool:
-        """Whether two shards are of the same samples, as far as anything tells."""
+    def has_same_samples(self, pair: EntryPair) -> bool:
+        """Return whether two shards are of the same samples, as far as is known."""
         if not self.is_moved(pair):
             return True
-        return self._is_alike(pair, self._common_kind([pair]))
+        one, other = self._samples_of(pair, self._common_kind([pair]))
+        return bool(one) and one == other
 
-    def recoupled(self, entry_pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
-        """Pair entries by the samples that they are of, where the sides dealt them out otherwise.
+    def pair_by_samples(
+        self, entry_pairs: Sequence[EntryPair]
+    ) -> tuple[list[EntryPair], list[EntryPair]]:
+        """Pair entries by their samples where the sides split these differently.
 
         Args:
-            entry_pairs: of one section and unit, paired by place.
+            entry_pairs: entries of one section and pass, paired by location.
 
         Returns:
-            Couples of the same samples, or of which nothing is told; and those that the sides
-            dealt into other parts, which have no counterpart.
+            Pairs of the same samples, or of unknown ones; and entries without a counterpart, since
+            the other side has no part with their samples.
         """
         if not any(map(self.is_moved, entry_pairs)):
             return list(entry_pairs), []
         kind = self._common_kind(entry_pairs)
-        kept: list[Pair] = []
-        left: tuple[dict[Keys, list[Entry]], dict[Keys, list[Entry]]] = ({}, {})
+        paired: list[EntryPair] = []
+        remaining: tuple[dict[Keys, list[Entry]], dict[Keys, list[Entry]]] = ({}, {})
         for pair in entry_pairs:
-            samples = [
-                () if entry is None else self._samples_of(side, entry, kind)
-                for side, entry in enumerate(pair)
-            ]
-            if samples[0] == samples[1] or any(
+            samples = self._samples_of(pair, kind)
+            is_unknown = any(
                 entry is not None and not each for entry, each in zip(pair, samples, strict=True)
-            ):
-                kept.append(pair)  # of the same samples, or nothing tells of which a side is
+            )
+            if samples[0] == samples[1] or is_unknown:
+                paired.append(pair)
                 continue
             for side, entry in enumerate(pair):
                 if entry is not None:
-                    left[side].setdefault(samples[side], []).append(entry)
-        apart: list[Pair] = []
-        for keys in left[0] | left[1]:
-            for one, other in itertools.zip_longest(*(each.get(keys, ()) for each in left)):
-                (apart if None in (one, other) else kept).append((one, other))
-        return kept, apart
+                    remaining[side].setdefault(samples[side], []).append(entry)
+        unpaired: list[EntryPair] = []
+        for keys in remaining[0] | remaining[1]:
+            for one, other in itertools.zip_longest(*(each.get(keys, ()) for each in remaining)):
+                (unpaired if None in (one, other) else paired).append((one, other))
+        return paired, unpaired
 
-    def _is_alike(self, pair: Pair, kind: str) -> bool:
-        one, other = (
-            () if entry is None else self._samples_of(side, entry, kind)
-            for side, entry in enumerate(pair)
-        )
-        return bool(one) and one == other
-
-    def _note_locations(self, side: int, index: ShardIndex) -> None:
-        place = index.entry.place
-        if not _is_of_a_rank(place):
+    def _add_locations(self, side: int, index: ShardIndex) -> None:
+        location = index.entry.place
+        if not _is_of_rank(location):
             return
-        self._processes[side].add((place.stage, place.role))
-        location = (place, self._rank_and_part(index.entry))
-        for kind in _KNOWN:
+        self._stages_and_roles[side].add((location.stage, location.role))
+        for kind in _IDENTIFYING_KEYS:
             for key in index.keys.get(kind, ()):
-                self._locations[side].setdefault((kind, key), set()).add(location)
+                locations = self._locations[side].setdefault((kind, key), set())
+                locations.add((location, self._rank_part(index.entry)))
 
-    def _rank_and_part(self, entry: Entry) -> tuple[Any, ...]:
-        place = entry.place
-        return (place.step if self._several_steps else None, place.rank, place.part)
+    def _rank_part(self, entry: Entry) -> _RankPart:
+        location = entry.place
+        step = location.step if self._several_steps else None
+        return _RankPart(step, location.rank, location.part)
 
-    def _common_kind(self, entry_pairs: Iterable[Pair]) -> str:
-        """Return by what the rows of all these entries are known, of those of which it is told."""
-        keys = [
-            rows
+    def _common_kind(self, entry_pairs: Iterable[EntryPair]) -> str:
+        """Return a kind of key by which the rows of all identified entries are known."""
+        identified = [
+            keys
             for pair in entry_pairs
             for side, entry in enumerate(pair)
-            if entry is not None and (rows := self._rows_of(side, entry))
+            if entry is not None and (keys := self._keys_of(side, entry))
         ]
-        return next((kind for kind in _KNOWN if all(kind in each for each in keys)), ROW)
+        common = (k for k in _IDENTIFYING_KEYS if all(k in keys for keys in identified))
+        return next(common, BY_ROW)
 
-    def _samples_of(self, side: int, entry: Entry, kind: str) -> Keys:
-        return tuple(sorted(self._rows_of(side, entry).get(kind, ())))
+    def _samples_of(self, pair: EntryPair, kind: str) -> tuple[Keys, Keys]:
+        """Return the sorted keys of each entry's rows; empty where they are unknown."""
+        one, other = (
+            () if entry is None else tuple(sorted(self._keys_of(side, entry).get(kind, ())))
+            for side, entry in enumerate(pair)
+        )
+        return one, other
 
-    def _rows_of(self, side: int, entry: Entry) -> Mapping[str, Keys]:
-        """Return the keys of the rows that an entry is of; none where nothing tells.
+    def _keys_of(self, side: int, entry: Entry) -> Mapping[str, Keys]:
+        """Return the keys of an entry's rows by kind; empty where they are unknown.
 
-        Files of a whole step may hold its rows in any order: there only the same file tells.
+        A file of a whole step may hold its rows in any order: only itself identifies them.
         """
         index = self._shards[side].get(entry.place)
         if index is None or (entry.place.rank is None and entry.path != index.entry.path):
             return {}
-        return {kind: index.keys[kind] for kind in _KNOWN if kind in index.keys}
+        return {kind: index.keys[kind] for kind in _IDENTIFYING_KEYS if kind in index.keys}
 
-    def _of_ranks(self, side: int, place: Place) -> list[ShardIndex]:
-        """Return the shards of a step's ranks in the order of ranks and parts."""
-        found = self._shards[side]
-        of_step = [each for each in found if each.step == place.step and each.rank is not None]
-        return [found[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
-
-
-def _is_of_a_rank(place: Place) -> bool:
-    return place.rank is not None and place.role != _DRIVER
+    def _rank_shards(self, side: int, location: Place) -> list[ShardIndex]:
+        """Return the shards of a step's ranks, ordered by rank and part."""
+        shards = self._shards[side]
+        of_step = [each for each in shards if each.step == location.step and each.rank is not None]
+        return [shards[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
 
 
-def _share(sides: Sequence[Sequence[ShardIndex]], kind: str) -> bool:
-    """Whether all rows of both sides have a kind of key, and any of them is on both."""
-    of_rows = [[index for index in side if index.rows] for side in sides]
-    if not all(kind in index.keys for side in of_rows for index in side):
+def _is_of_rank(location: Place) -> bool:
+    return location.rank is not None and location.role != _DRIVER
+
+
+def _share_keys(sides: Sequence[Sequence[ShardIndex]], kind: str) -> bool:
+    """Return whether all rows of both sides have a kind of key, and the sides share a key."""
+    with_rows = [[index for index in side if index.rows] for side in sides]
+    if not all(kind in index.keys for side in with_rows for index in side):
         return False
-    one, other = ({key for index in side for key in index.keys[kind]} for side in of_rows)
+    one, other = ({key for index in side for key in index.keys[kind]} for side in with_rows)
     return not one or not other or not one.isdisjoint(other)
 
 
-def _lies_at(dump: Dump, whole: Entry, shard: Entry, start: int) -> bool:
-    """Say whether the rows of a shard are those from `start` on in a file of the whole step.
+def _rows_start_at(dump: Dump, whole_step: Entry, shard: Entry, start: int) -> bool:
+    """Return whether a shard's rows are those from `start` on in a file of the whole step.
 
-    Its log-probs are those before the update and the shard's those in it: of the same rows they
-    are close, of a row and its neighbour they are not.
+    The file has log-probs before the update and the shard those in it: they are close for the same
+    rows, and not for a row and its neighbour.
     """
     try:
-        before, now = Rows(dump.read(whole)), Rows(dump.read(shard))
+        before, now = RecordRows(dump.read(whole_step)), RecordRows(dump.read(shard))
     except StagescopeError:
         return False
-    old, new = before.layout("old_log_probs"), now.layout("log_probs")
+    old, new = before.find("old_log_probs"), now.find("log_probs")
     mask = None if new is None else now.mask_of("log_probs")
     if old is None or new is None or mask is None or old.width is None or old.width != new.width:
         return False
@@ -296,14 +328,14 @@ def _lies_at(dump: Dump, whole: Entry, shard: Entry, start: int) -> bool:
     ones = now.ones(mask).reshape(count, -1)
     if not ones.any():
         return False
-    mine = _values(old)[start : start + count]
-    theirs = _values(new)
+    old_values = _values(old)[start : start + count]
+    new_values = _values(new)
     with np.errstate(invalid="ignore"):
-        apart = np.abs(mine - theirs)[ones].mean()
-        moved = np.abs(np.roll(mine, 1, axis=0) - theirs)[ones].mean()
-    return bool(apart < _CLOSE * moved)
+        distance = np.abs(old_values - new_values)[ones].mean()
+        shifted = np.abs(np.roll(old_values, 1, axis=0) - new_values)[ones].mean()
+    return bool(distance < _SAME_ROWS_RATIO * shifted)
 
 
-def _values(layout: Layout) -> npt.NDArray[np.float64]:
-    values = widened(Tensor(layout.dtype, layout.flat)).astype(np.float64)
-    return values.reshape(-1, layout.width or 1)
+def _values(tensor: RowTensor) -> npt.NDArray[np.float64]:
+    values = widened(Tensor(tensor.dtype, tensor.flat)).astype(np.float64)
+    return values.reshape(-1, tensor.width or 1)

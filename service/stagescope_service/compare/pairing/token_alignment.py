@@ -1,40 +1,45 @@
-"""Which values of two row tensors pair: by sample, in the order of the tokens that count."""
+"""Pair the values of two row tensors: by sample, in the order of the tokens that count."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.pairing.layout import Layout, chosen, cumulative, same_offsets
-from stagescope_service.compare.pairing.rows import Extent, Rows
+from stagescope_service.compare.pairing.record_rows import Extent, RecordRows
+from stagescope_service.compare.pairing.row_tensors import (
+    Bools,
+    Int64,
+    RowTensor,
+    cumulative,
+    same_offsets,
+    select_values,
+)
 from stagescope_service.dumps.records import Place
 from stagescope_service.statistics.pairwise import ElementLocation, Number, value_of
 
-Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
 States = npt.NDArray[np.int8]
-Layouts = tuple[Layout, Layout]
+RowTensorPair = tuple[RowTensor, RowTensor]
 
 COMPARED: Final = 0
 LENGTHS_DIFFER: Final = 1
 TOKENS_DIFFER: Final = 2
-"""States of a pair of rows; only of the first all values are compared."""
+"""States of a pair of rows; only of `COMPARED` rows all values are compared."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pairing:
+class RowPairing:
     """Which rows of two records are the same samples.
 
     Attributes:
-        rows_a, rows_b: int64, the pairs.
-        labels: what to call each pair.
-        key: by what they were paired; one of `align.KEYS`.
-        by_position: rows are fragments: values pair by their token positions.
-        in_order: every row pairs with the one at its own place.
+        rows_a, rows_b: int64 [pairs], the rows of each pair.
+        labels: a name of each pair.
+        key: the kind of key by which they were paired; one of `shard_index.PAIRING_KEYS`.
+        by_position: rows are fragments of samples: values pair by their token positions.
+        in_order: row r of one side pairs with row r of the other.
     """
 
     rows_a: Int64
@@ -45,20 +50,20 @@ class Pairing:
     in_order: bool = False
 
 
-class Location(NamedTuple):
-    """Where a pair of values is, on both sides.
+class ValueLocation(NamedTuple):
+    """Location of a pair of values on both sides.
 
     Attributes:
-        sample: of which sample, None of what has no rows.
-        position: which of the sample's values that count, from 0.
-        places: where the two records were made.
-        coordinates: in the two tensors as they were kept.
+        sample: the sample, None of a tensor without rows.
+        position: index of the value among those of the sample that count, from 0.
+        locations: locations of the two records.
+        coordinates: coordinates in the two tensors as they were kept.
         values: the two values; None where a side has no more.
     """
 
     sample: str | None
     position: int | None
-    places: tuple[Place, Place]
+    locations: tuple[Place, Place]
     coordinates: tuple[tuple[int, ...], tuple[int, ...]]
     values: tuple[Number | None, Number | None]
 
@@ -68,59 +73,71 @@ class TokenAlignment:
     """The values of two row tensors that pair.
 
     Attributes:
-        index_a, index_b: their places in the flat tensors, None where all lie as they pair.
-        edges: int64 [rows + 1] of each pair of rows among them.
-        mask: which of them count, None = all.
-        lengths: int64 [rows, 2], values that count on each side; None: as many on both as pair.
-        states: of each pair of rows.
+        index_a, index_b: their indexes in the flat tensors, None if value i pairs with value i.
+        edges: int64 [rows + 1], bounds of each pair of rows among the values.
+        mask: which of the values count, None = all.
+        lengths: int64 [rows, 2], number of values that count on each side; None: as `edges` say.
+        states: int8 [rows], state of each pair of rows.
         kind: how values were chosen: 'full', 'mask', 'span', 'row' or 'positions'.
     """
 
     index_a: Int64 | None
     index_b: Int64 | None
     edges: Int64
-    mask: Array | None
+    mask: Bools | None
     lengths: Int64 | None
     states: States
     kind: str
 
 
+class _SelectedValues(NamedTuple):
+    """Values of the paired rows of one side: their flat indexes, and bounds of each row."""
+
+    rows: RecordRows
+    tensor: RowTensor
+    flat_index: Int64
+    edges: Int64
+
+
 def align_tokens(
-    a: Rows, b: Rows, name: str, pairing: Pairing, bad: npt.NDArray[np.bool_]
+    a: RecordRows, b: RecordRows, name: str, pairing: RowPairing, excluded: Bools
 ) -> TokenAlignment:
     """Pair the values of a row tensor that both records have.
 
     Args:
         a, b: the records.
-        name: of the tensor.
+        name: name of the tensor.
         pairing: which rows pair.
-        bad: bool [pairs], pairs of which nothing can be compared.
+        excluded: bool [pairs], pairs of rows of which no value is compared.
 
     Returns:
-        Values of rows with as many values on both sides; of a tensor that says which tokens there
-        are, also what both sides have of the others, from the front.
+        The values of rows that have the same number of values on both sides. Of tokens and masks
+        also the common beginning of the other rows.
     """
-    layouts = one, other = a.known(name), b.known(name)
-    direct = not bad.any() and is_direct(pairing, layouts)
-    kind, of_a, of_b = _extents(a, b, name)
-    keep_a, keep_b, mask_a, mask_b = of_a.keep, of_b.keep, None, None
-    if kind == "row" and of_a.kind != of_b.kind:  # only one side says which values count
+    tensors = one, other = a.tensor(name), b.tensor(name)
+    direct = not excluded.any() and is_direct(pairing, tensors)
+    kind, extent_a, extent_b = _extents(a, b, name)
+    keep_a, keep_b, mask_a, mask_b = extent_a.keep, extent_b.keep, None, None
+    if kind == "row" and extent_a.kind != extent_b.kind:  # only one side has a mask
         mask_a, mask_b, keep_a, keep_b = keep_a, keep_b, None, None
     if direct and (keep_a is keep_b or _equal(keep_a, keep_b)):
         keep = next((each for each in (keep_a, mask_a, mask_b) if each is not None), None)
-        return as_they_lie(one, keep, kind)
-    index_a, edges_a = chosen(one, keep_a, pairing.rows_a)
-    index_b, edges_b = chosen(other, keep_b, pairing.rows_b)
+        return direct_alignment(one, keep, kind)
+    index_a, edges_a = select_values(one, keep_a, pairing.rows_a)
+    index_b, edges_b = select_values(other, keep_b, pairing.rows_b)
     if pairing.by_position:
         kind = "positions"
-        sides = ((a, one, index_a, edges_a), (b, other, index_b, edges_b))
-        index_a, index_b, edges_a = _by_position(sides, pairing)
+        index_a, index_b, edges_a = _pair_by_position(
+            _SelectedValues(a, one, index_a, edges_a),
+            _SelectedValues(b, other, index_b, edges_b),
+            pairing,
+        )
         edges_b = edges_a
     counts_a, counts_b = np.diff(edges_a), np.diff(edges_b)
     states = np.where(counts_a == counts_b, COMPARED, LENGTHS_DIFFER).astype(np.int8)
-    states[bad] = TOKENS_DIFFER
+    states[excluded] = TOKENS_DIFFER
     common = np.minimum(counts_a, counts_b) if is_structural(name) else np.zeros_like(counts_a)
-    length = np.where(bad, 0, np.where(states == COMPARED, counts_a, common))
+    length = np.where(excluded, 0, np.where(states == COMPARED, counts_a, common))
     index_a, index_b = _first_of(index_a, edges_a, length), _first_of(index_b, edges_b, length)
     mask = mask_a[index_a] if mask_a is not None else None
     mask = mask_b[index_b] if mask_b is not None else mask
@@ -128,93 +145,94 @@ def align_tokens(
     return TokenAlignment(index_a, index_b, cumulative(length), mask, lengths, states, kind)
 
 
-def as_they_lie(layout: Layout, keep: Array | None, kind: str) -> TokenAlignment:
-    """Pair values of two tensors that lie alike: each with that at its own place."""
-    states = np.zeros(len(layout.offsets) - 1, np.int8)
-    return TokenAlignment(None, None, layout.offsets, keep, None, states, kind)
+def direct_alignment(tensor: RowTensor, keep: Bools | None, kind: str) -> TokenAlignment:
+    """Pair value i of one tensor with value i of another one with the same rows."""
+    states = np.zeros(len(tensor.offsets) - 1, np.int8)
+    return TokenAlignment(None, None, tensor.offsets, keep, None, states, kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finder:
-    """Says where a pair of values is that was taken."""
+class ValueLocator:
+    """Locates pairs of aligned values in the two tensors."""
 
-    taken: TokenAlignment
-    pairing: Pairing
-    layouts: Layouts
-    places: tuple[Place, Place]
+    alignment: TokenAlignment
+    pairing: RowPairing
+    tensors: RowTensorPair
+    locations: tuple[Place, Place]
 
-    def locate(self, spot: ElementLocation | None) -> Location | None:
-        """Return where a spot among the taken values lies on both sides."""
-        if spot is None:
+    def locate(self, element: ElementLocation | None) -> ValueLocation | None:
+        """Return the location of an aligned element on both sides."""
+        if element is None:
             return None
-        taken = self.taken
-        row = int(np.searchsorted(taken.edges, spot.at, "right")) - 1
-        start = int(taken.edges[row])
-        position = spot.at - start
-        if taken.index_a is None and taken.mask is not None:
-            position = int(np.count_nonzero(taken.mask[start : spot.at]))
-        flats = [spot.at if i is None else int(i[spot.at]) for i in (taken.index_a, taken.index_b)]
-        rows = (int(self.pairing.rows_a[row]), int(self.pairing.rows_b[row]))
+        alignment, at = self.alignment, element.at
+        pair = int(np.searchsorted(alignment.edges, at, "right")) - 1
+        start = int(alignment.edges[pair])
+        position = at - start
+        if alignment.index_a is None and alignment.mask is not None:
+            position = int(np.count_nonzero(alignment.mask[start:at]))
+        flats = [at if i is None else int(i[at]) for i in (alignment.index_a, alignment.index_b)]
+        rows = (int(self.pairing.rows_a[pair]), int(self.pairing.rows_b[pair]))
         coordinates = [
-            _coordinate(layout, flat, at)
-            for layout, flat, at in zip(self.layouts, flats, rows, strict=True)
+            _coordinate(tensor, flat, row)
+            for tensor, flat, row in zip(self.tensors, flats, rows, strict=True)
         ]
-        return Location(
-            self.pairing.labels[row], position, self.places, (coordinates[0], coordinates[1]),
-            (spot.x, spot.y),
+        return ValueLocation(
+            self.pairing.labels[pair], position, self.locations,
+            (coordinates[0], coordinates[1]), (element.x, element.y),
         )  # fmt: skip
 
-    def end_of(self, pair: int, keeps: tuple[Array | None, Array | None]) -> Location:
-        """Return the first value that only one side of a pair of rows has."""
+    def end_of(self, pair: int, keeps: tuple[Bools | None, Bools | None]) -> ValueLocation:
+        """Return the location of the first value that only one side of a pair of rows has."""
         rows = (self.pairing.rows_a[pair : pair + 1], self.pairing.rows_b[pair : pair + 1])
-        assert self.taken.lengths is not None
-        common = int(self.taken.lengths[pair].min())
+        assert self.alignment.lengths is not None
+        common = int(self.alignment.lengths[pair].min())
         coordinates: list[tuple[int, ...]] = []
         values: list[Number | None] = []
-        for layout, keep, row in zip(self.layouts, keeps, rows, strict=True):
-            index, _ = chosen(layout, keep, row)
-            there = common < len(index)
-            coordinates.append(
-                _coordinate(layout, int(index[common]), int(row[0])) if there else ()
-            )
-            values.append(
-                value_of(layout.flat, layout.dtype, int(index[common])) if there else None
-            )
-        return Location(
-            self.pairing.labels[pair], common, self.places, (coordinates[0], coordinates[1]),
-            (values[0], values[1]),
+        for tensor, keep, row in zip(self.tensors, keeps, rows, strict=True):
+            index, _ = select_values(tensor, keep, row)
+            if common < len(index):
+                flat = int(index[common])
+                coordinates.append(_coordinate(tensor, flat, int(row[0])))
+                values.append(value_of(tensor.flat, tensor.dtype, flat))
+            else:
+                coordinates.append(())
+                values.append(None)
+        return ValueLocation(
+            self.pairing.labels[pair], common, self.locations,
+            (coordinates[0], coordinates[1]), (values[0], values[1]),
         )  # fmt: skip
 
 
-def keeps_of(a: Rows, b: Rows, name: str) -> tuple[Array | None, Array | None]:
+def keeps_of(a: RecordRows, b: RecordRows, name: str) -> tuple[Bools | None, Bools | None]:
     """Return which values of a tensor count on each side, None = all."""
-    _, of_a, of_b = _extents(a, b, name)
-    return of_a.keep, of_b.keep
+    _, extent_a, extent_b = _extents(a, b, name)
+    return extent_a.keep, extent_b.keep
 
 
-def _extents(one: Rows, other: Rows, name: str) -> tuple[str, Extent, Extent]:
+def _extents(one: RecordRows, other: RecordRows, name: str) -> tuple[str, Extent, Extent]:
+    """Return the most exact kind of extent that both sides have, and the extent of each."""
     a, b = one.extents(name), other.extents(name)
     masks = one.mask_of(name), other.mask_of(name)
     if not is_structural(name) and None not in masks and masks[0] != masks[1]:
-        # One is of responses and one of whole sequences: what the policy made is in both.
+        # One mask is of responses and one of whole sequences: both cover the policy's tokens.
         ones = [rows.ones(mask) for rows, mask in zip((one, other), masks, strict=True) if mask]
         return "mask", Extent("mask", ones[0]), Extent("mask", ones[1])
     for kind in ("full", "mask", "span"):
         if kind in a and kind in b:
             return kind, a[kind], b[kind]
     spans = [each.get("span", each.get("response")) for each in (a, b)]
-    if one.known(name).width != other.known(name).width and spans[0] and spans[1]:
+    if one.tensor(name).width != other.tensor(name).width and spans[0] and spans[1]:
         return "span", spans[0], spans[1]
     if "mask" in a or "mask" in b:
         return "row", a.get("mask", a["row"]), b.get("mask", b["row"])
-    keeps = _without_padding(one.known(name), other.known(name))
+    keeps = _without_padding(one.tensor(name), other.tensor(name))
     return "row", Extent("row", keeps[0]), Extent("row", keeps[1])
 
 
-def _without_padding(one: Layout, other: Layout) -> tuple[Array | None, Array | None]:
-    """Return which values count where no mask says it and one side's rows are wider.
+def _without_padding(one: RowTensor, other: RowTensor) -> tuple[Bools | None, Bools | None]:
+    """Return which values count if there is no mask and the rows of one side are wider.
 
-    Columns that it has more, on the right or on the left, are padding where all they hold is 0.
+    Its additional columns, on the right or on the left, are padding if they hold only 0.
     """
     wide, width = (
         (one, other.width) if (one.width or 0) > (other.width or 0) else (other, one.width)
@@ -222,7 +240,7 @@ def _without_padding(one: Layout, other: Layout) -> tuple[Array | None, Array | 
     if one.width is None or other.width is None or one.width == other.width or not width:
         return None, None
     assert wide.width is not None
-    if any(len(layout.shape) != 2 for layout in (one, other)):
+    if any(len(tensor.shape) != 2 for tensor in (one, other)):
         return None, None
     values = wide.flat.reshape(-1, wide.width)
     for columns in (slice(0, width), slice(wide.width - width, None)):
@@ -234,17 +252,17 @@ def _without_padding(one: Layout, other: Layout) -> tuple[Array | None, Array | 
     return None, None
 
 
-def is_direct(pairing: Pairing, layouts: Layouts) -> bool:
-    """Whether the rows lie alike: the same order, the same lengths, padding included."""
-    return pairing.in_order and not pairing.by_position and same_offsets(*layouts)
+def is_direct(pairing: RowPairing, tensors: RowTensorPair) -> bool:
+    """Return whether rows have the same order and the same lengths, padding included."""
+    return pairing.in_order and not pairing.by_position and same_offsets(*tensors)
 
 
-def _equal(one: Array | None, other: Array | None) -> bool:
+def _equal(one: Bools | None, other: Bools | None) -> bool:
     return one is not None and other is not None and np.array_equal(one, other)
 
 
 def _first_of(index: Int64, edges: Int64, lengths: Int64) -> Int64:
-    """Return the first `lengths` places of each row."""
+    """Return the first `lengths` indexes of each row."""
     counts = np.diff(edges)
     if np.array_equal(counts, lengths):
         return index
@@ -253,42 +271,36 @@ def _first_of(index: Int64, edges: Int64, lengths: Int64) -> Int64:
     return kept
 
 
-Side = tuple[Rows, Layout, Int64, Int64]
-
-
-def _by_position(sides: tuple[Side, Side], pairing: Pairing) -> tuple[Int64, Int64, Int64]:
-    """Return the places of the tokens whose positions both fragments have, and their edges."""
-    positions = [_positions(side, at) for side, at in zip(sides, _rows(pairing), strict=True)]
-    (_, _, index_a, edges_a), (_, _, index_b, edges_b) = sides
+def _pair_by_position(
+    a: _SelectedValues, b: _SelectedValues, pairing: RowPairing
+) -> tuple[Int64, Int64, Int64]:
+    """Return the flat indexes of tokens whose positions both fragments have, and their bounds."""
+    positions_a, positions_b = _positions(a, pairing.rows_a), _positions(b, pairing.rows_b)
     found_a, found_b, counts = [], [], []
-    for row in range(len(pairing.labels)):
-        in_a, in_b = slice(*edges_a[row : row + 2]), slice(*edges_b[row : row + 2])
+    for pair in range(len(pairing.labels)):
+        in_a, in_b = slice(*a.edges[pair : pair + 2]), slice(*b.edges[pair : pair + 2])
         _, at_a, at_b = np.intersect1d(
-            positions[0][in_a], positions[1][in_b], assume_unique=True, return_indices=True
+            positions_a[in_a], positions_b[in_b], assume_unique=True, return_indices=True
         )
-        found_a.append(index_a[in_a][at_a])
-        found_b.append(index_b[in_b][at_b])
+        found_a.append(a.flat_index[in_a][at_a])
+        found_b.append(b.flat_index[in_b][at_b])
         counts.append(len(at_a))
     empty = [np.empty(0, np.int64)]
     return np.concatenate(found_a or empty), np.concatenate(found_b or empty), cumulative(counts)
 
 
-def _rows(pairing: Pairing) -> tuple[Int64, Int64]:
-    return pairing.rows_a, pairing.rows_b
+def _positions(selected: _SelectedValues, rows: Int64) -> Int64:
+    """Return the token positions of the selected values of one side.
 
-
-def _positions(side: Side, rows: Int64) -> Int64:
-    """Return the token positions of the taken values of one side.
-
-    Without `positions`, a value's is its place from the row's first that counts, after what
-    `token_offset` says was left to other fragments.
+    Without `positions`, a value's position is its index in the row, from the first value that
+    counts, plus the row's `token_offset`.
     """
-    record, layout, index, edges = side
-    said = record.layout("positions")
-    if said is not None and np.array_equal(said.offsets, layout.offsets):
-        return np.asarray(said.flat[index], np.int64)
+    tensor, index, edges = selected.tensor, selected.flat_index, selected.edges
+    positions = selected.rows.find("positions")
+    if positions is not None and np.array_equal(positions.offsets, tensor.offsets):
+        return np.asarray(positions.flat[index], np.int64)
     from_first = np.arange(len(index)) - np.repeat(edges[:-1], np.diff(edges))
-    offset = record.layout("token_offset")
+    offset = selected.rows.find("token_offset")
     if offset is None:
         return from_first
     shift = np.asarray(offset.flat[rows], np.int64)
@@ -297,14 +309,14 @@ def _positions(side: Side, rows: Int64) -> Int64:
 
 def coordinate_in(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
     """Return the coordinate of a value in a tensor whose values lie in memory order."""
-    found = []
+    coordinate = []
     for size in reversed(shape):
         flat, at = divmod(flat, size)
-        found.append(at)
-    return tuple(reversed(found))
+        coordinate.append(at)
+    return tuple(reversed(coordinate))
 
 
-def _coordinate(layout: Layout, flat: int, row: int) -> tuple[int, ...]:
-    if layout.width is None:
-        return (row, flat - int(layout.offsets[row]))
-    return coordinate_in(layout.shape, flat)
+def _coordinate(tensor: RowTensor, flat: int, row: int) -> tuple[int, ...]:
+    if tensor.width is None:
+        return (row, flat - int(tensor.offsets[row]))
+    return coordinate_in(tensor.shape, flat)

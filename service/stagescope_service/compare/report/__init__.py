@@ -1,6 +1,6 @@
-"""A comparison as JSON, as NexRL's report, and as one HTML file with pictures.
+"""A comparison as JSON, as NexRL's report, and as one HTML file with figures.
 
-As lines for a terminal it is `stagescope.compared`: the client has no more than the JSON.
+`stagescope.compared` renders it as lines for a terminal, from the JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A comparison as plain values, ready for strict JSON; `comparison.schema.json` describes them.
+"""A comparison as values for strict JSON; `comparison.schema.json` describes them.
 
 Non-finite numbers are floats here; `stagescope.wire.nonfinite` spells them where JSON is written.
 """
@@ -7,33 +7,260 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
-from stagescope_service.compare.pairing.token_alignment import COMPARED, Location
+from stagescope_service.compare.pairing.token_alignment import COMPARED, ValueLocation
 from stagescope_service.compare.results import (
     Comparison,
-    Finding,
-    First,
+    ComparisonFinding,
+    FirstDifference,
     PairResult,
-    PlaceResult,
+    ShardResult,
     SideResult,
     TensorResult,
 )
 from stagescope_service.compare.tolerances import severity
 from stagescope_service.dumps.records import SECTIONS, Place
-from stagescope_service.statistics.pairwise import Pairwise
+from stagescope_service.statistics.pairwise import Number, Pairwise
 
 VERSION: Final = 1
-"""Raised when a field changes its meaning or goes; fields may be added without."""
+"""Raised when a field changes its meaning or is removed; fields may be added without."""
 SCHEMA_FILE: Final = Path(__file__).with_name("comparison.schema.json")
 MOST_SAMPLES: Final = 100
-"""Samples that differ that a tensor lists, the worst first; all are counted."""
+"""Most differing samples that a tensor lists, the worst first; all are counted."""
 MOST_TRAJECTORIES: Final = 10_000
+
+Json = object
+"""A JSON value of unknown form."""
+
+
+class PlaceReport(TypedDict):
+    """Location of a shard, and its text."""
+
+    step: int | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+    occurrence: int
+    epoch: int
+    minibatch: int
+    microbatch: int
+    text: str
+
+
+class ValueReport(TypedDict):
+    """Location of a value on one side."""
+
+    place: PlaceReport
+    coordinate: list[int]
+    value: Number | None
+
+
+class LocationReport(TypedDict):
+    """Location of a pair of values."""
+
+    sample: str | None
+    position: int | None
+    a: ValueReport
+    b: ValueReport
+
+
+class NonFiniteReport(TypedDict):
+    """Numbers of pairs that agree and disagree, and of each kind on each side."""
+
+    agree: int
+    disagree: int
+    a: dict[str, int]
+    b: dict[str, int]
+
+
+class StatisticsReport(TypedDict):
+    """The numbers of `Pairwise`; `a` and `b` are min, max, mean and std of the sides."""
+
+    pairs: int
+    finite: int
+    unequal: int
+    over: int
+    non_finite: NonFiniteReport
+    max_abs: float
+    mean_abs: float
+    mean_difference: float
+    relative: float
+    severity: str
+    cosine: float
+    correlation: float
+    a: dict[str, float]
+    b: dict[str, float]
+
+
+class ShardReport(TypedDict):
+    """One tensor of one pair of shards."""
+
+    a: PlaceReport
+    b: PlaceReport
+    verdict: str
+    shapes: list[list[int]]
+    extent: str
+    key: str
+    problem: str
+    statistics: StatisticsReport
+
+
+class ToleranceReport(TypedDict):
+    """The tolerance that was applied to a tensor."""
+
+    atol: float
+    rtol: float
+    relative: float | None
+    reason: str
+
+
+class SampleReport(TypedDict):
+    """A sample that differs."""
+
+    sample: str
+    pairs: int
+    unequal: int
+    over: int
+    max_abs: float
+    mean_abs: float
+
+
+class TensorReport(TypedDict):
+    """One tensor over all shards; `order` is its index in the flow."""
+
+    name: str
+    order: int
+    step: int | None
+    station: str
+    verdict: str
+    reason: str
+    dtypes: list[list[str]]
+    tolerance: ToleranceReport
+    statistics: StatisticsReport
+    samples: dict[str, int]
+    first: LocationReport | None
+    largest: LocationReport | None
+    places: list[ShardReport]
+    differing_samples: list[SampleReport]
+
+
+class SectionReport(TypedDict):
+    """The tensors of a section."""
+
+    section: str
+    tensors: list[TensorReport]
+
+
+class _Trajectory(TypedDict):
+    sample: str
+
+
+class TrajectoryReport(_Trajectory, total=False):
+    """Comparison of a trajectory: of what both sides have of it."""
+
+    tokens_equal: bool
+    tokens_lengths: list[int]
+    mask_equal: bool
+    mask_lengths: list[int]
+    reward: list[float]
+
+
+class TrajectoriesReport(TypedDict):
+    """The first trajectories, and their number."""
+
+    count: int
+    rows: list[TrajectoryReport]
+
+
+class FirstReport(TypedDict):
+    """The first difference in the order of the data flow."""
+
+    station: str
+    section: str
+    name: str
+    reason: str
+    location: LocationReport | None
+
+
+class CauseReport(TypedDict):
+    """A likely cause, and what to check."""
+
+    title: str
+    evidence: str
+    checks: list[str]
+
+
+class FindingReport(TypedDict):
+    """Something that a user must know beside the numbers."""
+
+    kind: str
+    message: str
+    side: int | None
+    section: str | None
+    items: list[str]
+    verdict: str
+
+
+class NoiseFloorReport(TypedDict):
+    """The noise floor that log-probs were compared with."""
+
+    mean: float
+    max: float
+    source: str
+
+
+class PairReport(TypedDict):
+    """The comparison of two sides."""
+
+    sides: list[int]
+    verdict: str
+    reason: str
+    first: FirstReport | None
+    causes: list[CauseReport]
+    excluded: list[str]
+    findings: list[FindingReport]
+    noise_floor: NoiseFloorReport | None
+    trajectories: TrajectoriesReport
+    keys: dict[str, list[str]]
+    sections: list[SectionReport]
+
+
+class SideReport(TypedDict):
+    """Contents of one side."""
+
+    name: str
+    kind: str
+    entries: int
+    bytes: int
+    steps: list[int]
+    ranks: list[int]
+    parts: list[str]
+    sections: list[str]
+    about: Json
+
+
+class ComparisonReport(TypedDict):
+    """A comparison of two or three dumps."""
+
+    schema: int
+    verdict: str
+    reason: str
+    exit_status: int
+    seconds: float
+    bytes: int
+    sides: list[SideReport]
+    pairs: list[PairReport]
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the fields of `ComparisonReport` as a dict, to which callers may add their own."""
+    return {**comparison_report(comparison)}
+
+
+def comparison_report(comparison: Comparison) -> ComparisonReport:
     """Return a comparison as dicts, lists, strings and numbers."""
     return {
         "schema": VERSION,
@@ -47,8 +274,152 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def statistics(found: Pairwise) -> dict[str, Any]:
-    """Return the numbers of a summary; `a` and `b` are the two sides."""
+def _side(side: SideResult) -> SideReport:
+    return {
+        "name": side.name, "kind": side.kind, "entries": side.entries, "bytes": side.bytes,
+        "steps": list(side.steps), "ranks": list(side.ranks), "parts": list(side.parts),
+        "sections": list(side.sections), "about": _plain(side.about),
+    }  # fmt: skip
+
+
+def _pair(pair: PairResult) -> PairReport:
+    noise_floor, order = pair.noise_floor, {id(each): at for at, each in enumerate(pair.tensors)}
+    by_section = itertools.groupby(
+        sorted(pair.tensors, key=lambda tensor: list(SECTIONS).index(tensor.section)),
+        key=lambda tensor: tensor.section,
+    )
+    return {
+        "sides": list(pair.sides),
+        "verdict": str(pair.verdict),
+        "reason": pair.reason,
+        "first": None if pair.first is None else _first(pair.first),
+        "causes": [
+            {"title": cause.title, "evidence": cause.evidence, "checks": list(cause.checks)}
+            for cause in pair.causes
+        ],
+        "excluded": list(pair.excluded),
+        "findings": [_finding(finding) for finding in pair.findings],
+        "noise_floor": None if noise_floor is None else {
+            "mean": noise_floor.mean, "max": noise_floor.max, "source": noise_floor.source,
+        },
+        "trajectories": _trajectories(pair.tensors),
+        "keys": {section: list(keys) for section, keys in pair.keys.items()},
+        "sections": [
+            {"section": section, "tensors": [_tensor(order[id(t)], t) for t in tensors]}
+            for section, tensors in by_section
+        ],
+    }  # fmt: skip
+
+
+_TOKEN_TENSORS: Final = ("tokens", "responses", "input_ids")
+_MASK_TENSORS: Final = ("loss_mask", "response_mask")
+
+
+def _trajectories(tensors: Sequence[TensorResult]) -> TrajectoriesReport:
+    """Return the comparison of each trajectory: of its tokens, its mask and its reward."""
+    rows: dict[str, TrajectoryReport] = {}
+    compared = (*_TOKEN_TENSORS, *_MASK_TENSORS, "rewards")
+    for tensor in tensors:
+        if tensor.section != "trajectories" or tensor.name not in compared:
+            continue
+        for table in (shard.comparison.rows for shard in tensor.shards):
+            for at, label in enumerate(() if table is None else table.labels):
+                assert table is not None
+                row = rows.setdefault(label, {"sample": label})
+                is_equal = bool(table.states[at] == COMPARED and not table.numbers[at, 1])
+                lengths = table.lengths[at].tolist()
+                if tensor.name in _TOKEN_TENSORS:
+                    row["tokens_equal"] = is_equal and row.get("tokens_equal", True)
+                    row["tokens_lengths"] = lengths
+                elif tensor.name in _MASK_TENSORS:
+                    row["mask_equal"] = is_equal and row.get("mask_equal", True)
+                    row["mask_lengths"] = lengths
+                elif table.values is not None:
+                    row["reward"] = table.values[at].tolist()
+    return {"count": len(rows), "rows": list(rows.values())[:MOST_TRAJECTORIES]}
+
+
+def _first(first: FirstDifference) -> FirstReport:
+    return {
+        "station": first.station, "section": first.section, "name": first.name,
+        "reason": first.reason, "location": _location(first.location),
+    }  # fmt: skip
+
+
+def _location(location: ValueLocation | None) -> LocationReport | None:
+    if location is None:
+        return None
+    sides = zip(location.locations, location.coordinates, location.values, strict=True)
+    a, b = (
+        ValueReport(place=_place(place), coordinate=list(coordinate), value=value)
+        for place, coordinate, value in sides
+    )
+    return {"sample": location.sample, "position": location.position, "a": a, "b": b}
+
+
+def _place(location: Place) -> PlaceReport:
+    return _cached_place(location).copy()
+
+
+@functools.lru_cache(maxsize=1024)  # the shards of every tensor have the same locations
+def _cached_place(location: Place) -> PlaceReport:
+    part = location.part
+    return {
+        "step": location.step, "stage": location.stage, "role": location.role,
+        "rank": location.rank, "occurrence": part.occurrence, "epoch": part.epoch,
+        "minibatch": part.minibatch, "microbatch": part.microbatch, "text": str(location),
+    }  # fmt: skip
+
+
+def _finding(finding: ComparisonFinding) -> FindingReport:
+    return {
+        "kind": finding.kind, "message": finding.message, "side": finding.side,
+        "section": finding.section, "items": list(finding.items), "verdict": str(finding.verdict),
+    }  # fmt: skip
+
+
+def _tensor(order: int, tensor: TensorResult) -> TensorReport:
+    tolerance = tensor.tolerance
+    return {
+        "name": tensor.name,
+        "order": order,
+        "step": tensor.step,
+        "station": tensor.station,
+        "verdict": str(tensor.verdict),
+        "reason": tensor.reason,
+        "dtypes": [list(pair) for pair in tensor.dtypes],
+        "tolerance": {
+            "atol": tolerance.atol, "rtol": tolerance.rtol, "relative": tolerance.relative,
+            "reason": tolerance.reason,
+        },
+        "statistics": _statistics(tensor.found),
+        "samples": dict(tensor.samples),
+        "first": _location(tensor.first),
+        "largest": _location(tensor.largest),
+        "places": [_shard(each) for each in tensor.shards],
+        "differing_samples": [
+            {"sample": label, "pairs": int(pairs), "unequal": int(unequal), "over": int(over),
+             "max_abs": largest, "mean_abs": total / max(int(pairs), 1)}
+            for label, (pairs, unequal, over, largest, total) in tensor.worst_samples(MOST_SAMPLES)
+        ],
+    }  # fmt: skip
+
+
+def _shard(shard: ShardResult) -> ShardReport:
+    comparison = shard.comparison
+    return {
+        "a": _place(comparison.locations[0]),
+        "b": _place(comparison.locations[1]),
+        "verdict": str(shard.verdict),
+        "shapes": [list(shape) for shape in comparison.shapes],
+        "extent": comparison.extent,
+        "key": comparison.key,
+        "problem": comparison.problem,
+        "statistics": _statistics(comparison.statistics),
+    }
+
+
+def _statistics(found: Pairwise) -> StatisticsReport:
     relative = found.relative
     return {
         "pairs": found.pairs,
@@ -73,153 +444,8 @@ def statistics(found: Pairwise) -> dict[str, Any]:
     }
 
 
-def place(where: Place) -> dict[str, Any]:
-    """Return a place and its text."""
-    return dict(_place(where))
-
-
-@functools.lru_cache(maxsize=1024)  # every tensor names the places of all others again
-def _place(where: Place) -> dict[str, Any]:
-    part = dict(zip(("occurrence", "epoch", "minibatch", "microbatch"), _part(where), strict=True))
-    known = {"step": where.step, "stage": where.stage, "role": where.role, "rank": where.rank}
-    return {**known, **part, "text": str(where)}
-
-
-def _part(where: Place) -> tuple[int, int, int, int]:
-    part = where.part
-    return (part.occurrence, part.epoch, part.minibatch, part.microbatch)
-
-
-def _side(side: SideResult) -> dict[str, Any]:
-    return {
-        "name": side.name, "kind": side.kind, "entries": side.entries, "bytes": side.bytes,
-        "steps": list(side.steps), "ranks": list(side.ranks), "parts": list(side.parts),
-        "sections": list(side.sections), "about": _plain(side.about),
-    }  # fmt: skip
-
-
-def _pair(pair: PairResult) -> dict[str, Any]:
-    floor, order = pair.floor, {id(tensor): at for at, tensor in enumerate(pair.tensors)}
-    by_section = itertools.groupby(
-        sorted(pair.tensors, key=lambda tensor: list(SECTIONS).index(tensor.section)),
-        key=lambda tensor: tensor.section,
-    )
-    return {
-        "sides": list(pair.sides),
-        "verdict": str(pair.verdict),
-        "reason": pair.reason,
-        "first": None if pair.first is None else _first(pair.first),
-        "causes": [
-            {"title": cause.title, "evidence": cause.evidence, "checks": list(cause.checks)}
-            for cause in pair.causes
-        ],
-        "excluded": list(pair.excluded),
-        "findings": [_finding(finding) for finding in pair.findings],
-        "noise_floor": None if floor is None else {
-            "mean": floor.mean, "max": floor.max, "source": floor.source,
-        },
-        "trajectories": _trajectories(pair),
-        "keys": {section: list(keys) for section, keys in pair.keys.items()},
-        "sections": [
-            {"section": section, "tensors": [_tensor(order[id(t)], t) for t in tensors]}
-            for section, tensors in by_section
-        ],
-    }  # fmt: skip
-
-
-def _trajectories(pair: PairResult) -> dict[str, Any]:
-    """Return what was found of each trajectory: its tokens, its mask and its reward."""
-    rows: dict[str, dict[str, Any]] = {}
-    for tensor in pair.tensors:
-        field = _FIELDS.get(tensor.name) if tensor.section == "trajectories" else None
-        for each in tensor.places if field is not None else ():
-            table = each.piece.rows
-            for at, label in enumerate(() if table is None else table.labels):
-                assert table is not None
-                row = rows.setdefault(label, {"sample": label})
-                if field == "reward" and table.values is not None:
-                    row["reward"] = table.values[at].tolist()
-                elif field != "reward":
-                    same = table.states[at] == COMPARED and not table.numbers[at, 1]
-                    row[f"{field}_equal"] = bool(same) and row.get(f"{field}_equal", True)
-                    row[f"{field}_lengths"] = table.lengths[at].tolist()
-    return {"count": len(rows), "rows": list(rows.values())[:MOST_TRAJECTORIES]}
-
-
-_FIELDS: Final = {
-    "tokens": "tokens", "responses": "tokens", "input_ids": "tokens", "loss_mask": "mask",
-    "response_mask": "mask", "rewards": "reward",
-}  # fmt: skip
-
-
-def _first(first: First) -> dict[str, Any]:
-    return {
-        "station": first.station, "section": first.section, "name": first.name,
-        "reason": first.reason, "location": _location(first.location),
-    }  # fmt: skip
-
-
-def _location(location: Location | None) -> dict[str, Any] | None:
-    if location is None:
-        return None
-    sides = zip(location.places, location.coordinates, location.values, strict=True)
-    a, b = (
-        {"place": place(where), "coordinate": list(at), "value": value}
-        for where, at, value in sides
-    )
-    return {"sample": location.sample, "position": location.position, "a": a, "b": b}
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        "kind": finding.kind, "message": finding.message, "side": finding.side,
-        "section": finding.section, "items": list(finding.items), "verdict": str(finding.verdict),
-    }  # fmt: skip
-
-
-def _tensor(order: int, tensor: TensorResult) -> dict[str, Any]:
-    tolerance = tensor.tolerance
-    return {
-        "name": tensor.name,
-        "order": order,
-        "step": tensor.step,
-        "station": tensor.station,
-        "verdict": str(tensor.verdict),
-        "reason": tensor.reason,
-        "dtypes": [list(pair) for pair in tensor.dtypes],
-        "tolerance": {
-            "atol": tolerance.atol, "rtol": tolerance.rtol, "relative": tolerance.relative,
-            "reason": tolerance.reason,
-        },
-        "statistics": statistics(tensor.found),
-        "samples": dict(tensor.samples),
-        "first": _location(tensor.first),
-        "largest": _location(tensor.largest),
-        "places": [_place_result(each) for each in tensor.places],
-        "differing_samples": [
-            {"sample": label, "pairs": int(pairs), "unequal": int(unequal), "over": int(over),
-             "max_abs": largest, "mean_abs": total / max(int(pairs), 1)}
-            for label, (pairs, unequal, over, largest, total) in tensor.worst_samples(MOST_SAMPLES)
-        ],
-    }  # fmt: skip
-
-
-def _place_result(each: PlaceResult) -> dict[str, Any]:
-    piece = each.piece
-    return {
-        "a": place(piece.places[0]),
-        "b": place(piece.places[1]),
-        "verdict": str(each.verdict),
-        "shapes": [list(shape) for shape in piece.shapes],
-        "extent": piece.extent,
-        "key": piece.key,
-        "problem": piece.problem,
-        "statistics": statistics(piece.found),
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return what is known of a dump as JSON has it; anything else as its text."""
+def _plain(value: object) -> Json:
+    """Return the metadata of a dump as JSON values; other objects become their text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file: everything inside, no network, every text escaped."""
+"""A comparison as one self-contained HTML file, without network access, all text escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -31,45 +31,51 @@ from stagescope.compared import (
 )
 from stagescope.wire import nonfinite
 from stagescope_service.compare.figures import COLOURS, MOST_DETAILED, pictures
+from stagescope_service.compare.report.as_json import (
+    FirstReport,
+    PairReport,
+    SectionReport,
+    ShardReport,
+    TensorReport,
+)
 
 _HERE: Final = Path(__file__).parent
-_Figure = Mapping[str, Any]
 
 
-class Figures:
-    """The figures of a page, which are drawn by the script at its end."""
+class PageFigures:
+    """Figures of a page; the script at its end draws them."""
 
     def __init__(self) -> None:
-        self._drawn: dict[str, _Figure] = {}
+        self._by_id: dict[str, object] = {}
 
     def add(self, figure: go.Figure) -> str:
-        """Return the place of a figure, its title above it as text that wraps."""
-        name = f"figure-{len(self._drawn)}"
-        said = json.loads(str(figure.to_json()))
-        caption = said["layout"].pop("title")["text"]
-        self._drawn[name] = said
-        return f'<figure><figcaption>{caption}</figcaption><div id="{name}"></div></figure>'
+        """Add a figure; return an empty HTML element for it, below its title as wrapping text."""
+        element_id = f"figure-{len(self._by_id)}"
+        drawing = json.loads(str(figure.to_json()))
+        caption = drawing["layout"].pop("title")["text"]
+        self._by_id[element_id] = drawing
+        return f'<figure><figcaption>{caption}</figcaption><div id="{element_id}"></div></figure>'
 
     def as_script(self) -> str:
         """Return the figures as JSON inside HTML."""
-        # `</script>` would end it; JSON may spell any character.
-        said = json.dumps(nonfinite.spell(self._drawn)).replace("<", "\\u003c")
-        return f'<script type="application/json" id="figures">{said}</script>'
+        # A `</script>` in a text would end the element; JSON may escape any character.
+        text = json.dumps(nonfinite.spell(self._by_id)).replace("<", "\\u003c")
+        return f'<script type="application/json" id="figures">{text}</script>'
 
     def __len__(self) -> int:
-        return len(self._drawn)
+        return len(self._by_id)
 
 
-def as_page(title: str, body: str, figures: Figures) -> str:
-    """Return a whole page.
+def as_page(title: str, body: str, figures: PageFigures) -> str:
+    """Return a complete page.
 
-    The browser fetches nothing, and runs nothing but the scripts of this package, whatever stands
-    in `body` (Content-Security-Policy).
+    Its Content-Security-Policy lets the browser fetch nothing, and run only the scripts of this
+    package, whatever `body` contains.
 
     Args:
-        title: of the window; plain text.
-        body: as HTML.
-        figures: whose places are in `body`.
+        title: title of the window; plain text.
+        body: body as HTML.
+        figures: figures whose elements are in `body`.
     """
     scripts = _scripts() if len(figures) else ()
     allowed = " ".join(f"'sha256-{_checksum(script)}'" for script in scripts) or "'none'"
@@ -90,7 +96,7 @@ def as_page(title: str, body: str, figures: Figures) -> str:
 
 @functools.cache
 def _scripts() -> tuple[str, str]:
-    # plotly 5 links a style sheet of its maps from the network, wherever it is loaded.
+    # plotly 5 loads a style sheet of its maps from the network, even if there is no map.
     drawing = re.sub(r"https://unpkg\.com/[^\"]*\.css", "data:text/css,", get_plotlyjs())
     return drawing, (_HERE / "page.js").read_text(encoding="utf-8")
 
@@ -101,43 +107,46 @@ def _checksum(script: str) -> str:
 
 
 MOST_LISTED: Final = 200
-"""Findings, items of a finding or places of a tensor that stand in the page; the JSON has all."""
+"""Most entries of a list (findings, items, shards) in the page; the JSON has all."""
 _SHOWN: Final = 12
-"""Findings that stand there before a click."""
+"""Most findings that are visible without unfolding."""
 
-_Said = Mapping[str, Any]
 _WIDE: Final = 200
-_NUMBERS: Final = ("max_abs", "mean_abs", "relative", "cosine")
 
 
-def as_html(said: _Said) -> str:
-    """Return a comparison (`report.as_json`) as a whole HTML page."""
-    said, figures = Compared(said), Figures()
-    pairs = (line for pair in said["pairs"] for line in _pair(said, pair, figures))
-    return as_page(
-        f"{said['verdict']}: comparison of dumps", "\n".join([*_head(said), *pairs]), figures
-    )
+def as_html(report: Mapping[str, Any]) -> str:
+    """Return a `ComparisonReport`, with `changes` and `remarks` if it has them, as a page."""
+    report, figures = Compared(report), PageFigures()
+    pairs = cast("list[PairReport]", report["pairs"])
+    several_pairs, several_steps = len(pairs) > 1, len(report["sides"][0]["steps"]) > 1
+    body = [*_head(report)]
+    for pair in pairs:
+        body += _pair(pair, figures, with_title=several_pairs)
+        for section in pair["sections"]:
+            body += _section(section, pair["keys"], several_steps=several_steps)
+    return as_page(f"{report['verdict']}: comparison of dumps", "\n".join(body), figures)
 
 
-def _head(said: _Said) -> Iterator[str]:
-    yield f"<h1>{_badge(said['verdict'], title_of(said))} comparison of dumps</h1>"
-    yield f"<p>{_text(said['reason'])}</p>"
-    yield from (f"<p>{_text(remark)}</p>" for remark in said.get("remarks", ()))
+def _head(report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"<h1>{_badge(report['verdict'], title_of(report))} comparison of dumps</h1>"
+    yield f"<p>{_text(report['reason'])}</p>"
+    yield from (f"<p>{_text(remark)}</p>" for remark in report.get("remarks", ()))
     rows = [
         [letter, f"<code>{_text(side['name'])}</code>", _text(side["kind"]),
          _text(", ".join(map(str, side["steps"]))), str(len(side["ranks"])),
          _text(", ".join(side["sections"]))]
-        for letter, side in zip(SIDES, said["sides"], strict=False)
+        for letter, side in zip(SIDES, report["sides"], strict=False)
     ]  # fmt: skip
     yield _table(("", "dump", "kind", "steps", "ranks", "sections"), rows)
-    if changes := deciding_changes(said):
+    if changes := deciding_changes(report):
         yield "<h3>Changed between the attempts</h3>"
         yield _list([line.strip() for row in changes for line in change_lines(row, _WIDE)])
 
 
-def _pair(said: _Said, pair: _Said, figures: Figures) -> Iterator[str]:
+def _pair(pair: PairReport, figures: PageFigures, *, with_title: bool) -> Iterator[str]:
+    """Yield the HTML of two sides, without their sections."""
     a, b = (SIDES[side] for side in pair["sides"])
-    if len(said["pairs"]) > 1:
+    if with_title:
         yield f"<h2>{a} and {b}: {_badge(pair['verdict'])}</h2><p>{_text(pair['reason'])}</p>"
     if pair["first"] is not None:
         yield from _first(pair["first"], a, b)
@@ -156,16 +165,19 @@ def _pair(said: _Said, pair: _Said, figures: Figures) -> Iterator[str]:
         if more := found[_SHOWN:]:
             yield _folded(f"{len(more)} more", _cut(more))
     yield from _figures(pair, figures)
-    several = len(said["sides"][0]["steps"]) > 1
-    for section in pair["sections"]:
-        keys = ", ".join(pair["keys"].get(section["section"], ()))
-        paired = f" (rows paired by {keys})" if keys else ""
-        title = TITLES.get(section["section"], section["section"])
-        yield f"<h3>{_text(f'{title}{paired}')}</h3>"
-        yield _tensors(section["tensors"], several)
 
 
-def _figures(pair: _Said, figures: Figures) -> Iterator[str]:
+def _section(
+    section: SectionReport, keys: Mapping[str, Sequence[str]], *, several_steps: bool
+) -> Iterator[str]:
+    names = ", ".join(keys.get(section["section"], ()))
+    paired = f" (rows paired by {names})" if names else ""
+    title = TITLES.get(section["section"], section["section"])
+    yield f"<h3>{_text(f'{title}{paired}')}</h3>"
+    yield _tensors(section["tensors"], several_steps=several_steps)
+
+
+def _figures(pair: PairReport, figures: PageFigures) -> Iterator[str]:
     for figure in pictures(pair):
         yield figures.add(figure)
     tensors = [tensor for section in pair["sections"] for tensor in section["tensors"]]
@@ -174,7 +186,7 @@ def _figures(pair: _Said, figures: Figures) -> Iterator[str]:
         yield f"<p>{more} more tensors differ: see their numbers below.</p>"
 
 
-def _first(first: _Said, a: str, b: str) -> Iterator[str]:
+def _first(first: FirstReport, a: str, b: str) -> Iterator[str]:
     yield '<div class="box"><b>First difference</b>: at the '
     name = f"{first['section']}/{first['name']}"
     yield f"{_text(first['station'])}, <code>{_text(name)}</code>"
@@ -184,32 +196,34 @@ def _first(first: _Said, a: str, b: str) -> Iterator[str]:
             yield f"<br>sample <code>{_text(location['sample'])}</code>, "
             yield f"its value {location['position']} (from 0)"
         for letter, side in ((a, location["a"]), (b, location["b"])):
-            where = f"{place_text(side['place'])}, at {list(side['coordinate'])}"
-            yield f"<br>{letter}: <code>{number_text(side['value'])}</code> ({_text(where)})"
+            location_text = f"{place_text(side['place'])}, at {list(side['coordinate'])}"
+            value = number_text(side["value"])
+            yield f"<br>{letter}: <code>{value}</code> ({_text(location_text)})"
     yield "</div>"
 
 
-def _tensors(tensors: Sequence[_Said], several: bool) -> str:
+def _tensors(tensors: Sequence[TensorReport], *, several_steps: bool) -> str:
     heads = ("", "tensor", "values", "max |d|", "mean |d|", "relative", "cosine", "why")
     rows = []
     for tensor in tensors:
         found = tensor["statistics"]
-        step = f" of step {tensor['step']}" if several else ""
-        name = f"<code>{_text(tensor['name'])}</code>{step}{_places(tensor['places'])}"
-        numbers = [str(found["pairs"]), *(f"{found[name]:.6g}" for name in _NUMBERS)]
+        step = f" of step {tensor['step']}" if several_steps else ""
+        name = f"<code>{_text(tensor['name'])}</code>{step}{_shards(tensor['places'])}"
+        columns = (found["max_abs"], found["mean_abs"], found["relative"], found["cosine"])
+        numbers = [str(found["pairs"]), *(f"{number:.6g}" for number in columns)]
         rows.append([_badge(tensor["verdict"]), name, *numbers, _text(tensor["reason"])])
     return _table(heads, rows, "tensors", numbers=range(2, 7))
 
 
-def _places(places: Sequence[_Said]) -> str:
-    if len(places) < 2:
+def _shards(shards: Sequence[ShardReport]) -> str:
+    if len(shards) < 2:
         return ""
     lines = [
         f"{_badge(each['verdict'])} {_text(places_text(each))}: {_text(largest_text(each))} "
         f"{_text(each['problem'])}"
-        for each in worst_first(places)
+        for each in worst_first(shards)
     ]
-    return _folded(f"{len(places)} ranks and parts", _cut(lines))
+    return _folded(f"{len(shards)} ranks and parts", _cut(lines))
 
 
 def _table(
@@ -218,7 +232,7 @@ def _table(
     kind: str = "",
     numbers: Collection[int] = (),
 ) -> str:
-    """Return a table of HTML cells, which is scrolled by itself where the window is narrow."""
+    """Return a table of HTML cells, which scrolls on its own in a narrow window."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         return "".join(
@@ -244,7 +258,7 @@ def _list(texts: Sequence[str]) -> str:
 
 
 def _cut(lines: Sequence[str]) -> str:
-    """Return a list of HTML, no longer than a page holds."""
+    """Return a list of HTML lines, the first `MOST_LISTED`."""
     more = len(lines) - MOST_LISTED
     shown = [*lines[:MOST_LISTED], f"... {more} more (see the JSON)"] if more > 0 else lines
     return f"<ul>{''.join(f'<li>{line}</li>' for line in shown)}</ul>"
@@ -260,5 +274,5 @@ def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{summary}</summary>{content}</details>"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return html.escape(str(value))

@@ -1,11 +1,12 @@
-"""The keys of NexRL's comparison report beside ours, so that its readers go on working.
+"""Add the keys of NexRL's comparison report to ours, so that its consumers keep working.
 
-What its script leaves out is there too: every trajectory and not the first five, every rank and
-microbatch that there is, and non-finite numbers in strict JSON.
+It also has what NexRL's script leaves out: every trajectory and not only the first five, every rank
+and microbatch, and non-finite numbers in strict JSON.
 
-Its keys have its definitions: of tensors of one shape all values count, padding too (it knows no
-masks); `std` is with n - 1; `is_close` is |a - b| <= 1e-5 + 1e-4 |b| of every value, of scalars
-|a - b| < 1e-5. Beside them `verdict` is ours, of what masks cover and of rows that are paired.
+The keys keep NexRL's definitions: of tensors of one shape all values count, padding too (it does
+not use masks); `std` is with n - 1; `is_close` is |a - b| <= 1e-5 + 1e-4 |b| for every value, for
+scalars |a - b| < 1e-5. The `verdict` beside them is ours: it is of paired rows and values under
+their masks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,23 +23,46 @@ import numpy.typing as npt
 from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import Part
-from stagescope_service.compare.pairing.rows import Rows
-from stagescope_service.compare.plan import COUNTERPARTS
+from stagescope_service.compare.pairing.record_rows import RecordRows
+from stagescope_service.compare.plan import COUNTERPART_SECTIONS
+from stagescope_service.compare.report.as_json import (
+    ComparisonReport,
+    PairReport,
+    PlaceReport,
+    ShardReport,
+    TrajectoryReport,
+)
 from stagescope_service.dumps.formats.nexrl_rows import widened
 from stagescope_service.dumps.records import Dump, Entry, Place, Record
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
 from stagescope_service.store.tensorfile import WireTensor
 
 DIRECTORIES: Final = ("self_hosted_dir", "remote_api_dir", "weaver_dir")
-_SHORT: Final = ("self_hosted", "remote_api", "weaver")
-_BY_PLACE: Final = (
-    ("forward_data_all", "forward_data", "forward_data", ("log_probs", "entropy", "response_mask")),
-    ("loss_data_all", "loss_data", "loss", ("loss", "pg_loss", "entropy_loss")),
-    ("is_loss_debug_all", "is_loss_debug", "is_loss",
-     ("log_probs", "old_log_probs", "advantages", "prob_ratio", "elementwise_loss",
-      "effective_valid", "loss")),
+
+
+class _ShardSection(NamedTuple):
+    """A section that NexRL reports by rank and microbatch.
+
+    Attributes:
+        name, item_name: NexRL's names of the section, and of one rank and microbatch in it.
+        section: our section.
+        tensors: the tensors that NexRL lists.
+    """
+
+    name: str
+    item_name: str
+    section: str
+    tensors: tuple[str, ...]
+
+
+_SHARD_SECTIONS: Final = (
+    _ShardSection("forward_data_all", "forward_data", "forward_data",
+                  ("log_probs", "entropy", "response_mask")),
+    _ShardSection("loss_data_all", "loss_data", "loss", ("loss", "pg_loss", "entropy_loss")),
+    _ShardSection("is_loss_debug_all", "is_loss_debug", "is_loss",
+                  ("log_probs", "old_log_probs", "advantages", "prob_ratio", "elementwise_loss",
+                   "effective_valid", "loss")),
 )  # fmt: skip
-"""(NexRL's section, that of one place in it, ours, the tensors that it names)."""
 
 _RANK: Final = ("rank", "ranks")
 _MICROBATCH: Final = ("microbatch", "microbatches")
@@ -47,13 +71,14 @@ _ATOL: Final = 1e-5
 _RTOL: Final = 1e-4
 _INPUTS: Final = "loss_fn_inputs/"
 _CONSTANT: Final = 1e-8
-"""Of sides with a smaller standard deviation no correlation is said."""
+"""A side with a smaller standard deviation has no correlation."""
 
-_Said = Mapping[str, Any]
+_Json = dict[str, object]
+_Float64 = npt.NDArray[np.float64]
 
 
 def as_nexrl(
-    said: _Said,
+    report: Mapping[str, Any],
     dumps: Mapping[str, Dump],
     *,
     step: int | None = None,
@@ -63,51 +88,49 @@ def as_nexrl(
     """Return our report with the keys of NexRL's.
 
     Args:
-        said: our report, its sides in the order of `dumps`.
-        dumps: by the name of its flag (DIRECTORIES).
-        step, ranks, microbatches: as they were asked for; where not, as they were found.
+        report: a `ComparisonReport`, its sides in the order of `dumps`.
+        dumps: name of a flag (DIRECTORIES) -> its dump.
+        step, ranks, microbatches: as requested, None for what was found.
     """
-    found = said["sides"][0]
-    parts = {part.rpartition(".")[2] for side in said["sides"] for part in side["parts"]}
-    there = {
-        "ranks": max(len(side["ranks"]) for side in said["sides"]),
-        "microbatches": len(parts),
-    }
+    comparison = cast("ComparisonReport", report)
+    sides = comparison["sides"]
+    parts = {part.rpartition(".")[2] for side in sides for part in side["parts"]}
+    found = {"ranks": max(len(side["ranks"]) for side in sides), "microbatches": len(parts)}
     remarks = [
-        f"{counted(asked, *noun)} asked for, {there[noun[1]]} found: all of them were compared"
-        for noun, asked in ((_RANK, ranks), (_MICROBATCH, microbatches))
-        if asked is not None and asked != there[noun[1]]
+        f"{counted(requested, *noun)} asked for, {found[noun[1]]} found: all of them were compared"
+        for noun, requested in ((_RANK, ranks), (_MICROBATCH, microbatches))
+        if requested is not None and requested != found[noun[1]]
     ]
-    names = list(dumps)
+    steps, names = sides[0]["steps"], list(dumps)
     return {
-        **said,
-        "step": step if step is not None or not found["steps"] else found["steps"][0],
+        **report,
+        "step": step if step is not None or not steps else steps[0],
         **{name: dumps[name].name if name in dumps else None for name in DIRECTORIES},
-        "num_ranks": there["ranks"],
-        "num_micros": there["microbatches"],
+        "num_ranks": found["ranks"],
+        "num_micros": found["microbatches"],
         "remarks": remarks,
         "sections": [
-            _trajectories(said, names),
-            *(_by_place(said, dumps, *each) for each in _BY_PLACE),
+            _trajectories(comparison, names),
+            *(_shard_section(comparison, dumps, each) for each in _SHARD_SECTIONS),
             _datums(dumps.get("remote_api_dir")),
         ],
     }
 
 
-def _pair(said: _Said, names: Sequence[str], other: str) -> _Said | None:
+def _pair(report: ComparisonReport, names: Sequence[str], other: str) -> PairReport | None:
     if other not in names:
         return None
     sides = [0, names.index(other)]
-    return next((pair for pair in said["pairs"] if pair["sides"] == sides), None)
+    return next((pair for pair in report["pairs"] if pair["sides"] == sides), None)
 
 
-def _trajectories(said: _Said, names: Sequence[str]) -> dict[str, Any]:
-    pair = _pair(said, names, "remote_api_dir")
-    report: dict[str, Any] = {"section": "trajectories"}
+def _trajectories(report: ComparisonReport, names: Sequence[str]) -> _Json:
+    pair = _pair(report, names, "remote_api_dir")
+    section: _Json = {"section": "trajectories"}
     if pair is None or not pair["trajectories"]["count"]:
-        return {**report, "status": _not_found(said, pair, "trajectories", "remote_api")}
+        return {**section, "status": _not_found(report, pair, "trajectories", "remote_api")}
     rows = pair["trajectories"]["rows"]
-    alone = [
+    unmatched = [
         sum(
             len(finding["items"])
             for finding in pair["findings"]
@@ -118,15 +141,15 @@ def _trajectories(said: _Said, names: Sequence[str]) -> dict[str, Any]:
     ]  # fmt: skip
     count = pair["trajectories"]["count"]
     return {
-        **report,
-        "status": "compared" if alone[0] == alone[1] else "count_mismatch",
-        "sh_num_trajectories": count + alone[0],
-        "ra_num_trajectories": count + alone[1],
+        **section,
+        "status": "compared" if unmatched[0] == unmatched[1] else "count_mismatch",
+        "sh_num_trajectories": count + unmatched[0],
+        "ra_num_trajectories": count + unmatched[1],
         "trajectory_comparisons": [_trajectory(at, row) for at, row in enumerate(rows)],
     }
 
 
-def _trajectory(index: int, row: _Said) -> dict[str, Any]:
+def _trajectory(index: int, row: TrajectoryReport) -> _Json:
     lengths, reward = row.get("tokens_lengths", (None, None)), row.get("reward", (None, None))
     return {
         "index": index, "sample": row["sample"], "tokens_match": row.get("tokens_equal"),
@@ -135,63 +158,60 @@ def _trajectory(index: int, row: _Said) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _by_place(
-    said: _Said,
-    dumps: Mapping[str, Dump],
-    title: str,
-    one: str,
-    section: str,
-    tensors: Sequence[str],
-) -> dict[str, Any]:
+def _shard_section(
+    report: ComparisonReport, dumps: Mapping[str, Dump], keys: _ShardSection
+) -> _Json:
+    """Return a section with an item for each rank and microbatch."""
     names = list(dumps)
-    pair = _pair(said, names, "weaver_dir") or _pair(said, names, "remote_api_dir")
-    found = next(
-        (each for each in (pair or {"sections": ()})["sections"] if each["section"] == section),
-        None,
-    )
-    if pair is None or found is None:
+    pair = _pair(report, names, "weaver_dir") or _pair(report, names, "remote_api_dir")
+    sections = () if pair is None else pair["sections"]
+    section = next((each for each in sections if each["section"] == keys.section), None)
+    if pair is None or section is None:
         short = "weaver" if "weaver_dir" in names else "remote_api"
-        return {"section": title, "status": _not_found(said, pair, section, short),
-                "comparisons": []}  # fmt: skip
-    places: dict[tuple[Any, Any], list[tuple[str, _Said]]] = {}
-    for tensor in found["tensors"]:
-        for each in tensor["places"]:
-            place = each["a"] if each["a"]["rank"] is not None else each["b"]
-            held = places.setdefault((place["rank"], place["microbatch"]), [])
-            held.append((tensor["name"], each))
-    sides = [_Side(list(dumps.values())[at], section) for at in pair["sides"]]
+        status = _not_found(report, pair, keys.section, short)
+        return {"section": keys.name, "status": status, "comparisons": []}
+    shards: dict[tuple[int | None, int], list[tuple[str, ShardReport]]] = {}
+    for tensor in section["tensors"]:
+        for shard in tensor["places"]:
+            place = shard["a"] if shard["a"]["rank"] is not None else shard["b"]
+            of_place = shards.setdefault((place["rank"], place["microbatch"]), [])
+            of_place.append((tensor["name"], shard))
+    sides = [_SectionTensors(list(dumps.values())[at], keys.section) for at in pair["sides"]]
     comparisons = []
-    for rank, micro in sorted(places, key=lambda at: (at[0] is None, *at)):
-        held = places[rank, micro]
-        compared = [_compared(name, each, sides) for name, each in held]
-        there = {name for name, _ in held}
-        compared += [{"name": n, "status": "not_compared"} for n in tensors if n not in there]
+    for rank, micro in sorted(shards, key=lambda at: (at[0] is None, *at)):
+        compared = [_compared(name, shard, sides) for name, shard in shards[rank, micro]]
+        names_here = {name for name, _ in shards[rank, micro]}
+        compared += [
+            {"name": name, "status": "not_compared"}
+            for name in keys.tensors
+            if name not in names_here
+        ]
         comparisons.append(
-            {"section": one, "status": "compared", "rank": rank, "micro": micro,
+            {"section": keys.item_name, "status": "compared", "rank": rank, "micro": micro,
              "comparisons": compared}
         )  # fmt: skip
-    return {"section": title, "comparisons": comparisons}
+    return {"section": keys.name, "comparisons": comparisons}
 
 
-class _Side:
-    """The tensors of a dump by their places, as its files hold them; one file is held at a time."""
+class _SectionTensors:
+    """The tensors of a section of a dump as its files hold them; one file is in memory."""
 
     def __init__(self, dump: Dump, section: str) -> None:
         self._dump = dump
-        self._sections = (section, *COUNTERPARTS.get(section, ()))
+        self._sections = (section, *COUNTERPART_SECTIONS.get(section, ()))
         self._entries = {
-            (each.section, each.place): each
-            for each in dump.entries
-            if each.section in self._sections
+            (entry.section, entry.place): entry
+            for entry in dump.entries
+            if entry.section in self._sections
         }
         self._records: dict[Entry, Record] = {}
 
-    def tensor(self, name: str, said: _Said) -> WireTensor | None:
-        """Return a tensor of a place of the report, None where it is not there."""
-        numbers = (said[n] for n in ("occurrence", "epoch", "minibatch", "microbatch"))
-        place = Place(said["step"], said["stage"], said["role"], said["rank"], Part(*numbers))
+    def tensor(self, name: str, place: PlaceReport) -> WireTensor | None:
+        """Return the tensor of a location of the report, None if there is none."""
+        part = Part(place["occurrence"], place["epoch"], place["minibatch"], place["microbatch"])
+        location = Place(place["step"], place["stage"], place["role"], place["rank"], part)
         for section in self._sections:
-            entry = self._entries.get((section, place))
+            entry = self._entries.get((section, location))
             record = None if entry is None else self._read(entry)
             if record is not None and name in record.tensors:
                 return record.tensors[name]
@@ -205,31 +225,32 @@ class _Side:
         return self._records[entry]
 
 
-def _compared(name: str, each: _Said, sides: Sequence[_Side]) -> dict[str, Any]:
-    found, shapes, verdict = each["statistics"], each["shapes"], each["verdict"]
+def _compared(name: str, shard: ShardReport, sides: Sequence[_SectionTensors]) -> _Json:
+    statistics, shapes, verdict = shard["statistics"], shard["shapes"], shard["verdict"]
     if shapes == [[], []]:
-        return {"name": name, "status": "compared", "s1": found["a"]["mean"],
-                "s2": found["b"]["mean"], "diff": found["max_abs"],
-                "is_close": bool(found["max_abs"] < _ATOL), "verdict": verdict}  # fmt: skip
-    report = {"name": name, "t1_shape": shapes[0], "t2_shape": shapes[1], "verdict": verdict}
+        return {"name": name, "status": "compared", "s1": statistics["a"]["mean"],
+                "s2": statistics["b"]["mean"], "diff": statistics["max_abs"],
+                "is_close": bool(statistics["max_abs"] < _ATOL), "verdict": verdict}  # fmt: skip
+    report: _Json = {"name": name, "t1_shape": shapes[0], "t2_shape": shapes[1]}
+    report["verdict"] = verdict
     if shapes[0] != shapes[1]:
         return {**report, "status": "shape_mismatch"}
-    one, other = (side.tensor(name, each[at]) for side, at in zip(sides, "ab", strict=True))
+    one, other = (s.tensor(name, at) for s, at in zip(sides, (shard["a"], shard["b"]), strict=True))
     if one is None or other is None or one[3] is not None or other[3] is not None:
         return {**report, "status": "not_compared"}
-    return {**report, "status": "compared", **_of_all_values(one, other)}
+    return {**report, "status": "compared", **_statistics(one, other)}
 
 
-def _of_all_values(one: WireTensor, other: WireTensor) -> dict[str, Any]:
+def _statistics(one: WireTensor, other: WireTensor) -> _Json:
     """Return NexRL's numbers of two tensors of one shape."""
     found, _ = compare_values(one[2], other[2], dtypes=(one[0], other[0]), tolerance=(_ATOL, _RTOL))
     if not found.pairs or found.finite < found.pairs:
-        return _of_non_finite(one, other)
+        return _non_finite_statistics(one, other)
     is_close = found.max_abs <= _ATOL
     if not is_close and not found.over_count:
-        # Ours allows for the larger of the two, NexRL's for the second.
+        # Our relative tolerance is of the larger value, NexRL's of the second.
         is_close = bool(np.allclose(widened(one), widened(other), rtol=_RTOL, atol=_ATOL))
-    report: dict[str, Any] = {"max_diff": found.max_abs, "mean_diff": found.mean_abs}
+    report: _Json = {"max_diff": found.max_abs, "mean_diff": found.mean_abs}
     stds = []
     for side, prefix in (("x", "t1"), ("y", "t2")):
         numbers = _unbiased(found, side)
@@ -248,45 +269,48 @@ def _unbiased(found: Pairwise, side: str) -> dict[str, float]:
     return {**numbers, "std": numbers["std"] * math.sqrt(n / (n - 1)) if n > 1 else math.nan}
 
 
-def _of_non_finite(one: WireTensor, other: WireTensor) -> dict[str, Any]:
-    """Return the same of tensors with NaN, infinities or no values: they go into every number."""
+def _non_finite_statistics(one: WireTensor, other: WireTensor) -> _Json:
+    """Return the same of tensors that are empty or hold NaN or infinities, which all count."""
     x, y = (widened(each).astype(np.float64).reshape(-1) for each in (one, other))
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of no values nothing is known
-        apart = np.abs(x - y)
-        report = {"max_diff": _of(np.max, apart), "mean_diff": _of(np.mean, apart)}
+        warnings.simplefilter("ignore", RuntimeWarning)  # of means of no values
+        distance = np.abs(x - y)
+        report: _Json = {
+            "max_diff": _reduced(np.max, distance), "mean_diff": _reduced(np.mean, distance),
+        }  # fmt: skip
         for prefix, values in (("t1", x), ("t2", y)):
             report |= {
-                f"{prefix}_mean": _of(np.mean, values),
-                f"{prefix}_std": _of(functools.partial(np.std, ddof=1), values),
-                f"{prefix}_min": _of(np.min, values), f"{prefix}_max": _of(np.max, values),
-            }  # fmt: skip
+                f"{prefix}_mean": _reduced(np.mean, values),
+                f"{prefix}_std": _reduced(functools.partial(np.std, ddof=1), values),
+                f"{prefix}_min": _reduced(np.min, values),
+                f"{prefix}_max": _reduced(np.max, values),
+            }
         return {**report, "is_close": bool(np.allclose(x, y, rtol=_RTOL, atol=_ATOL))}
 
 
-def _of(reduction: Callable[[npt.NDArray[np.float64]], Any], values: Any) -> float:
+def _reduced(reduction: Callable[[_Float64], np.floating[Any]], values: _Float64) -> float:
     return float(reduction(values)) if values.size else math.nan
 
 
-def _not_found(said: _Said, pair: _Said | None, section: str, other: str) -> str:
+def _not_found(report: ComparisonReport, pair: PairReport | None, section: str, other: str) -> str:
     if pair is None:
         return f"{other}_not_found"
-    first = said["sides"][pair["sides"][0]]["sections"]
-    return f"{other}_not_found" if section in first else "self_hosted_not_found"
+    sections = report["sides"][pair["sides"][0]]["sections"]
+    return f"{other}_not_found" if section in sections else "self_hosted_not_found"
 
 
-def _datums(dump: Dump | None) -> dict[str, Any]:
-    """Return how many datums were sent and what one holds."""
-    report: dict[str, Any] = {"section": "datums_analysis"}
+def _datums(dump: Dump | None) -> _Json:
+    """Return the number of datums that were sent, and the contents of the first."""
+    report: _Json = {"section": "datums_analysis"}
     entries = [] if dump is None else [e for e in dump.entries if e.section == "datums"]
     if dump is None or not entries:
         return {**report, "status": "not_found"}
     count, first = 0, dict[str, int]()
     try:
         for entry in entries:
-            rows = Rows(dump.read(entry))
+            rows = RecordRows(dump.read(entry))
             if not count and rows.count:
-                first = {name: int(rows.known(name).lengths[0]) for name in rows.names}
+                first = {name: int(rows.tensor(name).lengths[0]) for name in rows.names}
             count += rows.count or 0
     except StagescopeError as error:
         return {**report, "status": "damaged", "message": str(error)}

@@ -1,4 +1,4 @@
-"""Questions about large tables, answered in a process of their own."""
+"""Comparisons of large tables in a separate process."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [table(tmp_path_factory.mktemp("table"), model, level="mix") for model in models]
 
 
-def divergence(tables: list[Path], rows: int, **thresholds: Any) -> dict[str, Any]:
+def divergence(
+    tables: list[Path], rows: int, thresholds: Thresholds | None = None
+) -> dict[str, Any]:
     a, b = tables
-    made = Thresholds(**thresholds)
-    return apart.divergence(a, b, made, rows=rows, skip_sharded=False, limit=5)
+    thresholds = thresholds or Thresholds()
+    return apart.divergence(a, b, thresholds, rows=rows, skip_sharded=False, limit=5)
 
 
-def test_a_process_of_its_own_answers_the_same(tables: list[Path]) -> None:
+def test_a_separate_process_answers_the_same(tables: list[Path]) -> None:
     here, there = (divergence(tables, rows) for rows in (0, LARGE))
     assert repr(here) == repr(there)  # NaN differs from itself
     assert "blocks.1.down" in there["first"]["a"]["parent"]
-    stepless = divergence(tables[:1] * 2, LARGE, by_dtype={"float32": 1.0}, factor=2.0)
-    assert stepless["same"] is True
+    thresholds = Thresholds(by_dtype={"float32": 1.0}, factor=2.0)
+    assert divergence(tables[:1] * 2, LARGE, thresholds)["same"] is True
     paths = dict(enumerate(tables))
     found = apart.non_finite(paths, rows=LARGE)
     assert found == apart.non_finite(paths, rows=0)
     assert found == {"earliest": 1, "together": [1], "order_differs": []}
 
 
-def test_its_errors_are_those_of_the_question(tables: list[Path], tmp_path: Path) -> None:
+def test_its_errors_are_raised_by_the_call(tables: list[Path], tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no operator table"):
         divergence([tables[0], tmp_path / "gone.parquet"], LARGE)
 
 
-def test_it_ends_after_its_time(tables: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "MOST_SECONDS", 0.01)
+def test_it_ends_after_its_time_limit(tables: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagescope_service.compare.operators.apart.MOST_SECONDS", 0.01)
     with pytest.raises(NotReady, match="took over"):
         divergence(tables, LARGE)
 

@@ -1,12 +1,12 @@
-"""The first divergent operator: real dumps that differ in one thing, and made-up corners."""
+"""The first divergent operator: real dumps that differ in one thing, and made-up edge cases."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -16,9 +16,17 @@ from torch import nn
 from torch.nn import functional
 
 from stagescope_service.compare.operators.differences import EPS, Thresholds
-from stagescope_service.compare.operators.divergence import Divergence, first_divergent
+from stagescope_service.compare.operators.divergence import (
+    ArgumentFields,
+    OperatorDivergence,
+    first_divergent,
+)
 
+Argument = dict[str, object]
+"""A recorded argument, as msprobe writes it to dump.json."""
 LEVELS = ("L0", "L1", "mix")
+Side = Literal["a", "b"]
+SIDES: tuple[Side, Side] = ("a", "b")
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -44,10 +52,15 @@ def scaled(factor: float) -> SmallDecoder:
     return model
 
 
-def first_name(found: Divergence) -> str:
+def first_argument(found: OperatorDivergence, side: Side = "a") -> ArgumentFields:
     assert found.first is not None
-    name: str = found.first["a"]["name"]
-    return name
+    argument = found.first[side]
+    assert argument is not None
+    return argument
+
+
+def first_name(found: OperatorDivergence, side: Side = "a") -> str | None:
+    return first_argument(found, side)["name"]
 
 
 def test_the_same_pass_twice_is_the_same_in_every_bit(
@@ -82,6 +95,7 @@ def test_a_weight_that_differs_is_found_in_its_operator(
     assert found.first_parameter is not None
     assert found.first_gradient is not None
     weight = found.first_parameter
+    assert weight["a"] is not None
     assert (weight["a"]["name"], weight["index"], weight["verdict"]) == (
         module, "weight", "statistics",
     )  # fmt: skip
@@ -114,7 +128,7 @@ def test_a_nan_on_one_side_is_a_difference(reference: Path, level: str, tmp_path
     assert both.same
 
 
-def test_another_shape_is_said_before_its_numbers(
+def test_another_shape_is_reported_before_its_numbers(
     reference: Path, level: str, tmp_path: Path
 ) -> None:
     model = small_decoder()
@@ -124,7 +138,7 @@ def test_another_shape_is_said_before_its_numbers(
     found = first_divergent(reference, longer)
     assert found.first is not None
     assert found.first["verdict"] == "shape"
-    assert (found.first["a"]["shape"], found.first["b"]["shape"]) == ([2, 6], [2, 8])
+    assert [first_argument(found, side)["shape"] for side in SIDES] == [[2, 6], [2, 8]]
     assert (found.only_a_count, found.only_b_count) == (0, 0)
 
 
@@ -148,9 +162,8 @@ def test_a_difference_behind_an_extra_call_is_still_found(tmp_path: Path) -> Non
     found = first_divergent(
         table(tmp_path / "a", level="L1"), table(tmp_path / "b", model, level="L1")
     )
-    assert found.first is not None
-    assert found.first["a"]["name"] == "Functional.linear.6.forward"
-    assert found.first["b"]["name"] == "Functional.linear.7.forward"
+    assert first_name(found, "a") == "Functional.linear.6.forward"
+    assert first_name(found, "b") == "Functional.linear.7.forward"
 
 
 def test_modules_against_modules_and_operators_lists_the_operators(tmp_path: Path) -> None:
@@ -185,7 +198,7 @@ class Grouped(SmallDecoder):
 
 
 @pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="torch has none")
-def test_what_lies_in_a_function_that_is_not_recorded_is_said(tmp_path: Path) -> None:
+def test_a_difference_in_a_function_that_is_not_recorded_has_a_note(tmp_path: Path) -> None:
     healthy, faulty = (
         table(tmp_path / name, Grouped(scale), level="L1")
         for name, scale in (("healthy", 1.0), ("faulty", 1.25))
@@ -201,46 +214,54 @@ def test_what_lies_in_a_function_that_is_not_recorded_is_said(tmp_path: Path) ->
 
 def test_an_answer_is_ready_for_json(reference: Path, level: str, tmp_path: Path) -> None:
     found = first_divergent(reference, table(tmp_path, scaled(1.5), level=level), limit=3)
-    said = json.loads(json.dumps(found.fields(), allow_nan=False))
-    assert (said["same"], len(said["rows"])) == (False, 3)
-    assert said["counts"]["statistics"] > 3
+    fields = json.loads(json.dumps(found.fields(), allow_nan=False))
+    assert (fields["same"], len(fields["rows"])) == (False, 3)
+    assert fields["counts"]["statistics"] > 3
 
 
 def tensor(
-    low: float | None, high: float | None, *, dtype: str = "float32", **more: Any
-) -> dict[str, Any]:
+    low: float | None, high: float | None, *, dtype: str = "float32", **fields: object
+) -> Argument:
     return {"type": "torch.Tensor", "dtype": f"torch.{dtype}", "shape": [2], "Max": high,
-            "Min": low, "Mean": None, "Norm": None, **more}  # fmt: skip
+            "Min": low, "Mean": None, "Norm": None, **fields}  # fmt: skip
 
 
-def device(name: str) -> dict[str, Any]:
+def device(name: str) -> Argument:
     return {"type": "torch.device", "value": name}
 
 
-def made(path: Path, calls: Iterable[tuple[str, Any]]) -> Path:
+Call = tuple[str, Sequence[Argument | None]]
+"""Name and outputs of a call."""
+
+
+def write_table(path: Path, calls: Iterable[Call]) -> Path:
     data = {name: {"input_args": [], "output": outputs} for name, outputs in calls}
     return tabled(path, json.dumps({"task": "statistics", "level": "L1", "data": data}))[0]
 
 
-def held(path: Path, a: Any, b: Any, **options: Any) -> Divergence:
+def compare_outputs(
+    path: Path, a: Argument | None, b: Argument | None, *, exact: bool = False
+) -> OperatorDivergence:
     """Compare two outputs of one operator."""
-    one = made(path / "a", [("Torch.x.0.forward", [a])])
-    other = made(path / "b", [("Torch.x.0.forward", [b])])
-    return first_divergent(one, other, Thresholds(**options))
+    one = write_table(path / "a", [("Torch.x.0.forward", [a])])
+    other = write_table(path / "b", [("Torch.x.0.forward", [b])])
+    return first_divergent(one, other, Thresholds(exact=exact))
 
 
-def read(path: Path, high: float, *before: tuple[float, float], **more: Any) -> Path:
+def reading_call(
+    path: Path, high: float, *before: tuple[float, float], shape: Sequence[int] = (2,)
+) -> Path:
     """One call that reads a tensor of [-1, high], after calls that return other ones."""
-    data: dict[str, Any] = {
+    data: dict[str, object] = {
         f"Torch.x.{at}.forward": {"input_args": [], "output": [tensor(*extremes)]}
         for at, extremes in enumerate(before)
     }
-    data["Torch.y.0.forward"] = {"input_args": [tensor(-1, high, **more)], "output": []}
+    data["Torch.y.0.forward"] = {"input_args": [tensor(-1, high, shape=list(shape))], "output": []}
     return tabled(path, json.dumps({"task": "statistics", "level": "L1", "data": data}))[0]
 
 
 @pytest.mark.parametrize(
-    ("before", "more", "is_said"),
+    ("before", "more", "has_note"),
     [
         ([], {}, True),
         ([(-1, 3), (0, 1)], {}, True),
@@ -249,14 +270,14 @@ def read(path: Path, high: float, *before: tuple[float, float], **more: Any) -> 
         ([(-1, 1)], {"shape": [1, 2]}, False),  # a view of it
     ],
 )
-def test_of_an_input_that_a_recorded_call_may_have_returned_nothing_is_said(
-    tmp_path: Path, before: list[tuple[float, float]], more: dict[str, Any], is_said: bool
+def test_an_input_that_a_recorded_call_may_have_returned_has_no_note(
+    tmp_path: Path, before: list[tuple[float, float]], more: dict[str, list[int]], has_note: bool
 ) -> None:
-    a, b = (read(tmp_path / str(high), high, *before, **more) for high in (1, 2))
+    a, b = (reading_call(tmp_path / str(high), high, *before, **more) for high in (1, 2))
     found = first_divergent(a, b)
     assert found.first is not None
     assert found.first["section"] == "input_args"
-    assert (found.first_note is not None) == is_said
+    assert (found.first_note is not None) == has_note
 
 
 BF16_MIN, FP32_MIN = -3.3895313892515355e38, -3.4028234663852886e38
@@ -291,81 +312,88 @@ EMPTY = tensor(None, None)
         (device("cpu"), device("npu:7"), "value"),
     ],
 )  # fmt: skip
-def test_verdicts(tmp_path: Path, a: Any, b: Any, verdict: str | None) -> None:
-    for found in (held(tmp_path, a, b), held(tmp_path, b, a)):
+def test_verdicts(tmp_path: Path, a: Argument, b: Argument | None, verdict: str | None) -> None:
+    for found in (compare_outputs(tmp_path, a, b), compare_outputs(tmp_path, b, a)):
         assert (found.first["verdict"] if found.first else None) == verdict
         assert found.counts == ({verdict: 1} if verdict else {})
 
 
 def test_with_exact_every_number_and_checksum_must_be_equal(tmp_path: Path) -> None:
     close, other = tensor(0, 1.0), tensor(0, 1.0 + 1e-12)
-    assert held(tmp_path, close, other).same
-    assert held(tmp_path, close, other, exact=True).counts == {"statistics": 1}
+    assert compare_outputs(tmp_path, close, other).same
+    assert compare_outputs(tmp_path, close, other, exact=True).counts == {"statistics": 1}
     a, b = tensor(0, 1, md5="a"), tensor(0, 1, md5="b")
-    assert held(tmp_path, a, b, exact=True).counts == {"checksum": 1}
+    assert compare_outputs(tmp_path, a, b, exact=True).counts == {"checksum": 1}
 
 
 @pytest.mark.parametrize("dtype", sorted(set(EPS) - {"float64", "complex128"}))
 def test_the_threshold_is_four_eps_of_the_coarser_dtype(tmp_path: Path, dtype: str) -> None:
     for share, same in ((0.9, True), (1.1, False)):
         far = 1 - share * 4 * EPS[dtype]
-        found = held(tmp_path, tensor(0, 1, dtype="float64"), tensor(0, far, dtype=dtype))
+        found = compare_outputs(
+            tmp_path, tensor(0, 1, dtype="float64"), tensor(0, far, dtype=dtype)
+        )
         assert found.same == same
 
 
-def test_what_was_rounded_once_stays_rounded(tmp_path: Path) -> None:
-    def calls(value: float) -> list[tuple[str, Any]]:
+def test_a_value_that_was_rounded_once_stays_rounded(tmp_path: Path) -> None:
+    def calls(value: float) -> list[Call]:
         return [
             ("Torch.x.0.forward", [tensor(0, value)]),
             ("Torch.y.0.forward", [tensor(0, 1, dtype="bfloat16")]),
             ("Torch.z.0.forward", [tensor(0, value)]),
         ]
 
-    found = first_divergent(made(tmp_path / "a", calls(1.0)), made(tmp_path / "b", calls(1.01)))
+    found = first_divergent(
+        write_table(tmp_path / "a", calls(1.0)), write_table(tmp_path / "b", calls(1.01))
+    )
     # Before the first bfloat16 one percent is a difference, behind it none.
-    assert [row["a"]["operator"] for row in found.rows] == ["x"]
+    assert [row["a"] and row["a"]["operator"] for row in found.rows] == ["x"]
 
 
 def test_a_tensor_that_one_side_lacks_is_missing_and_a_none_is_not(tmp_path: Path) -> None:
-    one = made(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1), tensor(0, 1), None])])
-    other = made(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 1)])])
-    for found, side in ((first_divergent(one, other), "a"), (first_divergent(other, one), "b")):
+    one = write_table(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1), tensor(0, 1), None])])
+    other = write_table(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 1)])])
+    cases: tuple[tuple[OperatorDivergence, Side, Side], ...] = (
+        (first_divergent(one, other), "a", "b"), (first_divergent(other, one), "b", "a"),
+    )  # fmt: skip
+    for found, has, lacks in cases:
         assert found.counts == {"missing": 1}
         assert found.first is not None
-        assert found.first[side]["name"] == "Torch.x.0.forward"
+        assert first_name(found, has) == "Torch.x.0.forward"
         assert found.first["index"] == "1"
-        assert found.first[{"a": "b", "b": "a"}[side]] is None
+        assert found.first[lacks] is None
 
 
 def test_a_module_that_moved_is_paired_by_its_name(tmp_path: Path) -> None:
     names = [f"Module.m{i}.Linear.forward.0" for i in range(4)]
-    one = made(tmp_path / "a", [(name, [tensor(0, 1)]) for name in names])
+    one = write_table(tmp_path / "a", [(name, [tensor(0, 1)]) for name in names])
     moved = [names[3], *names[:3]]
-    other = made(tmp_path / "b", [(name, [tensor(0, 1)]) for name in moved])
+    other = write_table(tmp_path / "b", [(name, [tensor(0, 1)]) for name in moved])
     found = first_divergent(one, other)
     assert (found.same, found.moved, found.paired) == (True, 1, 4)
 
 
-def test_what_wrappers_add_to_a_path_does_not_count(tmp_path: Path) -> None:
-    one = made(tmp_path / "a", [("Module.layers.0.up.Linear.forward.0", [tensor(0, 1)])])
+def test_wrappers_in_a_path_do_not_count(tmp_path: Path) -> None:
+    one = write_table(tmp_path / "a", [("Module.layers.0.up.Linear.forward.0", [tensor(0, 1)])])
     wrapped = "Module._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.up.Linear.forward.0"
-    other = made(tmp_path / "b", [(wrapped, [tensor(0, 1)])])
+    other = write_table(tmp_path / "b", [(wrapped, [tensor(0, 1)])])
     assert first_divergent(one, other).same
 
 
 def test_shards_of_two_ranks_are_left_out_on_request(tmp_path: Path) -> None:
     shard = [{"Shard": {"dim": 0}}]
-    one = made(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1, placements=shard)])])
-    other = made(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 9, placements=shard)])])
+    one = write_table(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1, placements=shard)])])
+    other = write_table(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 9, placements=shard)])])
     assert first_divergent(one, other).counts == {"statistics": 1}
     found = first_divergent(one, other, skip_sharded=True)
     assert (found.same, found.sharded, found.compared) == (True, 1, 0)
 
 
 def test_tables_with_nothing_in_common_and_empty_ones(tmp_path: Path) -> None:
-    empty = made(tmp_path / "empty", [])
-    one = made(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1)])])
-    other = made(tmp_path / "b", [("Torch.y.0.forward", [tensor(0, 1)])])
+    empty = write_table(tmp_path / "empty", [])
+    one = write_table(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1)])])
+    other = write_table(tmp_path / "b", [("Torch.y.0.forward", [tensor(0, 1)])])
     assert first_divergent(empty, empty).same
     assert first_divergent(one, empty).only_a_count == 1
     found = first_divergent(one, other)
@@ -374,7 +402,7 @@ def test_tables_with_nothing_in_common_and_empty_ones(tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_calls_with_one_more_on_one_side(tmp_path: Path) -> None:
-    def calls(extra: int | None) -> Iterable[tuple[str, Any]]:
+    def calls(extra: int | None) -> Iterable[Call]:
         counters = {"linear": 0, "add": 0, "norm": 0}
         for number in range(100_000):
             kinds = ["norm", "linear", "add", "linear"]
@@ -382,7 +410,9 @@ def test_a_hundred_thousand_calls_with_one_more_on_one_side(tmp_path: Path) -> N
                 yield f"Torch.{operator}.{counters[operator]}.forward", [tensor(0, 1)]
                 counters[operator] += 1
 
-    found = first_divergent(made(tmp_path / "a", calls(None)), made(tmp_path / "b", calls(33_002)))
+    found = first_divergent(
+        write_table(tmp_path / "a", calls(None)), write_table(tmp_path / "b", calls(33_002))
+    )
     assert (found.counts, found.paired, found.only_a_count) == ({}, 100_000, 0)
     assert [call["operator"] for call in found.only_b] == ["linear"]
     assert found.exact_alignment

@@ -1,4 +1,4 @@
-"""Memory that no call reads is no evidence and hides no fault: real dumps, and corners."""
+"""Memory that no call reads is no evidence and hides no fault: real dumps, and edge cases."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +26,14 @@ from torch import nn
 from torch.distributed import fsdp
 
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.divergence import Divergence, first_divergent
+from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
 from stagescope_service.compare.operators.evidence import Use, infrastructure_stacks, use_of
 from stagescope_service.compare.operators.non_finite import non_finite_of_rank
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 
+Argument = dict[str, object]
+"""A recorded argument, as msprobe writes it to dump.json."""
+Arguments = Sequence[Argument | None]
 LEVELS = ("L0", "L1", "mix")
 FAULTS: Mapping[str, tuple[tuple[Callable[[nn.Module, str], None], str], ...]] = {
     "llama": ((nan_weight, "model.layers.0.mlp.down_proj"),),
@@ -70,7 +72,7 @@ def calls_inside(path: Path, module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_planted_fault_is_named_whatever_lay_in_memory(family: str, tmp_path: Path) -> None:
+def test_the_planted_fault_is_named_whatever_memory_held(family: str, tmp_path: Path) -> None:
     make = FAMILIES[family]
     references = {level: captured(tmp_path / level, make(), level=level) for level in LEVELS}
     for level, reference in references.items():
@@ -91,6 +93,7 @@ def test_the_planted_fault_is_named_whatever_lay_in_memory(family: str, tmp_path
         for level in LEVELS:
             found = first_divergent(references[level], tables[level])
             assert found.first is not None
+            assert found.first["b"] is not None
             assert found.first["b"]["name"] in names, (level, module)
             bad = non_finite_of_rank(tables[level])
             assert (bad.first is not None) == (plant is nan_weight)
@@ -143,12 +146,14 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_difference(
     assert not first_divergent(one, other, Thresholds(exact=True)).same
 
 
-def tensor(low: float, high: float, shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
+def tensor(low: float, high: float, shape: tuple[int, ...] = (2,)) -> Argument:
     return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": list(shape), "Max": high,
             "Min": low, "Mean": None, "Norm": None}  # fmt: skip
 
 
-def made(path: Path, name: str, inputs: list[Any], outputs: list[Any], **kwargs: Any) -> Path:
+def write_table(
+    path: Path, name: str, inputs: Arguments, outputs: Arguments, **kwargs: Argument
+) -> Path:
     section = "input_args" if name.endswith("forward") else "input"
     record = {section: inputs, "input_kwargs": kwargs, "output": outputs}
     text = json.dumps({"task": "statistics", "level": "L1", "data": {name: record}})
@@ -156,12 +161,15 @@ def made(path: Path, name: str, inputs: list[Any], outputs: list[Any], **kwargs:
 
 
 A, B, LEFT, BAD = tensor(0, 1), tensor(0, 2), tensor(0, 7), tensor(math.nan, math.nan)
-ROWS = {"type": "slice", "value": [0, 1, None]}
-OTHER_ROWS = {"type": "slice", "value": [1, 2, None]}
+ROWS: Argument = {"type": "slice", "value": [0, 1, None]}
+OTHER_ROWS: Argument = {"type": "slice", "value": [1, 2, None]}
+
+Call = tuple[Arguments, Arguments]
+"""Inputs and outputs of a call."""
 
 
-def held(path: Path, name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> Divergence:
-    return first_divergent(made(path / "a", name, *a), made(path / "b", name, *b))
+def compare_calls(path: Path, name: str, a: Call, b: Call) -> OperatorDivergence:
+    return first_divergent(write_table(path / "a", name, *a), write_table(path / "b", name, *b))
 
 
 @pytest.mark.parametrize(
@@ -195,18 +203,18 @@ def held(path: Path, name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> Diver
     ],
 )
 def test_which_values_of_a_call_are_evidence(
-    tmp_path: Path, operator: str, a: tuple[Any, ...], b: tuple[Any, ...], first: str | None
+    tmp_path: Path, operator: str, a: Call, b: Call, first: str | None
 ) -> None:
-    found = held(tmp_path, f"{operator}.0.forward", a, b)
+    found = compare_calls(tmp_path, f"{operator}.0.forward", a, b)
     assert (None if found.first is None else found.first["index"]) == first
     assert first is not None or found.not_read > 0
 
 
-def test_what_out_held_before_is_no_evidence(tmp_path: Path) -> None:
+def test_earlier_values_of_an_out_argument_are_no_evidence(tmp_path: Path) -> None:
     name = "Torch.add.0.forward"
-    one = made(tmp_path / "a", name, [A, A], [A], out=A)
-    assert first_divergent(one, made(tmp_path / "b", name, [A, A], [A], out=BAD)).same
-    found = first_divergent(one, made(tmp_path / "c", name, [A, B], [A], out=BAD))
+    one = write_table(tmp_path / "a", name, [A, A], [A], out=A)
+    assert first_divergent(one, write_table(tmp_path / "b", name, [A, A], [A], out=BAD)).same
+    found = first_divergent(one, write_table(tmp_path / "c", name, [A, B], [A], out=BAD))
     assert found.first is not None
     assert found.first["index"] == "1"
 
@@ -224,9 +232,9 @@ def test_what_out_held_before_is_no_evidence(tmp_path: Path) -> None:
     ],
 )
 def test_which_bad_results_are_evidence(
-    tmp_path: Path, operator: str, inputs: list[Any], output: Any, bad_inputs: list[str] | None
+    tmp_path: Path, operator: str, inputs: Arguments, output: Argument, bad_inputs: list[str] | None
 ) -> None:
-    found = non_finite_of_rank(made(tmp_path, f"{operator}.0.forward", inputs, [output]))
+    found = non_finite_of_rank(write_table(tmp_path, f"{operator}.0.forward", inputs, [output]))
     assert (found.first is None) == (bad_inputs is None) == (found.not_read == 1)
     assert [row["index"] for row in found.bad_inputs] == (bad_inputs or [])
 
@@ -236,14 +244,14 @@ def test_a_bias_whose_gradient_really_differs_is_found(tmp_path: Path) -> None:
     name = "Functional.conv2d.0.backward"
 
     def bias(largest: float) -> Path:
-        return made(tmp_path / str(largest), name, [gradient], [tensor(0, largest, (8,))])
+        return write_table(tmp_path / str(largest), name, [gradient], [tensor(0, largest, (8,))])
 
     zero, rounding, real = bias(1e-9), bias(8e-8), bias(1e-4)
     assert first_divergent(zero, rounding).zero_gradients == 1
     assert first_divergent(zero, real).counts == {"statistics": 1}
     # A gradient of the results' own size is no sum of them.
     small, large = (
-        made(tmp_path / f"alone{end}", name, [gradient], [tensor(0, end, (4, 8, 8, 8))])
+        write_table(tmp_path / f"alone{end}", name, [gradient], [tensor(0, end, (4, 8, 8, 8))])
         for end in (1e-9, 8e-8)
     )
     assert first_divergent(small, large).counts == {"statistics": 1}

@@ -1,4 +1,4 @@
-"""The first non-finite operator: real NaNs planted, real masks, and made-up corners."""
+"""The first non-finite operator: planted NaNs, real masks, and made-up edge cases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.dumps import Masked, table, tabled
@@ -24,7 +23,7 @@ def planted(value: float, layer: str = "blocks.1.down") -> nn.Module:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    ("level", "name", "place"),
+    ("level", "name", "argument"),
     [
         ("L0", "Module.blocks.1.down.Linear.forward.0", ("parameters", "weight")),
         ("L1", "Functional.linear.7.forward", ("input_args", "1")),
@@ -32,14 +31,14 @@ def planted(value: float, layer: str = "blocks.1.down") -> nn.Module:
     ],
 )
 def test_the_layer_with_the_planted_weight_is_named(
-    tmp_path: Path, level: str, name: str, place: tuple[str, str], value: float
+    tmp_path: Path, level: str, name: str, argument: tuple[str, str], value: float
 ) -> None:
     found = non_finite_of_rank(table(tmp_path, planted(value), level=level))
     assert found.first is not None
     assert found.first["name"] == name
     assert found.certain
     (bad,) = found.bad_inputs
-    assert (bad["section"], bad["index"]) == place
+    assert (bad["section"], bad["index"]) == argument
     assert found.masks == 0
 
 
@@ -55,9 +54,8 @@ def test_the_rank_with_the_planted_weight_is_the_earliest(tmp_path: Path) -> Non
     found = first_non_finite({0: fine, 1: late, 2: early, 3: early})
     assert (found.earliest, found.together, found.order_differs) == (2, [2, 3], [])
     assert found.ranks[0].first is None
-    assert found.places[2] == found.places[3]
-    assert (found.places[2] or 0) < (found.places[1] or 0)
-    assert json.dumps(found.fields()["places"])
+    assert found.positions[2] == found.positions[3]
+    assert (found.positions[2] or 0) < (found.positions[1] or 0)
 
 
 @pytest.mark.parametrize(("level", "masks"), [("L1", 2), ("mix", 3)])
@@ -88,7 +86,11 @@ def test_without_its_operators_a_module_with_minus_infinity_is_only_perhaps_a_ma
     assert not found.certain
 
 
-def tensor(low: float, high: float) -> dict[str, Any]:
+Argument = dict[str, object]
+"""A recorded argument, as msprobe writes it to dump.json."""
+
+
+def tensor(low: float, high: float) -> Argument:
     return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "Max": high, "Min": low,
             "Mean": None, "Norm": None}  # fmt: skip
 
@@ -100,7 +102,7 @@ NAN = tensor(math.nan, math.nan)
 FLT_MAX = tensor(-3.4028234663852886e38, 0.0)
 
 
-def made(path: Path, *calls: tuple[str, Sequence[Any], Sequence[Any]]) -> Path:
+def write_table(path: Path, *calls: tuple[str, Sequence[Argument], Sequence[Argument]]) -> Path:
     """A dump of (name, inputs, outputs)."""
     data = {
         name: {"input_args" if "forward" in name else "input": inputs, "output": outputs}
@@ -132,10 +134,10 @@ def made(path: Path, *calls: tuple[str, Sequence[Any], Sequence[Any]]) -> Path:
         ("Functional.dropout.0.backward", [FINE], PLUS, True),
     ],
 )
-def test_what_is_a_mask_and_what_is_a_culprit(
-    tmp_path: Path, name: str, inputs: list[Any], output: Any, named: bool
+def test_masks_and_culprits_are_distinguished(
+    tmp_path: Path, name: str, inputs: list[Argument], output: Argument, named: bool
 ) -> None:
-    found = non_finite_of_rank(made(tmp_path, (name, inputs, [output])))
+    found = non_finite_of_rank(write_table(tmp_path, (name, inputs, [output])))
     assert (found.culprits == 1) == (found.first is not None) == named
 
 
@@ -150,12 +152,12 @@ def test_a_parameter_is_no_mask(tmp_path: Path) -> None:
 
 
 def test_a_bad_input_alone_is_no_result(tmp_path: Path) -> None:
-    path = made(tmp_path, ("Torch.isnan.0.forward", [NAN], [FINE]))
+    path = write_table(tmp_path, ("Torch.isnan.0.forward", [NAN], [FINE]))
     assert non_finite_of_rank(path).first is None
 
 
 def test_log_of_zero_is_named_before_what_follows_from_it(tmp_path: Path) -> None:
-    path = made(
+    path = write_table(
         tmp_path,
         ("Torch.log.0.forward", [FINE], [MINUS]),
         ("Tensor.__mul__.0.forward", [MINUS, FINE], [NAN]),
@@ -165,25 +167,25 @@ def test_log_of_zero_is_named_before_what_follows_from_it(tmp_path: Path) -> Non
     assert (found.first["operator"], found.culprits) == ("log", 2)
 
 
-def test_ranks_in_another_order_are_said_and_come_last(tmp_path: Path) -> None:
+def test_ranks_in_another_order_are_listed_and_come_last(tmp_path: Path) -> None:
     forward = [("Torch.a.0.forward", [FINE], [FINE]), ("Torch.b.0.forward", [FINE], [NAN])]
-    usual = made(tmp_path / "usual", *forward, ("Torch.c.0.forward", [NAN], [NAN]))
-    cut = made(tmp_path / "cut", *forward)
-    other = made(tmp_path / "other", ("Torch.x.0.forward", [FINE], [NAN]))
+    usual = write_table(tmp_path / "usual", *forward, ("Torch.c.0.forward", [NAN], [NAN]))
+    cut = write_table(tmp_path / "cut", *forward)
+    other = write_table(tmp_path / "other", ("Torch.x.0.forward", [FINE], [NAN]))
     found = first_non_finite({0: other, 1: usual, 2: usual, 3: cut})
     assert (found.earliest, found.together, found.order_differs) == (1, [1, 2, 3], [0])
-    assert found.places == {0: None, 1: 1, 2: 1, 3: 1}
+    assert found.positions == {0: None, 1: 1, 2: 1, 3: 1}
 
 
 def test_where_only_other_orders_found_anything_fine_inputs_go_first(tmp_path: Path) -> None:
-    fine = made(tmp_path / "fine", ("Torch.a.0.forward", [FINE], [FINE]))
-    got = made(tmp_path / "got", ("Torch.y.0.forward", [NAN], [NAN]))
-    made_it = made(tmp_path / "made", ("Torch.z.0.forward", [FINE], [NAN]))
-    found = first_non_finite({0: fine, 1: fine, 2: got, 3: made_it})
+    fine = write_table(tmp_path / "fine", ("Torch.a.0.forward", [FINE], [FINE]))
+    bad_inputs = write_table(tmp_path / "got", ("Torch.y.0.forward", [NAN], [NAN]))
+    finite_inputs = write_table(tmp_path / "made", ("Torch.z.0.forward", [FINE], [NAN]))
+    found = first_non_finite({0: fine, 1: fine, 2: bad_inputs, 3: finite_inputs})
     assert (found.earliest, found.together, found.order_differs) == (3, [3], [2, 3])
 
 
 def test_without_any_there_is_no_earliest(tmp_path: Path) -> None:
-    fine = made(tmp_path, ("Torch.a.0.forward", [FINE], [FINE]))
+    fine = write_table(tmp_path, ("Torch.a.0.forward", [FINE], [FINE]))
     found = first_non_finite({0: fine, 1: fine})
-    assert (found.earliest, found.together, found.places) == (None, [], {})
+    assert (found.earliest, found.together, found.positions) == (None, [], {})

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.compare.operators.sequences import Codes, common_ends, match
+from stagescope_service.compare.operators.sequences import Codes, align, common_ends
 
 sequences = st.lists(st.integers(0, 3), max_size=14)
 
@@ -28,7 +28,7 @@ def longest(a: list[int], b: list[int]) -> int:
 
 @given(sequences, sequences)
 def test_as_many_as_possible_are_paired_in_order(a: list[int], b: list[int]) -> None:
-    found = match(codes(a), codes(b))
+    found = align(codes(a), codes(b))
     assert found.ordered
     assert len(found.pairs) == longest(a, b)
     assert all(a[i] == b[j] for i, j in found.pairs)
@@ -50,15 +50,15 @@ def test_a_hundred_thousand_calls_with_a_few_edits_are_aligned_in_order() -> Non
     layer = random.integers(0, 20, 40)
     a = np.tile(layer, 2500).astype(np.int64)
     b = np.insert(a, random.integers(0, len(a), 50), random.integers(0, 20, 50))
-    found = match(a, b)
+    found = align(a, b)
     assert found.ordered
     assert len(found.pairs) == len(a)
 
 
-def test_what_would_cost_too_much_is_paired_by_counting_and_said() -> None:
+def test_an_alignment_that_costs_too_much_pairs_by_occurrence() -> None:
     random = np.random.default_rng(0)
     a, b = random.integers(0, 20, (2, 30_000))
-    found = match(a, b, most_steps=100_000)
+    found = align(a, b, most_steps=100_000)
     assert not found.ordered
     assert len({i for i, _ in found.pairs}) == len({j for _, j in found.pairs}) > 25_000
     assert all(a[i] == b[j] for i, j in found.pairs)

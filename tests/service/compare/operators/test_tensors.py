@@ -1,4 +1,4 @@
-"""Full tensors, compared by msprobe itself in a process of its own."""
+"""Full tensors, compared by msprobe in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stagescope.comparing import Tensors
 from stagescope.frames import Table
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.compare.operators import tensors
-from stagescope_service.compare.operators.tensors import COLUMNS, compare_tensors, read_table
+from stagescope_service.compare.operators.tensors import COLUMNS, Row, compare_tensors, read_table
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 
 Dump = tuple[Path, Path]
@@ -36,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return dump(tmp_path_factory.mktemp("plain"))
 
 
-def compared(a: Dump, b: Dump) -> list[dict[str, object]]:
+def compared(a: Dump, b: Dump) -> list[Row]:
     return compare_tensors(a[0], b[0], (a[1], b[1]))
 
 
@@ -54,7 +54,7 @@ def test_msprobe_finds_the_changed_layer(plain: Dump, tmp_path: Path) -> None:
     assert all(row["share_within_1e-3"] in (1.0, None) for row in same)
 
 
-def test_what_has_no_tensors_is_refused(plain: Dump, tmp_path: Path) -> None:
+def test_a_dump_without_tensors_is_refused(plain: Dump, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no tensors"):
         compared(plain, dump(tmp_path, task="statistics"))
 
@@ -74,14 +74,14 @@ def test_no_file_outside_the_dump_is_read(plain: Dump, tmp_path: Path) -> None:
         compared(plain, (files, table))
 
 
-def test_what_msprobe_cannot_compare_says_why(plain: Dump, tmp_path: Path) -> None:
+def test_an_error_of_msprobe_is_reported(plain: Dump, tmp_path: Path) -> None:
     files, table = dump(tmp_path)
     (files / "dump.json").write_text('{"task": "tensor", "data": {')
     with pytest.raises(InvalidInput, match="msprobe made no table"):
         compared(plain, (files, table))
 
 
-def test_it_ends_after_its_time(plain: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_after_its_time_limit(plain: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "MOST_SECONDS", 0.05)
     with pytest.raises(InvalidInput, match="took over"):
         compared(plain, plain)
@@ -98,6 +98,7 @@ def test_odd_cells_are_numbers_or_unknown(tmp_path: Path) -> None:
     assert row["cosine"] is None
     assert row["max_abs_error"] == math.inf
     assert row["max_relative_error"] == pytest.approx(0.000322)
+    assert isinstance(row["max_a"], float)
     assert math.isnan(row["max_a"])
     assert row["max_b"] is None
     assert "error" not in row.values()

@@ -1,0 +1,313 @@
+"""The tensors of a record by row, and which of their values count.
+
+Of a padded tensor only the values under its mask can be compared: padding on the left, on the
+right and to another width leaves the rows the same. This is index arithmetic over whole tensors,
+without a loop over rows or tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stagescope.wire.errors import InvalidTensor
+from stagescope_service.compare.flow import (
+    MASKS,
+    NAMED_SECTIONS,
+    TARGETS,
+    TEXTS,
+    TOKENS,
+    is_structural,
+)
+from stagescope_service.compare.pairing.row_tensors import (
+    Bools,
+    Int64,
+    RowTensor,
+    before_first,
+    count_by_row,
+    cumulative,
+    same_offsets,
+    shift_right,
+    spans,
+)
+from stagescope_service.dumps.records import AFTER, Record
+
+WHOLE_SEQUENCES: Final = ("tokens", "input_ids", TARGETS, "input_tokens")
+"""Tensors of prompt and response together; the mask of a datum is aligned with its targets."""
+_SEQUENCES: Final = (
+    "tokens", "responses", "input_ids", "prompts", "log_probs", "old_log_probs",
+    "rollout_log_probs", "loss_mask", "response_mask",
+)  # fmt: skip
+"""Tensors whose first dimension is the number of rows, where nothing else gives it."""
+
+
+class Extent(NamedTuple):
+    """Which values of a tensor count.
+
+    Attributes:
+        kind: 'mask' (where its mask is 1), 'span' (from the first 1 to the last), 'full' (all but
+            padding), 'row' (all, since padding is unknown), 'response' (of a whole sequence, the
+            span of a mask of its response alone).
+        keep: bool of each value, None = all.
+    """
+
+    kind: str
+    keep: Bools | None
+
+
+class RecordRows:
+    """The row tensors of a record; `count` is None where it has none."""
+
+    def __init__(self, record: Record) -> None:
+        record = _unshifted(_with_texts_as_tokens(record))
+        self.record = record
+        self.count = _row_count(record)
+        self._tensors: dict[str, RowTensor | None] = {}
+        self._ones: dict[str, Bools] = {}
+        self._spans: dict[str, Bools] = {}
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors by row."""
+        return tuple(name for name in self.record.tensors if self.find(name) is not None)
+
+    @property
+    def has_fragments(self) -> bool:
+        """Whether its rows may be fragments of samples: they give the positions of their tokens."""
+        return "positions" in self.names or "token_offset" in self.names
+
+    def find(self, name: str) -> RowTensor | None:
+        """Return a tensor by row, None if it is absent or not by row."""
+        if name not in self._tensors:
+            self._tensors[name] = self._by_row(name)
+        return self._tensors[name]
+
+    def tensor(self, name: str) -> RowTensor:
+        """Return a tensor that is known to be by row."""
+        tensor = self.find(name)
+        assert tensor is not None, name
+        return tensor
+
+    def _by_row(self, name: str) -> RowTensor | None:
+        tensor = self.record.tensors.get(name)
+        if tensor is None or self.count is None:
+            return None
+        tag, shape, values, offsets = tensor
+        flat = np.ascontiguousarray(values).reshape(-1)
+        if offsets is not None:
+            bounds = np.asarray(offsets, np.int64)
+            if len(bounds) != self.count + 1:
+                return None
+            if bounds[0] != 0 or bounds[-1] != len(flat) or (np.diff(bounds) < 0).any():
+                raise InvalidTensor(f"{self.record.entry.path}: rows of {name} overlap or lack")
+            return RowTensor(tag, flat, bounds, None, shape)
+        if not shape or shape[0] != self.count:
+            return None
+        width = math.prod(shape[1:])
+        return RowTensor(tag, flat, np.arange(self.count + 1, dtype=np.int64) * width, width, shape)
+
+    def ones(self, name: str) -> Bools:
+        """Return where a mask is 1, as bools in memory order; cached."""
+        if name not in self._ones:
+            tensor = self.tensor(name)
+            one = 0x3F80 if tensor.dtype == "bfloat16" else 1
+            self._ones[name] = tensor.flat == one
+        return self._ones[name]
+
+    def share_ones(self, other: RecordRows, name: str) -> None:
+        """Reuse the cached bools of a mask that is equal in another record."""
+        self._ones[name] = other.ones(name)
+
+    def mask_of(self, name: str) -> str | None:
+        """Return the name of a mask whose rows are as long as a tensor's, None without one."""
+        tensor = self.tensor(name)
+        candidates = dict.fromkeys(
+            mask for mask in (self.record.mask, "response_mask", "loss_mask") if mask is not None
+        )
+        for mask in candidates:
+            mask_tensor = self.find(mask)
+            if mask_tensor is not None and same_offsets(mask_tensor, tensor):
+                return mask
+        return None
+
+    def extents(self, name: str) -> dict[str, Extent]:
+        """Return the extents of a tensor that are known, by kind, the most exact first."""
+        tensor = self.tensor(name)
+        if tensor.width == 1 and len(tensor.shape) == 1:
+            return {"row": Extent("row", None)}
+        found: dict[str, Extent] = {}
+        mask = self.mask_of(name)
+        if is_structural(name) or not tensor.dtype.startswith(("float", "bfloat")):
+            if (full := self._full(name, tensor)) is not None:
+                found["full"] = full
+            if mask is not None:
+                found["span"] = Extent("span", self._span(mask))
+            elif name in WHOLE_SEQUENCES and (ones := self._response_ones(tensor)) is not None:
+                found["response"] = Extent("response", spans(ones, tensor.offsets))
+        elif mask is not None:
+            found["mask"] = Extent("mask", self.ones(mask))
+        return found | {"row": Extent("row", None)}
+
+    def _full(self, name: str, tensor: RowTensor) -> Extent | None:
+        if tensor.width is None:
+            return Extent("full", None)
+        attention = self.find("attention_mask")
+        if attention is None or attention.width is None or name == "attention_mask":
+            return None
+        if attention.width == tensor.width:
+            return Extent("full", self.ones("attention_mask"))
+        if name in ("prompts", "responses", "response_mask") and attention.width > tensor.width:
+            # The attention mask covers the prompt and then the response.
+            both = self.ones("attention_mask").reshape(-1, attention.width)
+            part = both[:, : tensor.width] if name == "prompts" else both[:, -tensor.width :]
+            return Extent("full", np.ascontiguousarray(part).reshape(-1))
+        return None
+
+    def _response_ones(self, tensor: RowTensor) -> Bools | None:
+        """Return where a mask of the responses is 1 in whole sequences, which end with them."""
+        mask = self.find("response_mask")
+        if mask is None or (mask.width is None) != (tensor.width is None):
+            return None
+        if (mask.lengths > tensor.lengths).any():
+            return None
+        ones = np.zeros(len(tensor.flat), bool)
+        starts = tensor.offsets[1:] - mask.lengths - mask.offsets[:-1]
+        ones[np.arange(len(mask.flat)) + np.repeat(starts, mask.lengths)] = self.ones(
+            "response_mask"
+        )
+        return ones
+
+    def repeat_by_token(self, name: str, other: RecordRows) -> bool:
+        """Repeat one value a row for each token, if another record has a value for each token."""
+        own, of_other = self.tensor(name), other.tensor(name)
+        mask = next((each for each in MASKS if each in self.names), None)
+        if len(own.shape) > 1 or own.width is None or of_other.width == len(of_other.shape) == 1:
+            return False
+        if mask is None or other.mask_of(name) is None:
+            return False
+        like = self.tensor(mask)
+        flat = np.repeat(own.flat, like.lengths)
+        self._tensors[name] = RowTensor(own.dtype, flat, like.offsets, like.width, like.shape)
+        return True
+
+    def _span(self, mask: str) -> Bools:
+        """Return which values lie from the first 1 of their row to the last; cached."""
+        if mask not in self._spans:
+            self._spans[mask] = spans(self.ones(mask), self.tensor(mask).offsets)
+        return self._spans[mask]
+
+    def content_hashes(self) -> tuple[list[str] | None, list[str] | None]:
+        """Return a hash of each row's response tokens and of its prompt tokens, None if unknown."""
+        responses = prompts = None
+        if "responses" in self.names:
+            responses = self._hashes("responses", self._sampled("responses"))
+        if "prompts" in self.names:
+            prompts = self._hashes("prompts", self._best_keep("prompts"))
+        whole_sequence = next((n for n in WHOLE_SEQUENCES if n in self.names), None)
+        if whole_sequence is not None and (mask := self.mask_of(whole_sequence)) is not None:
+            span = self._span(mask)
+            responses = responses or self._hashes(whole_sequence, span)
+            if prompts is None and (full := self.extents(whole_sequence).get("full")) is not None:
+                before = before_first(self.ones(mask), self.tensor(whole_sequence).offsets)
+                prompts = self._hashes(
+                    whole_sequence, before if full.keep is None else before & full.keep
+                )
+        elif whole_sequence is not None and responses is None:
+            responses = self._hashes(whole_sequence, self._best_keep(whole_sequence))
+        return responses, prompts
+
+    def row_hashes(self) -> list[str]:
+        """Return a hash of each row over all values that count, of every tensor."""
+        each = [self._hashes(name, self._best_keep(name)) for name in sorted(self.names)]
+        return ["".join(parts) for parts in zip(*each, strict=True)]
+
+    def token_counts(self) -> Int64:
+        """Return the number of tokens of each row that count, 0 where no tensor is by token."""
+        mask = next((m for m in (self.record.mask, *MASKS) if m and m in self.names), None)
+        if mask is None:
+            return np.zeros(self.count or 0, np.int64)
+        return count_by_row(self.ones(mask), self.tensor(mask).offsets)
+
+    def _sampled(self, name: str) -> Bools | None:
+        """Return which tokens of responses the policy made, from the first to the last.
+
+        Of a row without any, all tokens but padding.
+        """
+        mask = self.mask_of(name)
+        if mask is None:
+            return self._best_keep(name)
+        tensor = self.tensor(name)
+        none = np.repeat(count_by_row(self.ones(mask), tensor.offsets) == 0, tensor.lengths)
+        best = self._best_keep(name)
+        return self._span(mask) | (none if best is None else none & best)
+
+    def _best_keep(self, name: str) -> Bools | None:
+        return next(iter(self.extents(name).values())).keep
+
+    def _hashes(self, name: str, keep: Bools | None) -> list[str]:
+        tensor = self.tensor(name)
+        flat, offsets = tensor.flat, tensor.offsets
+        if name in TOKENS | MASKS and tensor.dtype not in ("bfloat16", "float16"):
+            flat = flat.astype(np.int64, copy=False)  # int32 and int64 ids are the same tokens
+        if keep is not None:
+            flat, offsets = flat[keep], cumulative(count_by_row(keep, offsets))
+        data, size = flat.view(np.uint8), flat.dtype.itemsize
+        bounds = (offsets * size).tolist()
+        return [
+            hashlib.blake2b(data[start:stop].data, digest_size=12).hexdigest()
+            for start, stop in itertools.pairwise(bounds)
+        ]
+
+
+def _unshifted(record: Record) -> Record:
+    """Return a record in which index t of every tensor is token t; see `AFTER`."""
+    alignment = record.about.get("alignment")
+    shifted = (
+        [n for n, text in alignment.items() if text == AFTER] if isinstance(alignment, dict) else []
+    )
+    tensors = dict(record.tensors)
+    for name in shifted:
+        if name in tensors:
+            tag, shape, values, offsets = tensors[name]
+            bounds = offsets
+            if offsets is None and len(shape) == 2:
+                bounds = np.arange(shape[0] + 1, dtype=np.int64) * shape[1]
+            if bounds is not None:
+                flat = shift_right(np.ascontiguousarray(values).reshape(-1), bounds)
+                tensors[name] = (tag, shape, flat.reshape(values.shape), offsets)
+    return dataclasses.replace(record, tensors=tensors) if shifted else record
+
+
+def _with_texts_as_tokens(record: Record) -> Record:
+    """Return a record; if it has texts and no tokens, their UTF-8 bytes stand for tokens."""
+    if not record.row_texts or any(name in TOKENS for name in record.tensors):
+        return record
+    tensors = dict(record.tensors)
+    for name, texts in record.row_texts.items():
+        if name in TEXTS:
+            rows = [text.encode("utf-8", "surrogatepass") for text in texts]
+            flat = np.frombuffer(b"".join(rows), np.uint8)
+            offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+            tensors.setdefault(TEXTS[name], ("uint8", flat.shape, flat, offsets))
+    return dataclasses.replace(record, tensors=tensors)
+
+
+def _row_count(record: Record) -> int | None:
+    if record.entry.section in NAMED_SECTIONS:
+        return None
+    for texts in (record.samples, record.groups, *record.row_texts.values()):
+        if texts is not None:
+            return len(texts)
+    ragged = [offsets for *_, offsets in record.tensors.values() if offsets is not None]
+    if ragged:
+        return len(ragged[0]) - 1
+    for name in (record.mask, *_SEQUENCES):
+        if name is not None and name in record.tensors and len(record.tensors[name][1]) >= 2:
+            return record.tensors[name][1][0]
+    return None

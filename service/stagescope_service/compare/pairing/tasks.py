@@ -1,0 +1,346 @@
+"""Tasks that read and compare shards; tasks and their outcomes are small and picklable.
+
+`compare_pair` reads two records of one location and compares them if their rows align. Otherwise it
+describes what each holds (`ShardIndex`), and `join` finds out which rows pair. `compare_joined`
+then compares one shard with its counterparts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stagescope.wire.errors import ComparisonFailed, InvalidTensor, StagescopeError
+from stagescope_service.compare.flow import NAMED_SECTIONS
+from stagescope_service.compare.pairing.record_rows import WHOLE_SEQUENCES, RecordRows
+from stagescope_service.compare.pairing.shard_comparison import (
+    Box,
+    ShardComparison,
+    ValueCache,
+    compare_boxes,
+    compare_others,
+    compare_rows,
+    log_prob_noise,
+)
+from stagescope_service.compare.pairing.shard_index import (
+    BY_GROUP_AND_RUN,
+    BY_RESPONSE,
+    BY_ROW,
+    BY_SAMPLE_ID,
+    ShardIndex,
+    as_mapping,
+    describe,
+    group_and_run_ids,
+    named_shard,
+    row_label,
+    sample_ids,
+)
+from stagescope_service.compare.pairing.token_alignment import RowPairing
+from stagescope_service.compare.tolerances import Tolerances
+from stagescope_service.dumps.records import Dump, Entry, Problem, Record
+from stagescope_service.statistics.pairwise import Pairwise
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskOutcome:
+    """What a task found.
+
+    Attributes:
+        comparisons: the tensors and numbers that were compared.
+        indexes: what each side holds, where the rows of the two do not align.
+        in_order: row r of both sides is the same sample, by ids or tokens.
+        unmatched_names: names of tensors and numbers that only one side has, of each side.
+        log_prob_noise: of each side; see `log_prob_noise`.
+        problems: (side, problem) of files that could not be read.
+        left_out: (side, what a reader could not turn into tensors, why).
+        bytes: number of bytes read.
+    """
+
+    comparisons: tuple[ShardComparison, ...] = ()
+    indexes: tuple[ShardIndex | None, ShardIndex | None] = (None, None)
+    in_order: bool = False
+    unmatched_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    log_prob_noise: tuple[Pairwise | None, Pairwise | None] = (None, None)
+    problems: tuple[tuple[int, Problem], ...] = ()
+    left_out: tuple[tuple[int, str, str], ...] = ()
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairTask:
+    """Compare two records of one location.
+
+    Attributes:
+        dumps, entries: of each side; an entry without a counterpart is only described.
+        section: the section under which the comparisons are reported.
+        tolerances, exclude: see `compare_rows`.
+        index_only: describe the rows to join them later, and compare none.
+        prefetch: the task runs early because another section of its files is read now. It is
+            skipped where rows of these files did not align.
+    """
+
+    dumps: tuple[Dump, Dump]
+    entries: tuple[Entry | None, Entry | None]
+    section: str
+    tolerances: Tolerances
+    exclude: frozenset[str] = frozenset()
+    index_only: bool = False
+    prefetch: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counterpart:
+    """The rows, or boxes of named tensors, of a second shard that pair with those of the first."""
+
+    entry: Entry
+    pairing: RowPairing | None = None
+    boxes: tuple[tuple[str, tuple[Box, Box]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinTask:
+    """Compare one shard with its counterparts, of which one is in memory at a time."""
+
+    dumps: tuple[Dump, Dump]
+    entry: Entry
+    counterparts: tuple[Counterpart, ...]
+    section: str
+    tolerances: Tolerances
+    exclude: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass
+class _FileCache:
+    """What the tasks of the same files share.
+
+    Attributes:
+        records: records read so far; as long as they live their files stay mapped.
+        files: files read so far.
+        values: see `compare_rows`.
+    """
+
+    records: list[Record | None] = dataclasses.field(default_factory=list)
+    files: set[Path] = dataclasses.field(default_factory=set)
+    values: ValueCache = dataclasses.field(default_factory=dict)
+
+    def bytes_of_new_files(self, entries: Sequence[Entry | None]) -> int:
+        """Return the bytes of the entries' files that were not read before."""
+        files = {entry.path: entry.bytes for entry in entries if entry is not None}
+        new = files.keys() - self.files
+        self.files |= new
+        return sum(files[path] for path in new)
+
+
+def run_tasks(tasks: Sequence[PairTask | JoinTask]) -> tuple[TaskOutcome | None, ...]:
+    """Run tasks on the same files one after the other, so that each file is mapped once.
+
+    Returns:
+        The outcome of each, None of one that was skipped; see `PairTask.prefetch`.
+
+    Raises:
+        ComparisonFailed: an error that is no fault of the files.
+    """
+    cache, outcomes, is_aligned = _FileCache(), list[TaskOutcome | None](), True
+    for task in tasks:
+        is_prefetch = isinstance(task, PairTask) and task.prefetch
+        outcome = _run_task(task, cache) if is_aligned or not is_prefetch else None
+        is_aligned = is_aligned and outcome is not None and not any(outcome.indexes)
+        outcomes.append(outcome)
+    return tuple(outcomes)
+
+
+def _run_task(task: PairTask | JoinTask, cache: _FileCache) -> TaskOutcome:
+    """Run one task; what is wrong with its files is part of its outcome.
+
+    Raises:
+        ComparisonFailed: any other error, which is no fault of the files.
+    """
+    try:
+        return compare_pair(task, cache) if isinstance(task, PairTask) else compare_joined(task)
+    except StagescopeError as error:  # raised by the comparison, not by a reader
+        entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
+        side = 0 if entries[0] is not None else 1
+        entry = entries[side]
+        assert entry is not None
+        text = f"{entry.path} could not be compared: {error}"
+        return TaskOutcome(problems=((side, Problem(entry.path, "damaged", text, entry)),))
+    except Exception as error:
+        entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
+        paths = " and ".join(str(entry.path) for entry in entries if entry is not None)
+        raise ComparisonFailed(
+            f"{paths} could not be compared: {type(error).__name__}: {error}",
+            advice="the files may be sound; if memory is short, compare one --step",
+        ) from error
+
+
+def compare_pair(task: PairTask, cache: _FileCache) -> TaskOutcome:
+    """Compare two records of one location, or describe what they hold."""
+    problems: list[tuple[int, Problem]] = []
+    records = [
+        None if entry is None else _read(dump, entry, side, problems)
+        for side, (dump, entry) in enumerate(zip(task.dumps, task.entries, strict=True))
+    ]
+    cache.records += records
+    one, other = records
+    size = cache.bytes_of_new_files(task.entries)
+    left_out = tuple(
+        (side, name, str(why))
+        for side, record in enumerate(records)
+        if record is not None
+        for name, why in as_mapping(record.about.get("left_out")).items()
+    )
+    if one is None or other is None:
+        described = tuple(None if each is None else describe(RecordRows(each)) for each in records)
+        return TaskOutcome(
+            indexes=(described[0], described[1]), problems=tuple(problems), left_out=left_out,
+            bytes=size,
+        )  # fmt: skip
+    a, b = RecordRows(one), RecordRows(other)
+    comparisons = compare_others(a, b, task.tolerances)
+    pairing = None if task.index_only else pair_aligned_rows(a, b)
+    indexes: tuple[ShardIndex | None, ShardIndex | None] = (None, None)
+    if pairing is None:
+        indexes = (describe(a), describe(b))
+    else:
+        comparisons += compare_rows(
+            a, b, pairing, task.tolerances, exclude=task.exclude, cache=cache.values
+        )
+    if task.section in NAMED_SECTIONS:
+        unequal_shapes = {each.name for each in comparisons if each.shapes_differ}
+        comparisons = [each for each in comparisons if each.name not in unequal_shapes]
+        indexes = (_index_unpaired(a, b, unequal_shapes), _index_unpaired(b, a, unequal_shapes))
+    names = [set(record.tensors) | set(record.numbers) for record in (one, other)]
+    return TaskOutcome(
+        comparisons=_of_section(comparisons, task.section),
+        indexes=indexes,
+        in_order=pairing is not None and pairing.in_order and pairing.key != BY_ROW,
+        unmatched_names=(tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))),
+        log_prob_noise=(log_prob_noise(a), log_prob_noise(b)), problems=tuple(problems),
+        left_out=left_out, bytes=size,
+    )  # fmt: skip
+
+
+def compare_joined(task: JoinTask) -> TaskOutcome:
+    """Compare one shard with its counterparts."""
+    problems: list[tuple[int, Problem]] = []
+    record = _read(task.dumps[0], task.entry, 0, problems)
+    comparisons: list[ShardComparison] = []
+    if record is not None:
+        rows = RecordRows(record)
+        for counterpart in task.counterparts:
+            comparisons += _compare_counterpart(task, rows, counterpart, problems)
+    return TaskOutcome(
+        comparisons=_of_section(comparisons, task.section),
+        problems=tuple(problems),
+        bytes=task.entry.bytes + sum(each.entry.bytes for each in task.counterparts),
+    )
+
+
+def _of_section(
+    comparisons: Sequence[ShardComparison], section: str
+) -> tuple[ShardComparison, ...]:
+    return tuple(
+        each if each.section == section else dataclasses.replace(each, section=section)
+        for each in comparisons
+    )
+
+
+def _compare_counterpart(
+    task: JoinTask, a: RecordRows, counterpart: Counterpart, problems: list[tuple[int, Problem]]
+) -> list[ShardComparison]:
+    """Compare with one counterpart, which is released before the next is read."""
+    other = _read(task.dumps[1], counterpart.entry, 1, problems)
+    if other is None:
+        return []
+    comparisons = [
+        compare_boxes(a.record, other, name, boxes, task.tolerances)
+        for name, boxes in counterpart.boxes
+    ]
+    if counterpart.pairing is not None:
+        b = RecordRows(other)
+        comparisons += compare_rows(
+            a, b, counterpart.pairing, task.tolerances, exclude=task.exclude
+        )
+    return comparisons
+
+
+def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:
+    """Pair the rows of two records of one location.
+
+    None where their rows are not the same samples, or the two records alone do not show it.
+    """
+    if a.count is None or b.count is None:
+        return _identity(0, (), BY_ROW) if a.count == b.count else None
+    if (a.has_fragments or b.has_fragments) and not all(
+        name in a.names and name in b.names and _has_same_values(a, b, name)
+        for name in ("positions", "token_offset")
+        if name in a.names or name in b.names
+    ):
+        return None
+    for kind, ids in ((BY_SAMPLE_ID, sample_ids), (BY_GROUP_AND_RUN, group_and_run_ids)):
+        ids_a, ids_b = ids(a.record), ids(b.record)
+        if ids_a is None or ids_b is None:
+            continue
+        if ids_a == ids_b:
+            return _identity(len(ids_a), ids_a, kind)
+        row_of_id = {key: row for row, key in enumerate(ids_b)}
+        if len(row_of_id) == len(ids_b) and sorted(ids_a) == sorted(ids_b):
+            rows_b = np.array([row_of_id[key] for key in ids_a], np.int64)
+            return RowPairing(np.arange(len(ids_a)), rows_b, ids_a, kind)
+        return None
+    if a.count != b.count:
+        return None
+    labels = tuple(row_label(a.record.entry.place, row) for row in range(a.count))
+    tokens = [name for name in ("responses", *WHOLE_SEQUENCES) if name in a.names]
+    tokens = [name for name in tokens if name in b.names]
+    if not tokens:
+        return _identity(a.count, labels, BY_ROW)
+    if _has_same_values(a, b, tokens[0]) or a.content_hashes()[0] == b.content_hashes()[0]:
+        return _identity(a.count, labels, BY_RESPONSE)
+    return None
+
+
+def _read(
+    dump: Dump, entry: Entry, side: int, problems: list[tuple[int, Problem]]
+) -> Record | None:
+    try:
+        record = dump.read(entry)
+    except (OSError, StagescopeError) as error:
+        problems.append((side, Problem.of(entry.path, error, entry)))
+        return None
+    _check_offsets(record)
+    return record
+
+
+def _check_offsets(record: Record) -> None:
+    for name, (_, _, values, offsets) in record.tensors.items():
+        if offsets is None:
+            continue
+        if not len(offsets) or np.any(np.diff(offsets, prepend=0) < 0) or offsets[-1] > len(values):
+            raise InvalidTensor(
+                f"{record.entry.path}: the rows of {name} do not follow each other",
+                expected=f"offsets that rise from 0 to at most {len(values)}",
+            )
+
+
+def _index_unpaired(
+    one: RecordRows, other: RecordRows, unequal_shapes: set[str]
+) -> ShardIndex | None:
+    """Index the named tensors of a record that could not be compared with its counterpart's."""
+    missing = [name for name in one.record.tensors if name not in other.record.tensors]
+    names = (*missing, *sorted(unequal_shapes))
+    named = {name: named_shard(one.record, name) for name in names}
+    return ShardIndex(one.record.entry, named=named) if named else None
+
+
+def _identity(count: int, labels: Sequence[str], kind: str) -> RowPairing:
+    every = np.arange(count)
+    return RowPairing(every, every, tuple(labels), kind, in_order=True)
+
+
+def _has_same_values(a: RecordRows, b: RecordRows, name: str) -> bool:
+    one, other = a.tensor(name), b.tensor(name)
+    return np.array_equal(one.offsets, other.offsets) and np.array_equal(one.flat, other.flat)
