@@ -208,11 +208,13 @@ _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
 def _html_group(group: JsonObject, title: str) -> str:
     colour = _COLOURS.get(str(group.get("severity")), "inherit")
     text = group.get("message") or group.get("reason") or ""
-    done = "".join(f"<div>{_escaped(str(each))}</div>" for each in group.get("outcomes") or ())
+    outcomes = "".join(
+        f"<div>{_escaped(str(outcome))}</div>" for outcome in group.get("outcomes") or ()
+    )
     advice = f"<div><i>{_escaped(str(group['advice']))}</i></div>" if group.get("advice") else ""
     return (
         f'<div style="border-left:3px solid {colour};padding-left:.6em;margin:.4em 0">'
-        f"<b>{_escaped(title)}</b><div>{_escaped(str(text))}</div>{done}{advice}</div>"
+        f"<b>{_escaped(title)}</b><div>{_escaped(str(text))}</div>{outcomes}{advice}</div>"
     )
 
 

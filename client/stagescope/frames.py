@@ -95,9 +95,9 @@ class Table:
         numbers. `columns` are those that every row has: a table without rows has them, too.
         """
         rows = list(rows)
-        found = dict.fromkeys(name for row in rows for name in row) if rows else dict(columns)
-        names = [name for name in dict.fromkeys((*order, *columns)) if name in found]
-        names += [name for name in found if name not in names]
+        present = dict.fromkeys(name for row in rows for name in row) if rows else dict(columns)
+        names = [name for name in dict.fromkeys((*order, *columns)) if name in present]
+        names += [name for name in present if name not in names]
         values = {name: nonfinite.column(name, [row.get(name) for row in rows]) for name in names}
         return cls(values, kinds=columns, title=title, about=about, truncated=truncated)
 

@@ -359,8 +359,8 @@ class Step:
         `about["earliest"]` is the earliest over the ranks, None if everything is finite.
         """
         filters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
-        found = self._table("operators/non-finite", _NON_FINITE_ORDER, limit, **filters)
-        return NonFiniteOperators.of(found, title="first non-finite operators")
+        table = self._table("operators/non-finite", _NON_FINITE_ORDER, limit, **filters)
+        return NonFiniteOperators.of(table, title="first non-finite operators")
 
     def _table(self, noun: str, order: Sequence[str], limit: int, **params: QueryValue) -> Table:
         # Rounds have an additional column: the one by which they are grouped.

@@ -31,7 +31,7 @@ def plan(session: Session, run: str | None) -> Table:
     return session.plan(run)
 
 
-@question(click.option("--run", help="Only those ordered for this run."), LIMIT)
+@question(click.option("--run", help="Only those requested for this run."), LIMIT)
 def captures(session: Session, run: str | None, limit: int) -> Table:
     """All captures that were ever requested, also ended and withdrawn ones."""
     return session.captures(run, limit=limit)
@@ -39,7 +39,7 @@ def captures(session: Session, run: str | None, limit: int) -> Table:
 
 _WITHDRAWN: Final = ("capture_id", "run", "state", "stages", "steps", "ranks", "by")
 _WAIT: Final = click.option(
-    "--wait", is_flag=True, help="Show how far it comes until the dumps lie there."
+    "--wait", is_flag=True, help="Show the progress until the capture has ended."
 )
 
 
@@ -47,7 +47,7 @@ _WAIT: Final = click.option(
     click.option("--run", help="Name of the run (default: the one that is live)."),
     click.option(
         "--steps", default="next", show_default=True, metavar="next|N,N-N|all|next:K|every:N[,K]",
-        help="Which steps: the next K, numbers, or every Nth (K times) from when all ranks know.",
+        help="Which steps: the next K, numbers, or every Nth (K times) from the agreed step.",
     ),
     click.option("--stages", required=True, metavar="NAME,...|all", help="Which stages."),
     click.option(
@@ -63,24 +63,25 @@ _WAIT: Final = click.option(
     click.option(
         "--config",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="msprobe's config.json on this machine instead; its content travels.",
+        help="msprobe's config.json on this machine instead; its content is sent.",
     ),
     click.option(
         "--bench", metavar="CAPTURE_ID:STEP",
-        help="An earlier capture with checksums: of task tensor only what differs is written.",
+        help="An earlier capture with checksums: task tensor then writes only what differs.",
     ),
     click.option("--keep", metavar="NAME,...", help="Tensors of the payload to keep."),
     click.option("--parameters", metavar="GLOB,...", help="Parameters to keep the shards of."),
     click.option("--gradients", metavar="GLOB,...", help="... and the gradients of."),
     click.option(
-        "--late", type=click.Choice(LATE), help="Ranks that do not acknowledge [default: wait]."
+        "--late", type=click.Choice(LATE),
+        help="What to do about ranks that do not acknowledge [default: wait].",
     ),
     click.option(
         "--late-after", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-        help="When they are late [default: 60].",
+        help="Time to acknowledge [default: 60].",
     ),
     click.option("--again", type=click.IntRange(min=0), help="Repeat a step that a rank missed."),
-    click.option("--force", is_flag=True, help="Also where it is estimated to cost too much, "
+    click.option("--force", is_flag=True, help="Start even if the estimated cost is too high "
                  "or a stage seems to be misspelt."),
     _WAIT,
 )  # fmt: skip
@@ -182,7 +183,7 @@ def remove_capture(session: Session, capture_id: str) -> Record:
     ),
     click.option("--run", help="Only of this run (test: default the live one)."),
     click.option("--steps", type=click.IntRange(min=1), help="test: newest steps [default: 1000]."),
-    click.option("--defaults", is_flag=True, help="Print the rules that ship, as YAML."),
+    click.option("--defaults", is_flag=True, help="Print the default rules as YAML."),
     click.option("--only", metavar="RULE,...", help="firings: only of these rules."),
     LIMIT,
 )
@@ -196,13 +197,13 @@ def triggers(
     only: str | None,
     limit: int,
 ) -> Table | Record:
-    """The rules in force; `test` them, or others, on a stored run; `set` others.
+    """The rules in force; `test` rules on a stored run; `set` other rules.
 
     \b
-    stagescope triggers                          rules, last fired, budgets, pinned steps
+    stagescope triggers                          rules, last firings, budgets, pinned steps
     stagescope triggers test --rules FILE        which stored steps would have fired
     stagescope triggers set --rules FILE         needs the operate token
-    stagescope triggers firings                  what fired, and what became of its actions
+    stagescope triggers firings                  firings and the outcomes of their actions
     """
     if defaults:
         click.echo(session.default_triggers(), nl=False)

@@ -138,7 +138,7 @@ _EPILOG: Final = "\b\nExit codes:\n" + "\n".join(
 @click.version_option(__version__, prog_name="stagescope")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Ask a running stagescope service, or start one with `stagescope serve`.
+    """Query a running stagescope service, or start one with `stagescope serve`.
 
     The service is found by --url, then STAGESCOPE_URL, then the file that `serve` wrote
     (~/.stagescope/service.json); the token by --token-file, then STAGESCOPE_TOKEN, then that file.
@@ -168,7 +168,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
             "--token-file", type=click.Path(path_type=Path), help="File that holds the token."
         ),
         click.option("--url", help="The service, such as http://head:8700."),
-        click.option("--wide", is_flag=True, help="Every column, however wide the terminal is."),
+        click.option("--wide", is_flag=True, help="Show every column, at any width."),
         click.option(
             "--columns", callback=_names, metavar="A,B", help="Only these columns of a table."
         ),

@@ -42,7 +42,7 @@ def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, s
 
 @step_question(
     CAPTURED, STAGE, ROLE, RANK, PART, CAPTURE,
-    click.option("--name", metavar="GLOB", help="Only such names: '*lm_head*', or a part of one."),
+    click.option("--name", metavar="GLOB", help="Only such names: '*lm_head*', or part of a name."),
     click.option("--kind", help="Module, Functional, Torch, Tensor, ..."),
     click.option("--direction", help="forward, backward, parameters_grad, debug."),
     click.option("--section", help="input_args, output, parameters, grad, ..."),
@@ -72,7 +72,7 @@ def stack(step: Step, stack_id: str, **filters: OptionValue) -> Record:
     click.argument("b", metavar="rank=N,...", callback=_read_side),
     click.option("--factor", type=click.FloatRange(min=0), help="Threshold in eps [default: 4]."),
     click.option("--exact", is_flag=True, help="Every number must be equal."),
-    click.option("--skip-sharded", is_flag=True, help="Leave out shards."),
+    click.option("--skip-sharded", is_flag=True, help="Skip shards."),
 )
 def divergence(
     session: Session,
@@ -117,8 +117,10 @@ def stuck(step: Step, **filters: Unpack[RankFilters]) -> Table:
     ATTEMPT,
     ROLE,
     click.option("--ranks", default="all", show_default=True, metavar="0,4-7|all"),
-    click.option("--wait", default=5.0, show_default=True, help="Seconds that they may take."),
-    click.option("--all-threads", is_flag=True, help="Not the training threads alone."),
+    click.option(
+        "--wait", default=5.0, show_default=True, help="Seconds to wait for their answers."
+    ),
+    click.option("--all-threads", is_flag=True, help="All threads, not only the training threads."),
 )
 def stacks(
     session: Session,

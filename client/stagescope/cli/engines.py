@@ -25,15 +25,15 @@ from stagescope.wire.errors import EngineError
     click.option(
         "--from-log",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="add: every server that a launcher's log names (AREAL_LLM_SERVER_ADDRS=...).",
+        help="add: all servers in a launcher's log (AREAL_LLM_SERVER_ADDRS=...).",
     ),
-    click.option("--name", help="add: what to call it [default: host and port]."),
-    click.option("--run", help="add: which run uses it."),
-    click.option("--note", help="add: what people should know of it."),
+    click.option("--name", help="add: its name [default: host and port]."),
+    click.option("--run", help="add: the run that uses it."),
+    click.option("--note", help="add: a note for its users."),
     click.option(
         "--key-file", type=click.Path(path_type=Path), help="File that holds the engine's key."
     ),
-    click.option("--check", is_flag=True, help="list: ask each engine's health now."),
+    click.option("--check", is_flag=True, help="list: check each engine's health now."),
     LIMIT,
 )
 def engines(
@@ -51,9 +51,9 @@ def engines(
     """The registered inference engines; `add` and `remove` need the operate token.
 
     \b
-    stagescope engines --check                   which there are, and whether they answer
-    stagescope engines add http://HOST:PORT      or HOST:PORT; it is asked what it is
-    stagescope engines add --from-log FILE       as AReaL's launcher printed them
+    stagescope engines --check                   the registered engines and their health
+    stagescope engines add http://HOST:PORT      or HOST:PORT; its kind is detected
+    stagescope engines add --from-log FILE       those in the log of AReaL's launcher
     stagescope engines add                       those of AREAL_LLM_SERVER_ADDRS
     stagescope engines remove NAME
     """

@@ -76,7 +76,9 @@ def exact(session: Session, run: str | None, attempt: int | None) -> Record:
     ROLE,
     RANK,
     ROUND,
-    click.option("--only", metavar="GLOB", help="Only metrics with such a name: 'per_round/*'."),
+    click.option(
+        "--only", metavar="GLOB", help="Only metrics whose names match, such as 'per_round/*'."
+    ),
 )
 def metrics(step: Step, only: str | None, **filters: OptionValue) -> Metrics:
     """A step's metrics, rollout against training."""
@@ -148,15 +150,15 @@ def scalars(step: Step, **filters: Unpack[RankFilters]) -> Table:
     RUN,
     ATTEMPT,
     click.option(
-        "--by", type=click.Choice(["rank", "round", "staleness"]), help="A series for each."
+        "--by", type=click.Choice(["rank", "round", "staleness"]), help="One series for each."
     ),
     click.option("--stage", help="Scalars: only of this stage."),
     ROLE,
     RANK,
     click.option("--from", "from_step", type=int, metavar="STEP", help="The first step."),
     click.option("--to", "to_step", type=int, metavar="STEP", help="The last step."),
-    click.option("--superseded", is_flag=True, help="Also steps that were done again."),
-    click.option("--table", is_flag=True, help="A row a step, in the place of sparklines."),
+    click.option("--superseded", is_flag=True, help="Include steps that were repeated."),
+    click.option("--table", is_flag=True, help="Show one row per step instead of sparklines."),
     click.option(
         "--limit", type=click.IntRange(min=1), default=10_000, show_default=True,
         help="Most steps, the newest.",
@@ -229,7 +231,7 @@ def _comma_list(_: click.Context, __: click.Parameter, value: str | None) -> lis
     MEASURED,
     RUN,
     ATTEMPT,
-    click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it here."),
+    click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it to this file."),
     click.option("--names", callback=_comma_list, metavar="A,B", help="Only these tensors."),
     click.option("--stages", callback=_comma_list, metavar="A,B", help="Only these stages."),
 )
@@ -259,7 +261,7 @@ def batch(
     STAGE,
     ROLE,
     RANK,
-    click.option("--section", type=click.Choice(SECTIONS), help="Only files that hold it."),
+    click.option("--section", type=click.Choice(SECTIONS), help="Only files with this section."),
     LIMIT,
 )
 def kept(step: Step, **filters: OptionValue) -> Table:
