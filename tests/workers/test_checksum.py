@@ -91,7 +91,7 @@ def block_words(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def _forget() -> None:
-    for cached in (module._streams, module._device_streams, module._computes_alike):
+    for cached in (module._streams, module._device_streams, module._has_host_arithmetic):
         cached.cache_clear()
 
 
@@ -200,11 +200,11 @@ def test_a_device_whose_integers_saturate_is_summed_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device("cpu")
-    assert module._computes_alike(device)
-    module._computes_alike.cache_clear()
+    assert module._has_host_arithmetic(device)
+    module._has_host_arithmetic.cache_clear()
     monkeypatch.setattr(module, "device_sum", lambda bits: torch.tensor((1 << 63) - 1))
-    assert not module._computes_alike(device)
-    module._computes_alike.cache_clear()
+    assert not module._has_host_arithmetic(device)
+    module._has_host_arithmetic.cache_clear()
 
 
 @pytest.mark.gpu
@@ -213,5 +213,6 @@ def test_a_cuda_device_gives_the_same(tensor: torch.Tensor) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     found = checksum(tensor.to("cuda"))
+    assert not isinstance(found, int)
     assert found.device.type == "cuda"
     assert unsigned(int(found)) == checksum(tensor)

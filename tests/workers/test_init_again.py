@@ -35,7 +35,7 @@ def init(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Init
     yield call
     for probe in made:
         probe.close(0.0)
-        for each in [*(start.event_sender for start in probe._earlier), probe._sender]:
+        for each in [*(start.event_sender for start in probe._earlier_starts), probe._sender]:
             if each is not None:
                 each._thread.join(10.0)
 
@@ -230,9 +230,9 @@ def test_a_cell_of_one_step_that_is_run_again_is_a_finding(
     said = found[0]
     assert (said["kind"], said["severity"]) == ("step_begun_again", "error")
     assert (said["step"], said["stage"], said["rank"]) == (step, stages[0], 0)
-    assert "both goes count" in said["message"]
+    assert "both count in step" in said["message"]
     assert "probe.close() before init" in said["advice"]
-    assert sum("both goes count" in record.getMessage() for record in caplog.records) == 2
+    assert sum("both count in step" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_the_latter_half_of_a_step_that_is_run_again_is_a_finding(

@@ -226,7 +226,7 @@ def test_only_the_newest_steps_are_remembered(make_feed: MakeFeed, api: FakeApi)
     api.answers[steps[-1] + 1] = answer(0.5)
     wait_for(lambda: feed.take(steps[-1] + 1))
     assert len(feed._arrived) == KEPT_STEPS
-    assert not feed._wanted
+    assert not feed._requests
 
 
 def test_service_that_comes_late_is_asked_then(

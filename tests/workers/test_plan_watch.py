@@ -87,7 +87,7 @@ def test_an_asked_order_is_told_once_and_orders_nothing_before_it_is_agreed_on()
     asked: list[str] = []
     missed: list[int] = []
     found = watch(
-        on_asked=lambda order: asked.append(order["capture_id"]),
+        on_estimate_requested=lambda order: asked.append(order["capture_id"]),
         on_missed=lambda _, step, __: missed.append(step),
     )
     found.begin(4, "a")
@@ -105,7 +105,7 @@ def test_an_asked_order_is_told_once_and_orders_nothing_before_it_is_agreed_on()
 
 def test_an_order_for_others_is_not_reckoned_here() -> None:
     asked: list[object] = []
-    found = watch(on_asked=asked.append)
+    found = watch(on_estimate_requested=asked.append)
     for change in ({"ranks": [7]}, {"roles": ["critic"]}, {"run": "other"}, {"config": None}):
         order = capture(**{"capture_id": str(change), "steps": [], "phase": "asked", **change})
         found.apply({"revision": 1, "captures": [order]})
@@ -148,7 +148,7 @@ def test_a_process_without_captures_neither_carries_out_nor_misses_any() -> None
     missed: list[object] = []
     found = watch(
         local=[capture(capture_id="local")],
-        is_carried_out=False,
+        runs_captures=False,
         on_missed=lambda *what: missed.append(what),
     )
     assert found.begin(5, "actor_update") == []

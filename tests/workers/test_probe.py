@@ -361,7 +361,7 @@ def test_close_does_not_wait_for_a_service_that_never_was(
 ) -> None:
     service.coordinator = None
     probe = make_probe()
-    probe._introduction.made -= 10.0
+    probe._handshake.created -= 10.0
     began = time.monotonic()
     assert not probe.close(60.0)
     assert time.monotonic() - began < 10.0
@@ -380,7 +380,7 @@ def test_close_gives_up_only_after_a_look_for_the_service(
     monkeypatch.setattr(identity, "fingerprint", slow)
     probe = make_probe()
     assert begun.wait(30)
-    probe._introduction.made -= 10.0  # so long did the fingerprint take
+    probe._handshake.created -= 10.0  # so long did the fingerprint take
     with probe.stage("s", step=1):
         pass
     arrived: list[bool] = []
@@ -407,7 +407,7 @@ def test_close_joins_no_cluster_any_more_and_takes_the_address(
     with probe.stage("s", step=1):
         pass
     wait_for(lambda: waited)
-    probe._introduction.made -= 3.0
+    probe._handshake.created -= 3.0
     assert probe.close(30.0)
     assert waited[0] < 60.0
 
@@ -479,7 +479,7 @@ def test_repr_says_no_service_only_after_a_search(
     alone = make_probe(rank=1)
     thread = alone._sender
     assert thread is not None
-    wait_for(lambda: thread.has_looked)
+    wait_for(lambda: thread.has_searched)
     assert "looking for a service" in repr(alone)  # this process may be about to join its cluster
 
 

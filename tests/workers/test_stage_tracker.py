@@ -37,7 +37,7 @@ MakeProbe = Callable[..., Probe]
 def _own_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the test a watchdog of its own, in a directory of its own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(watchdog, "_of_process", None)
+    monkeypatch.setattr(watchdog, "_process_watchdog", None)
 
 
 def request(name: str) -> dict[str, Any]:
@@ -106,15 +106,15 @@ def test_a_request_is_answered_once_and_an_unknown_one_not_at_all(
 
 def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def deep(left: int) -> dict[str, Any]:  # two by turns: repeated frames are written as one
-        return deeper(left - 1) if left else watchdog.take_stacks("r", training=[], work={})
+        return deeper(left - 1) if left else watchdog.collect_stacks("r", training=[], work={})
 
     def deeper(left: int) -> dict[str, Any]:
-        return deep(left - 1) if left else watchdog.take_stacks("r", training=[], work={})
+        return deep(left - 1) if left else watchdog.collect_stacks("r", training=[], work={})
 
     said = deep(400)
     mine = next(t for t in said["threads"] if t["ident"] == threading.get_ident())
     assert mine["stack"].count("in deep") == MOST_FRAMES - 1
-    assert mine["stack"].splitlines()[-2].endswith("in take_stacks")  # the innermost are kept
+    assert mine["stack"].splitlines()[-2].endswith("in collect_stacks")  # the innermost are kept
     monkeypatch.setattr(watchdog, "MOST_CHARACTERS", 100)
     said = deep(5)
     assert sum(len(thread["stack"]) for thread in said["threads"]) <= 100
@@ -128,9 +128,9 @@ def test_stages_that_never_end_do_not_pile_up(
     probe = make_probe()
     for step in range(20):
         probe.begin("s", step=step)
-    probe.standing.where()
-    assert len(probe.standing._inside) == 4
-    assert probe.standing.where()[1]["step"] == 19
+    probe.stage_tracker.current_work()
+    assert len(probe.stage_tracker._open_stages) == 4
+    assert probe.stage_tracker.current_work()[1]["step"] == 19
 
 
 # --- the watchdog -----------------------------------------------------------------------------

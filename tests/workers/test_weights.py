@@ -204,4 +204,4 @@ def test_what_a_device_sums_is_fetched_later(
     probe.record_weights(WEIGHTS, version=1, side="trainer")
     [fields] = said(coordinator)
     assert [row[1] for row in fields["tensors"]] == [(1 << 64) - 1] * 2
-    assert probe.pool.taken == 0
+    assert probe.pool.reserved == 0

@@ -113,9 +113,9 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     levels = []
     for step, level in enumerate(("L0", "L1")):
         file.write_text(json.dumps({"task": "statistics", "level": level}), encoding="utf-8")
-        order = {"config": None, "config_path": str(file)}
         armed = captures.capturer.begin(
-            {"capture_id": "c", "data_dir": str(captures.data_dir), **order},
+            {"capture_id": "c", "data_dir": str(captures.data_dir), "config": None,
+             "config_path": str(file)},
             run="run", attempt_key="k", stage="actor_update", step=step, part=_part(),
             role="actor", rank=0, model=model, data_root=None,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 from stagescope_workers.probe.plan import captures_from_yaml
 
@@ -70,7 +71,7 @@ def config(**changes: Any) -> dict[str, Any]:
     return content
 
 
-def by_id(captures: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def by_id(captures: list[CaptureRequest]) -> dict[str, CaptureRequest]:
     return {capture["capture_id"]: capture for capture in captures}
 
 
@@ -173,7 +174,7 @@ def test_generation_is_left_out_also_when_strict() -> None:
     )
     assert [capture["stages"] for capture in captures] == [["actor_update"]]
     assert captures[0]["strict"] is True
-    assert any("rollout_generate is left out" in note for note in captures[0]["notes"])
+    assert any("rollout_generate is omitted" in note for note in captures[0]["notes"])
 
 
 def test_an_unknown_stage_raises_only_when_strict(caplog: pytest.LogCaptureFixture) -> None:

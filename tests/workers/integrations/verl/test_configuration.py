@@ -93,7 +93,7 @@ def test_verl_s_debugger_is_handed_on_with_absolute_paths(
     assert found is not None
     [capture] = captures_from_verl(found)
     assert (capture["stages"], capture["steps"]) == (["critic_update"], [2])
-    assert (capture["strict"], Path(capture["data_dir"])) == (True, tmp_path / "dumps")
+    assert (capture["strict"], Path(str(capture["data_dir"]))) == (True, tmp_path / "dumps")
 
 
 def test_a_context_of_a_later_version_is_understood() -> None:
