@@ -48,7 +48,7 @@ def test_what_shapes_the_statistics_is_at_the_top() -> None:
 
 def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdefgh1234")
-    shown = configuration.shown(
+    shown = configuration.visible_leaves(
         {
             "trainer": {"hf_token": "x1", "entropy_coeff": 0.5, "max_tokens": 512},
             "judge": {"url": "https://x4@host/", "other": "abcdefgh1234"},
@@ -104,4 +104,4 @@ def test_a_context_of_a_later_version_is_understood() -> None:
 
 def test_a_batch_that_can_carry_nothing_is_refused() -> None:
     with pytest.raises(TypeError, match="object has neither"):
-        context.plant(object(), "text")
+        context.inject(object(), "text")

@@ -40,34 +40,46 @@ PARTS: list[tuple[Any, str]] = [
     *((Stage, name) for name in ("begin", "end", "record", "log")),
     *((Probe, name) for name in ("stage", "begin", "log", "end_step")),
     *((MetricsFeed, name) for name in ("__init__", "want", "take", "close")),
-    *((driver.Driver, name) for name in ("__init__", "context", "plant", "stage", "record")),
     *(
         (driver.Driver, name)
-        for name in ("want_numbers", "log", "close", "_probe", "watch_rollout")
+        for name in ("__init__", "context", "inject_context", "stage", "record")
     ),
-    *((driver, name) for name in ("is_there", "finish", "MetricsFeed")),
+    *(
+        (driver.Driver, name)
+        for name in ("request_numbers", "log", "close", "_probe", "wrap_rollout")
+    ),
+    *((driver, name) for name in ("has_service", "finish", "MetricsFeed")),
     *(
         (rollout, name)
-        for name in ("is_there", "_index", "_layout", "_context", "_enter", "_leave")
+        for name in ("has_service", "_index", "_layout", "_context", "_begin_prompt", "_end_prompt")
     ),
-    (rollout, "_watched"),
-    *((trainer_calls, name) for name in ("driver_of", "chosen", "_take_log_probs", "_is_inner")),
-    (trainer_calls, "_closed_after"),
+    (rollout, "_wrap_prompt"),
+    *(
+        (trainer_calls, name)
+        for name in ("get_driver", "current_mode", "_record_log_probs", "_is_nested_call")
+    ),
+    (trainer_calls, "_wrap_own_fit"),
     (processes, "init"),
-    *((ranks, name) for name in ("probe_of", "is_critic", "is_active", "_note", "_weight_sync")),
+    *(
+        (ranks, name)
+        for name in ("get_probe", "is_critic", "is_active", "_read_context", "_weight_sync")
+    ),
     (ranks, "Minibatches"),
-    *((context, name) for name in ("find", "parse", "plant", "non_tensor", "rows_of")),
-    *((batches, name) for name in ("is_keys", "is_v1", "is_synchronous", "log_probs", "outcome")),
-    *((batches, name) for name in ("name_samples", "ids", "one_version", "versions")),
+    *((context, name) for name in ("extract", "parse", "inject", "non_tensor", "row_strings")),
+    *(
+        (batches, name)
+        for name in ("is_keys", "is_v1", "is_synchronous", "log_probs", "advantages")
+    ),
+    *((batches, name) for name in ("name_samples", "ids", "constant_versions", "versions")),
     *((batches, name) for name in ("in_float32", "at_least_float32")),
     *(
         (configuration, name)
-        for name in ("run_name", "attempt_key", "is_bypass", "settings", "shaping")
+        for name in ("run_name", "attempt_key", "is_bypass", "settings", "statistics_settings")
     ),
-    *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "at")),
+    *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "lookup")),
     (ranks, "describe"),
-    *((minibatches.MicrobatchBuffer, name) for name in ("__init__", "add", "take")),
-    *((minibatches.Minibatches, name) for name in ("advance", "_known")),
+    *((minibatches.MicrobatchBuffer, name) for name in ("__init__", "add", "pop_all")),
+    *((minibatches.Minibatches, name) for name in ("advance", "_versions")),
 ]
 """What is broken in turn; parts that a wrapper must reach are broken where it finds them."""
 

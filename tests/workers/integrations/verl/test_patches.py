@@ -17,7 +17,7 @@ import pytest
 
 from stagescope_workers.integrations.verl import __main__ as listing
 from stagescope_workers.integrations.verl import hooks, plugin
-from stagescope_workers.integrations.verl.modes import VARIABLE, Mode, chosen
+from stagescope_workers.integrations.verl.modes import VARIABLE, Mode, current_mode
 from stagescope_workers.integrations.verl.patches import ABSENT, APPLIED, WAITING, Patch, Patches
 
 NAME = "stagescope_other_people"
@@ -244,7 +244,7 @@ def test_each_mode_has_its_patches() -> None:
 def test_the_variable_chooses(said: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if said is not None:
         monkeypatch.setenv(VARIABLE, said)
-    mode = chosen()
+    mode = current_mode()
     assert mode.name == name
     assert (mode.metrics, mode.stages) == (
         name in ("metrics", "all"),
@@ -256,7 +256,7 @@ def test_an_unknown_mode_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, "metricks")
-    assert chosen().name == "all"
+    assert current_mode().name == "all"
     assert "metricks" in caplog.text
 
 

@@ -345,6 +345,6 @@ def test_verl_s_own_debugger_steps_aside_for_ours(verl: Modules, seen: Seen) -> 
     seen.outcomes["update_actor"] = annotate
     worker.update_actor(data(stages=False))  # ours will not capture it
     annotated.append(profiler.annotate(role="train_batch"))  # verl raises there where strict
-    theirs, ours = "the result of annotate", hooks._alone
+    theirs, ours = "the result of annotate", hooks._unchanged
     assert annotated == [theirs, ours, ours, theirs, ours]
-    assert hooks._alone(annotate) is annotate
+    assert hooks._unchanged(annotate) is annotate
