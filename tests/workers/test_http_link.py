@@ -346,7 +346,7 @@ def test_a_call_under_way_outlives_the_close_of_its_link(server: Service) -> Non
     wait_for(lambda: server.authorizations)
     link.close()
     late = link.record(SENDER, [], {})
-    with pytest.raises(Unreachable, match="given up"):
+    with pytest.raises(Unreachable, match="link to the service is closed"):
         late.result(10)
     server.holds.set()
     assert "receipts" in poll.result(10)

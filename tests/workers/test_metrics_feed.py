@@ -50,7 +50,7 @@ def api(service: FakeService) -> FakeApi:
 
 @pytest.fixture
 def make_feed(make_probe: MakeProbe, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeFeed]:
-    monkeypatch.setattr(metrics_feed, "_MOST_BACKOFF", 0.05)
+    monkeypatch.setattr(metrics_feed, "_MAX_BACKOFF", 0.05)
     made: list[MetricsFeed] = []
 
     def make(probe: Probe | None = None) -> MetricsFeed:

@@ -159,10 +159,10 @@ def test_what_cannot_be_summed_is_unknown_and_said_once(
         ({"kind": "sent"}, "kind is 'sent'"),
         ({"version": None}, "version is None"),
         ({"version": "three"}, "version is 'three'"),
-        ({"names": {"(": ""}}, "no regular expression"),
+        ({"names": {"(": ""}}, "not a regular expression"),
         ({"names": 3}, "names is a int"),
         ({"names": lambda name: 7}, "a weight is called 7"),
-        ({"replicated": ["("]}, "no regular expression"),
+        ({"replicated": ["("]}, "not a regular expression"),
         ({"names": lambda name: "same"}, "two weights are called same"),
     ],
 )

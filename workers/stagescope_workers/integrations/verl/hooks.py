@@ -45,7 +45,7 @@ def wrap_update_actor(function: Function) -> Function:
     """Wrap `update_actor` as one stage; warn once that bypass mode's log-probs are missing."""
     as_stage = ranks.wrap_forward("actor_update", "actor", legacy_engine("actor"), function)
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
         with guarded("the log-probs of bypass mode"):
             _warn_of_bypass(data)
         return as_stage(worker, data, *args, **kwargs)
@@ -97,7 +97,7 @@ _OLDER_CALLS: Final[dict[str, tuple[Wrap, str]]] = {
 def wrap_annotate(function: Function) -> Function:
     """Wrap `PrecisionDebuggerProfiler.annotate`: it does not annotate stages reported here."""
 
-    def run(profiler: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(profiler: Any, *args: object, **kwargs: object) -> object:
         is_replaced = False
         with guarded("replacing verl's precision debugger"):
             is_replaced = ranks.is_active() or kwargs.get("role") not in VERL_STAGES

@@ -189,7 +189,7 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
 def wrap_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap verl's `ppo_loss`: it collects both log-prob streams."""
 
-    def run(config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(config: Any, model_output: Any, data: Any, *args: object, **kwargs: object) -> object:
         result = function(config, model_output, data, *args, **kwargs)
         with guarded("the log-probs of the loss"):
             _collect(model_output, data)

@@ -71,7 +71,7 @@ PASSED_VARIABLES: Final = (
 def wrap_runtime_env(function: Function) -> Function:
     """Wrap `get_ppo_ray_runtime_env`: it adds the plugin's variables to verl's."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         environment = function(*args, **kwargs)
         with guarded("the variables of the job's processes"):
             variables = environment["env_vars"]

@@ -100,7 +100,7 @@ def wrap_forward(
 ) -> Function:
     """Wrap `function(worker, data, ...)` as the stage `name` of `role`."""
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
         with _reported(worker, data, name, role, find_engine):
             return function(worker, data, *args, **kwargs)
 
@@ -112,7 +112,7 @@ def wrap_actor_log_prob(function: Function) -> Function:
     as_actor = wrap_forward("actor_compute_log_prob", "actor", actor_engine, function)
     as_ref = wrap_forward("ref_compute_log_prob", "ref", actor_engine, function)
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
         is_ref = False
         with guarded("distinguishing the reference from the actor"):
             is_ref = bool(contexts.non_tensor(data, "no_lora_adapter"))
@@ -128,7 +128,7 @@ def wrap_infer_batch(function: Function) -> Function:
     """
     as_values = wrap_forward("compute_values", "critic", training_engine, function)
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
         wrapped = function
         with guarded("compute_values"):
             if is_critic(worker):
@@ -144,7 +144,7 @@ def wrap_update_actor(function: Function) -> Function:
     It is marked as active because verl calls its own precision debugger here.
     """
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
         is_reported = False
         with guarded("actor_update"):
             context = _read_context(data)
@@ -158,7 +158,7 @@ def wrap_update_actor(function: Function) -> Function:
 def wrap_train_mini_batch(function: Function) -> Function:
     """Wrap `TrainingWorker.train_mini_batch`: each mini-batch is a part of its stage."""
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
         update: Minibatches | None = None
         with guarded("the mini-batches of an update"):
             update = _update(worker, data)
@@ -173,7 +173,7 @@ def wrap_train_mini_batch(function: Function) -> Function:
 def wrap_train_batch(function: Function) -> Function:
     """Wrap `TrainingWorker.train_batch`, which ends a mini-batch of an update."""
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
         output = function(worker, data, *args, **kwargs)
         update = minibatches.current()
         if update is not None:
@@ -190,7 +190,7 @@ def wrap_train_batch(function: Function) -> Function:
 def wrap_update_weights(find_engine: Callable[[Any], Any], function: Function) -> Function:
     """Wrap `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
 
-    async def run(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    async def run(worker: Any, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("weight_sync"):
             step = kwargs.get("global_steps", args[0] if args else None)

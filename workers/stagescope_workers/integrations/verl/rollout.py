@@ -41,7 +41,7 @@ class _Generation:
 def wrap_generate(function: Function) -> Function:
     """Wrap `AgentLoopWorker.generate_sequences` as a stage; before V1 it runs all prompts."""
 
-    async def run(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    async def run(worker: Any, batch: Any, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("rollout_generate"):
             metadata = getattr(batch, "meta_info", None)
@@ -61,7 +61,7 @@ def wrap_init(function: Function) -> Function:
     methods cannot be replaced for other processes; the methods of one object can.
     """
 
-    def run(worker: Any, *args: Any, **kwargs: Any) -> None:
+    def run(worker: Any, *args: object, **kwargs: object) -> None:
         function(worker, *args, **kwargs)
         with guarded("rollout_generate"):
             run_prompt = getattr(worker, "_run_prompt", None)
@@ -75,7 +75,7 @@ def _wrap_prompt(worker: Any, run_prompt: Function) -> Function:
     generations: dict[Any, _Generation] = {}
 
     @functools.wraps(run_prompt)
-    async def run(*args: Any, **kwargs: Any) -> Any:
+    async def run(*args: object, **kwargs: object) -> object:
         step: Any = None
         with guarded("rollout_generate"):
             step = _begin_prompt(worker, generations, kwargs.get("trajectory"))
@@ -150,7 +150,7 @@ def _stage(worker: Any, step: Any) -> Stage | None:
 def wrap_manager_init(function: Function) -> Function:
     """Wrap `AgentLoopManager.__init__`: its workers get the driver's names with their config."""
 
-    def run(manager: Any, *args: Any, **kwargs: Any) -> None:
+    def run(manager: Any, *args: object, **kwargs: object) -> None:
         function(manager, *args, **kwargs)
         with guarded("the run's name in agent loops"):
             manager.config = configuration.with_names(manager.config)
@@ -236,7 +236,7 @@ def _wrap_generate(
     generate: Callable[..., Any], make_stage: Callable[[], Stage | None]
 ) -> Callable[..., Any]:
     @functools.wraps(generate)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("rollout_generate"):
             stage = make_stage()

@@ -32,7 +32,7 @@ def get_driver(trainer: Any) -> Driver:
 def wrap_with_context(function: Function) -> Function:
     """Wrap a trainer's method so that its batch brings the context to the ranks."""
 
-    def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
         with guarded("the context of the ranks"):
             get_driver(trainer).inject_context(batch)
         return function(trainer, batch, *args, **kwargs)
@@ -44,7 +44,7 @@ def wrap_update_actor(function: Function) -> Function:
     """Wrap `_update_actor`: in bypass mode both streams are recorded when it returns."""
     with_context = wrap_with_context(function)
 
-    def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
         with guarded("the ids of the samples"):
             driver = get_driver(trainer)
             if driver.context() is not None and driver.is_bypass:
@@ -61,7 +61,7 @@ def wrap_update_actor(function: Function) -> Function:
 def wrap_old_log_prob(function: Function) -> Function:
     """Wrap `_compute_old_log_prob`, after which both log-prob streams can be recorded."""
 
-    def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("the step's log-probs"):
             driver = get_driver(trainer)
@@ -88,7 +88,7 @@ def wrap_debug_metrics(function: Function) -> Function:
     They are bfloat16, with a mean rounding error of 0.0037; STAGESCOPE_VERL_FLOAT32 upcasts them.
     """
 
-    def run(data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(data: Any, *args: object, **kwargs: object) -> object:
         with guarded("the step's log-probs"):
             if _awaiting_tensors is not None and _driver is not None:
                 stage, batch = _awaiting_tensors
@@ -108,7 +108,7 @@ def wrap_offpolicy_metrics(function: Function) -> Function:
     STAGESCOPE_VERL_FLOAT32 upcasts them. They are only logged; the training does not change.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if not wants_float32():
             return function(*args, **kwargs)
         with guarded("upcasting log-probs"):
@@ -122,7 +122,7 @@ def wrap_offpolicy_metrics(function: Function) -> Function:
 def wrap_advantage(function: Function) -> Function:
     """Wrap `compute_advantage`: records rewards and advantages as the update uses them."""
 
-    def run(data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(data: Any, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         driver = _driver
         with guarded("the step's advantages"):
@@ -143,7 +143,7 @@ def wrap_advantage(function: Function) -> Function:
 def wrap_reward(function: Function) -> Function:
     """Wrap `_compute_reward_colocate` as the stage `compute_rm_score`."""
 
-    def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("compute_rm_score"):
             driver = get_driver(trainer)
@@ -158,7 +158,7 @@ def wrap_reward(function: Function) -> Function:
 def wrap_balance(function: Function) -> Function:
     """Wrap `_balance_batch`, which reorders the rows: the samples are named before."""
 
-    def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
         with guarded("the ids of the samples"):
             if get_driver(trainer).context() is not None:
                 batches.name_samples(batch)
@@ -170,7 +170,7 @@ def wrap_balance(function: Function) -> Function:
 def wrap_validate(function: Function) -> Function:
     """Wrap `_validate`: validation samples belong to no step."""
 
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, *args: object, **kwargs: object) -> object:
         with guarded("telling validation from training"):
             get_driver(trainer).is_validating = True
         try:
@@ -185,7 +185,7 @@ def wrap_validate(function: Function) -> Function:
 def wrap_load_checkpoint(function: Function) -> Function:
     """Wrap `_load_checkpoint`: the step that it sets is the one resumed from."""
 
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, *args: object, **kwargs: object) -> object:
         result = function(trainer, *args, **kwargs)
         with guarded("the step resumed from"):
             get_driver(trainer).resumed_from_step = getattr(trainer, "global_steps", None) or None
@@ -197,7 +197,7 @@ def wrap_load_checkpoint(function: Function) -> Function:
 def wrap_fit(function: Function) -> Function:
     """Wrap `fit`: when it ends, everything that waits is sent before the job ends."""
 
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Any, *args: object, **kwargs: object) -> object:
         with _closing(trainer):
             return function(trainer, *args, **kwargs)
 
@@ -208,7 +208,7 @@ def wrap_fit(function: Function) -> Function:
 def wrap_trainer_init(function: Function) -> Function:
     """Wrap a trainer's `__init__`, so that a `fit` that a subclass overrides is closed too."""
 
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def run(trainer: Any, *args: object, **kwargs: object) -> None:
         function(trainer, *args, **kwargs)
         with guarded("waiting for receipts at the end of a trainer's own fit"):
             fit = getattr(type(trainer), "fit", None)
@@ -220,12 +220,12 @@ def wrap_trainer_init(function: Function) -> Function:
 
 def _wrap_own_fit(trainer: Any, fit: Function) -> Function:
     @functools.wraps(fit)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with _closing(trainer):
             return fit(*args, **kwargs)
 
     @functools.wraps(fit)
-    async def run_async(*args: Any, **kwargs: Any) -> Any:
+    async def run_async(*args: object, **kwargs: object) -> object:
         with _closing(trainer):
             return await fit(*args, **kwargs)
 
@@ -255,7 +255,7 @@ def wrap_log(function: Function) -> Function:
     Where verl logs a name too, the service's number is logged under `stagescope/`.
     """
 
-    def run(tracking: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(tracking: Any, data: Any, step: Any, *args: object, **kwargs: object) -> object:
         logged = data
         with guarded("the numbers in verl's log"):
             if _driver is not None and "training/global_step" in data:
