@@ -18,7 +18,7 @@ from examples.countdown import checkpoint
 from examples.countdown.actors import Report
 from examples.countdown.batch import Batch
 from examples.countdown.config import Settings
-from examples.countdown.replay import ReplayedRollout, Source, loss_of, verdict
+from examples.countdown.replay import ReplayedRollout, Source, stored_loss, verdict
 from examples.countdown.rescore import RescoredRollout
 from examples.countdown.rollout import Rollout
 from examples.countdown.train import Job
@@ -98,7 +98,7 @@ def test_what_is_missing_or_was_changed_ends_it(rollout: Batch, probe: Probe) ->
     row, at = np.argwhere((rollout.response_mask == 0) & (rollout.turn_ids >= 0))[0]
     ids[row, at] += 1  # what the environment said
     other = dataclasses.replace(whole, tensors={**whole.tensors, "responses": Tensor("int64", ids)})
-    with pytest.raises(RuntimeError, match="responses of step 3 are not what was stored"):
+    with pytest.raises(RuntimeError, match="responses of step 3 differ from the stored ones"):
         ReplayedRollout(SETTINGS, probe, [other]).generate(3)
     with pytest.raises(stagescope.InvalidInput, match="has another prompt"):
         ReplayedRollout(dataclasses.replace(SETTINGS, seed=1), probe, [whole]).generate(3)
@@ -177,7 +177,7 @@ def test_the_verdict_is_on_bits(rollout: Batch) -> None:
         for rank in (0, 1)
     )
     whole = dataclasses.replace(stored(rollout, 3), parts=parts)
-    assert loss_of(whole) == (0.1 + 0.2 + 0.7) / 3
+    assert stored_loss(whole) == (0.1 + 0.2 + 0.7) / 3
     assert "is the stored one, bit by bit" in verdict((0.1 + 0.2 + 0.7) / 3, whole)
     assert "is not the stored" in verdict(1 / 3 + 1e-12, whole)
     assert "nothing to compare" in verdict(1.0, stored(rollout, 3))
