@@ -56,9 +56,9 @@ def test_it_travels_like_any_array() -> None:
     pool = BufferPool()
     copy = pool.copy(values(4))
     buffers: list[pickle.PickleBuffer] = []
-    said = pickle.dumps(copy, protocol=5, buffer_callback=buffers.append)
+    reported = pickle.dumps(copy, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 1
-    again = pickle.loads(said, buffers=[bytes(buffers[0].raw())])
+    again = pickle.loads(reported, buffers=[bytes(buffers[0].raw())])
     assert np.array_equal(again, values(4))
 
 

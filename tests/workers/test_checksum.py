@@ -113,17 +113,17 @@ def test_an_array_is_as_its_tensor(tensor: torch.Tensor) -> None:
 
 @given(tensors(), st.data())
 def test_any_changed_bit_is_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
-    whole = whole_of(tensor)
-    raw = whole.view(torch.uint8)
+    complete = whole_of(tensor)
+    raw = complete.view(torch.uint8)
     assume(raw.numel())
-    before = checksum(whole)
+    before = checksum(complete)
     assert checksum(tensor) == before
     raw[data.draw(st.integers(0, raw.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert checksum(whole) != before
+    assert checksum(complete) != before
 
 
 @given(tensors(), st.data())
-def test_two_elements_that_trade_places_are_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
+def test_two_elements_that_are_swapped_are_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
     flat = whole_of(tensor)
     assume(flat.numel() > 1)
     one, other = data.draw(st.permutations(range(flat.numel())))[:2]
@@ -143,7 +143,7 @@ def test_a_transposed_matrix_is_seen(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_signs_that_trade_places_are_seen(dtype: torch.dtype) -> None:
+def test_signs_that_are_swapped_are_seen(dtype: torch.dtype) -> None:
     # Two values that differ in the topmost bit alone: where sums of 32 bits go blind.
     values = torch.ones(600, dtype=dtype)
     sums = set()

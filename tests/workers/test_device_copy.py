@@ -98,7 +98,7 @@ def test_rows_on_a_device_are_joined_there() -> None:
     assert offsets.tolist() == [0, 2, 5]
 
 
-def test_pool_that_is_taken_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_that_is_full_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PinnedPool(limit=10)
     monkeypatch.setattr(LateTensor, "cpu", lambda self: self.as_subclass(torch.Tensor))
     copy = copy_tensor("p", late(torch.ones(8)), pool)

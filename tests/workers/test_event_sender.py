@@ -43,7 +43,7 @@ def test_what_waited_for_a_late_service_arrives_in_order(
     assert len(late.events) == len({seq for _, seq in late.events})
 
 
-def test_a_stage_that_goes_on_is_told_while_it_runs(
+def test_a_stage_that_continues_is_reported_while_it_runs(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe()
@@ -206,7 +206,7 @@ def test_full_object_store_costs_the_payload_alone(
     assert probe.outbox.bytes == 0
 
 
-def test_bounds_hold_while_nobody_is_there_and_drops_are_told_later(
+def test_bounds_hold_while_nobody_is_there_and_drops_are_reported_later(
     make_probe: MakeProbe, service: FakeService
 ) -> None:
     late, service.coordinator = service.coordinator, None

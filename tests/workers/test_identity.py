@@ -68,7 +68,7 @@ def test_git_commit_and_dirt_are_read(tmp_path: Path) -> None:
     assert dirty["dirty"] is True
 
 
-def test_layout_keeps_what_was_said_and_omits_what_is_unknown() -> None:
+def test_layout_keeps_what_was_declared_and_omits_what_is_unknown() -> None:
     layout = identity.detect_layout({"tp_rank": 1, "host": "mine", "x_rank": 3}, node=None)
     assert layout["tp_rank"] == 1
     assert layout["host"] == "mine"

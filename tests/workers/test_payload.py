@@ -105,7 +105,7 @@ def test_strided_nested_tensor_is_packed() -> None:
     ],
     ids=["tensors", "arrays", "lists", "mixed"],
 )
-def test_list_of_rows_is_packed(rows: Any) -> None:
+def test_list_of_rows_is_packed(rows: object) -> None:
     _, shape, buffer, offsets = owned_tensor("p", rows)
     assert shape == (3,)
     assert buffer.tolist() == [1.0, 2.0, 3.0]
@@ -145,7 +145,7 @@ def test_unsigned_and_foreign_byte_orders_keep_their_values() -> None:
         ([1, 2**70], ["list of 2"]),
     ],
 )
-def test_what_has_no_place_on_the_wire_is_named(value: object, words: list[str]) -> None:
+def test_what_is_unsupported_by_the_wire_is_named(value: object, words: list[str]) -> None:
     with pytest.raises(InvalidTensor) as caught:
         host_tensor("old_log_probs", value)
     assert "old_log_probs" in str(caught.value)

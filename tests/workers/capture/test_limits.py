@@ -33,12 +33,12 @@ def test_the_byte_cap_ends_a_dump_midway(captures: Captures) -> None:
     model = small_decoder()
     with captures.around(model, task="tensor"):
         forward_backward(model, token_ids())
-    whole = len(captures.entries())
+    complete = len(captures.entries())
     with captures.around(model, task="tensor", step=2, limits={"bytes": 30_000}):
         forward_backward(model, token_ids())
     assert captures.last["state"] == "truncated"
     assert "byte cap" in captures.last["error"]
-    assert 0 < len(captures.entries()) < whole
+    assert 0 < len(captures.entries()) < complete
     written = sum(file.stat().st_size for file in Path(captures.last["path"]).rglob("*.pt"))
     # Beside its data every .pt holds a header of a bit over 1 kB.
     assert written < 30_000 + 1_500 * len(list(Path(captures.last["path"]).rglob("*.pt")))
@@ -181,7 +181,7 @@ def test_a_stage_shows_its_tokens_by_what_it_records() -> None:
     assert draft.tokens == 128
 
 
-def test_a_measured_cost_replaces_the_reckoned_one() -> None:
+def test_a_measured_cost_replaces_the_estimated_one() -> None:
     history = History()
     config = MsprobeConfig({"task": "tensor", "level": "L0"})
     size = ModelSize.of_model(small_decoder())

@@ -104,7 +104,7 @@ def test_a_path_that_msprobe_refuses_is_named(captures: Captures, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("order", "error"),
+    ("spec", "error"),
     [
         ({"config": {"task": "statistic"}}, InvalidPlan),
         ({"data_dir": "/proc/no such place"}, CaptureError),
@@ -112,13 +112,13 @@ def test_a_path_that_msprobe_refuses_is_named(captures: Captures, tmp_path: Path
     ],
 )
 def test_strict_raises_and_lenient_does_not(
-    captures: Captures, order: CaptureRequest, error: type[Exception]
+    captures: Captures, spec: CaptureRequest, error: type[Exception]
 ) -> None:
     def begin(strict: bool) -> Any:
         return Capturer().begin(
             {
                 "capture_id": "c", "strict": strict, "data_dir": str(captures.data_dir),
-                "config": {"task": "statistics"}, **order,
+                "config": {"task": "statistics"}, **spec,
             },
             run="run", attempt_key="first", stage="actor_update", step=1, part=Part(),
             role="actor", rank=0, model=small_decoder(), data_root=None,
@@ -199,8 +199,8 @@ def test_the_same_failure_is_logged_once(
     with caplog.at_level(logging.WARNING, "stagescope_workers"):
         for step in range(3):
             captures.begin(None, level="L0", step=step, capture_id="only-once").finish(None)
-    said = [record for record in caplog.records if "only-once" in record.getMessage()]
-    assert len(said) == 1
+    reported = [record for record in caplog.records if "only-once" in record.getMessage()]
+    assert len(reported) == 1
 
 
 def test_what_breaks_inside_a_hook_stays_there(

@@ -32,9 +32,9 @@ def test_gradients_are_those_that_the_optimizer_used() -> None:
         used.append(net[1].weight.grad.clone())
         optimizer.step()
         optimizer.zero_grad()
-    tensors, places, error = shards.finish()
+    tensors, locations, error = shards.finish()
     assert error is None
-    assert places == {}
+    assert locations == {}
     assert set(tensors) == {
         "parameter/0.weight", "parameter/0.bias", "gradient/1.weight", "gradient.1/1.weight",
     }  # fmt: skip
@@ -49,7 +49,7 @@ def test_gradients_are_those_that_the_optimizer_used() -> None:
     assert torch.equal(tensors["parameter/0.weight"], kept)
 
 
-def test_without_an_optimizer_the_gradients_of_the_end_are_taken() -> None:
+def test_without_an_optimizer_the_gradients_of_the_end_are_used() -> None:
     net = model()
     shards = Shards(net, parameters=[], gradients=["*"])
     net(torch.ones(1, 3)).sum().backward()
@@ -74,12 +74,12 @@ def test_several_chunks_are_numbered_and_sized() -> None:
 
 
 @pytest.mark.parametrize("net", [None, object(), [None]])
-def test_a_stage_without_a_model_is_told(net: object) -> None:
+def test_a_stage_without_a_model_is_reported(net: object) -> None:
     with pytest.raises(InvalidPlan, match="need the stage's model"):
         Shards(net, parameters=["*"], gradients=[])
 
 
-def test_names_that_are_not_there_are_told() -> None:
+def test_names_that_are_not_there_are_reported() -> None:
     with pytest.raises(InvalidPlan, match="no parameter name matches lm_head"):
         Shards(model(), parameters=["lm_head"], gradients=[])
 
@@ -141,11 +141,11 @@ def test_a_shard_says_where_it_lies_without_asking_the_others(tmp_path: Path) ->
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    reported = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    assert "alone" in said[1]
+    assert "alone" in reported[1]
 
 
-def test_a_whole_tensor_has_no_place() -> None:
+def test_a_whole_tensor_has_no_location() -> None:
     tensor = torch.ones(2)
     assert local_shard(tensor) == (tensor, {})

@@ -64,7 +64,7 @@ class RankActor:
         """Connect to the other ranks."""
         self._collective.join(port)
 
-    def do(self, method: str, *arguments: Any) -> Any:
+    def do(self, method: str, *arguments: object) -> object:
         """Call a method of `Trainer`."""
         return getattr(self._trainer, method)(*arguments)
 

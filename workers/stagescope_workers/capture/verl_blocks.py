@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidPlan
 from stagescope_workers.capture.msprobe_config import CaptureRequest, load_config
@@ -116,7 +116,7 @@ def _captures(
     return captures
 
 
-def _lookup(node: object, *path: str) -> Any:
+def _lookup(node: object, *path: str) -> object:
     """Return the value at a path of keys or attributes, or None."""
     for name in path:
         if node is None:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 import click
 
@@ -171,7 +171,7 @@ def consistency(
     timeout: float,
     as_json: bool,
     limit: int | None,
-    **sampling: Any,  # the other options, see `_SamplingOptions`
+    **sampling: object,  # the other options, see `_SamplingOptions`
 ) -> None:
     """Hold an inference engine against transformers: same prompts, same tokens.
 
@@ -247,7 +247,7 @@ def _rescore(
     )
 
 
-def _tokenizer(model: Path) -> Any:
+def _tokenizer(model: Path) -> object:
     """Return the tokenizer, or None: it only shows the texts of given tokens."""
     try:
         from stagescope_workers.consistency.transformers_engine import load_tokenizer

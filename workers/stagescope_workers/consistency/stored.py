@@ -42,7 +42,7 @@ def rescore(
     engine: Engine,
     other: Engine | str,
     *,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     limit: int | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> EngineComparison:

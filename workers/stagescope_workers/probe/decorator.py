@@ -41,7 +41,7 @@ def as_stage(
     """
 
     def decorate(function: _Function) -> _Function:
-        def stage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Stage | None:
+        def stage(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Stage | None:
             maker = probe()
             if maker is None:
                 return None
@@ -51,7 +51,7 @@ def as_stage(
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def call_async(*args: Any, **kwargs: Any) -> Any:
+            async def call_async(*args: object, **kwargs: object) -> object:
                 entered = stage(args, kwargs)
                 if entered is None:
                     return await function(*args, **kwargs)
@@ -61,7 +61,7 @@ def as_stage(
             return cast("_Function", call_async)
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             entered = stage(args, kwargs)
             if entered is None:
                 return function(*args, **kwargs)
@@ -73,7 +73,7 @@ def as_stage(
     return decorate
 
 
-def find_step(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+def find_step(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
     """Return the global step of a call, or None.
 
     It is searched in this order: `meta_info["global_steps"]` of any argument (verl's DataProto), or
@@ -123,7 +123,7 @@ def _as_step(value: Any) -> int | None:
         return None
 
 
-def _find_model(model: object, args: tuple[Any, ...]) -> object:
+def _find_model(model: object, args: tuple[object, ...]) -> object:
     if not isinstance(model, str):
         return model
     found: object = args[0] if args else None

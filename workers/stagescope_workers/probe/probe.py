@@ -343,7 +343,7 @@ class Probe(Reporter):
         starts = self._starts(event_sender)
         for each in starts:
             each.handshake.is_leaving = True
-            each.event_sender.search_anew()
+            each.event_sender.restart_search()
         event_sender.wait_until(self._can_stop_waiting, max(0.0, timeout))
         for each in starts:
             each.event_sender.stop()

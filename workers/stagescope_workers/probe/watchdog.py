@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from stagescope.wire.stacks import (
     MOST_CHARACTERS,
@@ -147,7 +147,7 @@ class Watchdog:
             if self._file is None and not self._failed and self.seconds > 0:
                 self._guarded(self._create_file)
 
-    def feed(self, current_work: CurrentWork) -> dict[str, Any] | None:
+    def feed(self, current_work: CurrentWork) -> dict[str, object] | None:
         """Record that the background thread runs and what training does; reset the timer if due.
 
         Returns:
@@ -156,7 +156,7 @@ class Watchdog:
         """
         if self._file is None or time.monotonic() - self._checked_at < self.interval:
             return None
-        stacks: list[dict[str, Any] | None] = []
+        stacks: list[dict[str, object] | None] = []
         with self._lock:
             if self._file is not None:
                 self._guarded(lambda: stacks.append(self._check(current_work)))
@@ -187,7 +187,7 @@ class Watchdog:
         self._file = open(path, "x", opener=_private)  # noqa: SIM115 - faulthandler keeps it
         self._path = path
 
-    def _check(self, current_work: CurrentWork) -> dict[str, Any] | None:
+    def _check(self, current_work: CurrentWork) -> dict[str, object] | None:
         file, path = self._file, self._path
         assert file is not None
         assert path is not None
@@ -212,7 +212,7 @@ class Watchdog:
         return stacks
 
     def _write(
-        self, file: IO[str], state: tuple[Mapping[int, str], Sequence[int], Mapping[str, Any]]
+        self, file: IO[str], state: tuple[Mapping[int, str], Sequence[int], Mapping[str, object]]
     ) -> None:
         threads, training, work = state
         file.seek(0)

@@ -32,7 +32,7 @@ class Answer(TypedDict, total=False):
     """Events that were refused, by sequence number."""
     pause: float
     """Seconds between batches that an overloaded service requests."""
-    plan: dict[str, Any]
+    plan: dict[str, object]
     requests: list[dict[str, object]]
     poll_seconds: float
 
@@ -74,7 +74,7 @@ class Backoff:
             self.until = max(self.until, time.monotonic() + seconds * random.uniform(0.75, 1.25))
 
     def succeed(self) -> None:
-        """Wait no more."""
+        """Reset the delay."""
         self._failures = 0
         self.until = 0.0
 

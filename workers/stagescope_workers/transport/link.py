@@ -294,7 +294,7 @@ def warn_unconnected(name: str, url: str | None, namespace: str, problem: str = 
     _log.warning(
         "%s: nothing is reported, for no service has answered; looked for: %s%s. Set "
         "STAGESCOPE_URL and STAGESCOPE_TOKEN_FILE, or join the service's Ray cluster (`stagescope "
-        "serve` prints how). The search goes on until the process ends",
+        "serve` prints how). The search continues until the process ends",
         name,
         describe_search(url, namespace),
         f" ({problem})" if problem else "",

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 from stagescope.wire.errors import StagescopeError, Unauthorized
 from stagescope_workers.device import PinnedPool
@@ -47,7 +47,7 @@ class PlanHolder(Protocol):
         """The revision that this process has applied."""
         ...
 
-    def apply(self, plan: Mapping[str, Any]) -> None:
+    def apply(self, plan: Mapping[str, object]) -> None:
         """Put a plan in force."""
         ...
 
@@ -154,7 +154,7 @@ class EventSender:
         with self._condition:
             return self._condition.wait_for(done, timeout)
 
-    def search_anew(self) -> None:
+    def restart_search(self) -> None:
         """Search for the service now, if there is no link: earlier results are stale."""
         self._search += 1
         if self._link is None:
@@ -163,7 +163,7 @@ class EventSender:
 
     @property
     def has_searched(self) -> bool:
-        """Whether a search for the service ended since the start, or since `search_anew`."""
+        """Whether a search for the service ended since the start, or since `restart_search`."""
         return self._searched == self._search
 
     def stop(self) -> None:

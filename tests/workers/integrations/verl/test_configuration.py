@@ -58,9 +58,9 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     assert {"trainer.entropy_coeff": 0.5, "trainer.max_tokens": 512}.items() <= shown.items()
-    said = repr(shown)
+    reported = repr(shown)
     for secret in ("x1", "x2", "x3", "x4", "abcdefgh1234", "basic"):
-        assert secret not in said, secret
+        assert secret not in reported, secret
 
 
 def test_streams_say_who_made_them() -> None:

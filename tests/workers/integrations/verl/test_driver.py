@@ -139,7 +139,7 @@ def test_a_trainer_that_may_be_asynchronous_claims_no_versions(
     assert set(ended(1)[0].payload["tensors"]) == STREAMS
 
 
-def test_metrics_that_belong_to_no_step_are_not_taken(
+def test_metrics_that_belong_to_no_step_are_not_used(
     verl: Modules, seen: Seen, probes: list[Probe]
 ) -> None:
     held = verl_fakes.DataProto(verl_fakes.tensors())
@@ -319,7 +319,7 @@ def test_the_service_s_numbers_stand_beside_verl_s_own(
     assert told.fields["step"] == 3
 
 
-def test_another_s_log_is_left_alone(verl: Modules, seen: Seen, probes: list[Probe]) -> None:
+def test_another_s_log_is_not_changed(verl: Modules, seen: Seen, probes: list[Probe]) -> None:
     trainer_calls.get_driver(verl_fakes.trainer(verl))
     data = {"val/score": 0.5}
     verl[TRACKING].Tracking().log(data, 3)

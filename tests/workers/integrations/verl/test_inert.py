@@ -105,7 +105,7 @@ class Clock:
         return self.now
 
 
-class Place:
+class FakeRayLink:
     """Where a service may be found, over Ray."""
 
     def __init__(self) -> None:
@@ -117,10 +117,10 @@ class Place:
         return self.found
 
 
-def test_a_service_is_looked_for_now_and_then_until_it_was_found(
+def test_a_service_is_searched_now_and_then_until_it_was_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, place = Clock(), Place()
+    clock, place = Clock(), FakeRayLink()
     monkeypatch.setattr(services, "time", clock)
     monkeypatch.setattr(services, "RayLink", place)
     monkeypatch.setattr(services, "_found", False)
@@ -134,7 +134,7 @@ def test_a_service_is_looked_for_now_and_then_until_it_was_found(
 
 
 def test_an_address_is_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place()
+    place = FakeRayLink()
     monkeypatch.setattr(services, "RayLink", place)
     monkeypatch.setattr(services, "_found", False)
     monkeypatch.setattr(services, "_searched_at", float("-inf"))
@@ -147,7 +147,7 @@ def test_a_service_that_attach_finds_is_there_once_it_takes_connections(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(services, "time", clock)
-    monkeypatch.setattr(services, "RayLink", Place())
+    monkeypatch.setattr(services, "RayLink", FakeRayLink())
     monkeypatch.setattr(services, "_FIRST_WAIT", 30.0)
     monkeypatch.setattr(links, "_warned_in", set())
     for name, value in {

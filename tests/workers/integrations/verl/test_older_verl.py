@@ -63,7 +63,7 @@ def test_the_model_is_found_under_either_name() -> None:
     assert find(object()).module is None
 
 
-def test_bypass_mode_is_said_once(
+def test_bypass_mode_is_logged_once(
     make: Callable[[str], Any], seen: Seen, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ def test_what_another_module_serves_is_not_left_out(
     assert caplog.records == []
 
 
-def test_what_no_module_serves_is_said_in_one_line(
+def test_what_no_module_serves_is_logged_in_one_line(
     installed: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -54,7 +54,7 @@ def test_how_a_method_is_dispatched_is_kept(name: str, method: str, modules: Mod
     assert inspect.iscoroutinefunction(replacement) == inspect.iscoroutinefunction(original)
 
 
-def test_a_layer_is_passed_once_and_ours_stands_inside_it(modules: Modules, seen: Seen) -> None:
+def test_a_layer_is_passed_once_and_ours_runs_inside_it(modules: Modules, seen: Seen) -> None:
     decorator = modules["verl.single_controller.base.decorator"]
     workers = modules["verl.workers.engine_workers"]
     original = workers.ActorRolloutRefWorker.compute_log_prob

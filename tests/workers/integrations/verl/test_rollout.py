@@ -207,7 +207,7 @@ def test_verl_s_own_workers_are_not_reported_twice(
     assert probes == []
 
 
-def test_where_no_rollout_can_be_reported_it_is_said_once(
+def test_where_no_rollout_can_be_reported_it_is_logged_once(
     verl: Modules, probes: list[Probe], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -25,7 +25,7 @@ _ROLE_PROFILERS: Final = (
 )
 
 
-def run_name(config: Any) -> str:
+def run_name(config: object) -> str:
     """Return STAGESCOPE_RUN, else `{project_name}.{experiment_name}` as a valid run name."""
     variable = os.environ.get("STAGESCOPE_RUN")
     names = [lookup(config, "trainer", name) for name in ("project_name", "experiment_name")]
@@ -38,7 +38,7 @@ def run_name(config: Any) -> str:
     return f"{valid[: _MAX_NAME_LENGTH - 9]}-{checksum}"
 
 
-def names(config: Any) -> tuple[str, str | None]:
+def names(config: object) -> tuple[str, str | None]:
     """Return the run's name and the attempt key: the driver's, else those of this process."""
     driver = lookup(config, _NAMES)
     if driver is not None:
@@ -51,7 +51,7 @@ def attempt_key() -> str | None:
     return os.environ.get("STAGESCOPE_ATTEMPT") or None
 
 
-def with_names(config: Any) -> Any:
+def with_names(config: object) -> object:
     """Return a copy of verl's configuration with the driver's names, for other processes.
 
     The environment variables of these names may be set only for the driver.
@@ -64,12 +64,12 @@ def with_names(config: Any) -> Any:
     return copied
 
 
-def is_bypass(config: Any) -> bool:
+def is_bypass(config: object) -> bool:
     """Return whether the trainer uses the rollout's log-probs as its own."""
     return bool(lookup(config, "algorithm", "rollout_correction", "bypass_mode"))
 
 
-def settings(config: Any) -> dict[str, Any]:
+def settings(config: object) -> dict[str, Any]:
     """Return the settings that influence the statistics, and the whole configuration.
 
     Only the driver reports them. The configuration is flat, `{"actor_rollout_ref.actor.ppo_epochs":
@@ -80,7 +80,7 @@ def settings(config: Any) -> dict[str, Any]:
     return {**statistics_settings(config), "verl": leaves}
 
 
-def statistics_settings(config: Any) -> dict[str, Any]:
+def statistics_settings(config: object) -> dict[str, object]:
     """Return the settings that influence the statistics: verl's rollout_correction."""
     correction = lookup(config, "algorithm", "rollout_correction")
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
@@ -88,7 +88,7 @@ def statistics_settings(config: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def streams(config: Any) -> dict[str, Any]:
+def streams(config: object) -> dict[str, Any]:
     """Return the metadata of a batch: the producers of its streams, and how tokens were sampled."""
     rollout = lookup(config, "actor_rollout_ref", "rollout")
     sampling = {name: lookup(rollout, name) for name in ("temperature", "top_p", "top_k")}
@@ -116,7 +116,7 @@ def streams(config: Any) -> dict[str, Any]:
     }
 
 
-def profiler(config: Any) -> dict[str, Any] | None:
+def profiler(config: object) -> dict[str, object] | None:
     """Return the blocks of verl's precision debugger, with absolute paths; None where it is off."""
     block = to_container(lookup(config, "global_profiler")) or {}
     if block.get("tool") != "precision_debugger":
@@ -147,7 +147,7 @@ def profiler(config: Any) -> dict[str, Any] | None:
     return found
 
 
-def lookup(node: Any, *path: str) -> Any:
+def lookup(node: object, *path: str) -> Any:
     """Return the value at a path of keys or attributes, or None."""
     for name in path:
         if node is None:
@@ -159,7 +159,7 @@ def lookup(node: Any, *path: str) -> Any:
     return node
 
 
-def to_container(node: Any) -> Any:
+def to_container(node: object) -> Any:
     """Return an OmegaConf node as built-in types, with interpolations resolved where possible."""
     if node is None or isinstance(node, dict):
         return node
@@ -171,14 +171,14 @@ def to_container(node: Any) -> Any:
         return OmegaConf.to_container(node, resolve=False)
 
 
-def visible_leaves(tree: Mapping[Any, Any]) -> dict[str, Any]:
+def visible_leaves(tree: Mapping[object, object]) -> dict[str, object]:
     """Return the leaves of a tree by dotted name, without possible secrets."""
     secrets = {
         value
         for variable, value in os.environ.items()
         if _SECRET.search(variable) and len(value) >= _MIN_SECRET_LENGTH
     }
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in _leaves(tree, ""):
         texts = [text for text in _as_list(value) if isinstance(text, str)]
         if texts and _SECRET.search(name):
@@ -193,7 +193,7 @@ def visible_leaves(tree: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, object]]:
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         if isinstance(value, Mapping) or any(
             isinstance(item, Mapping | list | tuple) for item in _as_list(value)
@@ -203,9 +203,9 @@ def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _absolute(path: Any) -> str | None:
+def _absolute(path: object) -> str | None:
     return str(Path(path).expanduser().absolute()) if isinstance(path, str) and path else None

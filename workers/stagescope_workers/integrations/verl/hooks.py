@@ -34,7 +34,7 @@ _warned_of_bypass = False
 def legacy_engine(name: str) -> Callable[[Any], Any]:
     """Return a function that finds a worker's model by the attribute names of FSDP or Megatron."""
 
-    def find(worker: Any) -> Any:
+    def find(worker: object) -> object:
         model = getattr(worker, f"{name}_module_fsdp", getattr(worker, f"{name}_module", None))
         return types.SimpleNamespace(module=model)
 
@@ -45,7 +45,7 @@ def wrap_update_actor(function: Function) -> Function:
     """Wrap `update_actor` as one stage; warn once that bypass mode's log-probs are missing."""
     as_stage = ranks.wrap_forward("actor_update", "actor", legacy_engine("actor"), function)
 
-    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         with guarded("the log-probs of bypass mode"):
             _warn_of_bypass(data)
         return as_stage(worker, data, *args, **kwargs)
@@ -53,7 +53,7 @@ def wrap_update_actor(function: Function) -> Function:
     return run
 
 
-def _warn_of_bypass(data: Any) -> None:
+def _warn_of_bypass(data: object) -> None:
     global _warned_of_bypass
     context = contexts.extract(data)
     if context is not None and context.bypass and not _warned_of_bypass:
@@ -91,13 +91,13 @@ _OLDER_CALLS: Final[dict[str, tuple[Wrap, str]]] = {
         "critic_update",
     ),
 }
-"""Method -> what stands round it, and the stage."""
+"""Method -> (wrapper, stage)."""
 
 
 def wrap_annotate(function: Function) -> Function:
     """Wrap `PrecisionDebuggerProfiler.annotate`: it does not annotate stages reported here."""
 
-    def run(profiler: Any, *args: object, **kwargs: object) -> object:
+    def run(profiler: object, *args: object, **kwargs: object) -> object:
         is_replaced = False
         with guarded("replacing verl's precision debugger"):
             is_replaced = ranks.is_active() or kwargs.get("role") not in VERL_STAGES

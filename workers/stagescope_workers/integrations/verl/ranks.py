@@ -36,14 +36,14 @@ _MEGATRON: Final = {
 }
 
 
-def describe(worker: Any, engine: Any) -> dict[str, Any]:
+def describe(worker: Any, engine: object) -> dict[str, object]:
     """Return `init`'s options for a worker: layout and data_rank.
 
     Args:
         worker: verl's Worker, which has the rank.
         engine: its model engine (FSDP, Megatron, VeOmni); missing attributes are omitted.
     """
-    layout: dict[str, Any] = {"framework": "verl", "engine": _strategy(engine)}
+    layout: dict[str, object] = {"framework": "verl", "engine": _strategy(engine)}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         layout["framework_version"] = importlib.metadata.version("verl")
     for name, method in (
@@ -56,7 +56,7 @@ def describe(worker: Any, engine: Any) -> dict[str, Any]:
     if isinstance(sequence, int) and sequence > 1:
         layout |= {"sp_size": sequence, "sp_rank": int(worker.rank) % sequence}
     layout |= _megatron()
-    described: dict[str, Any] = {
+    described: dict[str, object] = {
         "layout": {name: value for name, value in layout.items() if value is not None}
     }
     if "dp_rank" in layout:
@@ -64,7 +64,7 @@ def describe(worker: Any, engine: Any) -> dict[str, Any]:
     return described
 
 
-def _strategy(engine: Any) -> str | None:
+def _strategy(engine: object) -> str | None:
     strategy = getattr(getattr(engine, "engine_config", None), "strategy", None)
     return strategy if isinstance(strategy, str) else None
 
@@ -96,11 +96,11 @@ def is_active() -> bool:
 
 
 def wrap_forward(
-    name: str, role: str, find_engine: Callable[[Any], Any], function: Function
+    name: str, role: str, find_engine: Callable[[Any], object], function: Function
 ) -> Function:
     """Wrap `function(worker, data, ...)` as the stage `name` of `role`."""
 
-    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         with _reported(worker, data, name, role, find_engine):
             return function(worker, data, *args, **kwargs)
 
@@ -112,7 +112,7 @@ def wrap_actor_log_prob(function: Function) -> Function:
     as_actor = wrap_forward("actor_compute_log_prob", "actor", actor_engine, function)
     as_ref = wrap_forward("ref_compute_log_prob", "ref", actor_engine, function)
 
-    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         is_ref = False
         with guarded("distinguishing the reference from the actor"):
             is_ref = bool(contexts.non_tensor(data, "no_lora_adapter"))
@@ -128,7 +128,7 @@ def wrap_infer_batch(function: Function) -> Function:
     """
     as_values = wrap_forward("compute_values", "critic", training_engine, function)
 
-    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         wrapped = function
         with guarded("compute_values"):
             if is_critic(worker):
@@ -144,7 +144,7 @@ def wrap_update_actor(function: Function) -> Function:
     It is marked as active because verl calls its own precision debugger here.
     """
 
-    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         is_reported = False
         with guarded("actor_update"):
             context = _read_context(data)
@@ -158,7 +158,7 @@ def wrap_update_actor(function: Function) -> Function:
 def wrap_train_mini_batch(function: Function) -> Function:
     """Wrap `TrainingWorker.train_mini_batch`: each mini-batch is a part of its stage."""
 
-    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         update: Minibatches | None = None
         with guarded("the mini-batches of an update"):
             update = _update(worker, data)
@@ -173,11 +173,11 @@ def wrap_train_mini_batch(function: Function) -> Function:
 def wrap_train_batch(function: Function) -> Function:
     """Wrap `TrainingWorker.train_batch`, which ends a mini-batch of an update."""
 
-    def run(worker: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         output = function(worker, data, *args, **kwargs)
         update = minibatches.current()
         if update is not None:
-            metrics: Any = None
+            metrics: object = None
             with guarded("the metrics of a mini-batch"):
                 metrics = None if output is None else contexts.non_tensor(output, "metrics")
             with guarded("the mini-batches of an update", reraise=StagescopeError):
@@ -187,10 +187,10 @@ def wrap_train_batch(function: Function) -> Function:
     return run
 
 
-def wrap_update_weights(find_engine: Callable[[Any], Any], function: Function) -> Function:
+def wrap_update_weights(find_engine: Callable[[Any], object], function: Function) -> Function:
     """Wrap `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
 
-    async def run(worker: Any, *args: object, **kwargs: object) -> object:
+    async def run(worker: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("weight_sync"):
             step = kwargs.get("global_steps", args[0] if args else None)
@@ -204,27 +204,27 @@ def wrap_update_weights(find_engine: Callable[[Any], Any], function: Function) -
 # --- the model and probe of a worker ----------------------------------------------------------
 
 
-def actor_engine(worker: Any) -> Any:
+def actor_engine(worker: Any) -> object:
     """Return the engine of an ActorRolloutRefWorker's actor."""
     return worker.actor.engine
 
 
-def ref_engine(worker: Any) -> Any:
+def ref_engine(worker: Any) -> object:
     """Return the engine of an ActorRolloutRefWorker's reference."""
     return worker.ref.engine
 
 
-def training_engine(worker: Any) -> Any:
+def training_engine(worker: Any) -> object:
     """Return the engine of a TrainingWorker."""
     return worker.engine
 
 
-def is_critic(worker: Any) -> bool:
+def is_critic(worker: object) -> bool:
     """Return whether a TrainingWorker has a value model."""
     return getattr(getattr(worker, "config", None), "model_type", None) == "value_model"
 
 
-def _probe(context: Context, worker: Any, role: str, engine: Any) -> Probe:
+def _probe(context: Context, worker: Any, role: str, engine: object) -> Probe:
     return get_probe(
         context,
         role,
@@ -234,7 +234,7 @@ def _probe(context: Context, worker: Any, role: str, engine: Any) -> Probe:
     )
 
 
-def _read_context(data: Any) -> Context | None:
+def _read_context(data: object) -> Context | None:
     global _latest_context
     context = contexts.extract(data)
     if context is not None:
@@ -244,7 +244,7 @@ def _read_context(data: Any) -> Context | None:
 
 @contextlib.contextmanager
 def _reported(
-    worker: Any, data: Any, name: str, role: str, find_engine: Callable[[Any], Any]
+    worker: object, data: object, name: str, role: str, find_engine: Callable[[Any], object]
 ) -> Iterator[None]:
     stage: Stage | None = None
     with guarded(name):
@@ -298,7 +298,9 @@ def _update(worker: Any, data: Any) -> Minibatches | None:
     )
 
 
-def _weight_sync(worker: Any, step: Any, find_engine: Callable[[Any], Any]) -> Stage | None:
+def _weight_sync(
+    worker: object, step: object, find_engine: Callable[[Any], object]
+) -> Stage | None:
     # The sync before the first step has no batch with a context: it is not reported.
     context = _latest_context
     if context is None or not context.stages or not isinstance(step, int):

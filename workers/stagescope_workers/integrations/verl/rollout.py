@@ -41,7 +41,7 @@ class _Generation:
 def wrap_generate(function: Function) -> Function:
     """Wrap `AgentLoopWorker.generate_sequences` as a stage; before V1 it runs all prompts."""
 
-    async def run(worker: Any, batch: Any, *args: object, **kwargs: object) -> object:
+    async def run(worker: object, batch: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("rollout_generate"):
             metadata = getattr(batch, "meta_info", None)
@@ -71,12 +71,12 @@ def wrap_init(function: Function) -> Function:
     return run
 
 
-def _wrap_prompt(worker: Any, run_prompt: Function) -> Function:
-    generations: dict[Any, _Generation] = {}
+def _wrap_prompt(worker: object, run_prompt: Function) -> Function:
+    generations: dict[object, _Generation] = {}
 
     @functools.wraps(run_prompt)
     async def run(*args: object, **kwargs: object) -> object:
-        step: Any = None
+        step: object = None
         with guarded("rollout_generate"):
             step = _begin_prompt(worker, generations, kwargs.get("trajectory"))
         error: BaseException | None = None
@@ -92,7 +92,9 @@ def _wrap_prompt(worker: Any, run_prompt: Function) -> Function:
     return run
 
 
-def _begin_prompt(worker: Any, generations: dict[Any, _Generation], trajectory: Any) -> Any:
+def _begin_prompt(
+    worker: object, generations: dict[object, _Generation], trajectory: object
+) -> object:
     """Count a prompt that begins; the first of a step begins the stage."""
     if not isinstance(trajectory, dict) or trajectory.get("validate"):
         return None
@@ -108,7 +110,7 @@ def _begin_prompt(worker: Any, generations: dict[Any, _Generation], trajectory: 
 
 
 def _end_prompt(
-    generations: dict[Any, _Generation], step: Any, error: BaseException | None
+    generations: dict[object, _Generation], step: object, error: BaseException | None
 ) -> None:
     """Count a prompt that ends; the last of a step ends the stage."""
     generation = generations.get(step)
@@ -121,7 +123,7 @@ def _end_prompt(
         generation.stage.end(generation.error)
 
 
-def _stage(worker: Any, step: Any) -> Stage | None:
+def _stage(worker: Any, step: object) -> Stage | None:
     if not isinstance(step, int) or step < 0 or not has_service():
         return None
     config = worker.config
@@ -158,12 +160,12 @@ def wrap_manager_init(function: Function) -> Function:
     return run
 
 
-def _context(config: Any, step: int) -> Context:
+def _context(config: object, step: int) -> Context:
     run, attempt_key = configuration.names(config)
     return Context(run=run, attempt_key=attempt_key, step=step)
 
 
-def _layout(config: Any) -> dict[str, Any]:
+def _layout(config: object) -> dict[str, object]:
     engine = configuration.lookup(config, "actor_rollout_ref", "rollout", "name")
     return {"framework": "verl", **({"engine": str(engine)} if engine else {})}
 
@@ -186,7 +188,7 @@ _WRAPPED: Final = "_stagescope_watched"
 _logged: Final[set[str]] = set()
 
 
-def wrap_manager(trainer: Any, make_stage: Callable[[], Stage | None]) -> None:
+def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None]) -> None:
     """Wrap the manager's `generate_sequences` as a stage where its workers report none.
 
     Where that is not possible, it is logged once per class.
@@ -209,7 +211,7 @@ def wrap_manager(trainer: Any, make_stage: Callable[[], Stage | None]) -> None:
         setattr(manager, _WRAPPED, True)
 
 
-def _workers_report(manager: Any) -> bool:
+def _workers_report(manager: object) -> bool:
     """Return whether a manager's workers are agent loop workers whose methods are wrapped."""
     base = getattr(sys.modules.get(_LOOPS), "AgentLoopWorker", None)
     workers = getattr(manager, "agent_loop_workers_class", None)
@@ -255,7 +257,7 @@ def _wrap_generate(
     return run
 
 
-async def _awaited(result: Awaitable[Any], stage: Stage | None) -> Any:
+async def _awaited(result: Awaitable[object], stage: Stage | None) -> object:
     try:
         found = await result
     except BaseException as error:

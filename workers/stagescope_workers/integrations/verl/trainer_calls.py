@@ -17,11 +17,11 @@ from stagescope_workers.probe.stage import Stage
 Function = Callable[..., Any]
 
 _driver: Driver | None = None
-_awaiting_tensors: tuple[Stage, Any] | None = None
+_awaiting_tensors: tuple[Stage, object] | None = None
 """V1's stage and batch that wait for tensors which only its metrics function receives."""
 
 
-def get_driver(trainer: Any) -> Driver:
+def get_driver(trainer: object) -> Driver:
     """Return the driver of `trainer`, which becomes the process's current one."""
     global _driver
     if _driver is None or _driver.trainer is not trainer:
@@ -32,7 +32,7 @@ def get_driver(trainer: Any) -> Driver:
 def wrap_with_context(function: Function) -> Function:
     """Wrap a trainer's method so that its batch brings the context to the ranks."""
 
-    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, batch: object, *args: object, **kwargs: object) -> object:
         with guarded("the context of the ranks"):
             get_driver(trainer).inject_context(batch)
         return function(trainer, batch, *args, **kwargs)
@@ -44,7 +44,7 @@ def wrap_update_actor(function: Function) -> Function:
     """Wrap `_update_actor`: in bypass mode both streams are recorded when it returns."""
     with_context = wrap_with_context(function)
 
-    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, batch: Any, *args: object, **kwargs: object) -> object:
         with guarded("the ids of the samples"):
             driver = get_driver(trainer)
             if driver.context() is not None and driver.is_bypass:
@@ -61,7 +61,7 @@ def wrap_update_actor(function: Function) -> Function:
 def wrap_old_log_prob(function: Function) -> Function:
     """Wrap `_compute_old_log_prob`, after which both log-prob streams can be recorded."""
 
-    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, batch: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("the step's log-probs"):
             driver = get_driver(trainer)
@@ -88,7 +88,7 @@ def wrap_debug_metrics(function: Function) -> Function:
     They are bfloat16, with a mean rounding error of 0.0037; STAGESCOPE_VERL_FLOAT32 upcasts them.
     """
 
-    def run(data: Any, *args: object, **kwargs: object) -> object:
+    def run(data: object, *args: object, **kwargs: object) -> object:
         with guarded("the step's log-probs"):
             if _awaiting_tensors is not None and _driver is not None:
                 stage, batch = _awaiting_tensors
@@ -122,7 +122,7 @@ def wrap_offpolicy_metrics(function: Function) -> Function:
 def wrap_advantage(function: Function) -> Function:
     """Wrap `compute_advantage`: records rewards and advantages as the update uses them."""
 
-    def run(data: Any, *args: object, **kwargs: object) -> object:
+    def run(data: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         driver = _driver
         with guarded("the step's advantages"):
@@ -143,7 +143,7 @@ def wrap_advantage(function: Function) -> Function:
 def wrap_reward(function: Function) -> Function:
     """Wrap `_compute_reward_colocate` as the stage `compute_rm_score`."""
 
-    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, batch: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("compute_rm_score"):
             driver = get_driver(trainer)
@@ -158,7 +158,7 @@ def wrap_reward(function: Function) -> Function:
 def wrap_balance(function: Function) -> Function:
     """Wrap `_balance_batch`, which reorders the rows: the samples are named before."""
 
-    def run(trainer: Any, batch: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, batch: object, *args: object, **kwargs: object) -> object:
         with guarded("the ids of the samples"):
             if get_driver(trainer).context() is not None:
                 batches.name_samples(batch)
@@ -170,7 +170,7 @@ def wrap_balance(function: Function) -> Function:
 def wrap_validate(function: Function) -> Function:
     """Wrap `_validate`: validation samples belong to no step."""
 
-    def run(trainer: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, *args: object, **kwargs: object) -> object:
         with guarded("telling validation from training"):
             get_driver(trainer).is_validating = True
         try:
@@ -185,7 +185,7 @@ def wrap_validate(function: Function) -> Function:
 def wrap_load_checkpoint(function: Function) -> Function:
     """Wrap `_load_checkpoint`: the step that it sets is the one resumed from."""
 
-    def run(trainer: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, *args: object, **kwargs: object) -> object:
         result = function(trainer, *args, **kwargs)
         with guarded("the step resumed from"):
             get_driver(trainer).resumed_from_step = getattr(trainer, "global_steps", None) or None
@@ -197,7 +197,7 @@ def wrap_load_checkpoint(function: Function) -> Function:
 def wrap_fit(function: Function) -> Function:
     """Wrap `fit`: when it ends, everything that waits is sent before the job ends."""
 
-    def run(trainer: Any, *args: object, **kwargs: object) -> object:
+    def run(trainer: object, *args: object, **kwargs: object) -> object:
         with _closing(trainer):
             return function(trainer, *args, **kwargs)
 
@@ -218,7 +218,7 @@ def wrap_trainer_init(function: Function) -> Function:
     return run
 
 
-def _wrap_own_fit(trainer: Any, fit: Function) -> Function:
+def _wrap_own_fit(trainer: object, fit: Function) -> Function:
     @functools.wraps(fit)
     def run(*args: object, **kwargs: object) -> object:
         with _closing(trainer):
@@ -233,7 +233,7 @@ def _wrap_own_fit(trainer: Any, fit: Function) -> Function:
 
 
 @contextlib.contextmanager
-def _closing(trainer: Any) -> Iterator[None]:
+def _closing(trainer: object) -> Iterator[None]:
     with guarded("reading verl's configuration"):
         get_driver(trainer).prepare()
     with guarded("the rollout's stage"):
@@ -255,7 +255,7 @@ def wrap_log(function: Function) -> Function:
     Where verl logs a name too, the service's number is logged under `stagescope/`.
     """
 
-    def run(tracking: Any, data: Any, step: Any, *args: object, **kwargs: object) -> object:
+    def run(tracking: object, data: Any, step: Any, *args: object, **kwargs: object) -> object:
         logged = data
         with guarded("the numbers in verl's log"):
             if _driver is not None and "training/global_step" in data:
@@ -272,7 +272,7 @@ def _unique_name(name: str, data: Mapping[str, object]) -> str:
 
 
 @contextlib.contextmanager
-def _await_tensors(stage: Stage, batch: Any) -> Any:
+def _await_tensors(stage: Stage, batch: object) -> Any:
     global _awaiting_tensors
     with guarded("the step's log-probs"):
         _awaiting_tensors = (stage, batch) if batches.is_keys(batch) else None
@@ -282,7 +282,7 @@ def _await_tensors(stage: Stage, batch: Any) -> Any:
         _awaiting_tensors = None
 
 
-def _record_log_probs(trainer: Any, stage: Stage, batch: Any, result: Any) -> None:
+def _record_log_probs(trainer: object, stage: Stage, batch: object, result: Any) -> None:
     """Record the log-probs of a trainer before V1: the batch, and (old log-probs, ...)."""
     if batches.is_keys(batch):
         return
