@@ -219,8 +219,8 @@ def expect_numbers(
             power = 2 if name == "rollout_corr/rollout_is_std" else 1
             found, expected = ours[name] ** power, own[name] ** power
             # A mean log-prob of a sequence, between 2 and 4, stands in steps of 2^-6 in bfloat16.
-            own_absolute = 4 * absolute if "log_ppl" in name else absolute
-            assert math.isclose(found, expected, rel_tol=relative, abs_tol=own_absolute), name
+            absolute_path = 4 * absolute if "log_ppl" in name else absolute
+            assert math.isclose(found, expected, rel_tol=relative, abs_tol=absolute_path), name
             if "per_round/round_1_abs_diff_mean" in own:
                 assert own[f"stagescope/{name}"] == ours[name]
 

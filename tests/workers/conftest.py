@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService
@@ -30,7 +29,7 @@ def make_probe(
     monkeypatch.setattr(handshake, "find_link", service.find)
     made: list[Probe] = []
 
-    def make(**options: Any) -> Probe:
+    def make(**options: object) -> Probe:
         probe = Probe(checked_options({"run": "test-run", "attempt_key": "attempt-a"} | options))
         probe.start()
         made.append(probe)

@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
-from stagescope_workers.buffers import LEAST_BYTES, BufferPool
+from stagescope_workers.buffers import MIN_BYTES, BufferPool
 
 
-def values(seed: int, size: int = LEAST_BYTES) -> np.ndarray:
+def values(seed: int, size: int = MIN_BYTES) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 1000, size, dtype=np.int32)
 
 
@@ -56,27 +56,27 @@ def test_it_travels_like_any_array() -> None:
     pool = BufferPool()
     copy = pool.copy(values(4))
     buffers: list[pickle.PickleBuffer] = []
-    said = pickle.dumps(copy, protocol=5, buffer_callback=buffers.append)
+    reported = pickle.dumps(copy, protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 1
-    again = pickle.loads(said, buffers=[bytes(buffers[0].raw())])
+    again = pickle.loads(reported, buffers=[bytes(buffers[0].raw())])
     assert np.array_equal(again, values(4))
 
 
 def test_what_lies_unused_is_bounded() -> None:
-    pool = BufferPool(idle_bytes=10 * LEAST_BYTES)
-    held = [pool.copy(values(seed, LEAST_BYTES + 5000 * seed)) for seed in range(20)]
+    pool = BufferPool(idle_bytes=10 * MIN_BYTES)
+    held = [pool.copy(values(seed, MIN_BYTES + 5000 * seed)) for seed in range(20)]
     held.clear()
-    assert 0 < pool.idle <= 10 * LEAST_BYTES
-    large = pool.copy(values(0, 100 * LEAST_BYTES))
+    assert 0 < pool.idle <= 10 * MIN_BYTES
+    large = pool.copy(values(0, 100 * MIN_BYTES))
     del large
-    assert pool.idle <= 10 * LEAST_BYTES
+    assert pool.idle <= 10 * MIN_BYTES
 
 
 def test_sizes_that_are_about_the_same_share_a_buffer() -> None:
     pool = BufferPool()
-    for size in range(LEAST_BYTES, LEAST_BYTES + 4000, 100):
+    for size in range(MIN_BYTES, MIN_BYTES + 4000, 100):
         pool.copy(values(0, size))
-    assert pool.idle < 2.5 * 4 * LEAST_BYTES  # two sizes at most
+    assert pool.idle < 2.5 * 4 * MIN_BYTES  # two sizes at most
 
 
 def test_several_threads_never_see_each_others_values() -> None:
@@ -84,7 +84,7 @@ def test_several_threads_never_see_each_others_values() -> None:
     wrong: list[int] = []
 
     def work(number: int) -> None:
-        source = np.full(LEAST_BYTES, number, np.int32)
+        source = np.full(MIN_BYTES, number, np.int32)
         for _ in range(200):
             copies = [pool.copy(source) for _ in range(3)]
             if not all((copy == number).all() for copy in copies):

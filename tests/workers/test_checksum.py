@@ -91,7 +91,7 @@ def block_words(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def _forget() -> None:
-    for cached in (module._streams, module._device_streams, module._computes_alike):
+    for cached in (module._streams, module._device_streams, module._has_host_arithmetic):
         cached.cache_clear()
 
 
@@ -113,17 +113,17 @@ def test_an_array_is_as_its_tensor(tensor: torch.Tensor) -> None:
 
 @given(tensors(), st.data())
 def test_any_changed_bit_is_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
-    whole = whole_of(tensor)
-    raw = whole.view(torch.uint8)
+    complete = whole_of(tensor)
+    raw = complete.view(torch.uint8)
     assume(raw.numel())
-    before = checksum(whole)
+    before = checksum(complete)
     assert checksum(tensor) == before
     raw[data.draw(st.integers(0, raw.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert checksum(whole) != before
+    assert checksum(complete) != before
 
 
 @given(tensors(), st.data())
-def test_two_elements_that_trade_places_are_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
+def test_two_elements_that_are_swapped_are_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
     flat = whole_of(tensor)
     assume(flat.numel() > 1)
     one, other = data.draw(st.permutations(range(flat.numel())))[:2]
@@ -143,7 +143,7 @@ def test_a_transposed_matrix_is_seen(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_signs_that_trade_places_are_seen(dtype: torch.dtype) -> None:
+def test_signs_that_are_swapped_are_seen(dtype: torch.dtype) -> None:
     # Two values that differ in the topmost bit alone: where sums of 32 bits go blind.
     values = torch.ones(600, dtype=dtype)
     sums = set()
@@ -200,11 +200,11 @@ def test_a_device_whose_integers_saturate_is_summed_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device("cpu")
-    assert module._computes_alike(device)
-    module._computes_alike.cache_clear()
+    assert module._has_host_arithmetic(device)
+    module._has_host_arithmetic.cache_clear()
     monkeypatch.setattr(module, "device_sum", lambda bits: torch.tensor((1 << 63) - 1))
-    assert not module._computes_alike(device)
-    module._computes_alike.cache_clear()
+    assert not module._has_host_arithmetic(device)
+    module._has_host_arithmetic.cache_clear()
 
 
 @pytest.mark.gpu
@@ -213,5 +213,6 @@ def test_a_cuda_device_gives_the_same(tensor: torch.Tensor) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     found = checksum(tensor.to("cuda"))
+    assert not isinstance(found, int)
     assert found.device.type == "cuda"
     assert unsigned(int(found)) == checksum(tensor)

@@ -52,7 +52,7 @@ class Worker:
     ],
 )
 def test_step_is_found_where_trainers_keep_it(
-    args: tuple[Any, ...], kwargs: dict[str, Any], step: int | None
+    args: tuple[object, ...], kwargs: dict[str, object], step: int | None
 ) -> None:
     assert find_step(args, kwargs) == step
 
@@ -78,11 +78,11 @@ def test_function_runs_as_a_stage(make_probe: MakeProbe, coordinator: FakeCoordi
     with pytest.raises(ValueError, match="no tokens"):
         asyncio.run(Actor().generate())
     wait_for(lambda: len(coordinator.of_kind("end")) == 2)
-    said = [
+    reported = [
         (e.fields["stage"], e.fields["step"], e.fields["status"])
         for e in coordinator.of_kind("end")
     ]
-    assert said == [("actor_update", 4, "ok"), ("rollout_generate", 3, "failed")]
+    assert reported == [("actor_update", 4, "ok"), ("rollout_generate", 3, "failed")]
 
 
 def test_decorator_before_init_finds_the_probe_later(

@@ -13,7 +13,7 @@ import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 
 from stagescope_workers import device
-from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
+from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.probe import Probe
 
@@ -54,7 +54,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     FakeEvent.made = []
     empty = torch.empty
     fake = SimpleNamespace(Event=FakeEvent, current_stream=lambda where: ("stream", where.index))
-    monkeypatch.setattr(device, "backend_of", lambda tensor: fake)
+    monkeypatch.setattr(device, "device_backend", lambda tensor: fake)
     # Pinning needs an accelerator.
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     return fake
@@ -66,46 +66,46 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_copy_is_queued_and_finished_behind_its_event() -> None:
     pool = PinnedPool()
-    taken = take_tensor("p", late(torch.arange(6.0).reshape(2, 3)), pool)
-    assert isinstance(taken, HostCopy)
-    assert taken.spec == ("float32", (2, 3), None)
-    assert pool.taken == 24
+    copy = copy_tensor("p", late(torch.arange(6.0).reshape(2, 3)), pool)
+    assert isinstance(copy, HostCopy)
+    assert copy.spec == ("float32", (2, 3), None)
+    assert pool.reserved == 24
     [event] = FakeEvent.made
     assert event.stream == ("stream", 0)
     assert pool.settle() == 1
     event.finished.set()
     assert pool.settle() == 0
-    assert pool.taken == 0
-    assert taken.finish()[2].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert pool.reserved == 0
+    assert copy.finish()[2].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_finish_waits_for_the_device() -> None:
-    taken = take_tensor("p", late(torch.ones(2, dtype=torch.bfloat16)), PinnedPool())
-    assert isinstance(taken, HostCopy)
+    copy = copy_tensor("p", late(torch.ones(2, dtype=torch.bfloat16)), PinnedPool())
+    assert isinstance(copy, HostCopy)
     threading.Timer(0.05, FakeEvent.made[0].finished.set).start()
-    tag, _, buffer, _ = taken.finish()
+    tag, _, buffer, _ = copy.finish()
     assert (tag, buffer.tolist()) == ("bfloat16", [0x3F80, 0x3F80])
 
 
 def test_rows_on_a_device_are_joined_there() -> None:
-    taken = take_tensor("p", [late(torch.ones(2)), late(torch.zeros(3))], PinnedPool())
-    assert isinstance(taken, HostCopy)
-    assert taken.spec == ("float32", (5,), 2)
+    copy = copy_tensor("p", [late(torch.ones(2)), late(torch.zeros(3))], PinnedPool())
+    assert isinstance(copy, HostCopy)
+    assert copy.spec == ("float32", (5,), 2)
     FakeEvent.made[0].finished.set()
-    _, _, buffer, offsets = taken.finish()
+    _, _, buffer, offsets = copy.finish()
     assert buffer.tolist() == [1, 1, 0, 0, 0]
     assert offsets is not None
     assert offsets.tolist() == [0, 2, 5]
 
 
-def test_pool_that_is_taken_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_that_is_full_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PinnedPool(limit=10)
     monkeypatch.setattr(LateTensor, "cpu", lambda self: self.as_subclass(torch.Tensor))
-    taken = take_tensor("p", late(torch.ones(8)), pool)
-    assert not isinstance(taken, HostCopy)
-    np.testing.assert_array_equal(taken[2], np.ones(8))
+    copy = copy_tensor("p", late(torch.ones(8)), pool)
+    assert not isinstance(copy, HostCopy)
+    np.testing.assert_array_equal(copy[2], np.ones(8))
     assert pool.blocking_copies == 1
-    assert pool.taken == 0
+    assert pool.reserved == 0
 
 
 def test_draft_describes_what_the_device_still_writes() -> None:
@@ -147,7 +147,7 @@ def test_device_that_hangs_hides_no_later_event(
     assert first.fields["scalars"] == {"loss": 1.0}
     [payload] = coordinator.payloads.values()
     assert payload["tensors"]["rewards"][2].tolist() == [1.0, 1.0]
-    assert probe.pool.taken == 0
+    assert probe.pool.reserved == 0
 
 
 def test_farewell_waits_for_what_the_device_still_writes(

@@ -13,7 +13,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport import sender as courier_module
+from stagescope_workers.transport import sender as sender_module
 
 MakeProbe = Callable[..., Probe]
 
@@ -43,7 +43,7 @@ def test_what_waited_for_a_late_service_arrives_in_order(
     assert len(late.events) == len({seq for _, seq in late.events})
 
 
-def test_a_stage_that_goes_on_is_told_while_it_runs(
+def test_a_stage_that_continues_is_reported_while_it_runs(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe()
@@ -125,8 +125,8 @@ def test_a_service_that_is_behind_is_sent_more_events_in_fewer_calls(
 
 
 @pytest.mark.parametrize("pause", ["soon", -1.0, float("nan"), 1e9, None])
-def test_a_pause_that_cannot_be_right_is_none(pause: object) -> None:
-    assert courier_module._pause({"pause": pause}) == 0.0
+def test_an_invalid_pause_is_ignored(pause: Any) -> None:
+    assert sender_module._requested_pause({"pause": pause}) == 0.0
 
 
 def test_not_ready_is_tried_again(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
@@ -145,7 +145,7 @@ def test_hung_coordinator_is_called_once_and_left_when_its_name_moves(
     coordinator: FakeCoordinator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(courier_module, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(sender_module, "CALL_SECONDS", 0.05)
     coordinator.mode = "hang"
     probe = make_probe()
     began = time.perf_counter()
@@ -184,7 +184,7 @@ def test_event_over_which_the_service_stumbles_is_found_and_dropped(
         return record(sender, events, payloads)
 
     monkeypatch.setattr(coordinator, "record", stumble)
-    monkeypatch.setattr("stagescope_workers.transport.calls.MOST_BACKOFF", 0.05)
+    monkeypatch.setattr("stagescope_workers.transport.calls.MAX_BACKOFF", 0.05)
     probe = make_probe()
     for step in range(6):
         stage(probe, step)
@@ -206,7 +206,7 @@ def test_full_object_store_costs_the_payload_alone(
     assert probe.outbox.bytes == 0
 
 
-def test_bounds_hold_while_nobody_is_there_and_drops_are_told_later(
+def test_bounds_hold_while_nobody_is_there_and_drops_are_reported_later(
     make_probe: MakeProbe, service: FakeService
 ) -> None:
     late, service.coordinator = service.coordinator, None
@@ -265,19 +265,19 @@ def test_clock_offset_travels_with_the_sender(
 def test_thread_outlives_a_mistake_of_its_own(
     make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier_module, "MOST_BACKOFF", 0.05)
+    monkeypatch.setattr(sender_module, "MAX_BACKOFF", 0.05)
     probe = make_probe()
     wait_for(lambda: coordinator.batches)
     failed = threading.Event()
-    take = probe.outbox.take
+    next_batch = probe.outbox.next_batch
 
     def fail_once(**options: Any) -> Any:
         if failed.is_set():
-            return take(**options)
+            return next_batch(**options)
         failed.set()
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(probe.outbox, "take", fail_once)
+    monkeypatch.setattr(probe.outbox, "next_batch", fail_once)
     stage(probe, 1)
     wait_for(lambda: steps(coordinator) == [1])
     assert failed.is_set()

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -43,7 +42,7 @@ def write_service_file(monkeypatch: pytest.MonkeyPatch, home: Path, url: str, to
 SENDER = (1, "incarnation", "run", "key", "actor", 0, None, None, None)
 
 
-def pack_and_parse(payload: dict[str, Any], fields: dict[str, Any]) -> api_framing.Batch:
+def pack_and_parse(payload: dict[str, object], fields: dict[str, object]) -> api_framing.Batch:
     event = (1, "end", 7, 1.0, 2.0, fields)
     body = framing.pack_batch(SENDER, [event], {7: payload})
     return api_framing.parse(body, framed=True, max_json=1 << 20, max_events=10)
@@ -120,15 +119,15 @@ class Handler(BaseHTTPRequestHandler):
         service.authorizations.append(self.headers["Authorization"])
         assert service.holds is None or service.holds.wait(30)
         status = 401 if self.headers["Authorization"] != "Bearer right" else service.status
-        answer: dict[str, Any] = {"detail": "as the test said"}
+        answer: dict[str, object] = {"detail": "as the test said"}
         if status == 200 and self.path == "/events":
             assert self.headers["Content-Type"] == api_framing.MEDIA_TYPE
             batch = api_framing.parse(body, framed=True, max_json=1 << 24, max_events=1000)
             answer = service.coordinator.record(*batch).result(10)
         elif status == 200 and self.path == "/poll":
-            said = json.loads(body)
-            until = min(said["wait"], 0.2)
-            future = service.coordinator.poll(said["revision"], said["unreceipted"], until)
+            reported = json.loads(body)
+            until = min(reported["wait"], 0.2)
+            future = service.coordinator.poll(reported["revision"], reported["unreceipted"], until)
             while not future.done():
                 threading.Event().wait(0.01)
                 service.coordinator.tick()
@@ -142,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing on the test's output."""
 
 
@@ -277,7 +276,7 @@ def test_a_process_that_ends_before_its_first_search_still_reports(
     }
 
 
-def test_where_and_when_a_service_is_looked_for(
+def test_where_and_when_a_service_is_searched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
@@ -306,7 +305,7 @@ def test_a_token_of_the_file_goes_to_its_own_url_alone(
     link.close()
 
 
-def test_nothing_connected_is_said_once_and_finish_is_false(
+def test_nothing_connected_is_logged_once_and_finish_is_false(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
@@ -326,7 +325,7 @@ def test_nothing_connected_is_said_once_and_finish_is_false(
     assert lifecycle.finish(0.1) is False  # nor where this process has no probe at all
 
 
-def test_a_refused_token_is_said_once_and_not_sent_again_and_again(
+def test_a_refused_token_is_logged_once_and_not_sent_again_and_again(
     server: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     probe = lifecycle.init("refused-token", url=server.url, token="wrong", attempt_key="a")
@@ -334,9 +333,9 @@ def test_a_refused_token_is_said_once_and_not_sent_again_and_again(
     wait_for(lambda: "401" in repr(probe))
     assert len(server.authorizations) <= 2  # the first batch and the first poll
     assert probe.close(0.3) is False
-    said = [r.getMessage() for r in caplog.records if "401" in r.getMessage()]
-    assert len([line for line in said if "failed, and is tried again" in line]) == 1
-    assert "wrong" not in " ".join(said)
+    reported = [r.getMessage() for r in caplog.records if "401" in r.getMessage()]
+    assert len([line for line in reported if "failed, and is tried again" in line]) == 1
+    assert "wrong" not in " ".join(reported)
 
 
 def test_a_call_under_way_outlives_the_close_of_its_link(server: Service) -> None:
@@ -346,7 +345,7 @@ def test_a_call_under_way_outlives_the_close_of_its_link(server: Service) -> Non
     wait_for(lambda: server.authorizations)
     link.close()
     late = link.record(SENDER, [], {})
-    with pytest.raises(Unreachable, match="given up"):
+    with pytest.raises(Unreachable, match="link to the service is closed"):
         late.result(10)
     server.holds.set()
     assert "receipts" in poll.result(10)

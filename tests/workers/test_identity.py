@@ -60,7 +60,7 @@ def test_git_commit_and_dirt_are_read(tmp_path: Path) -> None:
         subprocess.run([*git, *command], check=True)
     clean = identity.git_state(tmp_path)
     assert clean is not None
-    assert len(clean["commit"]) == 40
+    assert len(str(clean["commit"])) == 40
     assert clean["dirty"] is False
     file.write_text("2")
     dirty = identity.git_state(tmp_path)
@@ -68,7 +68,7 @@ def test_git_commit_and_dirt_are_read(tmp_path: Path) -> None:
     assert dirty["dirty"] is True
 
 
-def test_layout_keeps_what_was_said_and_omits_what_is_unknown() -> None:
+def test_layout_keeps_what_was_declared_and_omits_what_is_unknown() -> None:
     layout = identity.detect_layout({"tp_rank": 1, "host": "mine", "x_rank": 3}, node=None)
     assert layout["tp_rank"] == 1
     assert layout["host"] == "mine"
@@ -79,8 +79,8 @@ def test_layout_keeps_what_was_said_and_omits_what_is_unknown() -> None:
 def test_best_round_trip_gives_the_clock_and_old_ones_do_not() -> None:
     clock = Clock()
     assert clock.best(0.0) is None
-    clock.add(sent=100.0, took=20.0, service=115.0, mono=1.0)
-    clock.add(sent=200.0, took=0.2, service=205.1, mono=2.0)
+    clock.add(sent=100.0, duration=20.0, service=115.0, mono=1.0)
+    clock.add(sent=200.0, duration=0.2, service=205.1, mono=2.0)
     best = clock.best(3.0)
     assert best is not None
     assert best == pytest.approx((5.0, 0.1))

@@ -35,7 +35,7 @@ def init(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Init
     yield call
     for probe in made:
         probe.close(0.0)
-        for each in [*(start.event_sender for start in probe._earlier), probe._sender]:
+        for each in [*(start.event_sender for start in probe._earlier_starts), probe._sender]:
             if each is not None:
                 each._thread.join(10.0)
 
@@ -99,15 +99,15 @@ def test_a_cell_that_is_run_again_is_a_new_attempt(
         2: [1, 1, 2, 2, 3, 3],
         3: [1, 1, 2, 2, 3, 3, 4, 4, 5, 5],
     }
-    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert [line.partition(" for run")[0] for line in said if "init was called" in line] == [
+    reported = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [line.partition(" for run")[0] for line in reported if "init was called" in line] == [
         "init was called again"
     ]
-    assert sum("a new attempt begins" in line for line in said) == 2
+    assert sum("a new attempt begins" in line for line in reported) == 2
     assert third.close(10.0)
 
 
-def test_init_in_a_loop_goes_on_in_its_attempt(init: Init, coordinator: FakeCoordinator) -> None:
+def test_init_in_a_loop_continues_in_its_attempt(init: Init, coordinator: FakeCoordinator) -> None:
     for step in range(1, 6):
         for stage in ("rollout_generate", "actor_update", "actor_update"):
             with init().stage(stage, step=step):
@@ -140,7 +140,7 @@ def test_other_ranks_and_attempts_have_probes_of_their_own(init: Init) -> None:
     assert init(rank=1) not in probes
 
 
-def test_starts_that_nobody_hears_of_are_bounded_and_all_arrive(
+def test_starts_that_are_not_reported_are_bounded_and_all_arrive(
     init: Init, service: FakeService, coordinator: FakeCoordinator
 ) -> None:
     service.coordinator = None
@@ -227,12 +227,12 @@ def test_a_cell_of_one_step_that_is_run_again_is_a_finding(
     found = findings(coordinator)
     assert len(found) == 2  # seen twice, and one and the same
     assert {row["finding_id"] for row in found} == {found[0]["finding_id"]}
-    said = found[0]
-    assert (said["kind"], said["severity"]) == ("step_begun_again", "error")
-    assert (said["step"], said["stage"], said["rank"]) == (step, stages[0], 0)
-    assert "both goes count" in said["message"]
-    assert "probe.close() before init" in said["advice"]
-    assert sum("both goes count" in record.getMessage() for record in caplog.records) == 2
+    reported = found[0]
+    assert (reported["kind"], reported["severity"]) == ("step_begun_again", "error")
+    assert (reported["step"], reported["stage"], reported["rank"]) == (step, stages[0], 0)
+    assert "both count in step" in reported["message"]
+    assert "probe.close() before init" in reported["advice"]
+    assert sum("both count in step" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_the_latter_half_of_a_step_that_is_run_again_is_a_finding(
@@ -257,7 +257,7 @@ def test_the_latter_half_of_a_step_that_is_run_again_is_a_finding(
         ("rollout", [{}, {}, {}]),
     ],
 )
-def test_numbered_passes_and_rollouts_are_no_other_go(
+def test_numbered_passes_and_rollouts_are_no_new_attempt(
     init: Init, coordinator: FakeCoordinator, role: str, parts: list[dict[str, int]]
 ) -> None:
     for step in (1, 2):

@@ -51,7 +51,7 @@ def test_a_stage_asks_before_it_copies(make_probe: MakeProbe) -> None:
     assert not make_probe().wants("prob_ratio", stage="actor_update", step=4)
 
 
-def test_a_capture_of_the_plan_is_wanted_as_soon_as_it_is_heard_of(
+def test_a_capture_of_the_plan_is_kept_as_soon_as_it_is_heard_of(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe(captures=False)  # keeping is the service's, whoever captures operators
@@ -67,7 +67,7 @@ def test_a_capture_of_the_plan_is_wanted_as_soon_as_it_is_heard_of(
     wait_for(lambda: not probe.wants("prob_ratio", stage="actor_update", step=7))
 
 
-def test_what_the_service_has_runs_keep_is_wanted_too(
+def test_what_the_service_has_runs_keep_is_kept_too(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe(keep={"steps": [1], "what": ["loss"]})

@@ -50,7 +50,7 @@ def api(service: FakeService) -> FakeApi:
 
 @pytest.fixture
 def make_feed(make_probe: MakeProbe, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeFeed]:
-    monkeypatch.setattr(metrics_feed, "_MOST_BACKOFF", 0.05)
+    monkeypatch.setattr(metrics_feed, "_MAX_BACKOFF", 0.05)
     made: list[MetricsFeed] = []
 
     def make(probe: Probe | None = None) -> MetricsFeed:
@@ -69,7 +69,7 @@ def ended(feed: MetricsFeed) -> None:
         assert not feed._thread.is_alive()
 
 
-def test_numbers_arrive_for_exactly_the_step_that_was_asked(
+def test_numbers_arrive_for_exactly_the_step_that_was_requested(
     make_feed: MakeFeed, api: FakeApi
 ) -> None:
     api.answers = {1: answer(0.5), 2: answer(0.75)}
@@ -105,7 +105,7 @@ def test_numbers_keep_their_kind(make_feed: MakeFeed, api: FakeApi) -> None:
     ],
     ids=["payload pending", "rank inside", "rank absent", "API dead", "no answer of ours"],
 )
-def test_what_does_not_cover_the_step_is_asked_again(
+def test_what_does_not_cover_the_step_is_requested_again(
     make_feed: MakeFeed, api: FakeApi, partial: Any
 ) -> None:
     api.answers[1] = partial
@@ -134,7 +134,7 @@ def test_rows_that_ranks_have_not_announced_yet_are_waited_for(
     assert feed.take(1) == {"rollout_corr/kl": 0.002}
 
 
-def test_a_closed_step_is_taken_with_the_rows_it_has(make_feed: MakeFeed, api: FakeApi) -> None:
+def test_a_closed_step_is_used_with_the_rows_it_has(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers[1] = answer(0.001, complete="partial", sequences=4)
     feed = make_feed()
     feed.want(1, rows=8)
@@ -150,7 +150,7 @@ def test_a_closed_step_is_taken_with_the_rows_it_has(make_feed: MakeFeed, api: F
     ],
     ids=["another stage goes on", "rank is gone", "step is closed"],
 )
-def test_what_will_not_change_is_taken(
+def test_what_will_not_change_is_used(
     make_feed: MakeFeed, api: FakeApi, covering: dict[str, Any]
 ) -> None:
     api.answers[1] = covering
@@ -175,7 +175,7 @@ def test_own_payload_is_received_before_the_service_is_asked(
     wait_for(lambda: feed.take(1))
 
 
-def test_wanting_again_asks_anew(make_feed: MakeFeed, api: FakeApi) -> None:
+def test_wanting_again_requests_again(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers[1] = answer(0.5)
     feed = make_feed()
     feed.want(1)
@@ -201,7 +201,7 @@ def test_answer_to_a_question_before_more_was_recorded_does_not_count(
     assert feed.take(1) == {"rollout_corr/kl": 0.75}
 
 
-def test_hung_service_is_asked_once_and_holds_up_nobody(make_feed: MakeFeed, api: FakeApi) -> None:
+def test_hung_service_is_called_once_and_holds_up_nobody(make_feed: MakeFeed, api: FakeApi) -> None:
     api.hangs = True
     feed = make_feed()
     for step in range(100):
@@ -226,10 +226,10 @@ def test_only_the_newest_steps_are_remembered(make_feed: MakeFeed, api: FakeApi)
     api.answers[steps[-1] + 1] = answer(0.5)
     wait_for(lambda: feed.take(steps[-1] + 1))
     assert len(feed._arrived) == KEPT_STEPS
-    assert not feed._wanted
+    assert not feed._requests
 
 
-def test_service_that_comes_late_is_asked_then(
+def test_service_that_comes_late_is_called_then(
     make_probe: MakeProbe, make_feed: MakeFeed, service: FakeService, api: FakeApi
 ) -> None:
     late, service.coordinator = service.coordinator, None
@@ -252,7 +252,7 @@ def test_nonsense_is_refused_without_an_exception(make_probe: MakeProbe, step: A
     assert probe.refused["metrics feed"] == (step is not None)
 
 
-def test_nothing_is_asked_after_close(make_feed: MakeFeed, api: FakeApi) -> None:
+def test_nothing_is_requested_after_close(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers = {1: answer(0.5), 2: answer(0.5)}
     feed = make_feed()
     feed.want(1)

@@ -34,7 +34,7 @@ def put_end(outbox: Outbox, units: int, step: int = 0) -> Entry:
 
 
 def send(outbox: Outbox) -> list[Entry]:
-    batch = outbox.take()
+    batch = outbox.next_batch()
     for entry in batch:
         outbox.pack(entry, lambda payload: payload)
     outbox.offer(batch)
@@ -77,7 +77,7 @@ def test_scalars_go_before_begin_and_end() -> None:
     outbox.put(LOG, {"step": 1, "scalars": {"loss": 1.0, "kl": 2.0}})
     outbox.put(END, {"step": 1})
     outbox.put(BEGIN, {"step": 2})
-    assert [entry.kind for entry in outbox.take()] == [BEGIN, END, BEGIN]
+    assert [entry.kind for entry in outbox.next_batch()] == [BEGIN, END, BEGIN]
     assert outbox.dropped == Counter(event=1, scalar=2)
 
 
@@ -85,14 +85,14 @@ def test_new_scalars_do_not_push_out_events() -> None:
     outbox = Outbox(max_events=1)
     outbox.put(BEGIN, {"step": 1})
     outbox.put(LOG, {"step": 1, "scalars": {"loss": 1.0}})
-    assert [entry.kind for entry in outbox.take()] == [BEGIN]
+    assert [entry.kind for entry in outbox.next_batch()] == [BEGIN]
 
 
 def test_hello_and_finish_are_never_dropped() -> None:
     outbox = Outbox(max_events=1)
     for kind in (HELLO, BEGIN, FINISH, BEGIN):
         outbox.put(kind, {})
-    kinds = [entry.kind for entry in outbox.take()]
+    kinds = [entry.kind for entry in outbox.next_batch()]
     assert HELLO in kinds
     assert FINISH in kinds
     assert outbox.dropped == Counter(event=2)
@@ -104,7 +104,7 @@ def test_drops_are_reported_with_work_count_and_bytes() -> None:
         put_end(outbox, 1, step)
     outbox.report_drops()
     assert not outbox.has_drops
-    reports = [entry.fields for entry in outbox.take() if entry.kind == DROPPED]
+    reports = [entry.fields for entry in outbox.next_batch() if entry.kind == DROPPED]
     assert [(r["what"], r["step"], r["count"], r["bytes"]) for r in reports] == [
         ("payload", 7, 2, 2 * UNIT)
     ]
@@ -117,7 +117,7 @@ def test_details_of_drops_are_bounded_and_counts_stay_exact() -> None:
         put_end(outbox, 1, step)
     outbox.report_drops()
     reports = []
-    while batch := outbox.take():
+    while batch := outbox.next_batch():
         reports += [entry.fields for entry in batch if entry.kind == DROPPED]
         outbox.acknowledge()
     assert len(reports) == 1001
@@ -136,7 +136,7 @@ def test_a_beginning_alone_waits_a_moment_for_company() -> None:
     assert outbox.due == 0.0
     outbox.put(BEGIN, {"step": 2, "stage": "s"})
     assert outbox.due == 0.0
-    assert len(outbox.take()) == 5
+    assert len(outbox.next_batch()) == 5
     late = outbox.put(BEGIN, {"step": 3, "stage": "s"})
     assert outbox.due == late.mono + LINGER
     outbox.put_back()
@@ -148,7 +148,7 @@ def test_an_end_leaves_with_the_beginning_that_follows_and_at_once_with_tensors(
     end = outbox.put(END, {"step": 1, "stage": "s"})
     outbox.put(BEGIN, {"step": 1, "stage": "next"})
     assert outbox.due == end.mono + LINGER
-    assert len(outbox.take()) == 2
+    assert len(outbox.next_batch()) == 2
     outbox.acknowledge()
     put_end(outbox, 1, 2)
     assert outbox.due == 0.0
@@ -157,22 +157,22 @@ def test_an_end_leaves_with_the_beginning_that_follows_and_at_once_with_tensors(
 def test_batch_in_flight_is_the_same_until_it_ends() -> None:
     outbox = Outbox()
     outbox.put(BEGIN, {})
-    first = [entry.seq for entry in outbox.take()]
+    first = [entry.seq for entry in outbox.next_batch()]
     outbox.put(BEGIN, {})
-    assert [entry.seq for entry in outbox.take()] == first
+    assert [entry.seq for entry in outbox.next_batch()] == first
     outbox.put_back()
-    assert [entry.seq for entry in outbox.take()] == [1, 2]
+    assert [entry.seq for entry in outbox.next_batch()] == [1, 2]
 
 
 def test_batches_keep_to_events_and_bytes() -> None:
     outbox = Outbox()
     for _ in range(3):
         put_end(outbox, 2)
-    assert len(outbox.take(limit=2)) == 2
+    assert len(outbox.next_batch(limit=2)) == 2
     outbox.acknowledge()
     outbox.put_back()
     put_end(outbox, 2)
-    assert len(outbox.take(limit_bytes=1)) == 1
+    assert len(outbox.next_batch(limit_bytes=1)) == 1
 
 
 def test_body_that_cannot_be_packed_is_dropped_and_its_event_goes() -> None:
@@ -182,7 +182,7 @@ def test_body_that_cannot_be_packed_is_dropped_and_its_event_goes() -> None:
     def full(payload: dict[str, Any]) -> object:
         raise OSError(28, os.strerror(28))
 
-    [entry] = outbox.take()
+    [entry] = outbox.next_batch()
     outbox.pack(entry, full)
     assert not entry.has_body
     assert "No space left" in entry.fields["payload_dropped"]["reason"]
@@ -200,7 +200,7 @@ def test_unreceipted_payloads_are_offered_again_in_order() -> None:
     assert outbox.unreceipted() == [1, 3]
     outbox.put(BEGIN, {})
     assert outbox.offer_again() == 2
-    assert [entry.seq for entry in outbox.take()] == [1, 3, 4]
+    assert [entry.seq for entry in outbox.next_batch()] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("state", ["ingested", "lost", "refused", "dropped"])

@@ -75,7 +75,7 @@ def test_late_capture_is_missed_once_for_what_had_begun() -> None:
 
 
 @pytest.mark.parametrize("steps", ["all", {"every": 1, "start": 4, "count": None}])
-def test_standing_order_is_late_for_what_had_begun(steps: object) -> None:
+def test_open_ended_request_is_late_for_what_had_begun(steps: object) -> None:
     missed: list[tuple[int, str]] = []
     found = watch(on_missed=lambda _, step, stage: missed.append((step, stage)))
     found.begin(4, "a")
@@ -83,40 +83,40 @@ def test_standing_order_is_late_for_what_had_begun(steps: object) -> None:
     assert missed == [(4, "a")]
 
 
-def test_an_asked_order_is_told_once_and_orders_nothing_before_it_is_agreed_on() -> None:
-    asked: list[str] = []
+def test_an_unagreed_request_is_reported_once_and_runs_nothing_before_it_is_agreed_on() -> None:
+    requested: list[str] = []
     missed: list[int] = []
     found = watch(
-        on_asked=lambda order: asked.append(order["capture_id"]),
+        on_estimate_requested=lambda spec: requested.append(spec["capture_id"]),
         on_missed=lambda _, step, __: missed.append(step),
     )
     found.begin(4, "a")
-    order = {"capture_id": "c", "stages": ["a"], "agreement": 1}
-    first = capture(**order, steps=[], phase="asked", asked_revision=1)
+    spec = {"capture_id": "c", "stages": ["a"], "agreement": 1}
+    first = capture(**spec, steps=[], phase="asked", asked_revision=1)
     found.apply({"revision": 1, "captures": [first]})
     found.apply({"revision": 2, "captures": [first]})
-    assert (asked, missed, found.begin(5, "a")) == (["c"], [], [])
-    found.apply({"revision": 3, "captures": [capture(**order, steps=[4, 6], phase="agreed")]})
-    assert (asked, missed, len(found.begin(6, "a"))) == (["c"], [4], 1)
-    again = capture(**{**order, "agreement": 2}, steps=[], phase="asked", asked_revision=4)
+    assert (requested, missed, found.begin(5, "a")) == (["c"], [], [])
+    found.apply({"revision": 3, "captures": [capture(**spec, steps=[4, 6], phase="agreed")]})
+    assert (requested, missed, len(found.begin(6, "a"))) == (["c"], [4], 1)
+    again = capture(**{**spec, "agreement": 2}, steps=[], phase="asked", asked_revision=4)
     found.apply({"revision": 4, "captures": [again]})
-    assert (asked, found.begin(7, "a")) == (["c", "c"], [])
+    assert (requested, found.begin(7, "a")) == (["c", "c"], [])
 
 
-def test_an_order_for_others_is_not_reckoned_here() -> None:
-    asked: list[object] = []
-    found = watch(on_asked=asked.append)
+def test_a_request_for_others_is_not_estimated_here() -> None:
+    requested: list[object] = []
+    found = watch(on_estimate_requested=requested.append)
     for change in ({"ranks": [7]}, {"roles": ["critic"]}, {"run": "other"}, {"config": None}):
-        order = capture(**{"capture_id": str(change), "steps": [], "phase": "asked", **change})
-        found.apply({"revision": 1, "captures": [order]})
-    assert not asked
+        spec = capture(**{"capture_id": str(change), "steps": [], "phase": "asked", **change})
+        found.apply({"revision": 1, "captures": [spec]})
+    assert not requested
 
 
 def test_plan_from_a_dict_and_from_a_file_is_in_force_without_a_service(tmp_path: Path) -> None:
-    order = {"stages": ["s"], "steps": {"every": 2}, "config": CONFIG}
-    [from_dict] = read_plan({"captures": [order]})
+    spec = {"stages": ["s"], "steps": {"every": 2}, "config": CONFIG}
+    [from_dict] = read_plan({"captures": [spec]})
     file = tmp_path / "plan.yaml"
-    file.write_text(yaml.safe_dump({"captures": [order]}))
+    file.write_text(yaml.safe_dump({"captures": [spec]}))
     [from_file] = read_plan(file)
     for given in (from_dict, from_file):
         found = watch(local=[given])
@@ -148,7 +148,7 @@ def test_a_process_without_captures_neither_carries_out_nor_misses_any() -> None
     missed: list[object] = []
     found = watch(
         local=[capture(capture_id="local")],
-        is_carried_out=False,
+        runs_captures=False,
         on_missed=lambda *what: missed.append(what),
     )
     assert found.begin(5, "actor_update") == []

@@ -37,7 +37,7 @@ def payload_of(coordinator: FakeCoordinator, seq: int) -> dict[str, Any]:
     return payload
 
 
-def test_stage_is_told_whole(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
+def test_stage_is_reported_completely(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
     probe = make_probe(rank=3, role="critic")
     with probe.stage("critic_update", step=5, policy_version=4, epoch=1) as stage:
         stage.record(
@@ -136,7 +136,7 @@ def test_stages_of_one_name_may_overlap(
     assert found == {0: 1.0, 1: 2.0}
 
 
-def test_exception_goes_on_unchanged_and_is_reported(
+def test_exception_continues_unchanged_and_is_reported(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe()
@@ -240,7 +240,7 @@ def test_one_bad_tensor_does_not_cost_the_others(
     assert len([r for r in caplog.records if "old_log_probs" in r.getMessage()]) == 1
 
 
-def test_a_misspelt_name_is_told_once_with_the_closest_and_kept(
+def test_a_misspelt_name_is_reported_once_with_the_closest_and_kept(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe()
@@ -255,7 +255,7 @@ def test_a_misspelt_name_is_told_once_with_the_closest_and_kept(
     assert "expected sample_ids" in told[1]
 
 
-def test_a_rank_that_its_world_size_does_not_know_is_told(
+def test_a_rank_that_its_world_size_does_not_know_is_reported(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     with pytest.raises(InvalidInput, match="rank 8 is not one of the 8 ranks"):
@@ -361,13 +361,13 @@ def test_close_does_not_wait_for_a_service_that_never_was(
 ) -> None:
     service.coordinator = None
     probe = make_probe()
-    probe._introduction.made -= 10.0
+    probe._handshake.created -= 10.0
     began = time.monotonic()
     assert not probe.close(60.0)
     assert time.monotonic() - began < 10.0
 
 
-def test_close_gives_up_only_after_a_look_for_the_service(
+def test_close_gives_up_only_after_a_search_for_the_service(
     make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
@@ -380,7 +380,7 @@ def test_close_gives_up_only_after_a_look_for_the_service(
     monkeypatch.setattr(identity, "fingerprint", slow)
     probe = make_probe()
     assert begun.wait(30)
-    probe._introduction.made -= 10.0  # so long did the fingerprint take
+    probe._handshake.created -= 10.0  # so long did the fingerprint take
     with probe.stage("s", step=1):
         pass
     arrived: list[bool] = []
@@ -398,16 +398,16 @@ def test_close_joins_no_cluster_any_more_and_takes_the_address(
 ) -> None:
     waited: list[float] = []
 
-    def find(*_: object, **said: Any) -> Link | None:
-        waited.append(said["waited"])
-        return service.find() if math.isinf(said["waited"]) else None  # as `find_link` does it
+    def find(*_: object, **reported: Any) -> Link | None:
+        waited.append(reported["waited"])
+        return service.find() if math.isinf(reported["waited"]) else None  # as `find_link` does it
 
     monkeypatch.setattr(handshake, "find_link", find)
     probe = make_probe()
     with probe.stage("s", step=1):
         pass
     wait_for(lambda: waited)
-    probe._introduction.made -= 3.0
+    probe._handshake.created -= 3.0
     assert probe.close(30.0)
     assert waited[0] < 60.0
 
@@ -479,7 +479,7 @@ def test_repr_says_no_service_only_after_a_search(
     alone = make_probe(rank=1)
     thread = alone._sender
     assert thread is not None
-    wait_for(lambda: thread.has_looked)
+    wait_for(lambda: thread.has_searched)
     assert "looking for a service" in repr(alone)  # this process may be about to join its cluster
 
 

@@ -18,7 +18,7 @@ MakeProbe = Callable[..., Probe]
 pytest.importorskip("msprobe")
 
 
-def order(directory: Path, **changes: Any) -> dict[str, Any]:
+def capture_plan(directory: Path, **changes: Any) -> dict[str, Any]:
     capture = {
         "stages": ["actor_update"], "steps": [2], "data_dir": str(directory),
         "config": {"task": "statistics", "level": "L1", "statistics": {}},
@@ -44,7 +44,7 @@ def test_local_plan_captures_its_step_without_a_service(
 ) -> None:
     late, service.coordinator = service.coordinator, None
     assert late is not None
-    probe = make_probe(plan=order(tmp_path))
+    probe = make_probe(plan=capture_plan(tmp_path))
     for step in (1, 2, 3):
         run(probe, step)
     service.coordinator = late
@@ -59,19 +59,19 @@ def test_local_plan_captures_its_step_without_a_service(
     assert late.of_kind("dump")[1].seq > end.seq  # the dump's writing is not the stage's time
 
 
-def test_stage_that_raises_under_capture_goes_on_raising(
+def test_stage_that_raises_under_capture_continues_raising(
     make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    probe = make_probe(plan=order(tmp_path))
+    probe = make_probe(plan=capture_plan(tmp_path))
     with pytest.raises(ZeroDivisionError):
         run(probe, 2, fail=True)
     assert dumps(coordinator, 2)[1]["state"] == "truncated"
 
 
-def test_capture_that_cannot_run_is_reported_and_training_goes_on(
+def test_capture_that_cannot_run_is_reported_and_training_continues(
     make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    probe = make_probe(plan=order(tmp_path, config_path="/no/such.json", config=None))
+    probe = make_probe(plan=capture_plan(tmp_path, config_path="/no/such.json", config=None))
     run(probe, 2)
     [failed] = dumps(coordinator, 1)
     assert failed["state"] == "failed"
@@ -82,7 +82,7 @@ def test_strict_capture_raises_and_the_stage_is_ended(
     make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
     level = {"task": "statistics", "level": "L0"}
-    probe = make_probe(plan=order(tmp_path, config=level, strict=True))
+    probe = make_probe(plan=capture_plan(tmp_path, config=level, strict=True))
     with pytest.raises(StagescopeError), probe.stage("actor_update", step=2):
         pytest.fail("a strict capture without its model must not begin")
     wait_for(lambda: coordinator.of_kind("end"))
@@ -92,7 +92,7 @@ def test_strict_capture_raises_and_the_stage_is_ended(
 def test_overlapping_capture_is_skipped(
     make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    probe = make_probe(plan=order(tmp_path))
+    probe = make_probe(plan=capture_plan(tmp_path))
     with probe.stage("actor_update", step=2):
         run(probe, 2)
     states = sorted(found["state"] for found in dumps(coordinator, 3))
@@ -102,17 +102,17 @@ def test_overlapping_capture_is_skipped(
 def test_operators_that_report_elsewhere_are_not_captured_here(
     make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    probe = make_probe(plan=order(tmp_path), captures=False)
+    probe = make_probe(plan=capture_plan(tmp_path), captures=False)
     run(probe, 2)
     wait_for(lambda: len(coordinator.of_kind("end")) == 1, 30.0)
     assert coordinator.of_kind("dump") == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_operators_out_of_reach_are_said_to_be_skipped(
+def test_operators_out_of_reach_are_reported_as_skipped(
     make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    strict = order(tmp_path, strict=True)
+    strict = capture_plan(tmp_path, strict=True)
     probe = make_probe(plan=strict, captures="they run in a server of their own")
     run(probe, 2)
     [skipped] = dumps(coordinator, 1)

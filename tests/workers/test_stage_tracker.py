@@ -37,7 +37,7 @@ MakeProbe = Callable[..., Probe]
 def _own_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the test a watchdog of its own, in a directory of its own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(watchdog, "_of_process", None)
+    monkeypatch.setattr(watchdog, "_process_watchdog", None)
 
 
 def request(name: str) -> dict[str, Any]:
@@ -72,16 +72,16 @@ def test_a_blocked_training_thread_is_shown_with_its_stage(
     finally:
         release.set()
         training.join()
-    [said] = answers(coordinator)
-    assert (said["request_id"], said["source"]) == ("r1", "probe")
-    assert (said["step"], said["stage"], said["minibatch"]) == (7, "actor_update", 2)
-    first = said["threads"][0]
+    [reported] = answers(coordinator)
+    assert (reported["request_id"], reported["source"]) == ("r1", "probe")
+    assert (reported["step"], reported["stage"], reported["minibatch"]) == (7, "actor_update", 2)
+    first = reported["threads"][0]
     assert first["is_training"]
     assert first["name"] == "trainer"
     assert "block_here" in first["stack"]
     assert "release.wait(60)" in first["stack"]
     assert first["stack"].index("block_here") < first["stack"].index("in wait")
-    others = {thread["name"]: thread["is_training"] for thread in said["threads"][1:]}
+    others = {thread["name"]: thread["is_training"] for thread in reported["threads"][1:]}
     assert others["stagescope"] is False
     assert others["MainThread"] is False
 
@@ -96,7 +96,7 @@ def test_a_request_is_answered_once_and_an_unknown_one_not_at_all(
     wait_for(lambda: len(answers(coordinator)) == 2)
     polls = len(coordinator.revisions)
     wait_for(lambda: len(coordinator.revisions) > polls + 3)  # each carried the requests again
-    assert [said["request_id"] for said in answers(coordinator)] == ["r1", "r3"]
+    assert [reported["request_id"] for reported in answers(coordinator)] == ["r1", "r3"]
     # Between two stages the thread of the last one is the training thread.
     assert answers(coordinator)[0]["step"] == 1
     assert answers(coordinator)[0].get("stage") is None
@@ -106,37 +106,37 @@ def test_a_request_is_answered_once_and_an_unknown_one_not_at_all(
 
 def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def deep(left: int) -> dict[str, Any]:  # two by turns: repeated frames are written as one
-        return deeper(left - 1) if left else watchdog.take_stacks("r", training=[], work={})
+        return deeper(left - 1) if left else watchdog.collect_stacks("r", training=[], work={})
 
     def deeper(left: int) -> dict[str, Any]:
-        return deep(left - 1) if left else watchdog.take_stacks("r", training=[], work={})
+        return deep(left - 1) if left else watchdog.collect_stacks("r", training=[], work={})
 
-    said = deep(400)
-    mine = next(t for t in said["threads"] if t["ident"] == threading.get_ident())
+    reported = deep(400)
+    mine = next(t for t in reported["threads"] if t["ident"] == threading.get_ident())
     assert mine["stack"].count("in deep") == MOST_FRAMES - 1
-    assert mine["stack"].splitlines()[-2].endswith("in take_stacks")  # the innermost are kept
+    assert mine["stack"].splitlines()[-2].endswith("in collect_stacks")  # the innermost are kept
     monkeypatch.setattr(watchdog, "MOST_CHARACTERS", 100)
-    said = deep(5)
-    assert sum(len(thread["stack"]) for thread in said["threads"]) <= 100
-    assert said["truncated"]
+    reported = deep(5)
+    assert sum(len(thread["stack"]) for thread in reported["threads"]) <= 100
+    assert reported["truncated"]
 
 
 def test_stages_that_never_end_do_not_pile_up(
     make_probe: MakeProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagescope_workers.probe.stage_tracker._MOST_INSIDE", 4)
+    monkeypatch.setattr("stagescope_workers.probe.stage_tracker._MAX_OPEN", 4)
     probe = make_probe()
     for step in range(20):
         probe.begin("s", step=step)
-    probe.standing.where()
-    assert len(probe.standing._inside) == 4
-    assert probe.standing.where()[1]["step"] == 19
+    probe.stage_tracker.current_work()
+    assert len(probe.stage_tracker._open_stages) == 4
+    assert probe.stage_tracker.current_work()[1]["step"] == 19
 
 
 # --- the watchdog -----------------------------------------------------------------------------
 
 
-def test_a_process_that_stood_still_says_where_once_it_goes_on(
+def test_a_process_that_was_blocked_reports_its_stacks_once_it_resumes(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe(watchdog=0.3)
@@ -148,11 +148,11 @@ def test_a_process_that_stood_still_says_where_once_it_goes_on(
         stand_still(1.0)
         found = read_watchdog(path)
         wait_for(lambda: answers(coordinator))
-    said = answers(coordinator)[0]
-    assert found is None or found["request_id"] == said["request_id"]
-    assert said["source"] == "watchdog"
-    assert (said["step"], said["stage"]) == (3, "actor_update")
-    [training] = [thread for thread in said["threads"] if thread["is_training"]]
+    reported = answers(coordinator)[0]
+    assert found is None or found["request_id"] == reported["request_id"]
+    assert reported["source"] == "watchdog"
+    assert (reported["step"], reported["stage"]) == (3, "actor_update")
+    [training] = [thread for thread in reported["threads"] if thread["is_training"]]
     assert training["name"] == "MainThread"
     assert training["stack"].splitlines()[-1].endswith("in stand_still")
     probe.close(5.0)
@@ -220,7 +220,7 @@ def test_two_probes_of_a_process_share_it_and_the_last_removes_it(
     assert not path.exists()
 
 
-def test_it_writes_where_the_process_never_goes_on(tmp_path: Path) -> None:
+def test_it_writes_where_the_process_never_resumes(tmp_path: Path) -> None:
     code = """
 import ctypes, sys, threading
 from stagescope_workers.probe.watchdog import Watchdog
@@ -247,10 +247,10 @@ hold()
         held.wait()
         if held.stdout is not None:
             held.stdout.close()
-    said = read_watchdog(path)
-    assert said is not None
-    assert said["step"] == 4
-    assert said["threads"][0]["stack"].splitlines()[-1].endswith("in hold")
+    reported = read_watchdog(path)
+    assert reported is not None
+    assert reported["step"] == 4
+    assert reported["threads"][0]["stack"].splitlines()[-1].endswith("in hold")
 
 
 # --- its file ---------------------------------------------------------------------------------
@@ -281,17 +281,17 @@ def test_a_file_of_any_content_is_read_in_bounds(tmp_path: Path) -> None:
     directory.mkdir()
     frame = b'  File "x.py", line 1 in f\n'
     (directory / NAME).write_bytes(b"no json \xff\nTimeout (1)!\nThread 0xff:\n" + frame * 20_000)
-    said = read_watchdog(directory / NAME)
-    assert said is not None
-    assert said["truncated"]
-    assert len(said["threads"][0]["stack"]) <= MOST_CHARACTERS
-    assert said["threads"][0]["ident"] == 255
+    reported = read_watchdog(directory / NAME)
+    assert reported is not None
+    assert reported["truncated"]
+    assert len(reported["threads"][0]["stack"]) <= MOST_CHARACTERS
+    assert reported["threads"][0]["ident"] == 255
     head = watchdog_header(armed=1.5, threads={255: "t"}, training=[255], work={"step": 1})
     assert parse_watchdog(head) is None
     dumped = head + "Timeout (1)!\nThread 0xff (most recent call first):\n  inner\n  outer\n"
-    said = parse_watchdog(dumped)
-    assert said is not None
-    assert said["request_id"] == "watchdog-1500"
-    assert said["threads"] == [
+    reported = parse_watchdog(dumped)
+    assert reported is not None
+    assert reported["request_id"] == "watchdog-1500"
+    assert reported["threads"] == [
         {"name": "t", "ident": 255, "is_training": True, "stack": "  outer\n  inner"}
     ]

@@ -37,7 +37,7 @@ def said_by(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     ]
 
 
-def test_start_says_it_once_and_training_goes_on(
+def test_start_says_it_once_and_training_continues(
     make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

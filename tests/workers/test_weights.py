@@ -26,16 +26,16 @@ WEIGHTS = {
 }
 
 
-def said(coordinator: FakeCoordinator, count: int = 1) -> list[dict[str, Any]]:
+def reported(coordinator: FakeCoordinator, count: int = 1) -> list[dict[str, Any]]:
     wait_for(lambda: len(coordinator.of_kind("weights")) >= count)
     return [dict(event.fields) for event in coordinator.of_kind("weights")]
 
 
-def test_each_weight_is_told_with_its_checksum(
+def test_each_weight_is_reported_with_its_checksum(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     make_probe().record_weights(WEIGHTS, version=4, side="trainer", step=5)
-    [fields] = said(coordinator)
+    [fields] = reported(coordinator)
     assert (fields["policy_version"], fields["step"]) == (4, 5)
     assert (fields["side"], fields["kind"]) == ("trainer", "exchanged")
     assert fields["device"]["device_kind"] in ("cpu", "cuda", "npu")
@@ -56,7 +56,7 @@ def test_a_generator_is_read_one_by_one_and_nothing_is_kept(
             yield f"layer.{number}", buffer
 
     make_probe().record_weights(generate(), version=0, side="rollout")
-    [fields] = said(coordinator)
+    [fields] = reported(coordinator)
     assert [row[1] for row in fields["tensors"]] == [
         checksum(np.full(1000, number, np.float32)) for number in range(3)
     ]
@@ -67,12 +67,12 @@ def test_names_are_mapped(make_probe: MakeProbe, coordinator: FakeCoordinator) -
     names = {r"^embed\.": "model.embed_tokens.", "norm": "final_norm"}
     probe.record_weights(WEIGHTS, version=1, side="trainer", names=names)
     probe.record_weights(WEIGHTS, version=2, side="trainer", names=str.upper)
-    one, two = said(coordinator, 2)
+    one, two = reported(coordinator, 2)
     assert [row[0] for row in one["tensors"]] == ["model.embed_tokens.weight", "final_norm.weight"]
     assert [row[0] for row in two["tensors"]] == ["EMBED.WEIGHT", "NORM.WEIGHT"]
 
 
-def test_copies_are_told(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
+def test_copies_are_reported(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
     probe = make_probe()
     cut, copied = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     cut.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_copies_are_told(make_probe: MakeProbe, coordinator: FakeCoordinator) ->
     probe.record_weights(megatron, version=1, side="trainer")
     probe.record_weights(megatron, version=2, side="trainer", replicated=["^cut$"])
     probe.record_weights(megatron, version=3, side="trainer", replicated=True)
-    shards = [[row[4] for row in fields["tensors"]] for fields in said(coordinator, 3)]
+    shards = [[row[4] for row in fields["tensors"]] for fields in reported(coordinator, 3)]
     assert shards == [[None, "tp copy"], ["copy", "tp copy"], ["copy", "copy"]]
 
 
@@ -115,7 +115,7 @@ def test_of_a_dtensor_the_local_shard_is_summed(
         "norm": DTensor.from_local(norm, mesh, [Replicate(), Replicate()], run_check=False),
     }
     make_probe().record_weights(weights, version=1, side="trainer")
-    [fields] = said(coordinator)
+    [fields] = reported(coordinator)
     w, norm_row = fields["tensors"]
     assert w[1:4] == (checksum(shard), "float32", (2, 3))
     assert w[4][:2] == ((8, 6), (4, 3))
@@ -124,14 +124,14 @@ def test_of_a_dtensor_the_local_shard_is_summed(
     assert norm_row[4][:2] == ((4,), (0,))
 
 
-def test_a_partial_sum_has_no_place(
+def test_a_partial_sum_has_no_location(
     make_probe: MakeProbe, coordinator: FakeCoordinator, pretended_ranks: None
 ) -> None:
     DTensor, _, _, Partial = dtensors()
     mesh = init_device_mesh("cpu", (8,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
     make_probe().record_weights({"w": partial}, version=1, side="trainer")
-    [fields] = said(coordinator)
+    [fields] = reported(coordinator)
     shape, offsets, placement, dims = fields["tensors"][0][4]
     assert (shape, offsets, dims) == ((2,), None, ())
     assert placement.endswith("5 of 8")
@@ -143,7 +143,7 @@ def test_what_cannot_be_summed_is_unknown_and_said_once(
     probe = make_probe()
     absent = {f"meta.{number}": torch.ones(2, device="meta") for number in range(5)}
     probe.record_weights({**absent, **WEIGHTS}, version=1, side="trainer")
-    [fields] = said(coordinator)
+    [fields] = reported(coordinator)
     assert [row[1] is None for row in fields["tensors"]] == [True] * 5 + [False] * 2
     assert fields["tensors"][0] == ("meta.0", None, "float32", (2,), None)
     wait_for(lambda: coordinator.of_kind("refused"))
@@ -159,14 +159,14 @@ def test_what_cannot_be_summed_is_unknown_and_said_once(
         ({"kind": "sent"}, "kind is 'sent'"),
         ({"version": None}, "version is None"),
         ({"version": "three"}, "version is 'three'"),
-        ({"names": {"(": ""}}, "no regular expression"),
+        ({"names": {"(": ""}}, "not a regular expression"),
         ({"names": 3}, "names is a int"),
         ({"names": lambda name: 7}, "a weight is called 7"),
-        ({"replicated": ["("]}, "no regular expression"),
+        ({"replicated": ["("]}, "not a regular expression"),
         ({"names": lambda name: "same"}, "two weights are called same"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_what_is_wrong_is_reported(
     make_probe: MakeProbe,
     coordinator: FakeCoordinator,
     given: dict[str, Any],
@@ -202,6 +202,6 @@ def test_what_a_device_sums_is_fetched_later(
     monkeypatch.setattr(module, "checksum", lambda value: torch.tensor(-1))
     probe = make_probe()
     probe.record_weights(WEIGHTS, version=1, side="trainer")
-    [fields] = said(coordinator)
+    [fields] = reported(coordinator)
     assert [row[1] for row in fields["tensors"]] == [(1 << 64) - 1] * 2
-    assert probe.pool.taken == 0
+    assert probe.pool.reserved == 0

@@ -1,4 +1,4 @@
-"""What runs inside training processes: says which stage a rank is in, hands over tensors.
+"""The part of stagescope in training processes: reports a rank's stages, tensors and numbers.
 
 ::
 
@@ -10,7 +10,7 @@
         stage.log(loss=loss)
     finish(timeout=30)
 
-Nothing of it raises or waits in a training process, and importing it needs numpy only.
+No function raises or waits in a training process, and importing the package only needs numpy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "save",
 ]
 
-# Imported when asked for: most processes need neither the drop-in nor msprobe.
+# Imported on first use: most processes need neither the drop-in nor msprobe.
 _LAZY = {
     "_calculate_per_round_metrics": "debug_metrics",
     "_find_contiguous_segments": "debug_metrics",

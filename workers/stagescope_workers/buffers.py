@@ -1,7 +1,7 @@
-"""Host memory that is used again: a copy into pages that are there already costs a tenth.
+"""A pool of reusable host memory: a copy into pages that exist already costs a tenth.
 
-The system gives a fresh page for each 4 KB that a new array first touches, which takes longer than
-the copy itself. A buffer comes back by itself when the last array in it is gone, wherever that is.
+The system maps a new page for each 4 KB that a new array first touches, which takes longer than
+the copy itself. A buffer returns to the pool when the last array in it is freed.
 """
 
 from __future__ import annotations
@@ -11,53 +11,56 @@ from collections import OrderedDict
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+Array: TypeAlias = npt.NDArray[Any]
+"""An array of any shape and dtype."""
 
-LEAST_BYTES: Final = 64 << 10
-"""Smaller arrays are what the allocator is quick at."""
+MIN_BYTES: Final = 64 << 10
+"""Smaller arrays are not pooled: the allocator is fast for them."""
 IDLE_BYTES: Final = 128 << 20
-"""What may lie unused in a process."""
+"""The limit on unused bytes in a process."""
 
 
 class _Lease:
-    """Lends a buffer to one array and those made of it; numpy holds it as their base."""
+    """Owns a buffer for one array and its views; numpy references it as their base."""
 
-    def __init__(self, pool: BufferPool, buffer: Array) -> None:
+    def __init__(self, pool: BufferPool, buffer: npt.NDArray[np.uint8]) -> None:
         self._pool = pool
         self._buffer = buffer
         self.__array_interface__ = buffer.__array_interface__
 
     def __del__(self) -> None:
-        self._pool.give_back(self._buffer)
+        self._pool.release(self._buffer)
 
 
 class BufferPool:
-    """Buffers of some sizes, those used last first; safe to use from several threads.
+    """Buffers by size; the ones used last are reused first. Thread-safe.
 
     Args:
-        idle_bytes: what may lie unused; what comes back beyond that lets the oldest go.
+        idle_bytes: the limit on unused bytes; beyond it the oldest buffers are freed.
     """
 
     def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
         self.idle_bytes = idle_bytes
         self.idle = 0
-        """Bytes that lie unused."""
-        self._free: OrderedDict[int, list[Array]] = OrderedDict()  # size -> buffers, oldest first
-        # Reentrant: the collector may give a buffer back at any moment, here too.
+        """Unused bytes."""
+        # size -> buffers, the sizes that were used longest ago first
+        self._free: OrderedDict[int, list[npt.NDArray[np.uint8]]] = OrderedDict()
+        # Reentrant: the garbage collector may release a buffer at any moment, even in here.
         self._lock = threading.RLock()
 
     def copy(self, array: Array) -> Array:
-        """Return a C-contiguous copy of `array` that nobody else writes."""
-        if array.nbytes < LEAST_BYTES:
+        """Return a C-contiguous copy of `array` in memory of its own."""
+        if array.nbytes < MIN_BYTES:
             return np.array(array, order="C", copy=True)
-        lease = _Lease(self, self._take(_size_class(array.nbytes)))
-        raw: Array = np.asarray(lease)
-        made = raw[: array.nbytes].view(array.dtype).reshape(array.shape)
-        np.copyto(made, array)
-        return made
+        lease = _Lease(self, self._acquire(_size_class(array.nbytes)))
+        raw: npt.NDArray[np.uint8] = np.asarray(lease)
+        copy = raw[: array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        return copy
 
-    def _take(self, size: int) -> Array:
+    def _acquire(self, size: int) -> npt.NDArray[np.uint8]:
         with self._lock:
             buffers = self._free.get(size)
             if buffers:
@@ -65,8 +68,8 @@ class BufferPool:
                 return buffers.pop()
         return np.empty(size, np.uint8)
 
-    def give_back(self, buffer: Array) -> None:
-        """Take a buffer that nobody uses any more."""
+    def release(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Return an unused buffer to the pool."""
         with self._lock:
             size = buffer.nbytes
             self._free.setdefault(size, []).append(buffer)
@@ -82,7 +85,7 @@ class BufferPool:
 
 
 def _size_class(nbytes: int) -> int:
-    """Round up to one of four sizes an octave, so that batches of about one size share buffers."""
+    """Round up to one of four sizes per power of two, so that similar batches share buffers."""
     step = 1 << max(nbytes.bit_length() - 3, 0)
     return -(-nbytes // step) * step
 

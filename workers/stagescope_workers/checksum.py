@@ -7,11 +7,11 @@ x[b, j] in blocks of 65 536. With two fixed streams w and v of odd 64-bit number
 
 which is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
 A change inside one word always shows, for an odd weight can be divided by; any other change, such
-as two elements that trade places or a transposed matrix, is missed once in about 2**32. Dtype and
-shape are not in it: they are told, and compared, beside it.
+as two swapped elements or a transposed matrix, is missed once in about 2**32. Dtype and shape are
+not included: they are reported and compared separately.
 
-Integer arithmetic on a device is tried against the host's once; a device that does it otherwise
-has its tensors summed on the host. No copy is larger than a chunk.
+Integer arithmetic on a device is compared with the host's once; where it differs, that device's
+tensors are summed on the host. No copy is larger than a chunk.
 
 torch is never imported here: a value can only be a torch tensor where torch is loaded already.
 """
@@ -22,30 +22,37 @@ import functools
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope_workers.payload import Array, IntArray, describe, is_torch
 
+if TYPE_CHECKING:
+    import torch
+
+Elements: TypeAlias = Any
+"""A numpy array or a torch tensor, which slicing and shapes treat alike."""
+
 BLOCK_WORDS: Final = 1 << 16
 BLOCK_BYTES: Final = 4 * BLOCK_WORDS
 CHUNK_BYTES: Final = 64 * BLOCK_BYTES
-"""Bytes of a tensor that are worked on at a time: 16 MiB."""
+"""Bytes of a tensor that are processed at a time: 16 MiB."""
 
-_WORD_SEED: Final = 0x243F6A8885A308D3  # digits of pi: nothing up the sleeve
+_WORD_SEED: Final = 0x243F6A8885A308D3  # digits of pi, as an arbitrary constant
 _BLOCK_SEED: Final = 0x13198A2E03707344
-_FEWEST_BLOCKS: Final = 1024
+_MIN_BLOCKS: Final = 1024
 _STRIP: Final = 16
 _EXPECTED: Final = "a dense torch tensor or numpy array with data"
 
 
-def checksum(value: object) -> Any:
+def checksum(value: object) -> int | torch.Tensor:
     """Return the checksum of a tensor or an array: an int from 0 below 2**64.
 
-    Of a tensor on a device it is an int64 tensor without dimensions on that device, whose bits are
-    the number: the work is queued there, on the current stream, and nobody waits for it.
+    For a tensor on a device it is an int64 tensor without dimensions on that device, whose bits
+    are the number: the work is queued on the device's current stream, without waiting for it.
 
     Args:
         value: a torch tensor (dense, of any dtype and strides) or a numpy array (without objects).
@@ -56,7 +63,7 @@ def checksum(value: object) -> Any:
     if not is_torch(value):
         return _host_sum(_native(value))
     bits = _bits(value)
-    if _is_on_device(bits) and _computes_alike(bits.device):
+    if _is_on_device(bits) and _has_host_arithmetic(bits.device):
         return device_sum(bits)
     return _host_sum(bits)
 
@@ -66,7 +73,7 @@ def unsigned(bits: int) -> int:
     return bits & (1 << 64) - 1
 
 
-# --- what is summed ---------------------------------------------------------------------------
+# --- the elements that are summed -------------------------------------------------------------
 
 
 def _native(value: object) -> Array:
@@ -76,8 +83,8 @@ def _native(value: object) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _bits(tensor: Any) -> Any:
-    """Return a tensor's elements as integers of their width, strided as they are."""
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as integers of the same width, with the same strides."""
     if tensor.is_nested or tensor.is_sparse or tensor.is_quantized or tensor.device.type == "meta":
         raise InvalidTensor(f"the weight is {describe(tensor)}", expected=_EXPECTED)
     torch = sys.modules["torch"]
@@ -88,53 +95,53 @@ def _bits(tensor: Any) -> Any:
     return tensor.resolve_neg().view(kinds[tensor.element_size()])
 
 
-def _chunks(array: Any, itemsize: int) -> Iterator[Any]:
+def _chunks(array: Elements, itemsize: int) -> Iterator[Elements]:
     """Yield the elements in row-major order as flat contiguous pieces of CHUNK_BYTES.
 
-    A piece that had to be copied together is overwritten by the next.
+    A piece that had to be copied is overwritten by the next.
     """
-    size, most = math.prod(array.shape), CHUNK_BYTES // itemsize
-    copied: Any = None
-    for begin in range(0, size, most):
-        views = [*_views(array, begin, min(begin + most, size))]
-        if len(views) == 1 and _is_gapless(views[0]):
+    size, chunk_size = math.prod(array.shape), CHUNK_BYTES // itemsize
+    copied: Elements = None
+    for begin in range(0, size, chunk_size):
+        views = [*_views(array, begin, min(begin + chunk_size, size))]
+        if len(views) == 1 and _is_contiguous(views[0]):
             yield views[0].reshape(-1)
             continue
         if copied is None:
-            copied = _empty_as(array, min(size, most))
-        at = 0
+            copied = _empty_like(array, min(size, chunk_size))
+        offset = 0
         for view in views:
-            _copy(view, copied[at : at + math.prod(view.shape)].reshape(view.shape))
-            at += math.prod(view.shape)
-        yield copied[:at]
+            _copy(view, copied[offset : offset + math.prod(view.shape)].reshape(view.shape))
+            offset += math.prod(view.shape)
+        yield copied[:offset]
 
 
-def _copy(view: Any, target: Any) -> None:
+def _copy(view: Elements, target: Elements) -> None:
     strides = view.stride() if is_torch(view) else view.strides
     if len(strides) < 2 or strides[-1] <= strides[-2] or _is_on_device(view):
         target[...] = view
         return
-    # Of a transposed matrix strips of few columns stay in the cache: 6 times as fast.
+    # For a transposed matrix, strips of few columns stay in the cache: 6 times as fast.
     for begin in range(0, view.shape[-1], _STRIP):
         target[..., begin : begin + _STRIP] = view[..., begin : begin + _STRIP]
 
 
-def _is_on_device(value: Any) -> bool:
+def _is_on_device(value: object) -> bool:
     return is_torch(value) and bool(value.device.type != "cpu")
 
 
-def _is_gapless(view: Any) -> bool:
+def _is_contiguous(view: Elements) -> bool:
     if not is_torch(view):
         return bool(view.flags.c_contiguous)
-    # torch lets the stride of a dimension of one element be anything, and then cannot view it.
+    # torch allows any stride for a dimension of one element, and then cannot view it.
     return bool(view.is_contiguous() and view.reshape(-1).stride(0) == 1)
 
 
-def _empty_as(array: Any, count: int) -> Any:
+def _empty_like(array: Elements, count: int) -> Elements:
     return array.new_empty(count) if is_torch(array) else np.empty(count, array.dtype)
 
 
-def _views(array: Any, begin: int, end: int) -> Iterator[Any]:
+def _views(array: Elements, begin: int, end: int) -> Iterator[Elements]:
     """Yield views that together are the elements `begin` to `end` of `array`, in order."""
     size = math.prod(array.shape)
     if (begin, end) == (0, size):
@@ -156,7 +163,7 @@ def _views(array: Any, begin: int, end: int) -> Iterator[Any]:
 # --- on the host ------------------------------------------------------------------------------
 
 
-def _host_sum(array: Any) -> int:
+def _host_sum(array: Elements) -> int:
     total = block = 0
     itemsize = array.element_size() if is_torch(array) else array.itemsize
     products = np.empty(BLOCK_WORDS, np.int64)
@@ -173,7 +180,7 @@ def _host_sum(array: Any) -> int:
     return unsigned(total)
 
 
-def _host_words(data: Array) -> Array:
+def _host_words(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
     missing = -len(data) % 4
     if missing:
         data = np.concatenate([data, np.zeros(missing, np.uint8)])
@@ -183,18 +190,18 @@ def _host_words(data: Array) -> Array:
 # --- on a device ------------------------------------------------------------------------------
 
 
-def device_sum(bits: Any) -> Any:
-    """Return the checksum of an integer tensor by torch alone, as an int64 where the tensor is."""
-    torch = sys.modules["torch"]
+def device_sum(bits: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of an integer tensor as an int64 on its device, computed by torch."""
+    torch: Any = sys.modules["torch"]
     weights, block_weights = _device_streams(bits.device, _blocks(bits, bits.element_size()))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    total = bits.new_zeros((), dtype=torch.int64)
     block = 0
     for chunk in _chunks(bits, bits.element_size()):
         words = _device_words(chunk)
         rows, rest = divmod(len(words), BLOCK_WORDS)
         if rows:
-            whole = words[: rows * BLOCK_WORDS].view(rows, BLOCK_WORDS)
-            sums = torch.mul(whole, weights).sum(dim=1)
+            full_blocks = words[: rows * BLOCK_WORDS].view(rows, BLOCK_WORDS)
+            sums = torch.mul(full_blocks, weights).sum(dim=1)
             total += (sums * block_weights[block : block + rows]).sum()
             block += rows
         if rest:
@@ -203,20 +210,20 @@ def device_sum(bits: Any) -> Any:
     return total
 
 
-def _device_words(chunk: Any) -> Any:
+def _device_words(chunk: torch.Tensor) -> torch.Tensor:
     torch = sys.modules["torch"]
     missing = -chunk.numel() * chunk.element_size() % 4
     if missing:
         zeros = torch.zeros(missing, dtype=torch.uint8, device=chunk.device)
         chunk = torch.cat([chunk.view(torch.uint8), zeros])
     elif (chunk.storage_offset() * chunk.element_size() | chunk.data_ptr()) % 4:
-        chunk = chunk.clone()  # words of four bytes cannot begin where it does
+        chunk = chunk.clone()  # it is not aligned to words of four bytes
     return chunk.view(torch.int32)
 
 
 @functools.lru_cache(maxsize=64)
-def _computes_alike(device: Any) -> bool:
-    """Say whether a device's integers wrap as the host's do; asked once, and waited for."""
+def _has_host_arithmetic(device: torch.device) -> bool:
+    """Return whether a device's integers wrap like the host's; computed once, synchronously."""
     trial = (np.arange(3 * BLOCK_WORDS + 5, dtype=np.uint32) * np.uint32(2654435761)).view(np.int32)
     torch = sys.modules["torch"]
     try:
@@ -229,9 +236,9 @@ def _computes_alike(device: Any) -> bool:
 # --- the weights ------------------------------------------------------------------------------
 
 
-def _blocks(array: Any, itemsize: int) -> int:
+def _blocks(array: Elements, itemsize: int) -> int:
     needed = -(-math.prod(array.shape) * itemsize // BLOCK_BYTES)
-    return max(_FEWEST_BLOCKS, 1 << (needed - 1).bit_length() if needed else 0)
+    return max(_MIN_BLOCKS, 1 << (needed - 1).bit_length() if needed else 0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -241,7 +248,7 @@ def _streams(blocks: int) -> tuple[IntArray, IntArray]:
 
 
 @functools.lru_cache(maxsize=64)
-def _device_streams(device: Any, blocks: int) -> tuple[Any, Any]:
+def _device_streams(device: torch.device, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch = sys.modules["torch"]
     word_weights, block_weights = _streams(blocks)
     return torch.from_numpy(word_weights).to(device), torch.from_numpy(block_weights).to(device)

@@ -2,11 +2,11 @@
 
     from stagescope_workers import calculate_debug_metrics
 
-The keys and values of verl's function come back as verl gives them (probabilities, over the whole
-batch, NaN where a NaN lies under the mask), but in float64. Beside them stand `per_round/*` as
-verl's pull request 5229 defines them, and `nonfinite/*`, which says why a value is NaN.
+It returns the keys and values of verl's function (of probabilities, over the whole batch, NaN where
+there is a NaN under the mask), but in float64. In addition it returns `per_round/*` as verl's pull
+request 5229 defines them, and `nonfinite/*`, which explains why a value is NaN.
 
-It runs in the training process, so it needs numpy alone and compiles nothing; the service's own
+It runs in the training process, so it needs only numpy and compiles nothing; the service's own
 numbers, over the finite tokens, come from its statistics.
 """
 
@@ -21,14 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope_workers.payload import host_tensor
+from stagescope_workers.payload import Array, IntArray, host_tensor
 
 _logger = logging.getLogger(__name__)
 
-Array = npt.NDArray[Any]
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
-Metrics = dict[str, Any]
+Metrics = dict[str, float]
 
 _PREFIX: Final = "training/rollout_probs_diff"
 _PEARSON: Final = "training/rollout_actor_probs_pearson_corr"
@@ -37,7 +36,7 @@ _BLOCK: Final = 1 << 16
 _FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 
 
-def calculate_debug_metrics(data: Any) -> Metrics:
+def calculate_debug_metrics(data: object) -> Metrics:
     """Compare the trainer's and the rollout's probabilities, and their log-probs by round.
 
     Args:
@@ -59,8 +58,8 @@ def calculate_debug_metrics(data: Any) -> Metrics:
     mask, mask_rows = _mask(batch, rollout, other_rows)
     if rows is not None or other_rows is not None or mask_rows is not None:
         _check_rows({"old": rows, "rollout": other_rows, "mask": mask_rows})
-    chosen = mask != 0
-    if not chosen.any():
+    selected = mask != 0
+    if not selected.any():
         _logger.warning("the mask covers no token: no mismatch is computed")
         metrics = dict.fromkeys(
             (*(f"{_PREFIX}_{name}" for name in ("valid", "max", "mean", "std")), _PEARSON),
@@ -72,18 +71,18 @@ def calculate_debug_metrics(data: Any) -> Metrics:
             **_Scan().per_round(),
             **_Scan().non_finite(),
         }
-    if not train.shape == rollout.shape == chosen.shape:
-        return _unequal_shapes(train, rollout, chosen)
+    if not train.shape == rollout.shape == selected.shape:
+        return _unequal_shapes(train, rollout, selected)
     scan = _Scan()
     if rows is None and train.ndim == 2:
-        for few in _row_blocks(train.shape):
-            scan.add(train[few], rollout[few], mask[few])
+        for block in _row_blocks(train.shape):
+            scan.add(train[block], rollout[block], mask[block])
     else:
         scan.add(train, rollout, mask, None if rows is None else np.cumsum(rows))
     return {**scan.probabilities(), **scan.per_round(), **scan.non_finite()}
 
 
-def _find_contiguous_segments(mask_1d: Any) -> list[tuple[int, int]]:
+def _find_contiguous_segments(mask_1d: object) -> list[tuple[int, int]]:
     """Find the runs of 1s of a row's mask.
 
     A 1 opens a run and a 0 closes it; any other value changes nothing.
@@ -97,7 +96,7 @@ def _find_contiguous_segments(mask_1d: Any) -> list[tuple[int, int]]:
 
 
 def _calculate_per_round_metrics(
-    train_log_probs: Any, rollout_log_probs: Any, response_mask: Any
+    train_log_probs: object, rollout_log_probs: object, response_mask: object
 ) -> Metrics:
     """Compare log-probs by round: the i-th run of 1s of each row, over the whole batch.
 
@@ -122,19 +121,19 @@ def _calculate_per_round_metrics(
             expected="three tensors [rows, tokens] of one shape",
         )
     scan = _Scan()
-    for few in _row_blocks(train.shape):
-        scan.add(train[few], rollout[few], mask[few], probabilities=False)
+    for block in _row_blocks(train.shape):
+        scan.add(train[block], rollout[block], mask[block], probabilities=False)
     return scan.per_round()
 
 
-def _tensors(data: Any) -> Mapping[str, Any]:
-    batch = getattr(data, "batch", data)
+def _tensors(data: object) -> dict[str, object]:
+    batch: Any = getattr(data, "batch", data)  # a dict or a TensorDict
     return {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118 - TensorDict
 
 
 def _values(
-    name: str, value: Any, dtypes: tuple[str, ...] | None = None
-) -> tuple[Array, npt.NDArray[np.int64] | None]:
+    name: str, value: object, dtypes: tuple[str, ...] | None = None
+) -> tuple[Array, IntArray | None]:
     """Return a tensor as numpy (bfloat16 as float32), and its row lengths where it is ragged."""
     dtype, shape, buffer, offsets = host_tensor(name, value)
     if dtypes is not None and dtype not in dtypes:
@@ -148,8 +147,8 @@ def _values(
 
 
 def _mask(
-    batch: Mapping[str, Any], rollout: Array, rows: npt.NDArray[np.int64] | None
-) -> tuple[Array, npt.NDArray[np.int64] | None]:
+    batch: Mapping[str, object], rollout: Array, rows: IntArray | None
+) -> tuple[Array, IntArray | None]:
     name = next((n for n in ("response_mask", "attention_mask") if n in batch), None)
     if name is None:
         _logger.warning("no response_mask and no attention_mask: every token counts")
@@ -162,32 +161,32 @@ def _mask(
     return mask, lengths
 
 
-def _check_rows(lengths: Mapping[str, npt.NDArray[np.int64] | None]) -> None:
+def _check_rows(lengths: Mapping[str, IntArray | None]) -> None:
     first = next(value for value in lengths.values() if value is not None)
     for name, value in lengths.items():
         if value is None or not np.array_equal(value, first):
-            said = {n: "padded" if v is None else v.tolist()[:8] for n, v in lengths.items()}
+            shown = {n: "padded" if v is None else v.tolist()[:8] for n, v in lengths.items()}
             raise InvalidTensor(
-                f"{name} has other rows than the rest: {said}",
+                f"{name} has other rows than the rest: {shown}",
                 expected="old_log_probs, rollout_log_probs and the mask with rows of one length",
             )
 
 
-def _selected(values: Array, chosen: Bool) -> Float64:
-    return values[chosen].astype(np.float64)
+def _select(values: Array, selected: Bool) -> Float64:
+    return values[selected].astype(np.float64)
 
 
-def _unequal_shapes(train: Array, rollout: Array, chosen: Bool) -> Metrics:
-    """Do as verl does with shapes that differ: broadcast, and call the correlation 0."""
+def _unequal_shapes(train: Array, rollout: Array, selected: Bool) -> Metrics:
+    """Treat different shapes as verl does: broadcast them, with a correlation of 0."""
     try:
         with np.errstate(all="ignore"):
             u, v = (np.expm1(values.astype(np.float64)) for values in (train, rollout))
-            difference, mask = np.broadcast_arrays(np.abs(u - v), chosen)
+            difference, mask = np.broadcast_arrays(np.abs(u - v), selected)
             metrics = _differences(difference[mask])
     except ValueError as error:
         raise InvalidTensor(
             f"old_log_probs {train.shape}, rollout_log_probs {rollout.shape} and their mask "
-            f"{chosen.shape} cannot be compared",
+            f"{selected.shape} cannot be compared",
             expected="three tensors [rows, tokens] of one shape",
         ) from error
     return {**metrics, _PEARSON: 0}
@@ -203,7 +202,7 @@ def _differences(difference: Float64) -> Metrics:
 
 
 def _runs(mask: Array) -> Bool:
-    """[rows, tokens]: whether a token lies in a run, where only 1 opens and only 0 closes."""
+    """[rows, tokens]: whether a token is in a run, which only 1 opens and only 0 closes."""
     inside: Bool = mask == 1
     if bool((inside | (mask == 0)).all()):
         return inside
@@ -213,25 +212,25 @@ def _runs(mask: Array) -> Bool:
     return found
 
 
-def _numbers(inside: Bool, row_ends: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
-    """[rows, tokens]: how many runs have begun in the row, this token's among them."""
+def _numbers(inside: Bool, row_ends: IntArray | None) -> IntArray:
+    """[rows, tokens]: how many runs have begun in the row, up to and with this token."""
     opens = inside.copy()
     opens[:, 1:] &= ~inside[:, :-1]
     if row_ends is None:
         return np.cumsum(opens, axis=1, dtype=np.int64)
-    # One packed row: a run also begins with each sample, where the count begins anew.
+    # One packed row: with each sample a run begins too, and the count restarts.
     starts = np.concatenate([[0], row_ends[:-1]]).astype(np.int64)
     starts = starts[starts < inside.shape[1]]
     opens[0, starts] = inside[0, starts]
     total = np.cumsum(opens, axis=1, dtype=np.int64)
-    before: npt.NDArray[np.int64] = (total - opens)[0, starts]
+    before: IntArray = (total - opens)[0, starts]
     ends = np.concatenate([starts[1:], [inside.shape[1]]]).astype(np.int64)
-    numbers: npt.NDArray[np.int64] = total - np.repeat(before, ends - starts)[None, :]
+    numbers: IntArray = total - np.repeat(before, ends - starts)[None, :]
     return numbers
 
 
 def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
-    """Slices of few rows: what numpy makes in between then stays in the cache."""
+    """Slices of few rows, so that numpy's intermediate arrays stay in the cache."""
     step = max(1, _BLOCK // max(1, shape[1]))
     return [slice(row, row + step) for row in range(0, shape[0], step)]
 
@@ -243,39 +242,39 @@ class _Scan:
         self._n = 0
         self._largest = -math.inf
         self._total = 0.0
-        """Of |e^p - e^q|; unlike its running mean it stays inf once a value is."""
+        """Of |e^p - e^q|; unlike the running mean it stays inf once a value is inf."""
         self._means = np.zeros(3)
         """Of |e^p - e^q|, e^p - 1 and e^q - 1."""
         self._seconds = np.zeros((3, 3))
         self._low, self._high = np.full(2, np.inf), np.full(2, -np.inf)
-        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._counts: IntArray = np.zeros(0, np.int64)
         self._sums = np.zeros(0)
-        self._odd = np.zeros((2, 3), np.int64)
+        self._nonfinite = np.zeros((2, 3), np.int64)
 
     def add(
         self,
         train: Array,
         rollout: Array,
         mask: Array,
-        row_ends: npt.NDArray[np.int64] | None = None,
+        row_ends: IntArray | None = None,
         *,
         probabilities: bool = True,
     ) -> None:
-        """Take in a block of rows, or one packed row of samples that end at `row_ends`."""
+        """Add a block of rows, or one packed row of samples that end at `row_ends`."""
         with np.errstate(all="ignore"):
             inside = _runs(mask.reshape(1, -1) if row_ends is not None else mask)
             numbers = _numbers(inside, row_ends)
-            chosen = inside.reshape(train.shape)
-            p, q = _selected(train, chosen), _selected(rollout, chosen)
-            self._add_rounds(numbers.reshape(train.shape)[chosen] - 1, np.abs(p - q))
+            selected = inside.reshape(train.shape)
+            p, q = _select(train, selected), _select(rollout, selected)
+            self._add_rounds(numbers.reshape(train.shape)[selected] - 1, np.abs(p - q))
             if probabilities:
-                # verl counts every value but 0; the rounds know only 0 and 1.
-                every = mask != 0
-                if not np.array_equal(every, chosen):
-                    p, q = _selected(train, every), _selected(rollout, every)
+                # verl counts every value but 0; the rounds are of values 0 and 1.
+                nonzero = mask != 0
+                if not np.array_equal(nonzero, selected):
+                    p, q = _select(train, nonzero), _select(rollout, nonzero)
                 self._add_probabilities(p, q)
 
-    def _add_rounds(self, rounds: npt.NDArray[np.int64], difference: Float64) -> None:
+    def _add_rounds(self, rounds: IntArray, difference: Float64) -> None:
         counts = np.bincount(rounds)
         sums = np.bincount(rounds, weights=difference)
         if counts.size > self._counts.size:
@@ -291,7 +290,7 @@ class _Scan:
         n = p.size
         if not n:
             return
-        # e^p - 1 keeps what 1 - e^p is where the model is certain.
+        # e^p - 1 is precise where e^p is close to 1.
         u, v = np.expm1(p), np.expm1(q)
         columns = np.stack([np.abs(u - v), u, v])
         self._largest = np.maximum(self._largest, columns[0].max())
@@ -310,9 +309,9 @@ class _Scan:
         self._high = np.maximum(self._high, extremes.max(axis=1))
         if not np.isfinite(extremes.sum()):
             for side, values in enumerate((p, q)):
-                self._odd[side, 0] += np.isnan(values).sum()
-                self._odd[side, 1] += np.isposinf(values).sum()
-                self._odd[side, 2] += np.isneginf(values).sum()
+                self._nonfinite[side, 0] += np.isnan(values).sum()
+                self._nonfinite[side, 1] += np.isposinf(values).sum()
+                self._nonfinite[side, 2] += np.isneginf(values).sum()
 
     def probabilities(self) -> Metrics:
         """Return verl's keys."""
@@ -340,23 +339,23 @@ class _Scan:
         metrics: Metrics = {"per_round/total_rounds": self._counts.size}
         if not self._counts.size:
             return metrics
-        largest, where = -1.0, -1
+        largest, largest_round = -1.0, -1
         pairs = zip(self._counts.tolist(), self._sums.tolist(), strict=True)
         for number, (count, total) in enumerate(pairs):
             mean = total / count
             metrics[f"per_round/round_{number}_abs_diff_mean"] = mean
             metrics[f"per_round/round_{number}_token_count"] = count
             if mean > largest:
-                largest, where = mean, number
-        metrics["per_round/max_round_diff"] = where
-        if where >= 0:
+                largest, largest_round = mean, number
+        metrics["per_round/max_round_diff"] = largest_round
+        if largest_round >= 0:
             metrics["per_round/max_diff_value"] = largest
         return metrics
 
     def non_finite(self) -> Metrics:
         """Return how many values under the mask are not finite, by kind."""
         return {
-            f"nonfinite/{stream}_{kind}": int(self._odd[side, place])
+            f"nonfinite/{stream}_{kind}": int(self._nonfinite[side, column])
             for side, stream in enumerate(("old", "rollout"))
-            for place, kind in enumerate(("nan", "posinf", "neginf"))
+            for column, kind in enumerate(("nan", "posinf", "neginf"))
         }

@@ -1,11 +1,11 @@
-"""Tensors on their way from a device to the host, without the training thread waiting.
+"""Copies tensors from a device to the host without blocking the training thread.
 
-The copy is queued on the device's current stream into pinned memory, with an event behind it; the
-background thread waits for the event and moves the bytes on into ordinary memory, so that pinned
-memory is taken only for the moment of the copy. Pinned memory is bounded: where it is all taken
-the tensor is copied at once, which waits for the device, never for the service.
+The copy is queued on the device's current stream into pinned memory, followed by an event; the
+background thread waits for the event and moves the bytes into ordinary memory, so that pinned
+memory is used only during the copy. Pinned memory is bounded: where none is available the tensor
+is copied at once, which waits for the device, never for the service.
 
-CUDA and NPU speak the same words in torch (`torch.cuda`, `torch.npu`), found by the device's type.
+CUDA and NPU have the same interface in torch (`torch.cuda`, `torch.npu`), chosen by device type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import collections
 import sys
 import threading
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_workers.payload import (
     Array,
+    IntArray,
     Spec,
     WireTensor,
     check_torch,
@@ -31,26 +33,44 @@ from stagescope_workers.payload import (
     owned_tensor,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 DEFAULT_PINNED_BYTES: Final = 512 << 20
+
+Backend: TypeAlias = Any
+"""The untyped module `torch.cuda` or `torch.npu`, or an event of it."""
+Offsets: TypeAlias = "torch.Tensor | IntArray | None"
+"""Row offsets of a packed tensor, int64 [rows + 1], on the device or the host."""
 
 
 class HostCopy:
-    """One tensor of a payload that a device is still writing."""
+    """One tensor of a payload that is being copied from a device."""
 
-    def __init__(self, spec: Spec, pinned: Any, event: Any, offsets: Any, pool: PinnedPool) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        pinned: torch.Tensor,
+        event: Backend,
+        offsets: Offsets,
+        pool: PinnedPool,
+    ) -> None:
         self.spec = spec
         self._pinned: Any = pinned
-        self._event: Any = event
-        self._offsets: Any = offsets
+        self._event = event
+        self._offsets = offsets
         self._pool = pool
         self._wire: WireTensor | None = None
 
     def ready(self) -> bool:
-        """Say whether the device has written everything."""
+        """Return whether the device has written everything."""
         return self._wire is not None or bool(self._event.query())
 
     def finish(self) -> WireTensor:
-        """Wait for the device, free the pinned memory and return the tensor. Not for training."""
+        """Wait for the device, free the pinned memory and return the tensor.
+
+        Not for the training thread.
+        """
         if self._wire is None:
             self._event.synchronize()
             tag, shape, _ = self.spec
@@ -61,105 +81,105 @@ class HostCopy:
 
 
 class BorrowedTensor:
-    """A tensor on the host whose owner promised not to write it: copied when there is time."""
+    """A host tensor that its owner will not write any more; the background thread copies it."""
 
-    def __init__(self, name: str, tensor: Any) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
         self.spec = Spec(dtype_tag(tensor.dtype), tuple(tensor.shape), None)
         self._name = name
-        self._tensor: Any = tensor
+        self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
         self._wire: WireTensor | None = None
 
     def finish(self) -> WireTensor | None:
-        """Return a copy; None where torch counted a write since. Not for training."""
+        """Return a copy; None where torch counted a write since. Not for the training thread."""
         if self._tensor is not None:
             wire = owned_tensor(self._name, self._tensor)
-            # After the copy: what was written before or meanwhile is counted by then.
+            # After the copy, so that writes before and during it are counted.
             self._wire = wire if self._tensor._version == self._version else None
             self._tensor = None
         return self._wire
 
 
-def lend_tensor(
+def borrow_tensor(
     name: str, value: object, pool: PinnedPool
 ) -> WireTensor | HostCopy | BorrowedTensor:
-    """Hold a dense torch tensor of the host without a copy; of anything else own one.
+    """Reference a dense torch tensor on the host without a copy; copy anything else.
 
     Raises:
         InvalidTensor: see `payload.host_tensor`.
     """
-    if not is_torch(value) or _on_device(value) or getattr(value, "is_nested", False):
-        return take_tensor(name, value, pool)
+    if not is_torch(value) or _is_on_device(value) or value.is_nested:
+        return copy_tensor(name, value, pool)
     check_torch(name, value)
-    tag = dtype_tag(getattr(value, "dtype", None))
-    return BorrowedTensor(name, value) if tag in DTYPE_BYTES else take_tensor(name, value, pool)
+    is_supported = dtype_tag(value.dtype) in DTYPE_BYTES
+    return BorrowedTensor(name, value) if is_supported else copy_tensor(name, value, pool)
 
 
 class PinnedPool:
-    """At most `limit` bytes of pinned host memory at a time; torch's own allocator reuses it."""
+    """Limits pinned host memory to `limit` bytes at a time; torch's own allocator reuses it."""
 
     def __init__(self, limit: int = DEFAULT_PINNED_BYTES) -> None:
         self.limit = limit
-        self.taken = 0
+        self.reserved = 0
         self.blocking_copies = 0
         self._lock = threading.Lock()
         self._copies: collections.deque[HostCopy] = collections.deque()
 
-    def take(self, nbytes: int) -> bool:
-        """Reserve `nbytes`; False where they are not to be had."""
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve `nbytes`; return False where they are not available."""
         with self._lock:
-            if self.taken + nbytes > self.limit:
+            if self.reserved + nbytes > self.limit:
                 self.blocking_copies += 1
                 return False
-            self.taken += nbytes
+            self.reserved += nbytes
             return True
 
     def release(self, nbytes: int) -> None:
-        """Give `nbytes` back."""
+        """Release `nbytes`."""
         with self._lock:
-            self.taken -= nbytes
+            self.reserved -= nbytes
 
-    def watch(self, copy: HostCopy) -> None:
-        """Let `settle` finish `copy` as soon as the device has written it."""
+    def add(self, copy: HostCopy) -> None:
+        """Let `settle` finish `copy` once the device has written it."""
         self._copies.append(copy)
 
     def settle(self) -> int:
-        """Finish the copies that are ready, in order; return how many still are on their way."""
+        """Finish the copies that are ready, in order; return the number of unfinished ones."""
         while self._copies and self._copies[0].ready():
             self._copies.popleft().finish()
         return len(self._copies)
 
 
-def take_tensor(name: str, value: object, pool: PinnedPool) -> WireTensor | HostCopy:
-    """Own a copy of `value` when this returns, or have it queued on the tensor's device.
+def copy_tensor(name: str, value: object, pool: PinnedPool) -> WireTensor | HostCopy:
+    """Return a copy of `value`, or the copy that is queued on the tensor's device.
 
     Raises:
         InvalidTensor: see `payload.host_tensor`.
     """
     rows = value if isinstance(value, list | tuple) and value else None
-    if rows is not None and all(is_torch(row) and _on_device(row) for row in rows):
-        return _start(name, *_joined(name, rows), pool)
-    if not is_torch(value) or not _on_device(value):
+    if rows is not None and all(is_torch(row) and _is_on_device(row) for row in rows):
+        return _start_copy(name, *_concatenated(name, rows), pool)
+    if not is_torch(value) or not _is_on_device(value):
         return owned_tensor(name, value)
-    tensor: Any = value
-    check_torch(name, tensor)
-    if not tensor.is_nested:
-        return _start(name, tensor, None, pool)
-    return _start(name, *(jagged_parts(tensor) or _joined(name, tensor.unbind())), pool)
+    check_torch(name, value)
+    if not value.is_nested:
+        return _start_copy(name, value, None, pool)
+    values, offsets = jagged_parts(value) or _concatenated(name, value.unbind())
+    return _start_copy(name, values, offsets, pool)
 
 
-def backend_of(tensor: Any) -> Any:
-    """Return the torch module of the tensor's kind of device: `torch.cuda`, `torch.npu`."""
+def device_backend(tensor: torch.Tensor) -> Backend:
+    """Return the torch module of the tensor's type of device: `torch.cuda`, `torch.npu`."""
     return getattr(sys.modules["torch"], tensor.device.type)
 
 
-def _on_device(value: Any) -> bool:
+def _is_on_device(value: torch.Tensor) -> bool:
     return value.device.type not in {"cpu", "meta"}
 
 
-def _joined(name: str, rows: Any) -> tuple[Any, Any]:
-    """Join rows on their device; their lengths are known on the host."""
+def _concatenated(name: str, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, IntArray]:
+    """Concatenate rows on their device; their lengths are known on the host."""
     for i, row in enumerate(rows):
         check_torch(f"{name}[{i}]", row)
     if len({row.dtype for row in rows}) != 1 or any(row.dim() != 1 for row in rows):
@@ -172,20 +192,22 @@ def _joined(name: str, rows: Any) -> tuple[Any, Any]:
     return sys.modules["torch"].cat([row.detach() for row in rows]), offsets
 
 
-def _start(name: str, values: Any, row_offsets: Any, pool: PinnedPool) -> WireTensor | HostCopy:
+def _start_copy(
+    name: str, values: torch.Tensor, row_offsets: Offsets, pool: PinnedPool
+) -> WireTensor | HostCopy:
     values, offsets = values.detach(), row_offsets
     tag = str(values.dtype).removeprefix("torch.")
     rows = None if offsets is None else int(offsets.shape[0]) - 1
     nbytes = values.numel() * values.element_size()
-    backend = backend_of(values)
-    if tag in {"uint16", "uint32"} or not hasattr(backend, "Event") or not pool.take(nbytes):
+    backend = device_backend(values)
+    if tag in {"uint16", "uint32"} or not hasattr(backend, "Event") or not pool.reserve(nbytes):
         wire = host_tensor(name, values)
         return (*wire[:3], _host_offsets(offsets))
     torch = sys.modules["torch"]
     try:
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         pinned.copy_(values, non_blocking=True)
-        if is_torch(offsets):  # small; pinned beside its values so that nothing waits here
+        if is_torch(row_offsets):  # small; pinned too, so that nothing blocks here
             pin = row_offsets.device.type != "cpu"
             offsets = torch.empty(row_offsets.shape, dtype=row_offsets.dtype, pin_memory=pin)
             offsets.copy_(row_offsets, non_blocking=True)
@@ -196,11 +218,11 @@ def _start(name: str, values: Any, row_offsets: Any, pool: PinnedPool) -> WireTe
         raise
     spec = Spec(tag, tuple(int(size) for size in values.shape), rows)
     copy = HostCopy(spec, pinned, event, offsets, pool)
-    pool.watch(copy)
+    pool.add(copy)
     return copy
 
 
-def _bits(pinned: Any) -> Array:
+def _bits(pinned: torch.Tensor) -> Array:
     """Return the tensor's bytes in ordinary memory (bfloat16 as uint16)."""
     torch = sys.modules["torch"]
     if pinned.dtype is torch.bfloat16:
@@ -208,28 +230,28 @@ def _bits(pinned: Any) -> Array:
     return np.array(pinned.numpy(), copy=True)
 
 
-def _host_offsets(offsets: Any) -> Any:
+def _host_offsets(offsets: Offsets) -> IntArray | None:
     if offsets is None or isinstance(offsets, np.ndarray):
         return offsets
     return offsets.cpu().numpy().astype(np.int64)
 
 
 class DeviceTimer:
-    """Seconds between two moments on the device's current stream, known some time later."""
+    """Measures seconds between two events on the device's current stream, without waiting."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._begin = self._mark()
-        self._end: Any = None
+        self._begin = self._record_event()
+        self._end: Backend | None = None
 
-    def _mark(self) -> Any:
+    def _record_event(self) -> Backend:
         event = self._backend.Event(enable_timing=True)
         event.record()
         return event
 
     @classmethod
     def start(cls) -> DeviceTimer | None:
-        """Mark the beginning; None where this process has no device in use."""
+        """Record the beginning; return None where this process uses no device."""
         torch = sys.modules.get("torch")
         for kind in ("npu", "cuda"):
             backend = getattr(torch, kind, None)
@@ -238,14 +260,15 @@ class DeviceTimer:
         return None
 
     def stop(self) -> None:
-        """Mark the end; waits for nothing."""
-        self._end = self._mark()
+        """Record the end; does not wait."""
+        self._end = self._record_event()
 
     def ready(self) -> bool:
-        """Say whether the device has passed the end."""
+        """Return whether the device has reached the end."""
         return self._end is not None and bool(self._end.query())
 
     def seconds(self) -> float:
-        """Wait for the device and return the time between the marks. Not for training."""
+        """Wait for the device and return the seconds; not for the training thread."""
+        assert self._end is not None, "the timer was not stopped"
         self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) / 1000.0

@@ -1,7 +1,7 @@
 """Brings a step's published numbers back into the training process, for the trainer's own log.
 
-A thread of its own, not the courier's: looking up a name in Ray may take seconds while the
-cluster's head is away, and a question must never delay an event.
+It has its own thread, beside that of the EventSender: looking up a name in Ray may take seconds
+while the cluster's head is away, and a request for metrics must never delay an event.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict, cast
 
 from stagescope.wire.errors import NotFound
 from stagescope_workers.probe.options import index
@@ -24,27 +24,47 @@ from stagescope_workers.transport.link import Link
 _log = logging.getLogger("stagescope.workers")
 
 KEPT_STEPS: Final = 16
-"""The newest steps that are asked for and kept; older ones are forgotten."""
-_MOST_BACKOFF: Final = 5.0
+"""The number of newest steps that are requested and kept; older ones are dropped."""
+_MAX_BACKOFF: Final = 5.0
 _NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
 _NONFINITE: Final = frozenset({"nan", "inf", "-inf"})
 _STILL_COMING: Final = frozenset({"open", "not begun"})
 
 
-class _Wish(NamedTuple):
-    """What `want` was told: which call of it this was, and how many samples a whole has."""
+class _Request(NamedTuple):
+    """A call of `want`: its number, and how many samples a complete answer has."""
 
-    call: int
+    number: int
     rows: int
 
 
-class MetricsFeed:
-    """The service's numbers of a run's steps, fetched in the background.
+class _Coverage(TypedDict):
+    payloads_pending: int
+    sequences: int
+    empty_rows: int
 
-    No method waits, and none raises. An answer counts only when nothing that was announced of the
-    step is still on its way, and all rows that were named are in it: a number in a trainer's log
-    is never corrected. After `close`, in a forked child and where no service runs, there is
-    nothing.
+
+class _Missing(TypedDict):
+    stage: str
+    status: str
+
+
+class _StepMetrics(TypedDict):
+    """The fields of `GET /steps/{step}/metrics` that are read here."""
+
+    stage: str
+    complete: str
+    coverage: _Coverage
+    missing: list[_Missing]
+    metrics: Mapping[str, float | str | None]
+
+
+class MetricsFeed:
+    """Fetches the service's numbers of a run's steps in the background.
+
+    No method waits, and none raises. An answer is used only when it covers everything that was
+    announced of the step, and all rows that `want` named: a number in a trainer's log is never
+    corrected. After `close`, in a forked child and where no service runs, there are no numbers.
 
     Usage:
         >>> feed = MetricsFeed(probe)
@@ -56,37 +76,38 @@ class MetricsFeed:
         self._probe = probe
         self._pid = os.getpid()
         self._condition = threading.Condition()
-        self._wanted: dict[int, _Wish] = {}  # by step, the newest last
+        self._requests: dict[int, _Request] = {}  # by step, the newest last
         self._calls = 0
         self._arrived: collections.OrderedDict[int, Mapping[str, float]] = collections.OrderedDict()
-        self._backoff = Backoff(most=_MOST_BACKOFF)
+        self._backoff = Backoff(maximum=_MAX_BACKOFF)
         self._thread: threading.Thread | None = None
         self._closed = False
         self._warned: set[type[Exception]] = set()
 
     def want(self, step: int, rows: int | None = None) -> None:
-        """Begin to ask for a step's numbers; again, after more of it was recorded, asks anew.
+        """Begin to request a step's numbers; call it again after more of the step was recorded.
 
         Args:
             step: The step.
-            rows: How many samples a whole answer holds, where other processes record them: what
-                they have not announced yet, the service cannot miss. None: all was recorded here.
+            rows: How many samples a complete answer has, where other processes record them too: the
+                service does not know of those that they have not announced yet. None: this process
+                recorded all of them.
         """
         if self._closed or os.getpid() != self._pid:
             return
         with self._probe.guard("metrics feed", None, quiet=True):
             number = index("step", step)
             if number is not None:
-                self._want(number, 0 if rows is None else index("rows", rows) or 0)
+                self._request(number, 0 if rows is None else index("rows", rows) or 0)
 
-    def _want(self, step: int, rows: int) -> None:
+    def _request(self, step: int, rows: int) -> None:
         with self._condition:
             self._calls += 1
-            self._wanted.pop(step, None)
-            self._wanted[step] = _Wish(self._calls, rows)
+            self._requests.pop(step, None)
+            self._requests[step] = _Request(self._calls, rows)
             self._arrived.pop(step, None)
-            while len(self._wanted) > KEPT_STEPS:
-                del self._wanted[next(iter(self._wanted))]
+            while len(self._requests) > KEPT_STEPS:
+                del self._requests[next(iter(self._requests))]
             self._backoff.succeed()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="stagescope-feed", daemon=True)
@@ -95,7 +116,7 @@ class MetricsFeed:
             self._condition.notify_all()
 
     def take(self, step: int) -> Mapping[str, float]:
-        """Return what has arrived for exactly this step, by published name; empty if nothing."""
+        """Return the numbers of exactly this step by published name; empty if there are none."""
         if os.getpid() != self._pid:
             return _NOTHING
         try:
@@ -104,7 +125,7 @@ class MetricsFeed:
             return _NOTHING
 
     def close(self) -> None:
-        """Ask no more; waits for nothing."""
+        """Stop the requests; does not wait."""
         if os.getpid() == self._pid:
             self._closed = True
             self._wake()
@@ -112,59 +133,59 @@ class MetricsFeed:
     # --- the background thread ------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._has_turn():
+        while self._wait_for_request():
             try:
-                self._ask_all()
+                self._send_requests()
             except Exception as error:
-                self._note(error)
+                self._log_failure(error)
             with self._condition:
                 self._backoff.fail()
 
-    def _has_turn(self) -> bool:
-        """Wait until it is time to ask for something; False where there will be nothing more."""
+    def _wait_for_request(self) -> bool:
+        """Wait until a request is due; return False once the feed is closed."""
         with self._condition:
             while not self._is_over:
                 now = time.monotonic()
-                if self._wanted and now >= self._backoff.until:
+                if self._requests and now >= self._backoff.until:
                     return True
-                self._condition.wait(self._backoff.until - now if self._wanted else None)
+                self._condition.wait(self._backoff.until - now if self._requests else None)
         return False
 
     @property
     def _is_over(self) -> bool:
         return self._closed or self._probe.is_inert
 
-    def _ask_all(self) -> None:
-        """Ask once for each step that is wanted, the newest first."""
+    def _send_requests(self) -> None:
+        """Request each step once, the newest first."""
         with self._condition:
-            wanted = list(reversed(self._wanted.items()))
-        for step, wish in wanted:
+            requests = list(reversed(self._requests.items()))
+        for step, request in requests:
             link = self._probe.service
             if link is None or self._is_over:
                 return
             if self._probe.outbox.awaits_receipt(step):
-                continue  # what the service has not taken in cannot be in its numbers
+                continue  # the service's numbers cannot include it yet
             try:
-                answer = self._ask(link, step)
+                answer = self._fetch(link, step)
             except NotFound:
                 continue
-            if answer is not None and _covers_all(answer, wish.rows):
-                self._keep(step, wish, _numbers(answer["metrics"]))
+            if answer is not None and _covers_all(answer, request.rows):
+                self._keep(step, request, _numbers(answer["metrics"]))
 
-    def _ask(self, link: Link, step: int) -> dict[str, Any] | None:
+    def _fetch(self, link: Link, step: int) -> _StepMetrics | None:
         """Return the service's answer; None where the feed was closed meanwhile."""
         probe = self._probe
         future = link.metrics(probe.run, probe.attempt_key, step)
         future.add_done_callback(lambda _: self._wake())
         with self._condition:
             self._condition.wait_for(lambda: future.done() or self._closed)
-        return future.result() if future.done() else None
+        return cast("_StepMetrics", future.result()) if future.done() else None
 
-    def _keep(self, step: int, wish: _Wish, numbers: Mapping[str, float]) -> None:
+    def _keep(self, step: int, request: _Request, numbers: Mapping[str, float]) -> None:
         with self._condition:
-            if self._wanted.get(step) != wish:
+            if self._requests.get(step) != request:
                 return  # more of the step was recorded since
-            del self._wanted[step]
+            del self._requests[step]
             self._arrived[step] = numbers
             while len(self._arrived) > KEPT_STEPS:
                 self._arrived.popitem(last=False)
@@ -173,17 +194,17 @@ class MetricsFeed:
         with self._condition:
             self._condition.notify_all()
 
-    def _note(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         level = logging.DEBUG if type(error) in self._warned else logging.WARNING
         self._warned.add(type(error))
         _log.log(level, "asking for metrics failed, and is tried again: %r", error)
 
 
-def _covers_all(answer: Mapping[str, Any], rows: int) -> bool:
-    """Say whether nothing of the step is still on its way into these numbers.
+def _covers_all(answer: _StepMetrics, rows: int) -> bool:
+    """Return whether these numbers will not change any more.
 
-    A step that is closed has all its announcements: each rank's come in order, and every rank
-    began a later step.
+    A closed step has all its announcements: each rank's arrive in order, and every rank began a
+    later step.
     """
     coverage = answer["coverage"]
     if coverage["payloads_pending"]:
@@ -198,8 +219,8 @@ def _covers_all(answer: Mapping[str, Any], rows: int) -> bool:
     )
 
 
-def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the numbers of an answer, in which those that are not finite are spelled."""
+def _numbers(metrics: Mapping[str, float | str | None]) -> Mapping[str, float]:
+    """Return the numbers of an answer, in which non-finite numbers are strings."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, str) and value in _NONFINITE:

@@ -1,9 +1,9 @@
-"""Tensors of a training process as the flat host buffers that travel.
+"""Converts the tensors of a training process to the flat host buffers of the wire.
 
-`host_tensor` reads what trainers hold (torch dense, nested or jagged on any device, numpy, lists)
-and answers a `WireTensor`: `(dtype tag, shape, numpy buffer, offsets or None)`. bfloat16, which
-numpy lacks, is a uint16 view of the same bits. A list of 1-D tensors and a jagged tensor become
-one packed buffer with offsets int64 [rows + 1].
+`host_tensor` reads the types that trainers use (torch dense, nested or jagged on any device, numpy,
+lists) and returns a `WireTensor`: `(dtype tag, shape, numpy buffer, offsets or None)`. bfloat16,
+which numpy lacks, is a uint16 view of the same bits. A list of 1-D tensors and a jagged tensor
+become one packed buffer with offsets int64 [rows + 1].
 
 torch is never imported here: a value can only be a torch tensor where torch is loaded already.
 """
@@ -14,26 +14,31 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
 from stagescope_workers.buffers import POOL
+from stagescope_workers.buffers import Array as Array
 
-WireTensor: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any], IntArray | None]"
-Array: TypeAlias = "np.ndarray[Any, Any]"
-IntArray: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+if TYPE_CHECKING:
+    import torch
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+WireTensor: TypeAlias = tuple[str, tuple[int, ...], Array, IntArray | None]
+"""(dtype tag, shape, buffer, row offsets of a packed tensor)."""
 
 _EXPECTED: Final = f"one of {', '.join(DTYPE_BYTES)}"
 # numpy has unsigned types that the wire lacks; the next wider signed one holds the same values.
 _WIDER: Final = {"uint16": "int32", "uint32": "int64"}
-_TAKEN: Final = frozenset({*DTYPE_BYTES, *_WIDER})
+_ACCEPTED: Final = frozenset({*DTYPE_BYTES, *_WIDER})
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor without reading its data."""
+    """The description of a tensor, without its data."""
 
     tag: str
     shape: tuple[int, ...]
@@ -57,7 +62,7 @@ def host_tensor(name: str, value: object) -> WireTensor:
             or of 1-D tensors, arrays or lists.
 
     Raises:
-        InvalidTensor: a dtype, layout or nesting that has no place on the wire.
+        InvalidTensor: a dtype, layout or nesting that the wire does not support.
     """
     if is_torch(value):
         return _from_torch(name, value)
@@ -67,7 +72,7 @@ def host_tensor(name: str, value: object) -> WireTensor:
 
 
 def owned_tensor(name: str, value: object) -> WireTensor:
-    """Return `host_tensor(name, value)` in memory that nobody else writes: one copy, no more."""
+    """Return `host_tensor(name, value)` in memory of its own, with at most one copy."""
     tag, shape, buffer, offsets = host_tensor(name, value)
     if not _is_fresh(value):
         buffer = POOL.copy(buffer)
@@ -75,14 +80,14 @@ def owned_tensor(name: str, value: object) -> WireTensor:
     return tag, shape, np.ascontiguousarray(buffer).reshape(shape), offsets
 
 
-def spec_of(tensor: WireTensor) -> Spec:
+def wire_spec(tensor: WireTensor) -> Spec:
     """Return the description of a tensor on the host."""
     tag, shape, _, offsets = tensor
     return Spec(tag, shape, None if offsets is None else len(offsets) - 1)
 
 
-def is_torch(value: object) -> bool:
-    """Say whether `value` is a torch tensor, without importing torch."""
+def is_torch(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether `value` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     kind = getattr(torch, "Tensor", None)
     return kind is not None and isinstance(value, kind)
@@ -90,12 +95,12 @@ def is_torch(value: object) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def dtype_tag(dtype: object) -> str:
-    """Return the name of a torch dtype as it travels, whether or not the wire has it."""
+    """Return the wire's name of a torch dtype, even where the wire does not support it."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_tensor_like(value: object) -> bool:
-    """Say whether `record` takes `value` as a tensor (else it is metadata)."""
+    """Return whether `record` treats `value` as a tensor (otherwise it is metadata)."""
     if is_torch(value) or isinstance(value, np.ndarray):
         return True
     if not isinstance(value, list | tuple):
@@ -106,11 +111,11 @@ def is_tensor_like(value: object) -> bool:
     )
 
 
-def strings_of(name: str, value: object) -> list[str] | None:
+def strings_from(name: str, value: object) -> list[str] | None:
     """Return `value` as a list of strings if it is one (numpy object arrays too), else None.
 
     Raises:
-        InvalidTensor: `name` is a list of ids by the schema, and `value` is no 1-D sequence.
+        InvalidTensor: `name` is a list of ids by the schema, and `value` is not a 1-D sequence.
     """
     is_ids = name in PAYLOAD_STRINGS
     if isinstance(value, np.ndarray) and (is_ids or value.dtype.kind in "OUS") and value.ndim == 1:
@@ -130,7 +135,7 @@ def strings_of(name: str, value: object) -> list[str] | None:
 
 
 def describe(value: object) -> str:
-    """Say in a few words what `value` is: type, shape, dtype."""
+    """Describe `value` by type, shape and dtype."""
     shape = getattr(value, "shape", None)
     dtype = getattr(value, "dtype", None)
     kind = type(value).__name__
@@ -145,28 +150,28 @@ def _invalid(name: str, value: object, expected: str, advice: str = "") -> Inval
 
 
 def _is_fresh(value: object) -> bool:
-    """Say whether `host_tensor` had to make new memory for `value`."""
+    """Return whether `host_tensor` allocates new memory for `value`."""
     if is_torch(value):
-        return bool(value.device.type != "cpu")  # type: ignore[attr-defined]
+        return bool(value.device.type != "cpu")
     return isinstance(value, list | tuple)
 
 
-def _from_torch(name: str, value: Any) -> WireTensor:
-    # A nested tensor is taken apart first: before torch 2.5 a detached one forgets its gaps.
+def _from_torch(name: str, value: torch.Tensor) -> WireTensor:
+    # A nested tensor is split first: before torch 2.5 a detached one loses its gaps.
     tensor = value if value.is_nested else value.detach()
     check_torch(name, tensor)
     if not tensor.is_nested:
         return _from_dense(name, tensor)
     packed = jagged_parts(tensor)
     if packed is None:
-        return _from_sequence(name, [_whole_row(row) for row in tensor.unbind()])
+        return _from_sequence(name, [row.detach() for row in tensor.unbind()])
     values, offsets = packed
     tag, shape, buffer, _ = _from_dense(name, values)
     return tag, shape, buffer, _from_dense(name, offsets)[2].astype(np.int64, copy=False)
 
 
-def check_torch(name: str, tensor: Any) -> None:
-    """Refuse the torch tensors whose data cannot be copied as it is.
+def check_torch(name: str, tensor: torch.Tensor) -> None:
+    """Refuse torch tensors whose data cannot be copied.
 
     Raises:
         InvalidTensor: a DTensor, a sparse, quantised or meta tensor, or a dtype without a tag.
@@ -177,25 +182,21 @@ def check_torch(name: str, tensor: Any) -> None:
         )
     if tensor.device.type == "meta" or tensor.is_sparse or tensor.is_quantized:
         raise _invalid(name, tensor, "a dense or jagged tensor with data")
-    if dtype_tag(tensor.dtype) not in _TAKEN:
+    if dtype_tag(tensor.dtype) not in _ACCEPTED:
         raise _invalid(name, tensor, _EXPECTED, "cast it, for example with .float()")
 
 
-def jagged_parts(tensor: Any) -> tuple[Any, Any] | None:
-    """Return (values, offsets) of a jagged tensor whose rows lie gaplessly, else None."""
+def jagged_parts(tensor: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return (values, offsets) of a jagged tensor whose rows have no gaps, else None."""
     if not str(tensor.layout).endswith("jagged"):
         return None
-    # Rows with lengths of their own have gaps between them; a transposed one is ragged elsewhere.
+    # With separate lengths, rows have gaps between them; a transposed one is ragged elsewhere.
     if tensor.lengths() is not None or getattr(tensor, "_ragged_idx", 1) != 1:
         return None
     return tensor.values().detach(), tensor.offsets()
 
 
-def _whole_row(row: Any) -> Any:
-    return row.detach()
-
-
-def _from_dense(name: str, tensor: Any) -> WireTensor:
+def _from_dense(name: str, tensor: torch.Tensor) -> WireTensor:
     tag = dtype_tag(tensor.dtype)
     shape = tuple(int(size) for size in tensor.shape)
     try:
@@ -228,7 +229,7 @@ def _from_array(name: str, value: object) -> WireTensor:
 def _from_sequence(name: str, items: Sequence[object]) -> WireTensor:
     """Pack rows into one buffer; a flat list of numbers is an ordinary 1-D tensor.
 
-    An empty list of what has a value a token is no row; its dtype is what its name says.
+    An empty list of a tensor with one value per token has no rows; its dtype follows its name.
     """
     if not items:
         tag = "int64" if name.partition("[")[0] in INTEGER_TENSORS else "float64"
@@ -252,7 +253,7 @@ def _from_numbers(name: str, items: Sequence[object]) -> WireTensor:
 
 
 def _packed(name: str, items: Sequence[object], rows: list[WireTensor]) -> WireTensor:
-    # An empty Python list has no dtype of its own: the other rows say it.
+    # An empty Python list has no dtype: the other rows determine it.
     typed = [row for row, item in zip(rows, items, strict=True) if not _is_empty_list(item)] or rows
     tags = {row[0] for row in typed}
     tails = {row[1][1:] for row in typed if len(row[1]) > 0}
@@ -281,14 +282,14 @@ _DEPTH: Final = 4
 
 
 def datum_columns(datums: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return name -> column of what was sent to a remote trainer, a row a datum.
+    """Return name -> column of the input of a remote trainer, with one row per datum.
 
-    A list of numbers (a 1-D tensor or array) makes a row of a packed tensor, a number one element
-    of `[rows]`, a text one of a list. `datums` says how many there are, and of each key that not
-    all of them have which lack it: there the row is empty (a number NaN, a text '').
+    A list of numbers (a 1-D tensor or array) becomes a row of a packed tensor, a number an element
+    of `[rows]`, a string an element of a list. The column `datums` holds their count and, for each
+    key that some of them lack, which do: there the row is empty (a number NaN, a string '').
 
     Raises:
-        InvalidTensor: not a list of dicts, or values of unlike kinds under one key.
+        InvalidTensor: not a list of dicts, or values of different kinds under one key.
     """
     if isinstance(datums, Mapping | str) or not isinstance(datums, Sequence):
         raise InvalidTensor(f"datums are {describe(datums)}", expected="a list of dicts")
@@ -297,9 +298,9 @@ def datum_columns(datums: Sequence[Mapping[str, object]]) -> dict[str, object]:
     columns: dict[str, object] = {}
     absent: dict[str, list[int]] = {}
     for key in keys:
-        lacking = [at for at, row in enumerate(rows) if key not in row]
-        if lacking:
-            absent[key] = lacking
+        without = [number for number, row in enumerate(rows) if key not in row]
+        if without:
+            absent[key] = without
         columns[PREFIX + key] = _column(key, [row.get(key) for row in rows])
     return {**columns, "datums": {"count": len(rows), "absent": absent}}
 
@@ -314,8 +315,8 @@ def _flat(datum: object, prefix: str = "", depth: int = _DEPTH) -> Iterator[tupl
             yield f"{prefix}{key}", value
 
 
-def _rows(values: list[Any]) -> list[Any]:
-    """Return rows of one dtype: whole numbers beside others in a list of Python's are floats."""
+def _with_one_dtype(values: list[object]) -> list[object]:
+    """Return rows of one dtype: where Python lists hold ints and floats, all become floats."""
     kinds = {np.asarray(value).dtype.kind for value in values if isinstance(value, list) and value}
     if kinds != {"i", "f"}:
         return values
@@ -323,15 +324,16 @@ def _rows(values: list[Any]) -> list[Any]:
 
 
 def _column(key: str, values: list[object]) -> object:
-    there = [value for value in values if value is not None]
-    if all(isinstance(value, str) for value in there):
+    present = [value for value in values if value is not None]
+    if all(isinstance(value, str) for value in present):
         return ["" if value is None else value for value in values]
-    if all(isinstance(value, bool | int | float | np.number) for value in there):
-        gaps = len(there) < len(values)
-        return np.array([np.nan if value is None else value for value in values] if gaps else there)
-    if all(is_tensor_like(value) for value in there):
-        return _rows([[] if value is None else value for value in values])
+    if all(isinstance(value, bool | int | float | np.number) for value in present):
+        if len(present) == len(values):
+            return np.array(present)
+        return np.array([np.nan if value is None else value for value in values])
+    if all(is_tensor_like(value) for value in present):
+        return _with_one_dtype([[] if value is None else value for value in values])
     raise InvalidTensor(
-        f"datums have {describe(there[0])} and others under {key!r}",
+        f"datums have {describe(present[0])} and others under {key!r}",
         expected="lists of numbers, or numbers, or texts, of one kind in all datums",
     )

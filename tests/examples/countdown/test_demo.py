@@ -13,9 +13,11 @@ from examples.countdown import demo
 def test_a_wait_that_was_too_short_says_how_to_wait_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATIENCE", "3")
     with pytest.raises(AssertionError) as caught:
-        demo.wait_for("the warm-up", lambda: None, seconds=0.1, said=lambda: "step 2 came last")
-    said = "waited 0 s for the warm-up, .* slow machine: `PATIENCE=6 make demo` .*step 2 came last"
-    assert re.fullmatch(said, str(caught.value))
+        demo.wait_for("the warm-up", lambda: None, seconds=0.1, progress=lambda: "step 2 came last")
+    pattern = (
+        "waited 0 s for the warm-up, .* slow machine: `PATIENCE=6 make demo` .*step 2 came last"
+    )
+    assert re.fullmatch(pattern, str(caught.value))
     monkeypatch.setenv("PATIENCE", "much")
     assert demo.patience() == 1.0
 

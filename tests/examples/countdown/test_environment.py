@@ -22,7 +22,7 @@ def play(*rounds: str, settings: Settings | None = None) -> Sample:
     sample = Sample(PUZZLE, "g-0", settings or Settings())
     for text in rounds:
         assert not sample.done
-        sample.take_round(encode(text), [-0.5] * len(text))
+        sample.append_round(encode(text), [-0.5] * len(text))
     return sample
 
 

@@ -39,7 +39,7 @@ def keeping_probe(what: list[str]) -> Probe:
     return probe
 
 
-def kept_files(
+def stored_files(
     coordinator: FakeCoordinator, probe: Probe, folder: Path, *stages: str
 ) -> dict[tuple[str, str], Kept]:
     """Have an intake keep what a probe sent; (stage, part) -> what its file holds."""
@@ -111,7 +111,7 @@ def test_a_kept_rollout_is_the_batch_to_the_last_bit(
     assert weights is not None
     rollout.weight_sync(1, weights)
     batch = rollout.generate(1)
-    kept = kept_files(coordinator, probe, tmp_path, "rollout_generate")["rollout_generate", "0.0"]
+    kept = stored_files(coordinator, probe, tmp_path, "rollout_generate")["rollout_generate", "0.0"]
     assert_same(batch, batch_of(kept))
     assert kept.meta["seed"] == trainer.settings.seed * 100_003 + 1
     assert (kept.meta["temperature"], kept.meta["top_k"]) == (1.0, 0)
@@ -132,7 +132,7 @@ def test_every_minibatch_of_a_kept_step_has_a_file_of_its_loss(
     trainer.probe = trainer.critic_probe = own = keeping_probe(["is_loss", "loss", "forward_data"])
     scalars = run_step(trainer, probe, 1)
     stages = ("actor_update", "critic_update")
-    found = kept_files(coordinator, own, tmp_path, *stages)
+    found = stored_files(coordinator, own, tmp_path, *stages)
     losses = [
         found["actor_update", f"{epoch}.{index}"].scalars["loss"]
         for epoch in range(2)

@@ -18,7 +18,7 @@ from examples.countdown import checkpoint
 from examples.countdown.actors import Report
 from examples.countdown.batch import Batch
 from examples.countdown.config import Settings
-from examples.countdown.replay import ReplayedRollout, Source, loss_of, verdict
+from examples.countdown.replay import ReplayedRollout, Source, stored_loss, verdict
 from examples.countdown.rescore import RescoredRollout
 from examples.countdown.rollout import Rollout
 from examples.countdown.train import Job
@@ -32,9 +32,9 @@ SETTINGS = Settings(groups=2, world_size=1, warmup_steps=2, warmup_rows=4)
 
 def stored(batch: Batch, step: int, settings: Settings = SETTINGS) -> stagescope.Batch:
     """What the service gives back of a rollout."""
-    said: dict[str, Any] = batch.trajectories()
-    arrays = {name: value for name, value in said.items() if isinstance(value, np.ndarray)}
-    texts = {name: value for name, value in said.items() if _is_texts(value)}
+    reported: dict[str, Any] = batch.trajectories()
+    arrays = {name: value for name, value in reported.items() if isinstance(value, np.ndarray)}
+    texts = {name: value for name, value in reported.items() if _is_texts(value)}
     return stagescope.Batch(
         rows=len(batch),
         tensors={name: Tensor(value.dtype.name, value) for name, value in arrays.items()},
@@ -90,18 +90,20 @@ def test_another_engine_scores_the_same_tokens(
 
 
 def test_what_is_missing_or_was_changed_ends_it(rollout: Batch, probe: Probe) -> None:
-    whole = stored(rollout, 3)
-    fewer = whole.take(np.arange(len(rollout) - 1))
+    complete = stored(rollout, 3)
+    fewer = complete.take(np.arange(len(rollout) - 1))
     with pytest.raises(stagescope.NotFound, match="group_id 's3g1', run_id '3' of step 3"):
         ReplayedRollout(SETTINGS, probe, [fewer]).generate(3)
     ids = rollout.responses.copy()
     row, at = np.argwhere((rollout.response_mask == 0) & (rollout.turn_ids >= 0))[0]
     ids[row, at] += 1  # what the environment said
-    other = dataclasses.replace(whole, tensors={**whole.tensors, "responses": Tensor("int64", ids)})
-    with pytest.raises(RuntimeError, match="responses of step 3 are not what was stored"):
+    other = dataclasses.replace(
+        complete, tensors={**complete.tensors, "responses": Tensor("int64", ids)}
+    )
+    with pytest.raises(RuntimeError, match="responses of step 3 differ from the stored ones"):
         ReplayedRollout(SETTINGS, probe, [other]).generate(3)
     with pytest.raises(stagescope.InvalidInput, match="has another prompt"):
-        ReplayedRollout(dataclasses.replace(SETTINGS, seed=1), probe, [whole]).generate(3)
+        ReplayedRollout(dataclasses.replace(SETTINGS, seed=1), probe, [complete]).generate(3)
 
 
 def test_no_engine_is_loaded() -> None:
@@ -155,8 +157,8 @@ def test_a_replayed_step_has_the_same_loss_bit_by_bit(
         stored(batch, step, settings) for step, (batch, _) in enumerate(steps, 1) if step >= first
     ]
     again = Job(settings, Report("countdown-test.replay", "second"), stored=batches)
-    said = dataclasses.asdict(settings)
-    again.prepare(checkpoint.after(tmp_path, first - 1, said) if first > 1 else None)
+    reported = dataclasses.asdict(settings)
+    again.prepare(checkpoint.after(tmp_path, first - 1, reported) if first > 1 else None)
     for each in batches:
         assert each.step is not None
         batch, scalars = steps[each.step - 1]
@@ -165,7 +167,7 @@ def test_a_replayed_step_has_the_same_loss_bit_by_bit(
         assert np.array_equal(batch_again.columns["old_log_probs"], batch.columns["old_log_probs"])
     again.close(5.0)
     with pytest.raises(ValueError, match="no checkpoint after step 7"):
-        checkpoint.after(tmp_path, 7, said)
+        checkpoint.after(tmp_path, 7, reported)
 
 
 def test_the_verdict_is_on_bits(rollout: Batch) -> None:
@@ -176,8 +178,8 @@ def test_the_verdict_is_on_bits(rollout: Batch) -> None:
         for at, loss in enumerate(losses)
         for rank in (0, 1)
     )
-    whole = dataclasses.replace(stored(rollout, 3), parts=parts)
-    assert loss_of(whole) == (0.1 + 0.2 + 0.7) / 3
-    assert "is the stored one, bit by bit" in verdict((0.1 + 0.2 + 0.7) / 3, whole)
-    assert "is not the stored" in verdict(1 / 3 + 1e-12, whole)
+    complete = dataclasses.replace(stored(rollout, 3), parts=parts)
+    assert stored_loss(complete) == (0.1 + 0.2 + 0.7) / 3
+    assert "is the stored one, bit by bit" in verdict((0.1 + 0.2 + 0.7) / 3, complete)
+    assert "is not the stored" in verdict(1 / 3 + 1e-12, complete)
     assert "nothing to compare" in verdict(1.0, stored(rollout, 3))

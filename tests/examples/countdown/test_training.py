@@ -177,7 +177,7 @@ def test_shards_and_mini_batches_cover_every_row_once(
     rollout.weight_sync(1, weights)
     batch = rollout.generate(1)
     shards = batch.shards(2)
-    together = batch.scatter([shard.rollout_log_probs for shard in shards])
+    together = batch.gather([shard.rollout_log_probs for shard in shards])
     assert np.array_equal(together, batch.rollout_log_probs)
     parts = list(trainer._minibatches(batch))
     assert [(epoch, index) for epoch, index, _ in parts] == [(0, 0), (0, 1), (1, 0), (1, 1)]

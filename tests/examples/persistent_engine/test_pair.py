@@ -39,8 +39,8 @@ def test_generate_once_and_train_without_an_engine(
         monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
         with llama_cpp(gguf) as url:
             live.operate.post("/engines", json={"url": url, "name": "llm"})
-            said = run(generate, "--model", model, "--engine", "llm", "--output", kept)
-            assert "16 answers of llama.cpp" in said.output
+            reported = run(generate, "--model", model, "--engine", "llm", "--output", kept)
+            assert "16 answers of llama.cpp" in reported.output
         [engine] = live.get("/engines", check=True)["rows"]
         assert engine["used_by"] == ["persistent-engine"]
         assert engine["state"] == "unreachable"  # gone before the training begins

@@ -4,12 +4,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from stagescope.wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import ArmedCapture, Capturer
+from stagescope_workers.capture.msprobe_config import CaptureRequest
 
 
 class Captures:
@@ -37,7 +38,7 @@ class Captures:
         **capture: Any,
     ) -> ArmedCapture:
         content = {"task": task, "level": level, task: section or {}, **(config or {})}
-        order: dict[str, Any] = {
+        request: dict[str, Any] = {
             "capture_id": "c",
             "stages": [stage],
             "ranks": "all",
@@ -47,7 +48,7 @@ class Captures:
             **capture,
         }
         armed = self.capturer.begin(
-            order,
+            cast("CaptureRequest", request),
             run=run,
             attempt_key=attempt_key,
             stage=stage,

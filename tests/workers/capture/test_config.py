@@ -43,7 +43,7 @@ def test_every_key_passes_through(config: dict[str, Any]) -> None:
     )
 
 
-def test_the_plan_wins_and_says_so() -> None:
+def test_the_plan_takes_precedence_and_is_reported() -> None:
     given = {"rank": [1, "2-3"], "step": [7], "dump_enable": False}
     resolved = resolve_config(
         {"config": given, "ranks": [0], "steps": [5]}, dump_path="/data/d", step=5
@@ -62,7 +62,7 @@ def test_the_plan_wins_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "reported"),
     [
         ([], "config is []"),
         ({"task": "statistic"}, "config.task is 'statistic'"),
@@ -84,10 +84,10 @@ def test_the_plan_wins_and_says_so() -> None:
         ({"rank": [{1, 2}]}, "cannot be written as JSON"),
     ],
 )
-def test_what_msprobe_refuses_is_refused_with_a_reason(config: Any, said: str) -> None:
+def test_what_msprobe_refuses_is_refused_with_a_reason(config: Any, reported: str) -> None:
     with pytest.raises(InvalidPlan, match=r"expected|JSON") as raised:
         check_config(config)
-    assert said in str(raised.value)
+    assert reported in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", ""])
@@ -113,9 +113,9 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     levels = []
     for step, level in enumerate(("L0", "L1")):
         file.write_text(json.dumps({"task": "statistics", "level": level}), encoding="utf-8")
-        order = {"config": None, "config_path": str(file)}
         armed = captures.capturer.begin(
-            {"capture_id": "c", "data_dir": str(captures.data_dir), **order},
+            {"capture_id": "c", "data_dir": str(captures.data_dir), "config": None,
+             "config_path": str(file)},
             run="run", attempt_key="k", stage="actor_update", step=step, part=_part(),
             role="actor", rank=0, model=model, data_root=None,
         )  # fmt: skip
@@ -160,8 +160,8 @@ def test_bench_path_is_compared_with(captures: Captures) -> None:
     model = small_decoder()
     with captures.around(model, task="tensor"):
         forward_backward(model, token_ids())
-    bench = str(Path(captures.last["path"]).parents[1])
-    section = {"bench_path": bench, "diff_nums": -1}
+    baseline = str(Path(captures.last["path"]).parents[1])
+    section = {"bench_path": baseline, "diff_nums": -1}
     with captures.around(model, task="tensor", step=2, section=section):
         forward_backward(model, token_ids())
     assert captures.last["state"] == "complete", captures.last
@@ -175,25 +175,25 @@ def test_only_tensors_that_differ_from_an_earlier_capture_are_written(captures: 
     with captures.around(model, level="L0", section={"summary_mode": "md5"}):
         forward_backward(model, token_ids())
     path = str(Path(captures.last["path"]).parents[1])
-    place = {"stage": "actor_update", "part": "0.0.0.0", "role": "actor", "ranks": [0]}
-    bench = {"capture_id": "c", "step": 1, "dumps": [{**place, "path": path}]}
-    order: dict[str, Any] = {"task": "tensor", "level": "L0", "bench": bench}
+    location = {"stage": "actor_update", "part": "0.0.0.0", "role": "actor", "ranks": [0]}
+    baseline = {"capture_id": "c", "step": 1, "dumps": [{**location, "path": path}]}
+    spec: dict[str, Any] = {"task": "tensor", "level": "L0", "bench": baseline}
 
     def tensors() -> set[str]:
         return {file.name for file in Path(captures.last["path"]).rglob("*.pt")}
 
-    with captures.around(model, step=2, **order):
+    with captures.around(model, step=2, **spec):
         forward_backward(model, token_ids())
     assert captures.last["state"] == "complete", captures.last
     assert tensors() == set()
     with torch.no_grad():
         model.get_parameter("blocks.1.down.weight").mul_(1.5)
-    with captures.around(model, step=3, **order):
+    with captures.around(model, step=3, **spec):
         forward_backward(model, token_ids())
     forward = {name for name in tensors() if ".forward." in name}
     assert "Module.blocks.1.down.Linear.forward.0.output.0.pt" in forward
     assert not [name for name in forward if name.startswith("Module.blocks.0.")]
-    result = captures.begin(model, step=4, rank=1, **order).finish(None)
+    result = captures.begin(model, step=4, rank=1, **spec).finish(None)
     assert result["state"] == "failed"
     assert "no dump of actor_update part 0.0.0.0 of actor rank 1" in result["error"]
 

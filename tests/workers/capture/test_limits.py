@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,9 +17,14 @@ from tests.workers.capture.conftest import Captures
 
 from stagescope.wire.captures import validate_capture
 from stagescope_workers.capture import capture_estimate
-from stagescope_workers.capture.capture_estimate import Estimate, History, ModelSize
-from stagescope_workers.capture.msprobe_config import MsprobeConfig
-from stagescope_workers.capture.reckoning import Models, estimate_request
+from stagescope_workers.capture.capture_estimate import (
+    Estimate,
+    History,
+    ModelSize,
+    StageModels,
+    estimate_request,
+)
+from stagescope_workers.capture.msprobe_config import CaptureRequest, MsprobeConfig
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 
@@ -27,12 +33,12 @@ def test_the_byte_cap_ends_a_dump_midway(captures: Captures) -> None:
     model = small_decoder()
     with captures.around(model, task="tensor"):
         forward_backward(model, token_ids())
-    whole = len(captures.entries())
+    complete = len(captures.entries())
     with captures.around(model, task="tensor", step=2, limits={"bytes": 30_000}):
         forward_backward(model, token_ids())
     assert captures.last["state"] == "truncated"
     assert "byte cap" in captures.last["error"]
-    assert 0 < len(captures.entries()) < whole
+    assert 0 < len(captures.entries()) < complete
     written = sum(file.stat().st_size for file in Path(captures.last["path"]).rglob("*.pt"))
     # Beside its data every .pt holds a header of a bit over 1 kB.
     assert written < 30_000 + 1_500 * len(list(Path(captures.last["path"]).rglob("*.pt")))
@@ -140,7 +146,7 @@ def llama(width: int, inner: int, layers: int, vocabulary: int) -> ModelSize:
             [nn.Embedding(vocabulary, width), *(layer() for _ in range(layers)),
              nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)]
         ).to(torch.bfloat16)  # fmt: skip
-    return ModelSize.of(model)
+    return ModelSize.of_model(model)
 
 
 def test_the_estimate_of_a_7b_model_has_the_vendors_order() -> None:
@@ -154,18 +160,18 @@ def test_the_estimate_of_a_7b_model_has_the_vendors_order() -> None:
 
 
 def test_tokens_that_a_stage_showed_stand_in_for_the_assumed_ones() -> None:
-    model, models = small_decoder(), Models()
+    model, models = small_decoder(), StageModels()
     stage = "never_captured_update"  # what a capture measured in this process would go first
-    models.note(stage, model)
-    order = {"stages": [stage], "steps": "next", "task": "tensor", "level": "L1"}
-    capture = validate_capture(order, allowed_roots=())
-    ((_, guessed),) = estimate_request(capture, models, None)
-    assert (guessed["tokens"], guessed["assumed"]) == (4096, True)
+    models.note_model(stage, model)
+    fields = {"stages": [stage], "steps": "next", "task": "tensor", "level": "L1"}
+    capture = cast("CaptureRequest", validate_capture(fields, allowed_roots=()))
+    ((_, assumed),) = estimate_request(capture, models, None)
+    assert (assumed["tokens"], assumed["assumed"]) == (4096, True)
     models.note_tokens(stage, 128)
     models.note_tokens(stage, 64)  # a smaller part of it
-    ((_, known),) = estimate_request(capture, models, None)
-    assert (known["tokens"], known["assumed"], known["basis"]) == (128, False, "model")
-    assert known["bytes"] < guessed["bytes"] / 4
+    ((_, seen),) = estimate_request(capture, models, None)
+    assert (seen["tokens"], seen["assumed"], seen["basis"]) == (128, False, "model")
+    assert cast(int, seen["bytes"]) < cast(int, assumed["bytes"]) / 4
 
 
 def test_a_stage_shows_its_tokens_by_what_it_records() -> None:
@@ -175,10 +181,10 @@ def test_a_stage_shows_its_tokens_by_what_it_records() -> None:
     assert draft.tokens == 128
 
 
-def test_a_measured_cost_replaces_the_reckoned_one() -> None:
+def test_a_measured_cost_replaces_the_estimated_one() -> None:
     history = History()
     config = MsprobeConfig({"task": "tensor", "level": "L0"})
-    size = ModelSize.of(small_decoder())
+    size = ModelSize.of_model(small_decoder())
     assert history.estimate(size, config, "actor_update").basis == "model"
     history.add(config, "actor_update", 12345, 1.5)
     assert history.estimate(size, config, "actor_update") == Estimate(12345, 1.5, "measured")
@@ -194,7 +200,7 @@ def test_the_estimate_is_of_the_right_order(captures: Captures, task: str, level
     model, tokens = small_decoder(width=64, vocabulary=256), token_ids(4, 64, 256)
     config = MsprobeConfig({"task": task, "level": level})
     stage = "forward_backward"
-    cost = capture_estimate.estimate(ModelSize.of(model), config, stage, tokens=256)
+    cost = capture_estimate.estimate(ModelSize.of_model(model), config, stage, tokens=256)
     with captures.around(model, task=task, level=level, stage=stage):
         forward_backward(model, tokens)
         torch.optim.AdamW(model.parameters()).step()

@@ -15,6 +15,7 @@ from stagescope.wire.errors import CaptureError, InvalidPlan
 from stagescope.wire.schema import Part
 from stagescope_workers.capture import msprobe_capture, msprobe_patches
 from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_config import CaptureRequest
 
 
 def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: Any) -> None:
@@ -103,7 +104,7 @@ def test_a_path_that_msprobe_refuses_is_named(captures: Captures, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("order", "error"),
+    ("spec", "error"),
     [
         ({"config": {"task": "statistic"}}, InvalidPlan),
         ({"data_dir": "/proc/no such place"}, CaptureError),
@@ -111,13 +112,13 @@ def test_a_path_that_msprobe_refuses_is_named(captures: Captures, tmp_path: Path
     ],
 )
 def test_strict_raises_and_lenient_does_not(
-    captures: Captures, order: dict[str, Any], error: type[Exception]
+    captures: Captures, spec: CaptureRequest, error: type[Exception]
 ) -> None:
     def begin(strict: bool) -> Any:
         return Capturer().begin(
             {
                 "capture_id": "c", "strict": strict, "data_dir": str(captures.data_dir),
-                "config": {"task": "statistics"}, **order,
+                "config": {"task": "statistics"}, **spec,
             },
             run="run", attempt_key="first", stage="actor_update", step=1, part=Part(),
             role="actor", rank=0, model=small_decoder(), data_root=None,
@@ -168,21 +169,23 @@ def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None:
-    def begin(**order: Any) -> Any:
+    def begin(request: CaptureRequest) -> Any:
         return Capturer().begin(
-            {"capture_id": "c", "config": {"task": "statistics"}, "strict": True, **order},
+            {"capture_id": "c", "config": {"task": "statistics"}, "strict": True, **request},
             run="run", attempt_key="k", stage="rollout_generate", step=1, part=Part(),
             role="rollout", rank=0, model=None, data_root=str(captures.data_dir),
         )  # fmt: skip
 
-    assert begin(stages="all") is None
-    assert begin(stages=["rollout_generate"], source="verl") is None
-    named = begin(stages=["rollout_generate"])
+    assert begin({"stages": "all"}) is None
+    assert begin({"stages": ["rollout_generate"], "source": "verl"}) is None
+    named = begin({"stages": ["rollout_generate"]})
     assert named.finish(None)["state"] == "complete"
 
 
 def test_a_capture_that_only_keeps_tensors_is_not_msprobes(captures: Captures) -> None:
-    capture = {"capture_id": "c", "config": None, "config_path": None, "keep": ["old_log_probs"]}
+    capture: CaptureRequest = {
+        "capture_id": "c", "config": None, "config_path": None, "keep": ["old_log_probs"]
+    }  # fmt: skip
     armed = Capturer().begin(
         capture, run="run", attempt_key="k", stage="actor_update", step=1, part=Part(),
         role="actor", rank=0, model=None, data_root=str(captures.data_dir),
@@ -196,8 +199,8 @@ def test_the_same_failure_is_logged_once(
     with caplog.at_level(logging.WARNING, "stagescope_workers"):
         for step in range(3):
             captures.begin(None, level="L0", step=step, capture_id="only-once").finish(None)
-    said = [record for record in caplog.records if "only-once" in record.getMessage()]
-    assert len(said) == 1
+    reported = [record for record in caplog.records if "only-once" in record.getMessage()]
+    assert len(reported) == 1
 
 
 def test_what_breaks_inside_a_hook_stays_there(

@@ -198,7 +198,7 @@ def test_a_stage_that_raises_leaves_its_dump_and_the_next_is_whole(
     model = small_decoder()
     with captures.around(model, level=level):
         forward_backward(model, token_ids())
-    whole = set(captures.entries())
+    complete = set(captures.entries())
     process = process_state()
     model.failing = failing
     with (
@@ -208,13 +208,13 @@ def test_a_stage_that_raises_leaves_its_dump_and_the_next_is_whole(
         forward_backward(model, token_ids())
     assert captures.last["state"] == "truncated"
     assert type(raised.value).__name__ in captures.last["error"]
-    assert 0 < len(captures.entries()) < len(whole)
+    assert 0 < len(captures.entries()) < len(complete)
     assert captures.done()["state"] == "truncated"
     assert differences(process) == []
     model.failing = None
     with captures.around(model, level=level, step=3):
         forward_backward(model, token_ids())
-    assert set(captures.entries()) == whole
+    assert set(captures.entries()) == complete
     assert captures.last["state"] == "complete"
 
 
@@ -288,7 +288,7 @@ def test_compiled_functions_inside_and_after(captures: Captures, level: str) -> 
     torch._dynamo.reset()
 
 
-def test_hooks_of_the_user_are_left_alone(captures: Captures, level: str) -> None:
+def test_hooks_of_the_user_are_not_changed(captures: Captures, level: str) -> None:
     model = small_decoder()
     seen: list[str] = []
     model.lm_head.register_forward_hook(lambda *_: seen.append("forward"))

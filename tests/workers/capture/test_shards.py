@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stagescope.wire.errors import InvalidPlan  # noqa: E402
-from stagescope_workers.capture.shards import Shards, local_shard, size_of  # noqa: E402
+from stagescope_workers.capture.shards import Shards, local_shard, shard_bytes  # noqa: E402
 
 
 def model() -> Any:
@@ -32,29 +32,29 @@ def test_gradients_are_those_that_the_optimizer_used() -> None:
         used.append(net[1].weight.grad.clone())
         optimizer.step()
         optimizer.zero_grad()
-    taken, places, error = shards.finish()
+    tensors, locations, error = shards.finish()
     assert error is None
-    assert places == {}
-    assert set(taken) == {
+    assert locations == {}
+    assert set(tensors) == {
         "parameter/0.weight", "parameter/0.bias", "gradient/1.weight", "gradient.1/1.weight",
     }  # fmt: skip
-    assert torch.equal(taken["gradient/1.weight"], used[0])
-    assert torch.equal(taken["gradient.1/1.weight"], used[1])
-    assert torch.equal(taken["parameter/0.weight"], net[0].weight)
-    assert not torch.equal(taken["parameter/0.weight"], before)
-    kept = taken["parameter/0.weight"].clone()
+    assert torch.equal(tensors["gradient/1.weight"], used[0])
+    assert torch.equal(tensors["gradient.1/1.weight"], used[1])
+    assert torch.equal(tensors["parameter/0.weight"], net[0].weight)
+    assert not torch.equal(tensors["parameter/0.weight"], before)
+    kept = tensors["parameter/0.weight"].clone()
     optimizer.step()  # the hook is gone, and what was taken is nobody else's memory
     with torch.no_grad():
         net[0].weight.zero_()
-    assert torch.equal(taken["parameter/0.weight"], kept)
+    assert torch.equal(tensors["parameter/0.weight"], kept)
 
 
-def test_without_an_optimizer_the_gradients_of_the_end_are_taken() -> None:
+def test_without_an_optimizer_the_gradients_of_the_end_are_used() -> None:
     net = model()
     shards = Shards(net, parameters=[], gradients=["*"])
     net(torch.ones(1, 3)).sum().backward()
-    taken, _, _ = shards.finish()
-    assert set(taken) == {f"gradient/{name}" for name, _ in net.named_parameters()}
+    tensors, _, _ = shards.finish()
+    assert set(tensors) == {f"gradient/{name}" for name, _ in net.named_parameters()}
 
 
 def test_another_models_optimizer_is_none_of_ours() -> None:
@@ -67,20 +67,20 @@ def test_another_models_optimizer_is_none_of_ours() -> None:
 
 def test_several_chunks_are_numbered_and_sized() -> None:
     chunks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    taken, _, _ = Shards(chunks, parameters=["*.bias"], gradients=[]).finish()
-    assert set(taken) == {"parameter/0.bias", "parameter/1.bias"}
-    assert size_of(chunks, ["*.bias"]) == 2 * 2 * 4
-    assert size_of(chunks, []) == 0
+    tensors, _, _ = Shards(chunks, parameters=["*.bias"], gradients=[]).finish()
+    assert set(tensors) == {"parameter/0.bias", "parameter/1.bias"}
+    assert shard_bytes(chunks, ["*.bias"]) == 2 * 2 * 4
+    assert shard_bytes(chunks, []) == 0
 
 
 @pytest.mark.parametrize("net", [None, object(), [None]])
-def test_a_stage_without_a_model_is_told(net: object) -> None:
+def test_a_stage_without_a_model_is_reported(net: object) -> None:
     with pytest.raises(InvalidPlan, match="need the stage's model"):
         Shards(net, parameters=["*"], gradients=[])
 
 
-def test_names_that_are_not_there_are_told() -> None:
-    with pytest.raises(InvalidPlan, match="no parameter is named like lm_head"):
+def test_names_that_are_not_there_are_reported() -> None:
+    with pytest.raises(InvalidPlan, match="no parameter name matches lm_head"):
         Shards(model(), parameters=["lm_head"], gradients=[])
 
 
@@ -88,12 +88,12 @@ def test_a_tensor_that_cannot_be_copied_ends_nothing() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     shards = Shards(net, parameters=[], gradients=["0.weight"])
-    broken = Broken()
+    broken: Any = Broken()
     shards._gradients = {"0.weight": broken}
     optimizer.param_groups[0]["params"].append(broken)
     shards._before_step(optimizer, (), {})
-    taken, _, error = shards.finish()
-    assert taken == {}
+    tensors, _, error = shards.finish()
+    assert tensors == {}
     assert "no such memory" in str(error)
 
 
@@ -141,11 +141,11 @@ def test_a_shard_says_where_it_lies_without_asking_the_others(tmp_path: Path) ->
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    reported = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    assert "alone" in said[1]
+    assert "alone" in reported[1]
 
 
-def test_a_whole_tensor_has_no_place() -> None:
+def test_a_whole_tensor_has_no_location() -> None:
     tensor = torch.ones(2)
     assert local_shard(tensor) == (tensor, {})

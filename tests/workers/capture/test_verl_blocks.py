@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 from stagescope_workers.probe.plan import captures_from_yaml
 
@@ -70,7 +71,7 @@ def config(**changes: Any) -> dict[str, Any]:
     return content
 
 
-def by_id(captures: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def by_id(captures: list[CaptureRequest]) -> dict[str, CaptureRequest]:
     return {capture["capture_id"]: capture for capture in captures}
 
 
@@ -104,7 +105,7 @@ def test_the_guides_blocks() -> None:
         {"BLOCK.config_path": None},
     ],
 )
-def test_what_gates_the_whole_block(changes: dict[str, Any]) -> None:
+def test_what_gates_the_whole_block(changes: dict[str, object]) -> None:
     assert captures_from_verl(config(**changes)) == []
 
 
@@ -119,7 +120,7 @@ def test_what_gates_the_whole_block(changes: dict[str, Any]) -> None:
         ([], [1], None),
     ],
 )
-def test_steps_of_both_levels(outer: Any, inner: Any, steps: Any) -> None:
+def test_steps_of_both_levels(outer: object, inner: object, steps: object) -> None:
     captures = captures_from_verl(config(**{"global_profiler.steps": outer, "BLOCK.steps": inner}))
     assert [capture["steps"] for capture in captures] == ([] if steps is None else [steps] * 3)
 
@@ -136,7 +137,7 @@ def test_steps_of_both_levels(outer: Any, inner: Any, steps: Any) -> None:
         (None, None),
     ],
 )
-def test_ranks_of_a_role(block: Any, ranks: Any) -> None:
+def test_ranks_of_a_role(block: object, ranks: object) -> None:
     captures = by_id(captures_from_verl(config(**{"critic.profiler": block})))
     assert (captures["verl-critic"]["ranks"] if ranks is not None else None) == ranks
     assert ("verl-critic" in captures) == (ranks is not None)
@@ -161,7 +162,7 @@ def test_the_actors_block_decides_for_the_reward_model() -> None:
 
 
 @pytest.mark.parametrize("stages", [None, ...])
-def test_no_stages_are_all_stages(stages: Any) -> None:
+def test_no_stages_are_all_stages(stages: object) -> None:
     captures = captures_from_verl(config(**{"BLOCK.stages": stages}))
     assert sum(len(capture["stages"]) for capture in captures) == 6
     assert captures_from_verl(config(**{"BLOCK.stages": []})) == []
@@ -173,11 +174,11 @@ def test_generation_is_left_out_also_when_strict() -> None:
     )
     assert [capture["stages"] for capture in captures] == [["actor_update"]]
     assert captures[0]["strict"] is True
-    assert any("rollout_generate is left out" in note for note in captures[0]["notes"])
+    assert any("rollout_generate is omitted" in note for note in captures[0]["notes"])
 
 
 def test_an_unknown_stage_raises_only_when_strict(caplog: pytest.LogCaptureFixture) -> None:
-    changes: dict[str, Any] = {"BLOCK.stages": ["actor_updates", "critic_update"]}
+    changes: dict[str, object] = {"BLOCK.stages": ["actor_updates", "critic_update"]}
     with caplog.at_level(logging.WARNING, "stagescope_workers"):
         captures = captures_from_verl(config(**changes))
     assert [capture["stages"] for capture in captures] == [["critic_update"]]
@@ -192,19 +193,19 @@ def test_an_unknown_stage_raises_only_when_strict(caplog: pytest.LogCaptureFixtu
     [{"BLOCK.steps": "1,2"}, {"BLOCK.steps": [1.5]}, {"BLOCK.stages": "actor_update"},
      {"critic.profiler.ranks": [True]}],
 )  # fmt: skip
-def test_a_value_that_cannot_be_read(changes: dict[str, Any]) -> None:
+def test_a_value_that_cannot_be_read(changes: dict[str, object]) -> None:
     assert captures_from_verl(config(**changes)) == []
     with pytest.raises(InvalidPlan, match="expected"):
         captures_from_verl(config(**changes, **{"BLOCK.strict": True}))
 
 
-class Lazy(Mapping[str, Any]):
+class Lazy(Mapping[str, object]):
     """A mapping as OmegaConf's: not a dict, and missing values raise when they are read."""
 
-    def __init__(self, content: dict[str, Any]) -> None:
+    def __init__(self, content: dict[str, object]) -> None:
         self._content = content
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         value = self._content[name]
         if value == "???":
             raise RuntimeError(f"Missing mandatory value: {name}")
@@ -222,7 +223,7 @@ def test_configurations_that_only_look_like_dicts() -> None:
     expected = captures_from_verl(config(**{"BLOCK.stages": None}))
     assert captures_from_verl(Lazy(given)) == expected
 
-    def as_object(node: Any) -> Any:
+    def as_object(node: object) -> object:
         if isinstance(node, dict):
             return types.SimpleNamespace(**{key: as_object(value) for key, value in node.items()})
         return node
@@ -266,7 +267,7 @@ def test_a_yaml_file_with_captures(tmp_path: Path) -> None:
      "- {stages: [a], steps: all, config: {}, typo: 1}",
      "- {stages: [a], steps: all, config_path: none.json}"],
 )  # fmt: skip
-def test_a_yaml_file_that_orders_nothing_sensible(tmp_path: Path, text: str) -> None:
+def test_a_yaml_file_that_requests_nothing_sensible(tmp_path: Path, text: str) -> None:
     file = tmp_path / "captures.yaml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(InvalidPlan):

@@ -60,8 +60,8 @@ def test_vocabularies_that_differ() -> None:
     found = check_vocabulary([], Words(), swapped)
     assert found.ok is False
     assert "token 1 is 'w2' there and 'w1' here" in found.text
-    said = [Generation("w1 w2", token_ids=(1, 2)), Generation("w3", token_ids=(3, 0))]
-    assert check_vocabulary(said, Words(), ()).ok is True
+    reported = [Generation("w1 w2", token_ids=(1, 2)), Generation("w3", token_ids=(3, 0))]
+    assert check_vocabulary(reported, Words(), ()).ok is True
     assert check_vocabulary([Generation("w5", token_ids=(6,))], Words(), ()).ok is False
     assert check_vocabulary([Generation("w5")], Words(), ()).ok is None
 

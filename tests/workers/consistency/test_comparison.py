@@ -154,7 +154,7 @@ def test_prompts_with_images_are_answered_by_both(tmp_path: Path) -> None:
     assert local["content"] == [
         {"type": "image", "path": str(image)}, {"type": "text", "text": "what?"},
     ]  # fmt: skip
-    with pytest.raises(InvalidInput, match="1 prompts have images, and ctranslate2 takes none"):
+    with pytest.raises(InvalidInput, match="1 prompts have images, and ctranslate2 accepts none"):
         compare(items, Model("ctranslate2"), other, Letters(), asked)
 
 

@@ -81,10 +81,10 @@ def test_a_data_set_with_images(
         words = ("--model", llava, "--engine", url, "--dataset", data, "--max-tokens", "8")
         found = invoke("consistency", *map(str, words), "--json")
     assert found.exit_code == 0, found.output
-    said = json.loads(found.stdout)
-    assert "--enable-multimodal" in said["warnings"][0]
-    assert [row["engine"] for row in said["answers"]["rows"]] == ["1 images"] * 2
-    assert said["answers"]["engine_right"] == 2
+    reported = json.loads(found.stdout)
+    assert "--enable-multimodal" in reported["warnings"][0]
+    assert [row["engine"] for row in reported["answers"]["rows"]] == ["1 images"] * 2
+    assert reported["answers"]["engine_right"] == 2
     sent = [body for path, body in server.asked if path == "/v1/chat/completions"]
     assert len(sent) == 2
     assert all(

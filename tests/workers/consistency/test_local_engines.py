@@ -114,7 +114,7 @@ def test_directories_that_are_none(tmp_path: Path, model: Path, converted: Path)
     from stagescope_workers.consistency.ctranslate2_engine import CTranslate2Engine
     from stagescope_workers.consistency.transformers_engine import TransformersEngine
 
-    with pytest.raises(NotFound, match="no model directory"):
+    with pytest.raises(NotFound, match="not a model directory"):
         TransformersEngine(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
@@ -122,7 +122,7 @@ def test_directories_that_are_none(tmp_path: Path, model: Path, converted: Path)
         TransformersEngine(tmp_path)
     with pytest.raises(InvalidInput, match="int3"):
         TransformersEngine(model, "int3")
-    with pytest.raises(NotFound, match="no directory of CTranslate2"):
+    with pytest.raises(NotFound, match="not a directory of CTranslate2"):
         CTranslate2Engine(tmp_path)
     engine = CTranslate2Engine(converted)
     for prompt, what in (("a text", "token ids"), ([10**6], "vocabulary")):

@@ -57,7 +57,7 @@ def test_nothing_measured_is_no_zero() -> None:
     assert worst_tokens([], letter) == []
 
 
-def test_the_worst_token_is_found_with_its_place() -> None:
+def test_the_worst_token_is_found_with_its_position() -> None:
     of = rows(5, 9, 4)
     of[1].q[6] -= 30.0
     first, *others = worst_tokens(of, letter, 3)

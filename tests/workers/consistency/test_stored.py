@@ -86,7 +86,7 @@ def test_a_token_that_was_stored_wrong_is_the_worst(stored: Batch, converted: Pa
     assert found.worst[1].abs_diff < 1e-3
 
 
-def test_what_was_not_kept_is_said(stored: Batch, converted: Path) -> None:
+def test_what_was_not_kept_is_reported(stored: Batch, converted: Path) -> None:
     engine = CTranslate2Engine(converted)
     with pytest.raises(NotFound, match="no old_log_probs"):
         rescore(stored, engine, "old_log_probs")
@@ -108,16 +108,16 @@ def test_recorded_as_the_same_samples(
     words = ("--engine", f"ctranslate2:{converted}", "--batch", str(file), "--against", "stored")
     found = invoke("consistency", *words, "--run", "again", "--step", "5", "--json")
     assert found.exit_code == 0, found.output
-    said = json.loads(found.stdout)
-    assert said["stored"] == stored.heading
-    assert said["against"]["kind"] == "stored"
-    assert "recorded as step 5 of run again" in said["recorded"]
+    reported = json.loads(found.stdout)
+    assert reported["stored"] == stored.heading
+    assert reported["against"]["kind"] == "stored"
+    assert "recorded as step 5 of run again" in reported["recorded"]
     with attach() as session:
         metrics = session.step(5, run="again").metrics()
         assert metrics["counts/tokens"] == stored["response_mask"].sum()
         assert metrics["per_round/total_rounds"] == 2
         assert metrics["logprob_abs_diff/max"] == pytest.approx(
-            said["metrics"]["logprob_abs_diff/max"], rel=1e-4
+            reported["metrics"]["logprob_abs_diff/max"], rel=1e-4
         )
     shown = invoke("consistency", *words, "--no-record")
     assert f"of the stored {stored.heading}" in " ".join(shown.stdout.split())

@@ -1,4 +1,4 @@
-"""Thin Ray shells around the trainer and the rollout; heavy imports begin inside the actors.
+"""Thin Ray actors around the trainer and the rollout, which do the heavy imports themselves.
 
 The driver imports this module and neither torch nor transformers: it starts in a second.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """How the processes of this attempt name themselves to stagescope."""
+    """The arguments of `stagescope_workers.init` for the processes of this attempt."""
 
     run: str
     attempt_key: str | None = None
@@ -32,11 +32,11 @@ class Report:
     """Path of a YAML file with captures that are in force without the service."""
     resumed_from_step: int | None = None
     keep: Mapping[str, Any] | None = None
-    """What the service is to keep: `stagescope.wire.keep.KEEP_FIELDS`."""
+    """What the service keeps: `stagescope.wire.keep.KEEP_FIELDS`."""
 
 
 class RankActor:
-    """One training rank; every method of `Trainer` may be called through `do`."""
+    """One training rank; `do` calls any method of `Trainer`."""
 
     def __init__(
         self, settings: Settings, rank: int, report: Report, troubles: Troubles = NONE
@@ -57,26 +57,26 @@ class RankActor:
         return os.getpid()
 
     def listen(self) -> int:
-        """On rank 0: open the ranks' meeting place; see `Collective`."""
+        """On rank 0: open the ranks' store; see `Collective`."""
         return self._collective.listen()
 
     def join(self, port: int) -> None:
-        """Meet the other ranks."""
+        """Connect to the other ranks."""
         self._collective.join(port)
 
-    def do(self, method: str, *arguments: Any) -> Any:
+    def do(self, method: str, *arguments: object) -> object:
         """Call a method of `Trainer`."""
         return getattr(self._trainer, method)(*arguments)
 
     def close(self, timeout: float) -> None:
-        """Send what is left to the service: Ray runs no `atexit` in its workers."""
+        """Send the last events to the service: Ray runs no `atexit` in its workers."""
         self._collective.leave()
         for probe in self._probes:
             probe.close(timeout)
 
 
 class RolloutActor:
-    """The process that holds the engine, or in its place stored rollouts."""
+    """The process with the engine, or with stored rollouts instead."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RolloutActor:
         return os.getpid()
 
     def weight_sync(self, step: int, weights: dict[str, np.ndarray]) -> None:
-        """Take the trainer's weights."""
+        """Load the trainer's weights."""
         self._rollout.weight_sync(step, weights)
 
     def generate(self, step: int) -> Batch:
@@ -116,7 +116,7 @@ class RolloutActor:
         return self._rollout.generate(step)
 
     def close(self, timeout: float) -> None:
-        """Send what is left to the service."""
+        """Send the last events to the service."""
         self._probe.close(timeout)
 
 

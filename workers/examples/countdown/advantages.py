@@ -12,7 +12,7 @@ def group_advantages(rewards: np.ndarray, group_ids: Sequence[str], mask: np.nda
 
     Args:
         rewards: float [rows].
-        group_ids: group of each row; the std has n - 1 in the denominator, a lone row gets 0.
+        group_ids: group of each row; the std has n - 1 in the denominator, a single row gets 0.
         mask: [rows, tokens], 1 = model token.
 
     Returns:
@@ -37,10 +37,10 @@ def critic_advantages(
     discount: float,
     gae_lambda: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation over the model's tokens alone (arXiv:1506.02438).
+    """Generalised advantage estimation over the model's tokens only (arXiv:1506.02438).
 
-    The environment's tokens are no actions: the token after a round is the first of the next
-    round, and the reward comes with the last model token.
+    The environment's tokens are not actions: the token after a round is the first of the next
+    round, and the reward is that of the last model token.
 
     Args:
         rewards: float [rows].
@@ -65,6 +65,6 @@ def critic_advantages(
         pending = np.where(model, 0.0, pending)
         advantages[:, token] = np.where(model, running, 0.0)
     returns = (advantages + values) * mask
-    chosen = advantages[mask == 1]
-    whitened = (advantages - chosen.mean()) / (chosen.std() + 1e-6) * mask
+    selected = advantages[mask == 1]
+    whitened = (advantages - selected.mean()) / (selected.std() + 1e-6) * mask
     return whitened.astype(np.float32), returns.astype(np.float32)

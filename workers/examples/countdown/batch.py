@@ -1,4 +1,4 @@
-"""Samples as arrays: what travels between the driver, the rollout actor and the ranks."""
+"""Samples as arrays, which the driver, the rollout actor and the ranks exchange."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Batch:
     puzzles: tuple[Puzzle, ...]
     answers: tuple[int | None, ...]
     results: tuple[tuple[int, ...], ...]
-    """Of each row: what the calculator said to calls that used numbers at hand."""
+    """Of each row: the calculator's results for calls that used available numbers."""
     sample_ids: tuple[str, ...]
     """group id and index in the group: unique in a step."""
     group_ids: tuple[str, ...]
@@ -34,7 +34,7 @@ class Batch:
     """float32 [rows, tokens], 0 where the mask is 0."""
     policy_version: int
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """What the later stages added, [rows] or [rows, tokens] each."""
+    """Added by later stages, [rows] or [rows, tokens] each."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -45,7 +45,7 @@ class Batch:
         return np.concatenate([self.prompts, self.responses], axis=1)
 
     def trajectories(self) -> dict[str, object]:
-        """What the rollout made, by stagescope's names: all that a step is trained from."""
+        """Return the rollout by stagescope's names: all the input of a step's training."""
         return {
             "prompts": self.prompts,
             "responses": self.responses,
@@ -78,8 +78,8 @@ class Batch:
         """Return this batch with more columns."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return some rows, without the columns of padding that they do not need."""
+    def select_rows(self, rows: Sequence[int] | np.ndarray) -> Batch:
+        """Return some rows, without unnecessary columns of padding."""
         index = np.asarray(rows)
         lengths = (self.turn_ids[index] >= 0).sum(axis=1)
         width = int(lengths.max())
@@ -103,11 +103,11 @@ class Batch:
         )
 
     def shards(self, count: int) -> list[Batch]:
-        """Return equal runs of rows, one for each data-parallel rank."""
-        return [self.take(rows) for rows in np.split(np.arange(len(self)), count)]
+        """Return equal ranges of rows, one for each data-parallel rank."""
+        return [self.select_rows(rows) for rows in np.split(np.arange(len(self)), count)]
 
-    def scatter(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Put together what each shard computed, padded with 0 to the width of the whole."""
+    def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Concatenate the shards' results, padded with 0 to the width of the full batch."""
         if parts[0].ndim == 1:
             return np.concatenate(parts)
         width = self.responses.shape[1]

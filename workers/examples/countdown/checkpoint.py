@@ -1,4 +1,4 @@
-"""Checkpoints: a folder a step, visible under its name only once it is whole.
+"""Checkpoints: one folder per step, which gets its name once it is complete.
 
 `step_000003/` holds weights as safetensors, optimizer and random states as `.pt` files that are
 read with `weights_only=True`, and `meta.json`.
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,19 +21,19 @@ _PREFIX: Final = "step_"
 _KEEP: Final = 3
 
 
-class NotThere(ValueError):
-    """There is no such checkpoint, or it is of another training."""
+class CheckpointNotFound(ValueError):
+    """The checkpoint does not exist, or belongs to another training."""
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make the empty folder into which every rank writes its part of the checkpoint."""
+    """Create the empty folder into which every rank writes its part of the checkpoint."""
     folder = root / f".writing-{_PREFIX}{step:06d}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
 
-def commit(folder: Path, step: int, settings: dict[str, Any]) -> Path:
+def commit(folder: Path, step: int, settings: Mapping[str, object]) -> Path:
     """Name a complete folder as the checkpoint after `step`, durably, and drop old ones."""
     (folder / "meta.json").write_text(json.dumps({"step": step, "settings": settings}, indent=1))
     for path in [*folder.iterdir(), folder]:
@@ -46,35 +47,35 @@ def commit(folder: Path, step: int, settings: dict[str, Any]) -> Path:
     return final
 
 
-def latest(root: Path, settings: dict[str, Any]) -> tuple[int, Path] | None:
+def latest(root: Path, settings: Mapping[str, object]) -> tuple[int, Path] | None:
     """Return the step and folder of the last complete checkpoint, or None.
 
     Raises:
-        NotThere: it was written under other settings.
+        CheckpointNotFound: it was written with other settings.
     """
     folders = _complete(root)
     return _opened(folders[-1], settings) if folders else None
 
 
-def after(root: Path, step: int, settings: dict[str, Any]) -> Path:
+def after(root: Path, step: int, settings: Mapping[str, object]) -> Path:
     """Return the folder of the checkpoint after `step`.
 
     Raises:
-        NotThere: there is none, or it was written under other settings.
+        CheckpointNotFound: there is none, or it was written with other settings.
     """
     for folder in _complete(root):
         if folder.name == f"{_PREFIX}{step:06d}":
             return _opened(folder, settings)[1]
-    there = ", ".join(folder.name for folder in _complete(root)) or "none"
-    raise NotThere(f"{root} has no checkpoint after step {step} any more: it holds {there}")
+    names = ", ".join(folder.name for folder in _complete(root)) or "none"
+    raise CheckpointNotFound(f"{root} has no checkpoint after step {step}: it has {names}")
 
 
-def _opened(folder: Path, settings: dict[str, Any]) -> tuple[int, Path]:
+def _opened(folder: Path, settings: Mapping[str, object]) -> tuple[int, Path]:
     meta = json.loads((folder / "meta.json").read_text())
-    mine = json.loads(json.dumps(settings))
-    if meta["settings"] != mine:
-        differ = sorted(k for k in mine if meta["settings"].get(k) != mine[k])
-        raise NotThere(f"{folder} was written with other settings: {', '.join(differ)}")
+    expected = json.loads(json.dumps(settings))
+    if meta["settings"] != expected:
+        differ = sorted(k for k in expected if meta["settings"].get(k) != expected[k])
+        raise CheckpointNotFound(f"{folder} was written with other settings: {', '.join(differ)}")
     return meta["step"], folder
 
 
@@ -86,7 +87,7 @@ def save_weights(path: Path, module: torch.nn.Module) -> None:
 
 
 def load_weights(path: Path, module: torch.nn.Module) -> None:
-    """Read what `save_weights` wrote; every name must be there."""
+    """Load a file of `save_weights`; every name must be present."""
     from safetensors.torch import load_file
 
     module.load_state_dict(load_file(path.with_suffix(".safetensors")))
@@ -100,7 +101,7 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote; nothing but tensors and built-in types is unpickled."""
+    """Load a file of `save_state`; only tensors and built-in types are unpickled."""
     import torch
 
     state: dict[str, Any] = torch.load(path.with_suffix(".pt"), weights_only=True)

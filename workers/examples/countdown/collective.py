@@ -1,4 +1,4 @@
-"""torch.distributed over gloo on the loopback interface, and the sums that the ranks share."""
+"""torch.distributed over gloo on the loopback interface, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 _HOST = "127.0.0.1"
-_PATIENCE = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=120)
 # Public and documented, but missing from the names that torch marks as exported.
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
 class Collective:
-    """One rank's place among `world_size`; a world of one needs no process group."""
+    """One rank of `world_size`; a single rank needs no process group."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -25,25 +25,25 @@ class Collective:
         self._store: Any = None
 
     def listen(self) -> int:
-        """On rank 0: open the meeting place on a free port and return the port."""
+        """On rank 0: open the store on a free port and return the port."""
         self._store = _TCPStore(
-            _HOST, 0, self.world_size, is_master=True, timeout=_PATIENCE, wait_for_workers=False
+            _HOST, 0, self.world_size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False
         )
         return int(self._store.port)
 
     def join(self, port: int) -> None:
-        """Meet the other ranks at rank 0's port; returns once all are there."""
-        # Without it gloo asks the resolver for this host's name, which need not be reachable.
+        """Connect to the other ranks through rank 0's port; return once all have joined."""
+        # Without it gloo resolves this host's name, whose address may not be reachable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = self._store or _TCPStore(
-            _HOST, port, self.world_size, is_master=False, timeout=_PATIENCE
+            _HOST, port, self.world_size, is_master=False, timeout=_TIMEOUT
         )
         dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=_PATIENCE
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=_TIMEOUT
         )
 
     def leave(self) -> None:
-        """Take the process group down."""
+        """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -64,17 +64,17 @@ class Collective:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def agree(self, model: torch.nn.Module) -> bool:
-        """Tell whether every rank holds the same parameters, bit for bit."""
+    def has_equal_parameters(self, model: torch.nn.Module) -> bool:
+        """Return whether every rank has the same parameters, bit for bit."""
         flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-        mine = flat.view(torch.int32).to(torch.int64)
-        digest = torch.stack([mine.sum(), (mine * torch.arange(1, len(mine) + 1)).sum()])
+        words = flat.view(torch.int32).to(torch.int64)
+        checksum = torch.stack([words.sum(), (words * torch.arange(1, len(words) + 1)).sum()])
         if self.world_size == 1:
             return True
-        least, most = digest.clone(), digest.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return bool((least == most).all())
+        smallest, largest = checksum.clone(), checksum.clone()
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return bool((smallest == largest).all())
 
     def _sum(self, tensor: torch.Tensor) -> None:
         if self.world_size > 1:

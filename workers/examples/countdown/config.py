@@ -28,14 +28,14 @@ MODEL: Final[dict[str, Any]] = {
     "bos_token_id": None,
     "eos_token_id": ANSWER_ID,
 }
-"""What Qwen2Config is made of. The engine takes its shapes from here too, without transformers."""
+"""The arguments of Qwen2Config. The engine uses these shapes too, without transformers."""
 
 ROPE_THETA: Final = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run is made of; a checkpoint keeps it, and resuming under another one is refused."""
+    """The settings of a run; a checkpoint stores them, and refuses to resume with others."""
 
     algorithm: str = "grpo"
     """'grpo': group-relative advantages; 'ppo': a critic and generalised advantage estimation."""
@@ -44,11 +44,11 @@ class Settings:
     world_size: int = 2
     seed: int = 0
     groups: int = 16
-    """Puzzles a step; dealt out to the ranks by whole groups."""
+    """Puzzles per step; each group is assigned to one rank."""
     group_size: int = 4
     """Samples of one puzzle."""
     rounds: tuple[int, int] = (2, 4)
-    """Least and most rounds of a sample."""
+    """The minimal and maximal number of rounds of a sample."""
     round_tokens: int = 30
     """Token budget of the model in one round."""
     epochs: int = 2
@@ -62,7 +62,8 @@ class Settings:
     gae_lambda: float = 0.95
     max_grad_norm: float = 1.0
     warmup_steps: int = 320
-    """Supervised steps on worked examples before the first RL step: a random model never calls."""
+    """Supervised steps on worked examples before the first RL step: without them the random model
+    never calls the calculator."""
     warmup_rows: int = 16
     warmup_learning_rate: float = 5e-3
 
@@ -78,23 +79,23 @@ class Settings:
             )
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Settings:
-        """Read what `dataclasses.asdict` gave, also where JSON was between."""
+    def from_dict(cls, fields: Mapping[str, Any]) -> Settings:
+        """Return the settings from the result of `dataclasses.asdict`, also after JSON."""
         names = [field.name for field in dataclasses.fields(cls)]
-        found: dict[str, Any] = {name: said[name] for name in names if name in said}
-        if "rounds" in found:
-            found["rounds"] = tuple(found["rounds"])
-        return cls(**found)
+        known: dict[str, Any] = {name: fields[name] for name in names if name in fields}
+        if "rounds" in known:
+            known["rounds"] = tuple(known["rounds"])
+        return cls(**known)
 
     @property
     def samples(self) -> int:
-        """Samples a step, over all ranks."""
+        """Samples per step, over all ranks."""
         return self.groups * self.group_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pause:
-    """Makes one stage of one step last, so that someone can end the job in the middle of it."""
+    """Makes one stage of one step last longer, so that the job can be killed in the middle."""
 
     step: int
     stage: str
@@ -103,7 +104,7 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlantedNan:
-    """Makes one module of one rank's policy put out NaN for its first row, from a step on."""
+    """Makes one module of one rank's policy return NaN for its first row, from a step on."""
 
     step: int
     rank: int
@@ -138,7 +139,7 @@ class EngineSwitch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SkippedSync:
-    """Leaves one weight out of a step's sync: the engine samples from the one it had."""
+    """Omits one weight from a step's sync: the engine keeps its old one."""
 
     step: int
     name: str
@@ -155,7 +156,7 @@ class SkippedSync:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Troubles:
-    """What is done to a training on purpose, so that someone can see it found."""
+    """Faults that are injected into a training, so that the service can find them."""
 
     pause: Pause | None = None
     nan: PlantedNan | None = None

@@ -1,10 +1,10 @@
 """`make demo`: a service, a training that is killed in the middle of a step, and its answers.
 
-Starts the service on a Ray cluster of its own, trains on it with an msprobe capture ordered while
-the job runs, ends driver and workers with SIGKILL inside a stage, starts them again from the last
-checkpoint, and asks the live API what it knows. Exits with 0 only if every answer was there.
-Everything lies in `.demo/` of the repository; `KEEP=1` leaves the service up, `PATIENCE=3` waits
-three times as long for everything, as a slow machine may need.
+Starts the service on its own Ray cluster, trains on it with an msprobe capture requested while the
+job runs, kills driver and workers with SIGKILL inside a stage, restarts them from the last
+checkpoint, and queries the live API. Exits with 0 only if every check passed. All files are in
+`.demo/` of the repository; `KEEP=1` leaves the service running, `PATIENCE=3` triples all timeouts,
+for slow machines.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from examples.countdown.demo_report import (
     Checks,
     heading,
     require,
+    show_access,
     show_attempts,
     show_dumps,
     show_lost,
     show_metrics,
     show_operators,
-    show_place,
     show_rounds,
     show_stages,
 )
@@ -45,7 +45,7 @@ ROOT: Final = Path(__file__).resolve().parents[3] / ".demo"
 _LOCK: Final = ROOT / "lock"
 RUN: Final = "countdown"
 ALGORITHM: Final = "ppo"
-"""It has all eight stages, GRPO two less (no critic), and its steps are as quick."""
+"""PPO has all eight stages; GRPO has no critic and so two less."""
 RANKS: Final = 2
 CAPTURED_STEP: Final = 3
 KILLED_STEP: Final = 6
@@ -63,7 +63,7 @@ _Value = TypeVar("_Value")
 
 
 class Training:
-    """One start of the training: its driver, and the lines of it that are worth showing."""
+    """One start of the training: its driver process, and a selection of its output."""
 
     def __init__(self, address: str, attempt: int, *options: str) -> None:
         self.log = ROOT / f"attempt-{attempt}.log"
@@ -88,36 +88,36 @@ class Training:
 
     def pids(self) -> list[int]:
         """Return the ids of driver and workers, the driver's first."""
-        said = json.loads(self.pid_file.read_text())
-        return [said["driver"], *said["workers"].values()]
+        pids = json.loads(self.pid_file.read_text())
+        return [pids["driver"], *pids["workers"].values()]
 
-    def alive(self) -> None:
+    def ensure_alive(self) -> None:
         """Raise if the driver has ended."""
         code = self.process.poll()
         require(code is None, f"the training ended with {code}, see {self.log}")
 
     def wait(self, seconds: float) -> None:
-        """Wait for the training's end, which must be a good one."""
+        """Wait for the training's end, which must be successful."""
         wait_for(
             "the end of the training",
             lambda: self.process.poll() is not None,
             seconds=seconds,
-            said=self.last_line,
+            progress=self.last_line,
         )
         code = self.process.wait()
         self._reader.join(5)
         require(code == 0, f"the training ended with {code}, see {self.log}")
 
     def last_line(self) -> str:
-        """Return what the training said last, and where the rest stands."""
+        """Describe the training's last line of output, and the path of the others."""
         with contextlib.suppress(OSError):
             lines = self.log.read_text(errors="replace").split("\n")
-            if said := next((line.strip() for line in reversed(lines) if line.strip()), ""):
-                return f"its last line is '{said:.200}', the others are in {self.log}"
-        return f"it has said nothing yet in {self.log}"
+            if last := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+                return f"its last line is '{last:.200}', the others are in {self.log}"
+        return f"it has written nothing yet to {self.log}"
 
     def kill(self) -> list[int]:
-        """End driver and workers at once, and no other process."""
+        """Kill driver and workers, and no other process."""
         pids = self.pids()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -136,20 +136,22 @@ class Training:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with the demo's own service in it, and no other."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("STAGESCOPE_", "RAY_ADDR"))}
+    """Return this process's environment with the settings of the demo's service."""
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("STAGESCOPE_", "RAY_ADDR"))
+    }
     own = {
         "STAGESCOPE_HOME": str(ROOT / "home"),
-        # A killed process is given up after 15 s instead of 45: the demo waits for it.
+        # A killed process is detected after 15 s instead of 45: the demo waits for it.
         "STAGESCOPE_POLL_SECONDS": "5",
         "STAGESCOPE_LEASE_SECONDS": "15",
         "PYTHONUNBUFFERED": "1",
     }
-    return {**kept, **own}
+    return {**inherited, **own}
 
 
 def stagescope(*arguments: str) -> Any:
-    """Run the command line and return what its `--json` says."""
+    """Run the command line with `--json` and return its output."""
     program = Path(sys.executable).with_name("stagescope")
     done = subprocess.run(
         [str(program), *arguments, "--json"],
@@ -163,7 +165,7 @@ def stagescope(*arguments: str) -> Any:
 
 
 def patience() -> float:
-    """Return how many times longer than usual everything may take; 1 unless PATIENCE says more."""
+    """Return the factor for all timeouts, from the variable PATIENCE; at least 1."""
     try:
         return max(1.0, float(os.environ.get("PATIENCE") or 1))
     except ValueError:
@@ -171,48 +173,48 @@ def patience() -> float:
 
 
 def wait_for(
-    what: str,
-    look: Callable[[], _Value | None],
+    name: str,
+    poll: Callable[[], _Value | None],
     *,
     seconds: float,
-    alive: Callable[[], None] = lambda: None,
-    said: Callable[[], str] = lambda: "",
+    ensure_alive: Callable[[], None] = lambda: None,
+    progress: Callable[[], str] = lambda: "",
 ) -> _Value:
-    """Ask until there is an answer, and return it.
+    """Poll until there is a result, and return it.
 
     Args:
-        what: is waited for.
-        look: asks; what is true is the answer.
-        seconds: on a machine of usual speed; times `patience()`.
-        alive: raises where there is no use in waiting.
-        said: what came so far, for the message.
+        name: of the result, for the message.
+        poll: returns the result once it is true.
+        seconds: the timeout on a machine of usual speed; multiplied by `patience()`.
+        ensure_alive: raises where waiting is useless.
+        progress: describes the progress, for the message.
 
     Raises:
-        AssertionError: no answer came in time, or `alive` found the training ended.
+        AssertionError: there was no result in time, or `ensure_alive` raised.
     """
     seconds *= patience()
     deadline = time.monotonic() + seconds
     reason = ""
     while time.monotonic() < deadline:
-        alive()
+        ensure_alive()
         try:
-            found = look()
+            found = poll()
         except StagescopeError as error:
             found, reason = None, f" ({error})"
         if found:
             return found
         time.sleep(0.1)
     raise AssertionError(
-        f"waited {seconds:.0f} s for {what}{reason}, which may be too short for a slow machine: "
-        f"`PATIENCE={2 * patience():.0f} make demo` waits twice as long. {said()}".rstrip()
+        f"waited {seconds:.0f} s for {name}{reason}, which may be too short for a slow machine: "
+        f"`PATIENCE={2 * patience():.0f} make demo` waits twice as long. {progress()}".rstrip()
     )
 
 
 def open_stages(session: Session) -> list[dict[str, Any]] | None:
     """Return the ranks that are inside the stage in which the job will be killed."""
     stages = session.step(KILLED_STEP, run=RUN, attempt=1).stages()
-    inside = [row for row in stages.where(stage=KILLED_STAGE) if row["status"] == "open"]
-    return inside if len(inside) == RANKS else None
+    open_ranks = [row for row in stages.where(stage=KILLED_STAGE) if row["status"] == "open"]
+    return open_ranks if len(open_ranks) == RANKS else None
 
 
 def first_attempt(session: Session, address: str, checks: Checks) -> None:
@@ -224,18 +226,18 @@ def first_attempt(session: Session, address: str, checks: Checks) -> None:
                 "the run",
                 lambda: RUN in session.runs()["run"],
                 seconds=60,
-                alive=training.alive,
-                said=training.last_line,
+                ensure_alive=training.ensure_alive,
+                progress=training.last_line,
             )
-            ordered = session.capture(**CAPTURE)
-            print(f"capture {ordered['capture_id']}: step {CAPTURED_STEP}, msprobe statistics")
+            requested = session.capture(**CAPTURE)
+            print(f"capture {requested['capture_id']}: step {CAPTURED_STEP}, msprobe statistics")
         with checks.check(f"the job killed in the middle of step {KILLED_STEP}"):
             inside = wait_for(
                 f"{KILLED_STAGE} of step {KILLED_STEP} on {RANKS} ranks (the warm-up comes before)",
                 lambda: open_stages(session),
                 seconds=120,
-                alive=training.alive,
-                said=training.last_line,
+                ensure_alive=training.ensure_alive,
+                progress=training.last_line,
             )
             heading("SIGKILL")
             for row in inside:
@@ -249,7 +251,7 @@ def first_attempt(session: Session, address: str, checks: Checks) -> None:
 
 
 def second_attempt(address: str, checks: Checks) -> None:
-    """Go on from the checkpoint."""
+    """Continue from the checkpoint."""
     heading("attempt 2, from the last checkpoint")
     training = Training(address, 2, "--resume")
     try:
@@ -261,7 +263,7 @@ def second_attempt(address: str, checks: Checks) -> None:
 
 
 def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
-    """Ask the live service and print what it says."""
+    """Query the live service and print its answers."""
     heading("step metrics of both attempts")
     with checks.check("step metrics of both attempts"):
         last, killed = KILLED_STEP - 1, KILLED_STEP
@@ -269,9 +271,9 @@ def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
         print(f"attempt 1 was killed inside step {killed}; attempt 2 did the same step again")
         steps = session.steps(RUN)
         closed = {(r["attempt"], r["step"]) for r in steps if r["measured"]}
-        wanted = {(1, s) for s in range(1, KILLED_STEP)}
-        wanted |= {(2, s) for s in range(KILLED_STEP, LAST_STEP + 1)}
-        require(wanted <= closed, f"not measured: {sorted(wanted - closed)}")
+        expected = {(1, s) for s in range(1, KILLED_STEP)}
+        expected |= {(2, s) for s in range(KILLED_STEP, LAST_STEP + 1)}
+        require(expected <= closed, f"not measured: {sorted(expected - closed)}")
     heading(f"step {LAST_STEP} by round")
     with checks.check("the per-round table, which adds up to the whole"):
         show_rounds(session, RUN, LAST_STEP)
@@ -302,7 +304,7 @@ def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
         show_operators(session, RUN, CAPTURED_STEP)
     heading("ask it yourself")
     with checks.check("the URL and the token's place, and no answer without a token"):
-        show_place(info["url"], Path(info["token_file"]), LAST_STEP)
+        show_access(info["url"], Path(info["token_file"]), LAST_STEP)
 
 
 @contextlib.contextmanager
@@ -334,7 +336,7 @@ def service() -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run the demo; return 0 only if everything was there."""
+    """Run the demo; return 0 only if every check passed."""
     ROOT.mkdir(exist_ok=True)
     with _LOCK.open("w") as lock:
         try:
@@ -342,13 +344,13 @@ def main() -> int:
         except BlockingIOError:
             print(f"another demo runs in {ROOT}", file=sys.stderr)
             return 1
-        # What is open is closed on the way out, the service and the training too.
+        # Exit by an exception, so that the service and the training are stopped.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         return run_demo()
 
 
 def run_demo() -> int:
-    """Run the demo; the caller sees to it that it is alone in its folder."""
+    """Run the demo; the caller holds the lock of its folder."""
     begin = time.monotonic()
     checks = Checks()
     os.environ.update(environment())

@@ -1,7 +1,6 @@
-"""What the demo asks of the live service: each question prints its answer and is a check.
+"""The demo's requests to the live service: each prints its answer and is a check.
 
-A check holds only if the answer was there and right; `Checks` gathers them for the list at the
-end.
+A check passes only if the answer is complete and right; `Checks` collects them for the final list.
 """
 
 from __future__ import annotations
@@ -33,38 +32,38 @@ METRICS: Final = (
     "counts/tokens",
     "counts/sequences",
 )
-"""Those of the published numbers that the demo prints."""
+"""The published numbers that the demo prints."""
 
 _ROUND_COLUMNS: Final = ("round", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl")
 
 
 class Checks:
-    """What was asked and whether it was there."""
+    """The checks and their results."""
 
     def __init__(self) -> None:
         self.failed = 0
         self._lines: list[str] = []
 
     @contextlib.contextmanager
-    def check(self, what: str) -> Iterator[None]:
-        """Count `what` as there if the block ends without an error."""
+    def check(self, name: str) -> Iterator[None]:
+        """Count the check `name` as passed if the block ends without an error."""
         try:
             yield
         except Exception as error:
             self.failed += 1
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._lines += [f" ✗  {what}", f"      {reason:.200}"]
+            self._lines += [f" ✗  {name}", f"      {reason:.200}"]
             print(f"   ✗ {reason:.800}", flush=True)
         else:
-            self._lines.append(f" ✓  {what}")
+            self._lines.append(f" ✓  {name}")
 
     def lines(self) -> list[str]:
-        """Return the list, a line or two a check."""
+        """Return the list, with one or two lines per check."""
         return list(self._lines)
 
 
 def require(condition: object, wrong: str) -> None:
-    """Raise AssertionError with what was wrong, also under `python -O`."""
+    """Raise AssertionError with the message `wrong`, also under `python -O`."""
     if not condition:
         raise AssertionError(wrong)
 
@@ -95,20 +94,20 @@ def show_metrics(session: Session, run: str, columns: Sequence[tuple[int, int]])
 
 
 def show_rounds(session: Session, run: str, step: int) -> None:
-    """Print the rounds of a step; they must add up to its whole."""
+    """Print the rounds of a step; they must add up to its total."""
     table = session.step(step, run=run).rounds()
     print(table.select(*(name for name in _ROUND_COLUMNS if name in table.names)))
-    whole: Any = table.about["whole"]
+    total: Any = table.about["whole"]
     require(2 <= len(table) <= 4, f"{len(table)} rounds")
     tokens, difference = sum(table["tokens"]), sum(table["abs_diff_sum"])
-    require(tokens == whole["tokens"], f"rounds hold {tokens} tokens, the whole {whole['tokens']}")
-    distance = abs(difference - whole["abs_diff_sum"])
-    require(distance <= 1e-9 * whole["abs_diff_sum"], f"the sums of |d| differ by {distance}")
-    print(f"{tokens} tokens, sum of |d| {difference:.6f}: both equal to the whole's")
+    require(tokens == total["tokens"], f"rounds have {tokens} tokens, the step {total['tokens']}")
+    distance = abs(difference - total["abs_diff_sum"])
+    require(distance <= 1e-9 * total["abs_diff_sum"], f"the sums of |d| differ by {distance}")
+    print(f"{tokens} tokens, sum of |d| {difference:.6f}: both equal to the step's")
 
 
 def show_stages(session: Session, run: str, step: int, expected: set[str]) -> None:
-    """Print how long each stage of a step took; all of the algorithm's must be there."""
+    """Print the duration of each stage of a step; all stages of the algorithm must be present."""
     table = session.step(step, run=run).stages()
     names = dict.fromkeys(table["stage"])
     print(f"{'stage':26} {'parts':>6} {'ranks':>6} {'longest':>10}")
@@ -122,7 +121,7 @@ def show_stages(session: Session, run: str, step: int, expected: set[str]) -> No
 
 
 def show_dumps(session: Session, run: str, step: int, ranks: int) -> None:
-    """Print where msprobe's dumps lie; every rank's must be whole and readable."""
+    """Print the paths of msprobe's dumps; every rank's must be complete and readable."""
     table = session.step(step, run=run, attempt=1).dumps()
     require(len(table) >= ranks, f"{len(table)} dumps, expected {ranks}")
     for row in table:
@@ -148,7 +147,7 @@ def show_operators(session: Session, run: str, step: int, rank: int = 0) -> None
 
 
 def show_lost(session: Session, run: str, step: int) -> None:
-    """Print what the kill left behind: stages that will never end, and what is listed as lost."""
+    """Print the stages that the kill left unfinished, and everything listed as lost."""
     stages = session.step(step, run=run, attempt=1).stages()
     unfinished = stages.where(status="unfinished")
     for row in unfinished:
@@ -163,14 +162,14 @@ def show_lost(session: Session, run: str, step: int) -> None:
 
 
 def show_attempts(session: Session, run: str, resumed_from: int) -> None:
-    """Print the attempts; the second must say what it continues."""
+    """Print the attempts; the second must name the step that it continues."""
     attempts = session.attempts(run)
     columns = ("attempt", "state", "resumed_from_step", "first_step", "last_closed_step")
     print(attempts.select(*columns))
     second = attempts.where(attempt=2)
     require(len(second) == 1, "there is no second attempt")
     require(second[0]["resumed_from_step"] == resumed_from, f"resumed from {second[0]}")
-    # In both attempts there is such a step: the newer answers.
+    # Both attempts have this step: the newer one answers.
     newest = session.step(resumed_from + 1, run=run)
     require(newest.attempt == 2, f"step {resumed_from + 1} is answered by {newest.attempt}")
     older = session.steps(run, 1).where(step=resumed_from + 1)
@@ -178,8 +177,8 @@ def show_attempts(session: Session, run: str, resumed_from: int) -> None:
     print(f"step {resumed_from + 1} of attempt 1 is superseded by attempt 2")
 
 
-def show_place(url: str, token_file: Path, step: int) -> None:
-    """Print where the service is and how to ask it; it must answer that, and only with a token."""
+def show_access(url: str, token_file: Path, step: int) -> None:
+    """Print the service's URL and a request; it must be answered, but only with a token."""
     print(f"url    {url}\ntoken  {token_file}\n")
     print(
         f'curl -H "Authorization: Bearer $(cat {token_file})" \\\n     {url}/steps/{step}/metrics'

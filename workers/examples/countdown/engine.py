@@ -1,7 +1,7 @@
-"""The rollout engine: CTranslate2, re-made from the trainer's weights at every weight sync.
+"""The rollout engine: CTranslate2, created from the trainer's weights at every weight sync.
 
-It computes in int8 (weights by row, activations by token) or float32 with kernels of its own, so
-that its log-probabilities differ from the trainer's for real and not by noise added by hand.
+It computes in int8 (weights by row, activations by token) or float32 with its own kernels, so that
+its log-probabilities really differ from the trainer's, without added noise.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Engine:
         self._seed: int | None = None
 
     def load(self, weights: Weights, seed: int) -> None:
-        """Take the trainer's weights; sampling from here on depends on `seed` alone."""
-        # The converter scales arrays where they lie: without copies, the caller's too.
+        """Load the trainer's weights; later samples depend only on `seed`."""
+        # The converter scales arrays in place: without copies, it would change the caller's.
         spec = convert({k: v.copy() for k, v in weights.items()}, self._compute_type)
-        # The engine seeds the sampler of each of its threads when the thread starts: with a new
-        # generator after the seed, a resumed run samples what the first would have.
+        # The engine seeds the sampler of each thread when the thread starts: with a new generator
+        # after the seed, a resumed run samples the same as the first one.
         ctranslate2.set_random_seed(seed)
         self._seed = seed
         with tempfile.TemporaryDirectory(prefix="countdown-engine-") as folder:
@@ -62,7 +62,7 @@ class Engine:
 
         Args:
             contexts: token ids of each row, at least one.
-            budget: most tokens to sample in a row.
+            budget: the maximal number of tokens to sample for a row.
 
         Returns:
             For each row the sampled ids, with the delimiter where there is one, and the engine's
@@ -90,18 +90,19 @@ class Engine:
         return rows
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return of each row the log-probability of every token after the first, given those
-        before it (natural logarithm, temperature 1, whole vocabulary).
+        """Return each row's log-probability of every token after the first, given those before it.
+
+        Natural logarithm, temperature 1, whole vocabulary.
         """
-        words = [[TOKENS[index] for index in row] for row in rows]
-        return [scored.log_probs for scored in self._generator.score_batch(words)]
+        tokens = [[TOKENS[index] for index in row] for row in rows]
+        return [scored.log_probs for scored in self._generator.score_batch(tokens)]
 
 
 def convert(weights: Weights, compute_type: str) -> Any:
     """Return the CTranslate2 specification of a Qwen2 state dict (a few milliseconds).
 
-    The converter of CTranslate2 itself reads a saved Hugging Face directory through transformers:
-    seconds of imports in a process that needs nothing else of it.
+    CTranslate2's own converter reads a saved Hugging Face directory through transformers, which
+    takes seconds to import and is not needed here otherwise.
     """
     spec: Any = transformer_spec.TransformerDecoderModelSpec.from_config(
         MODEL["num_hidden_layers"],

@@ -5,10 +5,9 @@ A sample reads, on one line and with every number in three digits::
     003 005 007 012>079|  [003 005 007 012]012*007=  084;  [003 005 084]084-005=  079;  079$
     prompt                round 0, the model's       env   round 1                env   round 2
 
-In a round the model writes what it has left and one operation, and ends it with `=`: the
-environment appends the calculator's answer and `;`. `$` after a number is the final answer. A
-round that uses up its budget without either is closed by the environment, which then writes the
-`=` itself.
+In a round the model writes the remaining numbers and one operation, and ends it with `=`: the
+environment appends the calculator's answer and `;`. `$` after a number is the final answer. Where
+a round exhausts its budget without either, the environment writes the `=` itself.
 """
 
 from __future__ import annotations
@@ -73,22 +72,22 @@ def calculate(expression: str) -> tuple[int, int, int] | None:
 def make_puzzle(generator: random.Random) -> Puzzle:
     """Draw numbers and walk 1 to 3 operations to a target, so that a solution exists."""
     numbers = tuple(generator.randint(1, 20) for _ in range(NUMBERS))
-    left, solution, target = list(numbers), [], 0
+    remaining, solution, target = list(numbers), [], 0
     for _ in range(generator.randint(1, NUMBERS - 1)):
         while True:
-            a, b = generator.sample(range(len(left)), 2)
-            text = f"{left[a]:03d}{generator.choice('++--**/')}{left[b]:03d}"
+            a, b = generator.sample(range(len(remaining)), 2)
+            text = f"{remaining[a]:03d}{generator.choice('++--**/')}{remaining[b]:03d}"
             step = calculate(text)
             if step is not None:
                 break
         target = step[2]
         solution.append(text)
-        left = [*(n for i, n in enumerate(left) if i not in (a, b)), target]
+        remaining = [*(n for i, n in enumerate(remaining) if i not in (a, b)), target]
     return Puzzle(numbers, target, tuple(solution))
 
 
 class Sample:
-    """One trajectory as it grows; the tokens of a response carry mask, log-prob and turn."""
+    """One trajectory while it is generated; each response token has mask, log-prob and turn."""
 
     def __init__(self, puzzle: Puzzle, uid: str, settings: Settings) -> None:
         self.puzzle = puzzle
@@ -101,14 +100,14 @@ class Sample:
         self.done = False
         self.answer: int | None = None
         self.results: list[int] = []
-        """Of the calls that used numbers at hand."""
-        self._least, self._most = settings.rounds
-        self._left = list(puzzle.numbers)
+        """Of the calls that used available numbers."""
+        self._min_rounds, self._max_rounds = settings.rounds
+        self._remaining = list(puzzle.numbers)
         self._round = 0
 
     @property
     def context(self) -> list[int]:
-        """What the engine continues."""
+        """The tokens that the engine continues."""
         return self.prompt + self.tokens
 
     @property
@@ -116,16 +115,16 @@ class Sample:
         """Rounds that the model has written."""
         return self._round
 
-    def take_round(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Append what the model wrote in one round and what the environment answers to it."""
+    def append_round(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Append the model's tokens of one round and the environment's answer."""
         self._append(ids, log_probs, mask=1)
         self._round += 1
         last, text = ids[-1], decode(ids)
-        if last == ANSWER_ID and self._round >= self._least:
+        if last == ANSWER_ID and self._round >= self._min_rounds:
             found = _ANSWER.search(text[:-1])
             self.answer = int(found[1]) if found else None
             self.done = True
-        elif self._round == self._most:
+        elif self._round == self._max_rounds:
             self.done = True
         else:
             closing = "" if last == CALL_ID else CALL
@@ -137,12 +136,12 @@ class Sample:
         if step is None:
             return WRONG
         a, b, result = step
-        left = list(self._left)
+        left = list(self._remaining)
         for number in (a, b):
             if number not in left:
                 return f"{result:03d}"
             left.remove(number)
-        self._left = [*left, result]
+        self._remaining = [*left, result]
         self.results.append(result)
         return f"{result:03d}"
 
@@ -150,12 +149,12 @@ class Sample:
         self.tokens += ids
         self.log_probs += log_probs
         self.mask += [mask] * len(ids)
-        # The environment's answer belongs to the turn that asked for it.
+        # The environment's answer belongs to the turn of the call.
         self.turns += [self._round - (mask == 0)] * len(ids)
 
 
-def samples_of(settings: Settings, step: int) -> list[Sample]:
-    """Return a step's puzzles, `group_size` times each; they depend on seed and step alone."""
+def make_samples(settings: Settings, step: int) -> list[Sample]:
+    """Return a step's puzzles, `group_size` times each; they depend only on seed and step."""
     generator = random.Random(f"puzzles {settings.seed} {step}")
     samples: list[Sample] = []
     for group in range(settings.groups):
@@ -169,23 +168,23 @@ def play(
     samples: Sequence[Sample],
     write: Callable[[Sequence[Sample]], Sequence[tuple[Sequence[int], Sequence[float]]]],
 ) -> None:
-    """Play samples to their ends; `write` gives the next round of each: ids and log-probs."""
+    """Play samples to their ends; `write` returns the next round of each: ids and log-probs."""
     while playing := [sample for sample in samples if not sample.done]:
         for sample, (ids, log_probs) in zip(playing, write(playing), strict=True):
-            sample.take_round(ids, log_probs)
+            sample.append_round(ids, log_probs)
 
 
 def score(puzzle: Puzzle, answer: int | None, results: Sequence[int]) -> float:
     """The rule that scores a sample, in [0, 1].
 
-    0.5 for three calls that used numbers at hand (less for fewer), 0.2 for how close the answer
-    is and 0.3 if it is exact: a policy that is only a little better already earns more. An answer
-    that no call gave counts for nothing, else copying the target would be the best policy.
+    0.5 for three calls that used available numbers (less for fewer), 0.2 for how close the answer
+    is and 0.3 if it is exact: small improvements of the policy increase the score. An answer that
+    is not the result of a call scores nothing, else copying the target would be the best policy.
 
     Args:
-        puzzle: what was asked.
-        answer: what the model said at the end, if anything.
-        results: of the calls that used numbers at hand.
+        puzzle: the puzzle.
+        answer: the model's final answer, if it gave one.
+        results: of the calls that used available numbers.
     """
     calls = 0.5 * min(len(results), NUMBERS - 1) / (NUMBERS - 1)
     if answer is None or answer not in results:
@@ -196,16 +195,16 @@ def score(puzzle: Puzzle, answer: int | None, results: Sequence[int]) -> float:
 
 
 def worked_example(puzzle: Puzzle, settings: Settings) -> Sample:
-    """Return the sample that a model which knows the solution would make."""
+    """Return the sample of a model that knows the solution."""
     sample = Sample(puzzle, "example", settings)
-    left = list(puzzle.numbers)
+    remaining = list(puzzle.numbers)
     for operation in puzzle.solution:
-        text = f"[{_listed(left)}]{operation}{CALL}"
+        text = f"[{_listed(remaining)}]{operation}{CALL}"
         _write(sample, text)
         a, b, result = calculate(operation) or (0, 0, 0)
-        left.remove(a)
-        left.remove(b)
-        left.append(result)
+        remaining.remove(a)
+        remaining.remove(b)
+        remaining.append(result)
     _write(sample, f"{puzzle.target:03d}{ANSWER}")
     return sample
 
@@ -216,4 +215,4 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _write(sample: Sample, text: str) -> None:
     ids = encode(text)
-    sample.take_round(ids, [0.0] * len(ids))
+    sample.append_round(ids, [0.0] * len(ids))

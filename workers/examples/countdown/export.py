@@ -1,4 +1,4 @@
-"""A checkpoint's policy as an engine's directory, to score stored rollouts again.
+"""Converts a checkpoint's policy for an engine, to score stored rollouts again.
 
 ::
 
@@ -23,7 +23,7 @@ from examples.countdown.engine import convert
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--engine", type=click.Choice(["int8", "float32"]), default="int8", show_default=True)
 def export(checkpoint: Path, output: Path, engine: str) -> None:
-    """Write the policy of CHECKPOINT (a `step_` folder) to OUTPUT as CTranslate2 has it."""
+    """Write the policy of CHECKPOINT (a `step_` folder) to OUTPUT in CTranslate2's format."""
     weights = load_file(checkpoint / "policy.safetensors")
     output.mkdir(parents=True, exist_ok=True)
     convert(weights, engine).save(str(output))

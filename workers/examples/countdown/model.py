@@ -13,7 +13,7 @@ from examples.countdown.config import MODEL, ROPE_THETA
 
 
 def make_policy(seed: int, **changes: Any) -> nn.Module:
-    """Return a freshly initialised Qwen2ForCausalLM; `changes` are laid over `MODEL`."""
+    """Return a freshly initialised Qwen2ForCausalLM; `changes` override `MODEL`."""
     torch.manual_seed(seed)
     return _plain(Qwen2ForCausalLM(_config(**changes)))
 
@@ -39,8 +39,8 @@ class Critic(nn.Module):
 
 def _config(**changes: Any) -> Qwen2Config:
     rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    given = {**MODEL, **changes, "rope_parameters": rope, "attn_implementation": "eager"}
-    return Qwen2Config(**given)
+    options = {**MODEL, **changes, "rope_parameters": rope, "attn_implementation": "eager"}
+    return Qwen2Config(**options)
 
 
 def _plain(model: Any) -> nn.Module:
@@ -51,8 +51,8 @@ def _plain(model: Any) -> nn.Module:
 def token_log_probs(model: nn.Module, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities at temperature 1 over the whole vocabulary.
 
-    Rows are padded on the right; attention is causal, so padding never reaches a real token and
-    no attention mask is needed.
+    Rows are padded on the right; attention is causal, so that real tokens never see padding and no
+    attention mask is needed.
 
     Args:
         model: a causal language model.

@@ -1,7 +1,8 @@
 """Training from stored rollouts: no engine, the same numbers.
 
-`train --replay RUN:STEP` begins at the checkpoint before the step, takes its rollouts from the
-service (`--replay-from` from a file or directory) and says whether the losses are the stored ones.
+`train --replay RUN:STEP` begins at the checkpoint before the step, reads its rollouts from the
+service (with `--replay-from` from a file or directory) and reports whether the losses are equal to
+the stored ones.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import numpy as np
 import stagescope
 from examples.countdown.batch import Batch, make_batch
 from examples.countdown.config import Settings
-from examples.countdown.environment import Sample, play, samples_of
+from examples.countdown.environment import Sample, make_samples, play
 from examples.countdown.tokenizer import PAD_ID
 from stagescope_workers import Probe
 
 _NOTHING: Final = ([PAD_ID], [0.0])
-"""The round of a sample that plays on where the stored one had ended: it is no answer."""
+"""The round of a sample that continues where the stored one had ended: it is not an answer."""
 
 
 class ReplayedRollout:
-    """Plays the puzzles of stored steps with the tokens that an engine wrote then."""
+    """Plays the puzzles of stored steps with the tokens that an engine had sampled."""
 
     def __init__(
         self, settings: Settings, probe: Probe, stored: Sequence[stagescope.Batch]
@@ -36,7 +37,7 @@ class ReplayedRollout:
         self._stored = {batch.step: batch for batch in stored}
 
     def weight_sync(self, step: int, weights: Mapping[str, np.ndarray]) -> None:
-        """Note the version of the trainer's weights: nothing is generated with them."""
+        """Note the version of the trainer's weights, which are not used."""
         with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
             self.policy_version = step - 1
 
@@ -45,7 +46,7 @@ class ReplayedRollout:
 
         Raises:
             NotFound: a sample is not stored.
-            RuntimeError: the environment answers otherwise than it did.
+            RuntimeError: the environment's answers differ from the stored ones.
         """
         with self.probe.stage(
             "rollout_generate", step=step, policy_version=self.policy_version
@@ -56,8 +57,8 @@ class ReplayedRollout:
         return batch
 
     def play(self, step: int) -> Batch:
-        """Return the stored step as the environment plays it again; raises as `generate`."""
-        samples = samples_of(self.settings, step)
+        """Return the stored step, replayed in the environment; raises as `generate`."""
+        samples = make_samples(self.settings, step)
         rounds = {sample.uid: self._rounds(step, sample) for sample in samples}
         play(samples, lambda playing: [next(rounds[s.uid], _NOTHING) for s in playing])
         batch = make_batch(samples, self.policy_version)
@@ -71,11 +72,11 @@ class ReplayedRollout:
         ids, mask = found.tensor("responses"), found.tensor("response_mask")
         turns, log_probs = found.tensor("turn_ids"), found.tensor("rollout_log_probs")
         model = [np.flatnonzero((turns == turn) & (mask == 1)) for turn in range(turns.max() + 1)]
-        return iter([(ids[at].tolist(), log_probs[at].tolist()) for at in model if len(at)])
+        return iter([(ids[i].tolist(), log_probs[i].tolist()) for i in model if len(i)])
 
 
 class Source(NamedTuple):
-    """Which steps of which run are replayed."""
+    """The steps of a run to replay."""
 
     run: str
     first: int
@@ -90,19 +91,19 @@ class Source(NamedTuple):
             raise ValueError(f"{text!r}: expected RUN:STEP or RUN:FIRST-LAST")
         return cls(run, int(first), int(last or first))
 
-    def batches(self, place: Path | None) -> list[stagescope.Batch]:
+    def batches(self, path: Path | None) -> list[stagescope.Batch]:
         """Return the stored steps: from the service, or from a file or directory.
 
         Raises:
-            NotFound: one of them is not kept (any more).
+            NotFound: one of them is not kept.
         """
         steps = range(self.first, self.last + 1)
-        if place is None:
+        if path is None:
             with stagescope.attach() as session:
                 return [session.step(step, run=self.run).batch() for step in steps]
         from stagescope_service.dumps.batches import read_batch
 
-        return [read_batch(place, step, run=self.run) for step in steps]
+        return [read_batch(path, step, run=self.run) for step in steps]
 
 
 def check_same(batch: Batch, stored: stagescope.Batch) -> None:
@@ -110,29 +111,29 @@ def check_same(batch: Batch, stored: stagescope.Batch) -> None:
     rows = {uid: row for row, uid in enumerate(batch.sample_ids)}
     index = [rows[uid] for uid in stored.sample_ids or ()]
     for name in ("responses", "response_mask", "rollout_log_probs"):
-        again = np.asarray(getattr(batch, name))[index]
-        if not np.array_equal(again, stored[name]):
+        replayed = np.asarray(getattr(batch, name))[index]
+        if not np.array_equal(replayed, stored[name]):
             raise RuntimeError(
-                f"{name} of step {stored.step} are not what was stored: the environment, or the "
-                "settings of the run, changed since"
+                f"{name} of step {stored.step} differ from the stored ones: the environment, or "
+                "the settings of the run, have changed"
             )
 
 
-def loss_of(stored: stagescope.Batch) -> float | None:
+def stored_loss(stored: stagescope.Batch) -> float | None:
     """Return the loss of a stored step as the trainer reports it; None where none was stored."""
     if "actor_update" not in stored.stages():
         return None
     parts = stored.parts_of("actor_update")
     losses = [p.numbers["loss"] for p in parts if p.rank == 0 and "loss" in p.numbers]
     total = 0.0
-    for each in losses:  # in the order of the updates: another order rounds otherwise
+    for each in losses:  # in the order of the updates: another order rounds differently
         total += each
     return total / len(losses) if losses else None
 
 
 def verdict(loss: float, stored: stagescope.Batch) -> str:
-    """Say whether a replayed step's loss is the stored one, bit by bit."""
-    before = loss_of(stored)
+    """Describe whether a replayed step's loss equals the stored one, bit by bit."""
+    before = stored_loss(stored)
     if before is None:
         return f"step {stored.step} was stored without its loss: nothing to compare with"
     if loss == before:

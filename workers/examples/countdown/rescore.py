@@ -1,7 +1,7 @@
-"""Stored rollouts scored again by another engine: the same tokens, other log-probs.
+"""Scores stored rollouts with another engine: the same tokens, other log-probs.
 
-`train --replay RUN:STEP --rescore int8` answers what an engine alone does to the log-probs: what
-was sampled, rewarded and trained on stays.
+`train --replay RUN:STEP --rescore int8` shows the effect of an engine on the log-probs alone: the
+samples, rewards and training stay the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stagescope_workers import Probe
 
 
 class RescoredRollout(ReplayedRollout):
-    """Plays stored steps, and asks an engine for the log-prob of each token that was written."""
+    """Replays stored steps with an engine's log-probs of their tokens."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RescoredRollout(ReplayedRollout):
         self._engine = Engine(compute_type)
 
     def weight_sync(self, step: int, weights: Weights) -> None:
-        """Give the engine the trainer's weights; nothing is sampled, so the seed is any."""
+        """Load the trainer's weights into the engine; the seed has no effect without sampling."""
         with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
             self._engine.load(weights, self.settings.seed)
             self.policy_version = step - 1

@@ -1,11 +1,11 @@
-"""The rollout side: puzzles go in, finished multi-turn samples come out."""
+"""The rollout side: generates finished multi-turn samples for puzzles."""
 
 from __future__ import annotations
 
 from examples.countdown.batch import Batch, make_batch
 from examples.countdown.config import NONE, Settings, Troubles
 from examples.countdown.engine import Engine, Weights
-from examples.countdown.environment import play, samples_of
+from examples.countdown.environment import make_samples, play
 from stagescope_workers import Probe
 
 
@@ -21,9 +21,10 @@ class Rollout:
         self._engine = Engine(settings.engine)
 
     def weight_sync(self, step: int, weights: Weights) -> None:
-        """Convert the trainer's weights; from here on they are version `step - 1`.
+        """Load the trainer's weights, which are version `step - 1`.
 
-        What does not come stays as it was. It is recorded before CTranslate2 fuses and quantises.
+        Weights that are not passed stay as they were. Checksums are recorded before CTranslate2
+        fuses and quantises the weights.
         """
         with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
             if self._switch is not None and step >= self._switch.step:
@@ -34,12 +35,12 @@ class Rollout:
             self.policy_version = step - 1
 
     def generate(self, step: int) -> Batch:
-        """Play this step's puzzles; depends on seed, step and the policy alone."""
+        """Play this step's puzzles; depends only on seed, step and the policy."""
         budget = self.settings.round_tokens
         with self.probe.stage(
             "rollout_generate", step=step, policy_version=self.policy_version
         ) as stage:
-            samples = samples_of(self.settings, step)
+            samples = make_samples(self.settings, step)
             play(
                 samples,
                 lambda playing: self._engine.generate([s.context for s in playing], budget),

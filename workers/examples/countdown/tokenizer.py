@@ -11,9 +11,9 @@ CALL: Final = "="
 ANSWER: Final = "$"
 """Ends a sample: the number before it is the answer."""
 RESULT: Final = ";"
-"""Ends what the calculator says."""
+"""Ends the calculator's result."""
 WRONG: Final = "?"
-"""What the calculator says of an expression that it cannot read."""
+"""The calculator's result for an expression that it cannot read."""
 
 TOKENS: Final = (PAD, ANSWER, CALL, RESULT, WRONG, *"0123456789", *"+-*/()", *" >|[]")
 """Token id -> character; id 0 pads. Every character is its own token, also for the engine."""

@@ -15,8 +15,8 @@ from typing import Any
 import click
 import numpy as np
 
-# Ray authenticates by itself only to a cluster that it finds; this one is named by its address.
-# It reads the mode when it is imported: whoever did that before has chosen.
+# Ray authenticates automatically only to a cluster that it finds; this one is named by its address.
+# It reads the mode when it is imported: where ray is imported already, the mode is fixed.
 if "ray" not in sys.modules and (Path.home() / ".ray" / "auth_token").exists():
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -38,7 +38,7 @@ from examples.countdown.config import (
     SkippedSync,
     Troubles,
 )
-from examples.countdown.replay import Source, loss_of, verdict
+from examples.countdown.replay import Source, stored_loss, verdict
 from stagescope_workers import finish
 
 
@@ -54,7 +54,7 @@ class Job:
         rescore: str | None = None,
     ) -> None:
         self.settings = settings
-        # No CPU slot: a step is a chain, in which the processes mostly wait for each other.
+        # No CPU slots: the stages of a step run one after the other, and most processes wait.
         remote: Any = ray.remote(num_cpus=0)
         rank_actor, rollout_actor = remote(RankActor), remote(RolloutActor)
         self.ranks = [
@@ -112,12 +112,12 @@ class Job:
         return checkpoint.commit(folder, step, dataclasses.asdict(self.settings))
 
     def close(self, timeout: float) -> None:
-        """Let every process send what is left; call where training ends."""
+        """Let every process send its last events; call it where training ends."""
         ray.get([actor.close.remote(timeout) for actor in [*self.ranks, self.rollout]])
 
     def _column(self, batch: Batch, column: str, method: str, step: int) -> Batch:
         parts = self._on_ranks(method, step, batch=batch)
-        return batch.with_columns(**{column: batch.scatter(parts)})
+        return batch.with_columns(**{column: batch.gather(parts)})
 
     def _on_ranks(self, method: str, *arguments: Any, batch: Batch | None = None) -> list[Any]:
         shards: Sequence[tuple[Batch, ...]] = [()] * len(self.ranks)
@@ -131,7 +131,7 @@ class Job:
 
 
 def describe(step: int, batch: Batch, scalars: dict[str, float], seconds: float) -> str:
-    """Return one line on a step: what was learned, and how far the engine is from the trainer."""
+    """Return one line about a step: its reward and losses, and the engine's mismatch."""
     mask = batch.response_mask == 1
     distance = np.abs(batch.columns["old_log_probs"] - batch.rollout_log_probs)[mask]
     played = zip(batch.answers, batch.puzzles, batch.results, strict=True)
@@ -197,16 +197,16 @@ def replay(
     """Train once more from stored rollouts, with no engine; nothing is saved.
 
     Args:
-        stored: batches of steps that follow each other.
+        stored: batches of consecutive steps.
         address: the Ray cluster.
-        run: under which name it reports.
-        root: checkpoints of the run that was stored: it begins before the first step.
+        run: the name of the new run.
+        root: checkpoints of the stored run, from which it loads the one before the first step.
         attempt_key, keep, rescore: see the command's options.
 
     Returns:
-        Whether every loss is the stored one, bit by bit.
+        Whether every loss equals the stored one, bit by bit.
     """
-    settings = Settings.of(stored[0].meta["settings"])
+    settings = Settings.from_dict(stored[0].meta["settings"])
     first = stored[0].step or 0
     folder = None
     if first > 1:
@@ -224,7 +224,7 @@ def replay(
             batch, scalars = job.step(each.step or 0)
             print(describe(each.step or 0, batch, scalars, time.monotonic() - begin))
             print(verdict(scalars["loss"], each), flush=True)
-            same &= scalars["loss"] == loss_of(each)
+            same &= scalars["loss"] == stored_loss(each)
         job.close(timeout=30)
         finish(run=run, timeout=30)
     finally:
@@ -344,7 +344,7 @@ def main(
                 keep=kept,
                 rescore=rescore,
             )
-        except (stagescope.StagescopeError, checkpoint.NotThere) as error:
+        except (stagescope.StagescopeError, checkpoint.CheckpointNotFound) as error:
             raise click.ClickException(str(error)) from error
         sys.exit(0 if same else 1)
     settings = Settings(

@@ -1,6 +1,6 @@
-"""What one training rank does: each method is a stage of a step, reported to stagescope.
+"""One training rank: each method is a stage of a step, reported to stagescope.
 
-Plain torch; the ranks meet in `Collective`, and `actors.py` puts this class into a Ray actor.
+It is plain torch; `Collective` connects the ranks, and `actors.py` runs this class in a Ray actor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Trainer:
         self.settings = settings
         self.collective = collective
         self.probe = probe
-        # A role of its own, although it lives in the same process.
+        # A separate role, although it is in the same process.
         self.critic_probe = critic_probe or probe
         self._pause = troubles.pause
         self._skip = troubles.skip
@@ -58,8 +58,8 @@ class Trainer:
         self._step = 0
         if troubles.nan is not None and troubles.nan.rank == collective.rank:
             self._nan_from = troubles.nan.step
-            self._spoil(self.policy.get_submodule(troubles.nan.module))
-        # After the models, which are the same on every rank: mini-batches differ by rank.
+            self._inject_nan(self.policy.get_submodule(troubles.nan.module))
+        # After the models, which are equal on every rank: mini-batches differ by rank.
         torch.manual_seed(settings.seed * 1000 + collective.rank)
 
     # --- before the first step --------------------------------------------------------------
@@ -89,14 +89,14 @@ class Trainer:
         with self.probe.stage("weight_sync", step=step, policy_version=step - 1):
             self._maybe_pause(step, "weight_sync")
             state = self.policy.state_dict()
-            # On every rank: they are replicas, and are held against each other, too.
+            # On every rank: they are replicas, and are also compared with each other.
             self.probe.record_weights(state, version=step - 1, side="trainer", step=step)
-            if not self.collective.agree(self.policy):
+            if not self.collective.has_equal_parameters(self.policy):
                 raise RuntimeError(f"the ranks hold different weights before step {step}")
             if self.collective.rank:
                 return None
-            left_out = self._skip.name if self._skip and self._skip.step == step else None
-            return {n: t.clone().numpy() for n, t in state.items() if n != left_out}
+            skipped = self._skip.name if self._skip and self._skip.step == step else None
+            return {n: t.clone().numpy() for n, t in state.items() if n != skipped}
 
     def compute_rm_score(self, step: int, batch: Batch) -> np.ndarray:
         """Score each sample by the rule; float32 [rows]."""
@@ -231,7 +231,7 @@ class Trainer:
             kl_coefficient=settings.kl_coefficient,
             entropy_coefficient=settings.entropy_coefficient,
         )
-        # A token weighs the same on every rank, however the lengths fell.
+        # Every token has the same weight, whatever the lengths on each rank are.
         tokens, *sums = self.collective.total(
             [mask.sum(), result.loss.detach(), result.pg, result.entropy, result.kl, result.clipped]
         )
@@ -253,7 +253,7 @@ class Trainer:
 
     # --- checkpoints ---------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint; rank 0 writes what all ranks share."""
+        """Write this rank's part of a checkpoint; rank 0 writes the shared part."""
         if self.collective.rank == 0:
             checkpoint.save_weights(folder / "policy", self.policy)
             checkpoint.save_weights(folder / "reference", self.reference)
@@ -267,7 +267,7 @@ class Trainer:
         checkpoint.save_state(folder / f"random_{self.collective.rank}", state)
 
     def load(self, folder: Path) -> None:
-        """Go on where `save` was called."""
+        """Restore the state of a checkpoint."""
         checkpoint.load_weights(folder / "policy", self.policy)
         checkpoint.load_weights(folder / "reference", self.reference)
         self.optimizer.load_state_dict(checkpoint.load_state(folder / "optimizer"))
@@ -293,9 +293,9 @@ class Trainer:
 
     def _minibatches(self, batch: Batch) -> Iterator[tuple[int, int, Batch]]:
         for epoch in range(self.settings.epochs):
-            order = torch.randperm(len(batch)).numpy()
-            for index, rows in enumerate(np.split(order, self.settings.minibatches)):
-                yield epoch, index, batch.take(rows)
+            permutation = torch.randperm(len(batch)).numpy()
+            for index, rows in enumerate(np.split(permutation, self.settings.minibatches)):
+                yield epoch, index, batch.select_rows(rows)
 
     def _descend(
         self, loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -304,15 +304,15 @@ class Trainer:
         torch.autograd.backward(loss)
         self.collective.sum_gradients(model)
         norm = nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
-        # As trainers do: one gradient that is not finite must not end in every weight.
+        # As trainers do: one non-finite gradient must not reach every weight.
         if torch.isfinite(norm):
             optimizer.step()
         return float(norm)
 
-    def _spoil(self, module: nn.Module) -> None:
-        """Put NaN into the first row of what a module computes, from the planted step on.
+    def _inject_nan(self, module: nn.Module) -> None:
+        """Set the first row of a module's output to NaN, from the given step on.
 
-        Inside its forward, and not by a hook: a capture's own hooks would run before that.
+        It replaces `forward`, since a hook would run after a capture's own hooks.
         """
         compute = module.forward
 

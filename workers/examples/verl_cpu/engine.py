@@ -31,7 +31,7 @@ class Engine:
         """The trainer's step whose weights are loaded."""
 
     def load(self, weights: Mapping[str, torch.Tensor], version: int | None) -> None:
-        """Take all weights of the trainer's step `version`."""
+        """Load all weights of the trainer's step `version`."""
         model = self._model
         if model is None:
             model = AutoModelForCausalLM.from_config(self._config)  # type: ignore[no-untyped-call]
@@ -40,14 +40,14 @@ class Engine:
         self._model, self.version = model, version
 
     def unload(self) -> None:
-        """Give the weights' memory back; nothing is generated until the next `load`."""
+        """Release the weights' memory; `generate` fails until the next `load`."""
         self._model = None
 
     @torch.inference_mode()
     def generate(self, prompt_ids: Sequence[int], max_tokens: int, seed: int) -> Generation:
         """Sample at temperature 1.
 
-        The same seed, weights' version and prompt give the same tokens, whatever else is asked.
+        The same seed, weights' version and prompt always give the same tokens.
 
         Raises:
             RuntimeError: no weights are loaded.

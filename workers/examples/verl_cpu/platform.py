@@ -1,13 +1,13 @@
-"""What lets verl train without an accelerator; loaded by `VERL_USE_EXTERNAL_MODULES`.
+"""Lets verl train without an accelerator; loaded by `VERL_USE_EXTERNAL_MODULES`.
 
-verl has a place for other devices (`PlatformRegistry`), which `CpuPlatform` fills. Four spots in
-verl assume an accelerator in other ways and are patched here, in every process that imports verl:
+verl has a registry of devices (`PlatformRegistry`), to which `CpuPlatform` is added. Four other
+functions of verl assume an accelerator and are patched here, in every process that imports verl:
 
-* `torch.distributed.init_process_group`: verl asks for "cpu:gloo,cpu:gloo", torch takes one
-  backend a device;
-* the critic's loader asks for flash attention, whatever the configuration says;
+* `torch.distributed.init_process_group`: verl passes "cpu:gloo,cpu:gloo", torch accepts one backend
+  per device;
+* the critic's loader requests flash attention, whatever the configuration is;
 * the reference model is offloaded into pinned memory, which needs an accelerator;
-* `ResourcePoolManager` counts GPUs or NPUs before it asks Ray for the platform's own resource.
+* `ResourcePoolManager` counts GPUs or NPUs before it requests the platform's own resource from Ray.
 """
 
 # pyright: reportMissingImports=false
@@ -26,7 +26,7 @@ from verl.single_controller.ray.base import ResourcePoolManager
 
 
 def _device_module() -> types.ModuleType:
-    """Return `torch.cpu` with what verl expects of `torch.cuda` besides."""
+    """Return `torch.cpu` with the other functions of `torch.cuda` that verl calls."""
     module = types.ModuleType("cpu_device")
     vars(module).update({name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
     vars(module).update(
@@ -57,7 +57,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         return True
 
     def current_device(self) -> str:
-        """Return what `tensor.to()` takes; a bare index would mean an accelerator."""
+        """Return the argument of `tensor.to()`; an index would mean an accelerator."""
         return "cpu"
 
     def device_count(self) -> int:
@@ -93,12 +93,12 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """Return a name that nobody reads."""
+        """Return a name that has no effect."""
         return "CPU_VISIBLE_DEVICES"
 
     @contextlib.contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
-        """There is no device profiler to tell."""
+        """There is no device profiler."""
         yield
 
     def profiler_start(self) -> None:
@@ -112,7 +112,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         return "CPU"
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        """Ask for a rank's share of its CPU slot."""
+        """Request a rank's share of its CPU slot."""
         return {"num_cpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
@@ -142,7 +142,7 @@ def _critic_without_flash_attention() -> None:
     original = transformers.AutoModelForTokenClassification.from_pretrained
 
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        torch.manual_seed(0)  # its value head is new: the same one in every start
+        torch.manual_seed(0)  # its value head is new, and must be equal in every start
         return original(*args, **{**kwargs, "attn_implementation": "sdpa"})
 
     transformers.AutoModelForTokenClassification.from_pretrained = from_pretrained  # type: ignore[method-assign]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, object]
 ) -> float:
     """Return 1 for the sum as the last turn's text, else half the share of digits in the text."""
     answer = solution_str.rpartition("]")[2]

@@ -38,7 +38,7 @@ class Server:
     def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
     ) -> TokenOutput:
-        """Generate as verl's servers do; of the media arguments there is never any."""
+        """Generate as verl's servers do; media arguments are ignored."""
         generation = self._engine.generate(
             prompt_ids, sampling_params["max_tokens"], sampling_params["seed"]
         )
@@ -59,7 +59,7 @@ class Server:
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]
-    """Starts one server and knows its name."""
+    """Starts one server."""
 
     async def launch_servers(self) -> None:
         """Start the server."""
@@ -81,10 +81,10 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
     """Hands the training workers' weights to the server of their replica."""
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing was kept to be resumed: `update_weights` brings everything."""
+        """Do nothing: `update_weights` sends all weights."""
 
     async def release(self) -> None:
-        """The server is put to sleep by its replica."""
+        """Do nothing: the replica puts the server to sleep."""
 
     async def update_weights(
         self,

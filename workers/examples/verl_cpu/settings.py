@@ -17,7 +17,7 @@ PACKAGE: Final = "examples.verl_cpu"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the command line says."""
+    """The command line's options."""
 
     trainer: Trainer
     steps: int
@@ -35,7 +35,7 @@ class Settings:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Return what every process of the training needs in its environment."""
+    """Return the environment variables of every process of the training."""
     modules = [f"{PACKAGE}.platform", *_list("VERL_USE_EXTERNAL_MODULES", ",")]
     path = [str(SOURCE_ROOT), *_list("PYTHONPATH", os.pathsep)]
     return {
@@ -92,7 +92,7 @@ def hydra_overrides(settings: Settings, env: dict[str, str]) -> list[str]:
 
 
 def _hydra(value: object) -> str:
-    # Hydra reads JSON, but for the quotes around a dict's keys.
+    # Hydra reads JSON, except for the quotes around a dict's keys.
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_hydra(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)

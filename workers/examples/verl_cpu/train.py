@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 
@@ -60,7 +60,7 @@ def train(settings: Settings) -> None:
     run_ppo(config, _task_runner(settings.trainer))
 
 
-def _task_runner(trainer: Trainer) -> Any:
+def _task_runner(trainer: Trainer) -> object:
     if trainer == "v1":
         from verl.trainer.main_ppo import TaskRunnerV1
 

@@ -1,35 +1,52 @@
-"""What a capture will cost, before it is armed: bytes on disk and seconds, roughly.
+"""Estimates of what a capture costs before it is armed: bytes on disk and seconds, roughly.
 
-Without a measurement it is reckoned from the model's modules and parameters and an assumed number
-of tokens; once a capture of the same kind ran in this process, its measured figures are taken.
-The constants come from dumps of a 4-layer Llama (width 256, 128 tokens, forward, backward, AdamW),
-of which it gives 0.75 to 1.1 times the bytes at each task and level; for LLaMA2-7B, tensor, L1, one
-sequence it gives 434 GB where the vendor measured 300. Attention scores and what is packed into a
-stage's further passes are not in it. It is an order of magnitude: it keeps a dump of 300 GB from a
-disk with 100 GB left.
+Without a measurement the estimate follows from the model's modules and parameters and an assumed
+number of tokens; once a capture of the same kind ran in this process, its measured figures are
+used. The constants come from dumps of a 4-layer Llama (width 256, 128 tokens, forward, backward,
+AdamW), for which the estimate is 0.75 to 1.1 times the bytes at each task and level; for LLaMA2-7B,
+tensor, L1, one sequence it is 434 GB where the vendor measured 300. Attention scores and the
+further passes of a stage are not included. It is an order of magnitude: it keeps a dump of 300 GB
+from a disk with 100 GB left.
+
+The background thread also estimates each capture request before the ranks agree on it, and reports
+the result. Training only notes which model runs in which stage.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Final
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from stagescope_workers.capture.msprobe_config import MsprobeConfig
+from stagescope.wire.captures import orders_msprobe
+from stagescope.wire.schema import DUMP, Work
+from stagescope_workers.capture.msprobe_config import (
+    CaptureLimits,
+    CaptureRequest,
+    MsprobeConfig,
+    resolve_config,
+)
+from stagescope_workers.capture.shards import shard_bytes
+from stagescope_workers.transport.outbox import Outbox
 
 ASSUMED_TOKENS: Final = 4096
-"""Tokens of one forward pass, where nobody said how many there are."""
+"""Tokens of one forward pass, where neither the request nor an earlier stage gives a number."""
 
 _FORWARD_ONLY: Final = ("_log_prob", "compute_values", "compute_rm_score", "generate")
 _UPDATES: Final = ("_update",)
 _ENTRY_SECONDS: Final = 5e-4
-_BYTES_A_SECOND: Final = 2e8
+_WRITE_BYTES_PER_SECOND: Final = 2e8
 _DISK_RESERVE: Final = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What of a model decides the size of its dump."""
+    """The properties of a model that determine the size of its dump."""
 
     modules: int = 0
     tensors: int = 0
@@ -39,7 +56,7 @@ class ModelSize:
     hidden: int = 0
 
     @classmethod
-    def of(cls, model: Any) -> ModelSize:
+    def of_model(cls, model: Any) -> ModelSize:
         """Measure a module or a list of them; None has no size."""
         parts = model if isinstance(model, list | tuple) else [model]
         size = cls()
@@ -72,29 +89,29 @@ class ModelSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a capture will take; `basis` is 'measured', 'model' or 'unknown'."""
+    """The estimated cost of a capture; `basis` is 'measured', 'model' or 'unknown'."""
 
     bytes: int
     seconds: float
     basis: str
     tokens: int | None = None
     assumed: bool = False
-    """Whether nobody said, and no stage showed, how many tokens there are."""
+    """True where `tokens` is `ASSUMED_TOKENS`: neither given nor seen in an earlier stage."""
 
-    def fields(self) -> dict[str, Any]:
-        """Return it as it travels with a dump's event."""
+    def fields(self) -> dict[str, object]:
+        """Return the `estimate` field of a DUMP event."""
         return dataclasses.asdict(self)
 
 
 def estimate(
     size: ModelSize, config: MsprobeConfig, stage: str, *, tokens: int = ASSUMED_TOKENS
 ) -> Estimate:
-    """Reckon from the model what one stage's dump takes, before any list or scope.
+    """Estimate one stage's dump from the model, before any list or scope.
 
     Args:
         size: of the model that runs in the stage.
         config: task, level and summary mode.
-        stage: its name tells whether there is a backward pass and an optimizer step.
+        stage: its name determines whether there is a backward pass and an optimizer step.
         tokens: in the forward passes of the stage.
     """
     if not size.modules or config.level in ("debug", "L2"):
@@ -105,30 +122,34 @@ def estimate(
     if config.task in ("tensor", "diff_check"):
         total += _tensor_bytes(size, config, stage, tokens)
     slower = {"md5": 1.6, "xor": 1.2}.get(config.summary_mode, 1.0)
-    seconds = entries * _ENTRY_SECONDS * slower + total / _BYTES_A_SECOND
+    seconds = entries * _ENTRY_SECONDS * slower + total / _WRITE_BYTES_PER_SECOND
     return Estimate(int(total), round(seconds, 3), "model", tokens)
 
 
 def _passes(stage: str) -> tuple[bool, bool]:
     """Return (has a backward pass, has an optimizer step) of a stage; an unknown one has both."""
-    forward_only = any(word in stage for word in _FORWARD_ONLY)
+    forward_only = any(part in stage for part in _FORWARD_ONLY)
     return not forward_only, not forward_only
 
 
 def _entries(size: ModelSize, config: MsprobeConfig, stage: str) -> int:
     backward, optimizer = _passes(stage)
-    of_modules = size.modules * (2 if backward else 1) + (size.tensors if backward else 0)
-    of_calls = size.modules * (5.4 if backward else 2.9) + (size.tensors * 9.1 if optimizer else 0)
-    return int({"L0": of_modules, "L1": of_calls}.get(config.level, of_modules + of_calls))
+    module_entries = size.modules * (2 if backward else 1) + (size.tensors if backward else 0)
+    call_entries = size.modules * (5.4 if backward else 2.9)
+    call_entries += size.tensors * 9.1 if optimizer else 0
+
+    by_level = {"L0": module_entries, "L1": call_entries}
+    return int(by_level.get(config.level, module_entries + call_entries))
 
 
 def _tensor_bytes(size: ModelSize, config: MsprobeConfig, stage: str, tokens: int) -> float:
     backward, optimizer = _passes(stage)
     times = 2 if backward else 1
     activations = float(size.width) * tokens * times
-    of_modules = activations * 1.6 + size.parameter_bytes * (2 if backward else 1)
-    of_calls = activations * 2.2 + size.parameter_bytes * (times + (22 if optimizer else 0))
-    return {"L0": of_modules, "L1": of_calls}.get(config.level, of_modules + of_calls)
+    module_bytes = activations * 1.6 + size.parameter_bytes * (2 if backward else 1)
+    call_bytes = activations * 2.2 + size.parameter_bytes * (times + (22 if optimizer else 0))
+    by_level = {"L0": module_bytes, "L1": call_bytes}
+    return by_level.get(config.level, module_bytes + call_bytes)
 
 
 class History:
@@ -142,33 +163,33 @@ class History:
         return (stage, config.task, config.level, config.summary_mode, config.filtered)
 
     def add(self, config: MsprobeConfig, stage: str, size: int, seconds: float) -> None:
-        """Keep what a complete capture took."""
+        """Record the cost of a complete capture."""
         self._measured[self._key(config, stage)] = (size, seconds)
 
     def estimate(
         self, size: ModelSize, config: MsprobeConfig, stage: str, tokens: int | None = None
     ) -> Estimate:
-        """Return the measured cost of such a capture, else the reckoned one.
+        """Return the measured cost of such a capture, else the one estimated from the model.
 
-        Where the tokens of the stage's forward passes are not known, `ASSUMED_TOKENS` are taken.
+        Where the tokens of the stage's forward passes are unknown, `ASSUMED_TOKENS` are assumed.
         """
         measured = self._measured.get(self._key(config, stage))
         if measured is None:
             cost = estimate(size, config, stage, tokens=tokens or ASSUMED_TOKENS)
-            # Statistics take as much of few tokens as of many.
+            # The size of statistics does not depend on the number of tokens.
             by_token = config.task in ("tensor", "diff_check") and cost.basis == "model"
             return dataclasses.replace(cost, assumed=by_token and not tokens)
         return Estimate(measured[0], round(measured[1], 3), "measured")
 
 
 history: Final = History()
-"""What captures took in this process."""
+"""The measured costs of this process's captures."""
 
 
 def too_large(cost: Estimate, config: MsprobeConfig, free: int | None, reserve: int) -> str | None:
     """Return why a capture does not fit on its disk, or None.
 
-    A list or a scope collects an unknown part of what was reckoned: then only the caps decide.
+    With a list or a scope an unknown part of the estimate is collected: then only the caps apply.
     """
     if free is None or (config.filtered and cost.basis != "measured"):
         return None
@@ -181,7 +202,165 @@ def too_large(cost: Estimate, config: MsprobeConfig, free: int | None, reserve: 
     )
 
 
-def disk_reserve(limits: Iterable[tuple[str, Any]]) -> int:
+def disk_reserve(limits: CaptureLimits) -> int:
     """Return the bytes that a capture leaves free on its disk."""
-    value = dict(limits).get("reserve_bytes")
+    value = limits.get("reserve_bytes")
     return _DISK_RESERVE if value is None else int(value)
+
+
+_log = logging.getLogger("stagescope.workers")
+
+_MAX_STAGES: Final = 64
+_COPY_BYTES_PER_SECOND: Final = 1e9
+
+
+class StageEstimate(NamedTuple):
+    """The estimate of a request for one stage, as the fields of a DUMP event."""
+
+    stage: str
+    fields: dict[str, object]
+
+
+class StageModels:
+    """The model that ran last in each stage, as weak references, and its number of tokens."""
+
+    def __init__(self) -> None:
+        self._references: dict[str, tuple[weakref.ReferenceType[object], ...]] = {}
+        self._tokens: dict[str, int] = {}
+
+    def note_model(self, stage: str, model: object) -> None:
+        """Remember the module (or list of modules) of a stage."""
+        if len(self._references) >= _MAX_STAGES and stage not in self._references:
+            return
+        parts = model if isinstance(model, list | tuple) else (model,)
+        try:
+            self._references[stage] = tuple(weakref.ref(part) for part in parts)
+        except TypeError:  # not a module: it takes no weak reference
+            self._references.pop(stage, None)
+
+    def note_tokens(self, stage: str, count: int) -> None:
+        """Remember the largest number of tokens that a part of a stage recorded."""
+        if stage in self._tokens or len(self._tokens) < _MAX_STAGES:
+            self._tokens[stage] = max(count, self._tokens.get(stage, 0))
+
+    def tokens(self, stage: str) -> int | None:
+        """Return the number of tokens of a part of a stage; None where nothing was recorded."""
+        return self._tokens.get(stage)
+
+    def alive(self, stages: Sequence[str] | str) -> Iterator[tuple[str, list[object]]]:
+        """Yield (stage, its modules) of the requested stages whose model is alive."""
+        for stage, parts in [*self._references.items()]:
+            if stages != "all" and stage not in stages:
+                continue
+            modules = [part for part in (reference() for reference in parts) if part is not None]
+            if modules:
+                yield stage, modules
+
+
+def estimate_request(
+    capture: CaptureRequest, models: StageModels, data_root: str | None
+) -> list[StageEstimate]:
+    """Estimate what a capture request costs in this process, stage by stage.
+
+    `bytes` and `seconds` are of one step; `basis` is 'measured' (a capture of the kind ran in
+    this process), 'model' or 'unknown'. `free_bytes` is what its disk has, without the reserve;
+    `collective_timeout` is the number of seconds after which waiting ranks give up, None where
+    this process has no group.
+    """
+    limits: CaptureLimits = capture.get("limits") or {}
+    circumstances: dict[str, object] = {
+        "free_bytes": _free_bytes(capture, data_root, disk_reserve(limits)),
+        "collective_timeout": collective_timeout(),
+    }
+    if orders_msprobe(capture):
+        costs = _msprobe_costs(capture, models, limits)
+    else:
+        costs = _shard_costs(capture, models)
+    if not costs:
+        stage = "all" if capture["stages"] == "all" else str(capture["stages"][0])
+        costs = [(stage, Estimate(0, 0.0, "unknown"))]
+    return [StageEstimate(stage, {**cost.fields(), **circumstances}) for stage, cost in costs]
+
+
+def _msprobe_costs(
+    capture: CaptureRequest, models: StageModels, limits: CaptureLimits
+) -> list[tuple[str, Estimate]]:
+    config = resolve_config(capture, dump_path="", step=None)
+    costs = []
+    for stage, model in models.alive(capture["stages"]):
+        tokens = limits.get("tokens") or models.tokens(stage)
+        cost = history.estimate(ModelSize.of_model(model), config, stage, tokens)
+        if config.filtered and cost.basis == "model":
+            # With a list or a scope an unknown part of the estimate is collected.
+            cost = Estimate(0, 0.0, "unknown", tokens)
+        costs.append((stage, cost))
+    return costs
+
+
+def _shard_costs(capture: CaptureRequest, models: StageModels) -> list[tuple[str, Estimate]]:
+    """Return the costs of a request for parameters and gradients alone, by stage."""
+    costs = []
+    for stage, model in models.alive(capture["stages"]):
+        size = shard_bytes(model, capture.get("parameters") or ())
+        size += shard_bytes(model, capture.get("gradients") or ())
+        costs.append((stage, Estimate(size, size / _COPY_BYTES_PER_SECOND, "model")))
+    return costs
+
+
+def collective_timeout() -> float | None:
+    """Return the time limit of the process's collectives, seconds; None where there are none."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    try:
+        if distributed is None or not distributed.is_initialized():
+            return None
+        group = distributed.distributed_c10d._get_default_group()
+        limits = [
+            group._get_backend(device).options._timeout.total_seconds()
+            for device in group._device_types
+        ]
+        return min(limits, default=None)
+    except Exception as error:  # private names, which another version of torch may lack
+        _log.debug("the time limit of the collectives cannot be read: %r", error)
+        return None
+
+
+def _free_bytes(capture: CaptureRequest, data_root: str | None, reserve: int) -> int | None:
+    data_dir = capture.get("data_dir") or data_root
+    if not data_dir:
+        return None
+    directory = Path(data_dir).expanduser().absolute()
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return None
+    return max(0, status.f_bavail * status.f_frsize - reserve)
+
+
+class CaptureReports:
+    """Reports captures that arrived too late, and the estimates of requested ones."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.models = StageModels()
+        self._outbox = outbox
+
+    def report_missed(self, capture: CaptureRequest, step: int, stage: str) -> None:
+        """Report that a capture arrived after a stage had begun."""
+        fields = Work(step, None, stage).fields()
+        error = "the capture arrived after this stage had begun here"
+        fields |= {"capture_id": capture["capture_id"], "state": "missed", "error": error}
+        self._outbox.put(DUMP, fields)
+
+    def report_estimate(self, capture: CaptureRequest, data_dir: str | None) -> None:
+        """Report what a request would cost here; for the background thread."""
+        try:
+            estimates = estimate_request(capture, self.models, data_dir)
+            error = None
+        except Exception as failure:  # the request itself may be impossible
+            estimates = [StageEstimate(str(capture["stages"][0]), {"basis": "unknown"})]
+            error = f"{type(failure).__name__}: {failure}"[:2000]
+        for stage, estimate in estimates:
+            fields = Work(None, None, stage).fields()
+            fields |= {"capture_id": capture["capture_id"], "state": "estimated"}
+            self._outbox.put(DUMP, {**fields, "estimate": estimate, "error": error})

@@ -1,12 +1,12 @@
-"""Where a capture's files go: one directory each, never over another's.
+"""The directories of captures: one for each, and no capture overwrites another.
 
 * our captures: `{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]/step0/rank{R}/`
 * verl's own block: `{data_dir}/step_{N}/{stage}/...` for the first attempt that writes there (as
-  verl does), `{data_dir}/attempt_{key}/step_{N}/{stage}/...` for later ones. Whose directory it is
-  stands in `.stagescope-attempt`.
+  verl does), `{data_dir}/attempt_{key}/step_{N}/{stage}/...` for later ones. The file
+  `.stagescope-attempt` names the attempt that owns the directory.
 
-`step0/rank{R}` is msprobe's part of the path. A directory that already exists (two roles with one
-stage name, a rank made anew in the same attempt) is left alone: the dump goes to `again_1`, ....
+`step0/rank{R}` is msprobe's part of the path. Where the directory exists already (two roles with
+one stage name, a rank recreated in the same attempt) the dump goes to `again_1`, ....
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import CaptureError
 from stagescope.wire.schema import DUMP_MARKER, Part
 
 OWNER_FILE: Final = ".stagescope-attempt"
 _MSPROBE_PATH: Final = re.compile(r"[A-Za-z0-9_.:/-]+\Z")
-_MOST_TRIES: Final = 10_000
+_MAX_TRIES: Final = 10_000
 
 
 def safe_name(name: str) -> str:
     """Return `name` as one path component of `[A-Za-z0-9._-]`, at most 150 characters long."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
-    # A component of dots alone would climb out of its directory.
+    # A component of dots alone would lead out of its directory.
     return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
 
 
@@ -44,7 +45,7 @@ def attempt_directory(data_dir: Path, *, run: str, attempt_key: str, verl: bool)
     """Return the directory that holds the steps of this attempt.
 
     Raises:
-        OSError: the directory cannot be made or its ownership not be marked.
+        OSError: the directory cannot be created or its owner file cannot be written.
     """
     if not verl:
         return data_dir / safe_name(run) / safe_name(attempt_key)
@@ -55,11 +56,11 @@ def attempt_directory(data_dir: Path, *, run: str, attempt_key: str, verl: bool)
     return data_dir / f"attempt_{safe_name(attempt_key)}"
 
 
-def _claim(directory: Path, claim: dict[str, str]) -> dict[str, Any]:
-    """Mark `directory` as this attempt's unless it is another's; return the owner.
+def _claim(directory: Path, claim: dict[str, str]) -> dict[str, object]:
+    """Mark `directory` as this attempt's unless it belongs to another one; return the owner.
 
-    The file appears with its content or not at all (a link to a complete one), so that a rank on
-    another node never reads half a claim.
+    The file is created atomically (as a link to a complete one), so that a rank on another node
+    never reads half a claim.
     """
     target = directory / OWNER_FILE
     if not target.exists():
@@ -77,7 +78,7 @@ def _claim(directory: Path, claim: dict[str, str]) -> dict[str, Any]:
         owner = json.loads(target.read_text(encoding="utf-8"))
     except ValueError:
         owner = None
-    # A file that is not ours to understand belongs to somebody else.
+    # A file with any other content marks the directory as somebody else's.
     return owner if isinstance(owner, dict) else {}
 
 
@@ -85,7 +86,7 @@ def check_path(directory: Path) -> None:
     """Refuse a path that msprobe refuses, with a message that says why.
 
     Raises:
-        CaptureError: a character that msprobe does not take, or too long.
+        CaptureError: it has a character that msprobe does not accept, or is too long.
     """
     resolved = os.path.realpath(directory)
     if not _MSPROBE_PATH.match(resolved):
@@ -101,30 +102,30 @@ def check_path(directory: Path) -> None:
 
 
 def claim_rank_directory(directory: Path, rank: int) -> tuple[Path, Path]:
-    """Make the directory of this rank's dump, which nobody else has.
+    """Create a new directory for this rank's dump.
 
     Returns:
         The `dump_path` for msprobe and, inside it, `step0/rank{R}`, both existing.
 
     Raises:
         CaptureError: msprobe refuses the path.
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     check_path(directory)
-    for number in range(_MOST_TRIES):
+    for number in range(_MAX_TRIES):
         dump_path = directory / f"again_{number}" if number else directory
         (dump_path / "step0").mkdir(parents=True, exist_ok=True)
         files = dump_path / "step0" / f"rank{rank}"
         with contextlib.suppress(FileExistsError):
             files.mkdir()
-            # The service reads what lies beside it, also outside its allowed roots.
+            # The service reads a directory with this marker, also outside its allowed roots.
             (files / DUMP_MARKER).write_text("written by a capture of stagescope\n")
             return dump_path, files
-    raise CaptureError(f"{directory} holds {_MOST_TRIES} dumps of rank {rank} already")
+    raise CaptureError(f"{directory} holds {_MAX_TRIES} dumps of rank {rank} already")
 
 
 def measure(directory: Path) -> tuple[int, int]:
-    """Return (bytes, files) below `directory`; what vanishes meanwhile is not counted."""
+    """Return (bytes, files) below `directory`; files that vanish meanwhile are not counted."""
     total = files = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -136,8 +137,8 @@ def measure(directory: Path) -> tuple[int, int]:
     return total, files
 
 
-def write_done(directory: Path, content: dict[str, Any]) -> None:
-    """Write DONE.json beside dump.json, whole or not at all.
+def write_done(directory: Path, content: Mapping[str, object]) -> None:
+    """Write DONE.json beside dump.json, atomically.
 
     Raises:
         OSError: the disk refuses.

@@ -1,9 +1,9 @@
 """Captures with msprobe around a stage of a training process.
 
 `Capturer.begin` arms one where a stage begins, `ArmedCapture.finish` ends it where the stage ends,
-also by an exception, and says what became of it as the fields of a DUMP event. Nothing raises here
-unless the capture says `strict`: not msprobe, not a full disk, not a wrong configuration. Neither
-msprobe nor torch is imported before the first capture is armed.
+also by an exception, and returns the fields of the DUMP event that reports the result. Nothing here
+raises unless the capture is `strict`: not msprobe, not a full disk, not a wrong configuration.
+Neither msprobe nor torch is imported before the first capture is armed.
 
 One process collects one stage at a time: a capture that would overlap another is `skipped`.
 """
@@ -15,19 +15,21 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_workers.capture import capture_estimate, dump_paths
 from stagescope_workers.capture.capture_estimate import Estimate, ModelSize
 from stagescope_workers.capture.msprobe_config import (
+    CaptureLimits,
+    CaptureRequest,
     MsprobeConfig,
     check_baseline,
     resolve_config,
     with_baseline,
 )
-from stagescope_workers.capture.msprobe_session import MsprobeSession, Watch, free_bytes
+from stagescope_workers.capture.msprobe_session import LimitMonitor, MsprobeSession, free_bytes
 
 __all__ = ["ArmedCapture", "Capturer", "save"]
 
@@ -38,28 +40,28 @@ _NEEDS_MODEL: Final = ("L0", "mix")
 # msprobe is a singleton of the process, so these are too.
 _busy = threading.Lock()
 _session = MsprobeSession()
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def save(variable: Any, name: str, save_backward: bool = True) -> None:
+def save(variable: object, name: str, save_backward: bool = True) -> None:
     """Save a value, and its gradient, in a capture of level debug; otherwise do nothing.
 
     Args:
         variable: a tensor or number, or lists and dicts of them.
-        name: under which it stands in debug.json; each call counts up.
+        name: its name in debug.json; a counter is appended for each call.
         save_backward: whether the gradient is saved when it is computed inside the stage.
     """
     _session.save(variable, name, save_backward)
 
 
 class ArmedCapture:
-    """A capture that was begun: running, or already known not to run."""
+    """A capture that was begun: running, or already skipped or failed."""
 
     def __init__(self, fields: dict[str, Any], *, strict: bool) -> None:
         self._fields = fields
         self._strict = strict
         self._result: dict[str, Any] | None = None
-        self._running: _Running | None = None
+        self._running: _RunningCapture | None = None
 
     @property
     def collecting(self) -> bool:
@@ -76,8 +78,8 @@ class ArmedCapture:
         """End the capture and return the fields of its DUMP event; a second call returns the same.
 
         Args:
-            exc: what the stage raised, or None. A dump that it broke off is written and stands as
-                `truncated`.
+            exc: what the stage raised, or None. A dump that it cut short is written, with the
+                state `truncated`.
 
         Raises:
             CaptureError: strict, and msprobe failed; never when the stage itself raised.
@@ -87,7 +89,7 @@ class ArmedCapture:
                 self._fields.update(self._running.end(exc))
             self._result = self._fields
             if self._result["state"] != "complete":
-                _say_once(self._result)
+                _log_once(self._result)
             if self._strict and exc is None and self._result["state"] == "failed":
                 raise CaptureError(f"the capture failed: {self._result['error']}")
         return dict(self._result)
@@ -98,7 +100,7 @@ class Capturer:
 
     def begin(
         self,
-        capture: Mapping[str, Any],
+        capture: CaptureRequest,
         *,
         run: str,
         attempt_key: str,
@@ -115,21 +117,21 @@ class Capturer:
         """Begin to collect a stage.
 
         Args:
-            capture: the order; whether it concerns this stage, step and rank is the caller's
-                question (`stagescope.wire.captures.matches`). Beside its own fields, `force` arms
-                it although the estimate does not fit, and `limits` may hold `reserve_bytes` (kept
-                free on the disk, 256 MB by default) and `tokens` (of the stage, for the estimate).
+            capture: the request. The caller has checked that it matches this stage, step and rank
+                (`stagescope.wire.captures.matches`). `force` arms it although the estimate does
+                not fit, and `limits` may hold `reserve_bytes` (kept free on the disk, 256 MB by
+                default) and `tokens` (of the stage, for the estimate).
             run, attempt_key, stage, step, part, role, rank: the work that is captured.
             model: the module (or list of modules) that runs in the stage; levels L0 and mix need
                 one, and the estimate is made from it.
             data_root: where dumps go when the capture names no `data_dir`.
             out_of_reach: why the stage's operators cannot be captured here; then it is skipped.
-            tokens: of the stage, as it showed before, where `limits` does not say them.
+            tokens: of the stage, as seen before, where `limits` has none.
 
         Returns:
-            The capture, also when it is skipped or failed (`finish` says so), or None where it
-            orders nothing of msprobe: it only keeps tensors, or orders all stages and this one is
-            rollout_generate, which runs in an inference engine.
+            The capture, also when it is skipped or failed (`finish` returns the reason), or None
+            where it has nothing for msprobe to do: it only keeps tensors, or requests all stages
+            and this one is rollout_generate, which runs in an inference engine.
 
         Raises:
             InvalidPlan, CaptureError: strict, and it cannot be carried out.
@@ -139,23 +141,23 @@ class Capturer:
         if stage == "rollout_generate" and not _names_generation(capture):
             return None
         strict = bool(capture.get("strict"))
-        order = _Order(capture, run, attempt_key, stage, step, part, role, rank, data_root)
-        order.tokens = tokens
-        armed = ArmedCapture(order.fields, strict=strict)
+        work = _CapturedWork(run, str(attempt_key), stage, step, part, role, rank)
+        setup = _CaptureSetup(capture, work, data_root, tokens)
+        armed = ArmedCapture(setup.fields, strict=strict)
         if out_of_reach is not None:
-            order.end_early("skipped", out_of_reach)
+            setup.end_early("skipped", out_of_reach)
             return armed
         if not _busy.acquire(blocking=False):
-            order.end_early("skipped", "another stage of this process is being captured")
+            setup.end_early("skipped", "another stage of this process is being captured")
             return armed
         try:
-            armed._running = order.arm(model)
+            armed._running = setup.arm(model)
         except StagescopeError as error:
-            order.end_early("skipped" if isinstance(error, Conflict) else "failed", str(error))
+            setup.end_early("skipped" if isinstance(error, Conflict) else "failed", str(error))
             if strict and not isinstance(error, Conflict):
                 raise
         except Exception as error:
-            order.end_early("failed", f"{type(error).__name__}: {error}")
+            setup.end_early("failed", f"{type(error).__name__}: {error}")
             if strict:
                 raise CaptureError(f"the capture could not be armed: {error}") from error
         finally:
@@ -164,32 +166,38 @@ class Capturer:
         return armed
 
 
-def _names_generation(capture: Mapping[str, Any]) -> bool:
+def _names_generation(capture: CaptureRequest) -> bool:
     stages = capture.get("stages", "all")
     return capture.get("source") != "verl" and stages != "all" and "rollout_generate" in stages
 
 
-class _Order:
-    """What is asked for, on the way to being armed."""
+class _CapturedWork(NamedTuple):
+    """The work that is captured."""
+
+    run: str
+    attempt_key: str
+    stage: str
+    step: int | None
+    part: Part
+    role: str
+    rank: int
+
+
+class _CaptureSetup:
+    """A capture before it is armed: checks the request and starts msprobe."""
 
     def __init__(
         self,
-        capture: Mapping[str, Any],
-        run: str,
-        attempt_key: str,
-        stage: str,
-        step: int | None,
-        part: Part,
-        role: str,
-        rank: int,
+        capture: CaptureRequest,
+        work: _CapturedWork,
         data_root: str | None,
+        tokens: int | None,
     ) -> None:
         self.capture = capture
-        self.run, self.attempt_key, self.stage = run, str(attempt_key), stage
-        self.step, self.part, self.role, self.rank = step, part, role, rank
+        self.work = work
         self.data_root = data_root
-        self.tokens: int | None = None
-        self.limits: Mapping[str, Any] = capture.get("limits") or {}
+        self.tokens = tokens
+        self.limits: CaptureLimits = capture.get("limits") or {}
         self.fields: dict[str, Any] = {
             "capture_id": capture.get("capture_id"),
             "path": None,
@@ -209,88 +217,95 @@ class _Order:
     def end_early(self, state: str, error: str) -> None:
         self.fields.update(state=state, error=error[:2000])
 
-    def arm(self, model: Any) -> _Running | None:
+    def arm(self, model: object) -> _RunningCapture | None:
         """Start msprobe, or return None with the reason in the fields."""
         began = time.monotonic()
+        work = self.work
         self.capture = with_baseline(
-            self.capture, stage=self.stage, part=str(self.part), role=self.role, rank=self.rank
+            self.capture, stage=work.stage, part=str(work.part), role=work.role, rank=work.rank
         )
-        config = resolve_config(self.capture, dump_path="", step=self.step)
+        config = resolve_config(self.capture, dump_path="", step=work.step)
         self.fields.update(task=config.task, level=config.level)
         if config.level in _NEEDS_MODEL and (model is None or model in ([], ())):
             raise InvalidPlan(
-                f"level {config.level!r} needs the model of stage {self.stage!r}",
+                f"level {config.level!r} needs the model of stage {work.stage!r}",
                 expected="probe.stage(..., model=model), or level 'L1'",
             )
-        check_baseline(config, self.rank)
+        check_baseline(config, work.rank)
         target = self._directory()
         cost = self._cost(model, config)
-        reserve = capture_estimate.disk_reserve(self.limits.items())
+        reserve = capture_estimate.disk_reserve(self.limits)
         too_large = capture_estimate.too_large(cost, config, free_bytes(target.parent), reserve)
         if too_large and not self.capture.get("force"):
             self.end_early("skipped", too_large)
             return None
-        dump_path, files = dump_paths.claim_rank_directory(target, self.rank)
+        dump_path, files = dump_paths.claim_rank_directory(target, work.rank)
         self.fields["path"] = str(files)
-        config = resolve_config(self.capture, dump_path=str(dump_path), step=self.step)
+        config = resolve_config(self.capture, dump_path=str(dump_path), step=work.step)
         self.fields["overrides"] = list(config.overrides)
-        watch = Watch(
+        monitor = LimitMonitor(
             files,
-            most_bytes=self.limits.get("bytes"),
-            most_seconds=self.limits.get("seconds"),
+            max_bytes=self.limits.get("bytes"),
+            max_seconds=self.limits.get("seconds"),
             reserve=reserve,
         )
-        running = _Running(self, config, files, watch, began)
+        running = _RunningCapture(self, config, files, monitor, began)
         try:
-            _session.open(config, dump_path=dump_path, model=model, rank=self.rank, watch=watch)
+            _session.open(config, dump_path=dump_path, model=model, rank=work.rank, monitor=monitor)
         except Exception as error:
             running.write_done("skipped" if isinstance(error, Conflict) else "failed", str(error))
             raise
         return running
 
     def _directory(self) -> Path:
-        given = self.capture.get("data_dir") or self.data_root
-        if not given:
+        data_dir = self.capture.get("data_dir") or self.data_root
+        if not data_dir:
             raise InvalidPlan(
-                "nobody said where the dump goes",
+                "no directory for the dump is known",
                 expected="data_dir in the capture, or the service's data_dir",
             )
-        # verl's block is laid out as verl does only where it names the directory itself.
+        # verl's block gets verl's layout only where it names the directory itself.
         verl = self.capture.get("source") == "verl" and bool(self.capture.get("data_dir"))
+        work = self.work
         root = dump_paths.attempt_directory(
-            Path(given).expanduser().absolute(),
-            run=self.run,
-            attempt_key=self.attempt_key,
+            Path(data_dir).expanduser().absolute(),
+            run=work.run,
+            attempt_key=work.attempt_key,
             verl=verl,
         )
-        directory = dump_paths.stage_directory(root, self.step, self.stage, self.part)
+        directory = dump_paths.stage_directory(root, work.step, work.stage, work.part)
         dump_paths.check_path(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         return directory
 
-    def _cost(self, model: Any, config: MsprobeConfig) -> Estimate:
+    def _cost(self, model: object, config: MsprobeConfig) -> Estimate:
+        tokens = self.limits.get("tokens") or self.tokens
         try:
-            cost = capture_estimate.history.estimate(
-                ModelSize.of(model), config, self.stage, self.limits.get("tokens") or self.tokens
-            )
+            size = ModelSize.of_model(model)
+            cost = capture_estimate.history.estimate(size, config, self.work.stage, tokens)
         except Exception as error:
-            # Something that only looks like a model: the caps still hold.
+            # Not a torch module: the limits still apply.
             _log.debug("no estimate for %r: %s", type(model).__name__, error)
             cost = Estimate(0, 0.0, "unknown")
         self.fields["estimate"] = cost.fields()
         return cost
 
 
-class _Running:
+class _RunningCapture:
     """A capture that msprobe collects."""
 
     def __init__(
-        self, order: _Order, config: MsprobeConfig, files: Path, watch: Watch, began: float
+        self,
+        setup: _CaptureSetup,
+        config: MsprobeConfig,
+        files: Path,
+        monitor: LimitMonitor,
+        began: float,
     ) -> None:
-        self._order = order
+        self._setup = setup
         self._config = config
         self._files = files
-        self._watch = watch
+        self._monitor = monitor
         self._began = began
 
     def end(self, exc: BaseException | None) -> dict[str, Any]:
@@ -303,11 +318,12 @@ class _Running:
         seconds = time.monotonic() - self._began
         if state == "complete":
             # Without the time that arming took: importing msprobe, once, takes seconds.
-            capture_estimate.history.add(self._config, self._order.stage, size, self._watch.seconds)
-        told = self.write_done(state, error)
+            stage = self._setup.work.stage
+            capture_estimate.history.add(self._config, stage, size, self._monitor.seconds)
+        problem = self.write_done(state, error)
         return {
             "state": state,
-            "error": "; ".join(filter(None, (error, told))) or None,
+            "error": "; ".join(filter(None, (error, problem))) or None,
             "bytes": size,
             "files": files,
             "seconds": seconds,
@@ -323,40 +339,40 @@ class _Running:
     def _verdict(
         self, exc: BaseException | None, failure: Exception | None
     ) -> tuple[str, str | None]:
-        """Return the state and what to say; the first thing that went wrong is said first."""
-        said = [] if self._watch.reason is None else [self._watch.reason]
+        """Return the state and the errors, in the order in which they occurred."""
+        errors = [] if self._monitor.reason is None else [self._monitor.reason]
         if failure is not None:
             cause = failure.__cause__
-            said.append(f"{type(failure).__name__}: {failure}" + (f" ({cause})" if cause else ""))
+            errors.append(f"{type(failure).__name__}: {failure}" + (f" ({cause})" if cause else ""))
         if exc is not None:
-            said.append(f"the stage raised {type(exc).__name__}: {exc}")
-        text = "; ".join(said)[:2000] or None
-        if failure is not None or not self._written():
+            errors.append(f"the stage raised {type(exc).__name__}: {exc}")
+        text = "; ".join(errors)[:2000] or None
+        if failure is not None or not self._is_written():
             return "failed", text or "msprobe wrote nothing"
-        return ("truncated", text) if said else ("complete", None)
+        return ("truncated", text) if errors else ("complete", None)
 
-    def _written(self) -> bool:
+    def _is_written(self) -> bool:
         name = "debug.json" if self._config.level == "debug" else "dump.json"
-        if self._config.level == "L2" or (name == "debug.json" and not self._watch.ended):
+        if self._config.level == "L2" or (name == "debug.json" and not self._monitor.ended):
             return True
         return (self._files / name).exists()
 
     def write_done(self, state: str, error: str | None) -> str | None:
-        """Write DONE.json; return what kept it from being written."""
-        order = self._order
+        """Write DONE.json; return the reason where it cannot be written."""
+        work = self._setup.work
         content = {
             "state": state,
             "ok": state == "complete",
             "error": error,
             "seconds": round(time.monotonic() - self._began, 3),
-            "run": order.run,
-            "attempt": order.attempt_key,
-            "step": order.step,
-            "stage": order.stage,
-            "part": str(order.part),
-            "role": order.role,
-            "rank": order.rank,
-            "capture_id": order.fields["capture_id"],
+            "run": work.run,
+            "attempt": work.attempt_key,
+            "step": work.step,
+            "stage": work.stage,
+            "part": str(work.part),
+            "role": work.role,
+            "rank": work.rank,
+            "capture_id": self._setup.fields["capture_id"],
             "task": self._config.task,
             "level": self._config.level,
             "overrides": list(self._config.overrides),
@@ -368,9 +384,8 @@ class _Running:
         return None
 
 
-def _say_once(result: Mapping[str, Any]) -> None:
+def _log_once(result: Mapping[str, object]) -> None:
     text = f"capture {result['capture_id']}: {result['state']}: {result['error']}"
-    key = f"{result['capture_id']}|{result['state']}|{result['error']}"
-    if key not in _said:
-        _said.add(key)
+    if text not in _logged:
+        _logged.add(text)
         _log.warning("%s", text)

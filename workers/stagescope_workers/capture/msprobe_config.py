@@ -1,8 +1,9 @@
-"""msprobe's config.json as a capture orders it: checked, completed by the plan, handed over.
+"""Capture requests and their msprobe config.json, checked and completed by the plan.
 
-Every key passes through, known or not. Where the plan decides (rank, step, dump_path) the plan's
-value goes to msprobe and the difference is listed in `overrides`. What msprobe would refuse with an
-empty message (it logs the reason and raises a bare code) is refused here with a readable one.
+Every key of config.json is passed on, known or not. Where the plan decides (rank, step, dump_path)
+the plan's value goes to msprobe and the difference is listed in `overrides`. What msprobe would
+refuse with an empty message (it logs the reason and raises a bare code) is refused here with a
+readable one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypedDict, cast
 
 from stagescope.wire.errors import InvalidPlan
 
@@ -25,20 +26,90 @@ DATA_MODES: Final = ("all", "input", "output", "forward", "backward")
 RISK_LEVELS: Final = ("CORE", "FOCUS", "ALL")
 PRECISIONS: Final = ("low", "high")
 
-_MOST_BYTES: Final = 4 << 20
+_MAX_BYTES: Final = 4 << 20
 """A config.json is a page of text; a longer file is not one."""
+
+Config = Mapping[str, object]
+"""The content of a config.json: JSON of any shape until `check_config` has checked it."""
+
+
+class CaptureLimits(TypedDict, total=False):
+    """The limits of a capture request."""
+
+    bytes: float | None
+    seconds: float | None
+    reserve_bytes: int | None
+    tokens: int | None
+
+
+class BaselineDump(TypedDict):
+    """One dump of an earlier capture."""
+
+    stage: str
+    part: str
+    role: str
+    ranks: Sequence[int]
+    path: str
+
+
+class Baseline(TypedDict, total=False):
+    """The earlier capture that a request compares with; the service adds its `dumps`."""
+
+    capture_id: str
+    step: int
+    dumps: Sequence[BaselineDump]
+
+
+class CaptureRequest(TypedDict, total=False):
+    """One capture of the plan: `stagescope.wire.captures.CAPTURE_FIELDS`, and where it is from."""
+
+    capture_id: str
+    run: str | None
+    stages: Sequence[str] | str
+    roles: Sequence[str] | None
+    ranks: object
+    steps: object
+    config: Config | None
+    config_path: str | None
+    data_dir: str | None
+    bench: Baseline | None
+    keep: Sequence[str]
+    parameters: Sequence[str] | None
+    gradients: Sequence[str] | None
+    limits: CaptureLimits | None
+    force: bool
+    strict: bool
+    source: str
+    by: str
+    created: float
+    notes: Sequence[str]
+    phase: str
+    agreement: int
+    asked_revision: int
+
+
+class TaskSection(TypedDict, total=False):
+    """The keys of a task's own block in config.json that are read here."""
+
+    scope: Sequence[str]
+    list: Sequence[str]
+    tensor_list: Sequence[str]
+    data_mode: Sequence[str]
+    summary_mode: str
+    diff_nums: int
+    bench_path: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MsprobeConfig:
-    """What is handed to msprobe, and what the plan changed in it."""
+    """The configuration for msprobe, and what the plan changed in it."""
 
-    content: Mapping[str, Any]
+    content: Config
     overrides: tuple[str, ...] = ()
 
     @property
     def task(self) -> str:
-        """Msprobe's task: what is collected of each operator."""
+        """Msprobe's task: statistics, tensors, or another kind of data to collect."""
         return str(self.content.get("task") or "statistics")
 
     @property
@@ -47,10 +118,10 @@ class MsprobeConfig:
         return str(self.content.get("level") or "L1")
 
     @property
-    def section(self) -> Mapping[str, Any]:
-        """The task's own block."""
+    def section(self) -> TaskSection:
+        """The task's own block; empty where there is none."""
         block = self.content.get(self.task)
-        return block if isinstance(block, Mapping) else {}
+        return cast("TaskSection", block) if isinstance(block, Mapping) else {}
 
     @property
     def summary_mode(self) -> str:
@@ -69,7 +140,7 @@ class MsprobeConfig:
         return json.dumps(content, sort_keys=True, default=repr)
 
 
-def load_config(path: str) -> dict[str, Any]:
+def load_config(path: str) -> dict[str, object]:
     """Read an msprobe config.json.
 
     Raises:
@@ -77,14 +148,14 @@ def load_config(path: str) -> dict[str, Any]:
     """
     try:
         with Path(path).open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
+            raw = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise InvalidPlan(
             f"config_path {path!r} cannot be read on this host: {error.strerror or error}",
             expected="the path of an msprobe config.json that every captured rank can read",
         ) from error
-    if len(raw) > _MOST_BYTES:
-        raise InvalidPlan(f"config_path {path!r} is over {_MOST_BYTES} bytes long")
+    if len(raw) > _MAX_BYTES:
+        raise InvalidPlan(f"config_path {path!r} is over {_MAX_BYTES} bytes long")
     try:
         content = json.loads(raw)
     except ValueError as error:
@@ -94,27 +165,25 @@ def load_config(path: str) -> dict[str, Any]:
     return content
 
 
-def resolve_config(
-    capture: Mapping[str, Any], *, dump_path: str, step: int | None
-) -> MsprobeConfig:
+def resolve_config(capture: CaptureRequest, *, dump_path: str, step: int | None) -> MsprobeConfig:
     """Return the configuration of one capture on one rank, checked and with the plan's values.
 
     Args:
-        capture: the order; `config` or `config_path` holds msprobe's side of it.
+        capture: the request; `config` or `config_path` holds msprobe's part of it.
         dump_path: the directory of this capture.
         step: the step that the plan chose.
 
     Raises:
         InvalidPlan: a value that msprobe refuses.
     """
-    given = capture.get("config")
-    if given is None:
-        given = load_config(str(capture["config_path"]))
-    check_config(given)
-    content = json.loads(json.dumps(given))
+    requested = capture.get("config")
+    if requested is None:
+        requested = load_config(str(capture["config_path"]))
+    check_config(requested)
+    content: dict[str, object] = json.loads(json.dumps(requested))
     overrides = _overrides(content, capture, dump_path, step)
     # Both filters stay empty: msprobe counts steps from 0 in each process and would stop for good
-    # after the last of its list; which rank and step it is was decided before msprobe was started.
+    # after the last of its list; the plan has chosen rank and step before msprobe starts.
     content.update({"rank": [], "step": [], "dump_path": dump_path})
     if content.get("dump_enable") is False:
         content["dump_enable"] = True
@@ -123,25 +192,25 @@ def resolve_config(
 
 
 def _overrides(
-    content: Mapping[str, Any], capture: Mapping[str, Any], dump_path: str, step: int | None
+    content: Config, capture: CaptureRequest, dump_path: str, step: int | None
 ) -> list[str]:
-    said = []
+    overrides = []
     ranks, steps = capture.get("ranks", "all"), capture.get("steps", "all")
     if content.get("rank") and content["rank"] != ranks:
-        said.append(f"rank: config.json says {content['rank']}, the plan says {ranks}")
+        overrides.append(f"rank: config.json says {content['rank']}, the plan says {ranks}")
     if content.get("step") and content["step"] != steps:
-        said.append(
+        overrides.append(
             f"step: config.json says {content['step']}, the plan says {steps} (now step {step})"
         )
     if content.get("dump_path") and content["dump_path"] != dump_path:
-        said.append(
+        overrides.append(
             f"dump_path: config.json says {content['dump_path']!r}, the plan says {dump_path!r}"
         )
-    return said
+    return overrides
 
 
 def check_config(config: object) -> None:
-    """Check the keys that this version knows; leave the others alone.
+    """Check the keys of msprobe 26.2; unknown keys are not checked.
 
     Raises:
         InvalidPlan: a value that msprobe 26.2 refuses.
@@ -152,10 +221,10 @@ def check_config(config: object) -> None:
         json.dumps(config)
     except (TypeError, ValueError) as error:
         raise InvalidPlan(f"config cannot be written as JSON: {error}") from error
-    _one_of(config, "task", TASKS)
-    _one_of(config, "level", LEVELS)
-    _one_of(config, "risk_level", RISK_LEVELS)
-    _one_of(config, "precision", PRECISIONS)
+    _check_choice(config, "task", TASKS)
+    _check_choice(config, "level", LEVELS)
+    _check_choice(config, "risk_level", RISK_LEVELS)
+    _check_choice(config, "precision", PRECISIONS)
     for name in ("extra_info", "async_dump", "dump_enable"):
         if config.get(name) is not None and not isinstance(config[name], bool):
             raise InvalidPlan(f"config.{name} is {config[name]!r}", expected="true or false")
@@ -169,46 +238,51 @@ def check_config(config: object) -> None:
     _check_section(resolved)
 
 
-def _one_of(config: Mapping[str, Any], name: str, allowed: tuple[str, ...], at: str = "") -> None:
+def _check_choice(config: Config, name: str, allowed: tuple[str, ...], prefix: str = "") -> None:
     value = config.get(name)
     if value and value not in allowed:
-        raise InvalidPlan(f"config.{at}{name} is {value!r:.200}", expected=f"one of {allowed}")
+        raise InvalidPlan(f"config.{prefix}{name} is {value!r:.200}", expected=f"one of {allowed}")
 
 
 def _check_section(config: MsprobeConfig) -> None:
-    section, at = config.section, f"{config.task}."
+    section: Config = cast("Config", config.section)
+    prefix = f"{config.task}."
     for name in ("scope", "list", "tensor_list", "data_mode"):
         value = section.get(name)
         strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if value is not None and not strings:
-            raise InvalidPlan(f"config.{at}{name} is {value!r:.200}", expected="a list of strings")
-    modes = section.get("data_mode") or []
+            raise InvalidPlan(
+                f"config.{prefix}{name} is {value!r:.200}", expected="a list of strings"
+            )
+    modes = config.section.get("data_mode") or []
     unknown = [mode for mode in modes if mode not in DATA_MODES]
     if unknown or ("all" in modes and len(modes) > 1):
         raise InvalidPlan(
-            f"config.{at}data_mode is {modes!r:.200}",
+            f"config.{prefix}data_mode is {modes!r:.200}",
             expected=f"['all'], or some of {DATA_MODES[1:]}",
         )
-    _one_of(section, "summary_mode", SUMMARY_MODES, at)
+    _check_choice(section, "summary_mode", SUMMARY_MODES, prefix)
     diff_nums = section.get("diff_nums")
-    whole = isinstance(diff_nums, int) and not isinstance(diff_nums, bool)
-    if diff_nums is not None and not (whole and (diff_nums == -1 or diff_nums > 0)):
+    is_int = isinstance(diff_nums, int) and not isinstance(diff_nums, bool)
+    if is_int and (diff_nums == -1 or cast(int, diff_nums) > 0):
+        diff_nums = None
+    if diff_nums is not None:
         raise InvalidPlan(
-            f"config.{at}diff_nums is {diff_nums!r:.200}", expected="-1 or a number over 0"
+            f"config.{prefix}diff_nums is {diff_nums!r:.200}", expected="-1 or a number over 0"
         )
     bench_path = section.get("bench_path")
     if bench_path is not None and not isinstance(bench_path, str):
-        raise InvalidPlan(f"config.{at}bench_path is {bench_path!r:.200}", expected="a path")
+        raise InvalidPlan(f"config.{prefix}bench_path is {bench_path!r:.200}", expected="a path")
     _check_combinations(config)
 
 
 def _check_combinations(config: MsprobeConfig) -> None:
-    """Combinations that msprobe's own constructor refuses."""
+    """Refuse combinations that msprobe's own constructor refuses."""
     section = config.section
     one_api = len(section.get("list") or []) == 1 and not section.get("scope")
     if config.level == "L2" and not (config.task == "tensor" and one_api):
         raise InvalidPlan(
-            "config.level is 'L2' with other settings than it takes",
+            "config.level is 'L2' with settings that it does not support",
             expected="task 'tensor', no scope, and a list of one API name",
         )
     if config.task == "nan_check" and config.level != "L1":
@@ -228,33 +302,34 @@ def _check_combinations(config: MsprobeConfig) -> None:
 
 
 def with_baseline(
-    capture: Mapping[str, Any], *, stage: str, part: str, role: str, rank: int
-) -> Mapping[str, Any]:
+    capture: CaptureRequest, *, stage: str, part: str, role: str, rank: int
+) -> CaptureRequest:
     """Return a capture whose configuration names the dump that this rank compares with.
 
     Raises:
-        InvalidPlan: it is to be compared, and the other capture has no dump of this work.
+        InvalidPlan: the request names a baseline that has no dump of this work.
     """
-    bench = capture.get("bench")
-    if bench is None:
+    baseline = capture.get("bench")
+    if baseline is None:
         return capture
-    wanted = {"stage": stage, "part": part, "role": role}
-    for dump in bench.get("dumps", ()):
-        if rank in dump["ranks"] and all(dump[name] == value for name, value in wanted.items()):
-            config = dict(capture["config"])
-            # It compares checksums; its own default stops after the first operator that differs.
+    for dump in baseline.get("dumps", ()):
+        found = (dump["stage"], dump["part"], dump["role"])
+        if rank in dump["ranks"] and found == (stage, part, role):
+            config = dict(capture["config"] or {})
+            # msprobe compares checksums; by default it stops after the first operator that differs.
             settings = {"summary_mode": "md5", "bench_path": dump["path"]}
-            section = {"diff_nums": -1, **(config.get("tensor") or {}), **settings}
+            requested = cast("Config", config.get("tensor") or {})
+            section = {"diff_nums": -1, **requested, **settings}
             return {**capture, "config": {**config, "tensor": section}}
     raise InvalidPlan(
-        f"capture {bench['capture_id']} has no dump of {stage} part {part} of {role} rank {rank} "
-        f"in step {bench['step']} to compare with",
+        f"capture {baseline['capture_id']} has no dump of {stage} part {part} of {role} rank "
+        f"{rank} in step {baseline['step']} to compare with",
         expected="a stage, part and rank that it collected",
     )
 
 
 def check_baseline(config: MsprobeConfig, rank: int) -> None:
-    """Check that the dump to compare with has this rank, where `bench_path` names one.
+    """Check that the baseline dump of `bench_path`, if there is one, has this rank.
 
     Raises:
         InvalidPlan: it has not; msprobe would fail with an unreadable message.
@@ -262,8 +337,8 @@ def check_baseline(config: MsprobeConfig, rank: int) -> None:
     bench_path = config.section.get("bench_path")
     if config.task != "tensor" or not bench_path:
         return
-    wanted = Path(bench_path) / "step0" / f"rank{rank}"
-    if not wanted.is_dir():
+    rank_directory = Path(bench_path) / "step0" / f"rank{rank}"
+    if not rank_directory.is_dir():
         raise InvalidPlan(
             f"bench_path {bench_path!r} has no directory step0/rank{rank}",
             expected="the directory of an earlier capture of the same stage (it holds step0/)",

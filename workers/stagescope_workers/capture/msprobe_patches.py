@@ -1,11 +1,11 @@
-"""What msprobe changes in a process, found by comparison and taken back.
+"""Finds what msprobe changes in a process, by comparison, and restores it.
 
 Its constructor replaces functions of torch (from level L1 on), of torch.distributed, of autograd's
 hooks and of dynamo; its start adds hooks and an instance-level `forward` to every sub-module (L0,
 mix) and hooks to every optimizer. Left in place they slow each later step, make `copy.deepcopy` of
 the model compute with the original's weights and `pickle` fail. Here every replaced attribute is
 found by comparing the owners' own dictionaries before and after, so that nothing depends on a list
-of names, and is put back as it was: what was inherited before is deleted, not set.
+of names, and is restored exactly: an attribute that was inherited before is deleted, not set.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from stagescope.wire.errors import CaptureError
+
+if TYPE_CHECKING:
+    import torch
 
 _MISSING: Final = object()
 _DUMP_CODE: Final = ("msprobe.pytorch.dump", "msprobe.core.dump")
@@ -58,7 +61,7 @@ def _import_quietly() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # A failure is told by the caller's own import.
+            # The caller's own import reports a failure.
             with contextlib.suppress(Exception):
                 import msprobe.pytorch  # noqa: F401
     finally:
@@ -93,25 +96,25 @@ def is_dump_code(value: object) -> bool:
 class Patch:
     """One attribute that msprobe replaced: its raw value before and after."""
 
-    owner: Any
+    owner: object
     name: str
-    before: Any
-    after: Any
+    before: object
+    after: object
 
-    def _current(self) -> Any:
+    def _current(self) -> object:
         return vars(self.owner).get(self.name, _MISSING)
 
     @property
     def applicable(self) -> bool:
-        """Whether the attribute is what it was before: nobody replaced it since."""
+        """Whether the attribute still has its original value."""
         return self._current() is self.before
 
     def redo(self) -> None:
-        """Put msprobe's value in place again."""
+        """Set msprobe's value again."""
         setattr(self.owner, self.name, self.after)
 
     def undo(self) -> None:
-        """Put the original back, unless somebody else's value stands there now."""
+        """Restore the original, unless other code has replaced the attribute since."""
         if self._current() is not self.after:
             return
         if self.before is _MISSING:
@@ -121,13 +124,13 @@ class Patch:
 
 
 class Snapshot:
-    """The owners' dictionaries at one moment."""
+    """A copy of the owners' dictionaries."""
 
-    def __init__(self, owners: Iterable[Any]) -> None:
+    def __init__(self, owners: Iterable[object]) -> None:
         self._before = [(owner, dict(vars(owner))) for owner in owners]
 
     def patches(self) -> list[Patch]:
-        """Return what msprobe replaced since."""
+        """Return what msprobe has replaced since."""
         return [
             Patch(owner, name, before.get(name, _MISSING), value)
             for owner, before in self._before
@@ -136,7 +139,7 @@ class Snapshot:
         ]
 
 
-def constructor_owners() -> list[Any]:
+def constructor_owners() -> list[object]:
     """Return the modules and classes whose attributes msprobe's constructor may replace."""
     import torch
     import torch._dynamo.convert_frame
@@ -144,7 +147,7 @@ def constructor_owners() -> list[Any]:
     from torch.nn.modules._functions import BackwardHookFunction
     from torch.utils.hooks import BackwardHook
 
-    owners: list[Any] = [
+    owners: list[object] = [
         torch.linalg, torch.fft, torch.special, torch.jit, torch._dynamo.convert_frame,
         BackwardHook, BackwardHookFunction, *start_owners(),
     ]  # fmt: skip
@@ -153,7 +156,7 @@ def constructor_owners() -> list[Any]:
     for groups in api_register._api_types.values():
         for _, targets in groups.values():
             owners.extend(targets)
-    # Megatron keeps references of its own to collectives and pipeline functions.
+    # Megatron keeps its own references to collectives and pipeline functions.
     owners.extend(
         module
         for name, module in list(sys.modules.items())
@@ -162,11 +165,11 @@ def constructor_owners() -> list[Any]:
     return list({id(owner): owner for owner in owners}.values())
 
 
-def start_owners() -> list[Any]:
+def start_owners() -> list[object]:
     """Return the owners whose attributes msprobe's start may replace (level mix)."""
     import torch
 
-    owners: list[Any] = [torch.nn.utils]
+    owners: list[object] = [torch.nn.utils]
     megatron = sys.modules.get("megatron.core.optimizer")
     optimizer = getattr(megatron, "MegatronOptimizer", None)
     if optimizer is not None:
@@ -183,26 +186,26 @@ def remove_optimizer_hooks() -> None:
             del hooks[key]
 
 
-def switch_triton(*, on: bool) -> None:
-    """Let msprobe wrap Triton's kernel launches, or take the wrappers off."""
+def set_triton_wrappers(*, enabled: bool) -> None:
+    """Let msprobe wrap Triton's kernel launches, or remove the wrappers."""
     from msprobe.pytorch.dump.api_dump import script_wrapper
 
-    name = "patch_triton_jitfunction_run" if on else "unpatch_triton_jitfunction_run"
+    name = "patch_triton_jitfunction_run" if enabled else "unpatch_triton_jitfunction_run"
     if "triton" in sys.modules and hasattr(script_wrapper, name):
         getattr(script_wrapper, name)()
 
 
 @contextlib.contextmanager
-def verl_unseen() -> Iterator[None]:
+def hide_verl() -> Iterator[None]:
     """Hide verl from msprobe's hooking alone: it skips lm_head where verl is imported."""
     from msprobe.pytorch.dump.module_dump import module_processor
 
     if "verl" not in sys.modules or not hasattr(module_processor, "sys"):
         yield
         return
-    seen = {name: module for name, module in list(sys.modules.items()) if name != "verl"}
+    modules = {name: module for name, module in list(sys.modules.items()) if name != "verl"}
     real = module_processor.sys
-    module_processor.sys = types.SimpleNamespace(modules=seen)
+    module_processor.sys = types.SimpleNamespace(modules=modules)
     try:
         yield
     finally:
@@ -210,9 +213,9 @@ def verl_unseen() -> Iterator[None]:
 
 
 def run_compiled_eagerly() -> Callable[[], None]:
-    """Have compiled functions run eagerly: seen by msprobe, and no FakeTensor in the dump.
+    """Make compiled functions run eagerly: visible to msprobe, and no FakeTensor in the dump.
 
-    Returns the way back.
+    Returns a function that restores compilation.
     """
     import torch
 
@@ -220,43 +223,43 @@ def run_compiled_eagerly() -> Callable[[], None]:
     if set_stance is not None:
         stance = set_stance("force_eager")
         return lambda: cast(None, stance.__exit__(None, None, None))
-    # Before torch 2.6: every compiled function brings its compiler up by this very name.
+    # Before torch 2.6: every compiled function installs its compiler through this name.
     from torch._dynamo import eval_frame
 
     module: Any = eval_frame
     original = module.set_eval_frame
     module.set_eval_frame = lambda _: original(None)
 
-    def compile_again() -> None:
+    def restore() -> None:
         module.set_eval_frame = original
 
-    return compile_again
+    return restore
 
 
-def ignore_hook_warning() -> Any:
-    """Ignore torch's remark on full backward hooks, which are msprobe's here; return the filter.
+def ignore_hook_warning() -> object:
+    """Ignore torch's warning about full backward hooks, which are msprobe's; return the filter.
 
-    A training that turns warnings into errors would break on it in the middle of its backward.
+    A training that turns warnings into errors would fail on it in the middle of its backward pass.
     """
     warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
     return warnings.filters[0]
 
 
-def heed_hook_warning(ignored: Any) -> None:
-    """Take the filter of `ignore_hook_warning` out again."""
-    filters = cast("list[Any]", warnings.filters)
+def remove_warning_filter(warning_filter: object) -> None:
+    """Remove the filter of `ignore_hook_warning`."""
+    filters = cast("list[object]", warnings.filters)
     with contextlib.suppress(ValueError):
-        filters.remove(ignored)
+        filters.remove(warning_filter)
 
 
-def unhook(models: Iterable[Any]) -> None:
-    """Remove msprobe's hooks, instance-level `forward` and marks from every sub-module."""
+def unhook(models: Iterable[torch.nn.Module]) -> None:
+    """Remove msprobe's hooks, instance-level `forward` and markers from every sub-module."""
     for model in models:
         for module in model.modules():
             _unhook_module(module)
 
 
-def _unhook_module(module: Any) -> None:
+def _unhook_module(module: torch.nn.Module) -> None:
     for hooks, with_kwargs in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs),
@@ -269,7 +272,7 @@ def _unhook_module(module: Any) -> None:
     if forward is not None and is_dump_code(forward):
         cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
         original = cells["original_forward"].cell_contents
-        # It was a plain method of the class before, unless the user had set one on the instance.
+        # Before, it was a method of the class, unless the user had set one on the instance.
         if getattr(original, "__func__", None) is getattr(type(module), "forward", None):
             del attributes["forward"]
         else:

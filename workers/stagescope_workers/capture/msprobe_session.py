@@ -1,11 +1,11 @@
-"""One capture on the real PrecisionDebugger: start, stop, step, and an untouched process after.
+"""One capture on the real PrecisionDebugger: start, stop, step, and a restored process after.
 
 msprobe is a singleton of the process. It is kept between captures with the same configuration
-(constructing it costs 20 ms at L0, 150 to 200 ms at L1) and made anew when the configuration or
-the functions that it wraps changed; between captures it is parked where nobody finds it.
+(constructing it costs 20 ms at L0, 150 to 200 ms at L1) and constructed again when the
+configuration or the functions that it wraps changed; between captures no other code can reach it.
 
-What fails inside msprobe's hooks stays there: the collector is guarded, the first failure or
-reached limit ends the collection, and training goes on without a wrapper.
+Exceptions inside msprobe's hooks stay there: the collector is guarded, the first failure or
+reached limit ends the collection, and training continues without a wrapper.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stagescope.wire.errors import CaptureError, Conflict
 from stagescope_workers.capture import msprobe_patches as patches
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, temporary_config
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -40,49 +43,49 @@ _FREE_CHECK_SECONDS: Final = 1.0
 
 
 class LimitReached(Exception):
-    """A cap of the capture; raised and caught inside msprobe's collector only."""
+    """A limit of the capture; raised and caught inside msprobe's collector only."""
 
 
-class Watch:
-    """What one capture has taken so far, and why it ended early."""
+class LimitMonitor:
+    """The bytes and seconds that one capture has used, and why it ended early."""
 
     def __init__(
-        self, directory: Path, *, most_bytes: float | None, most_seconds: float | None, reserve: int
+        self, directory: Path, *, max_bytes: float | None, max_seconds: float | None, reserve: int
     ) -> None:
         self._directory = directory
-        self._most_bytes = most_bytes
-        self._most_seconds = most_seconds
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
         self._reserve = reserve
         self._began = time.monotonic()
         self._bytes = 0
         self._checked_bytes = 0
-        # The first bytes are checked too: the estimate may have been forced aside.
+        # The first bytes are checked too: `force` may have overridden the estimate.
         self._checked_at = -_FREE_CHECK_SECONDS
         self.reason: str | None = None
         self.error: BaseException | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is collected."""
+        """Whether the collection has ended."""
         return self.reason is not None
 
     @property
     def seconds(self) -> float:
-        """Since the capture was armed."""
+        """Seconds since the capture was armed."""
         return time.monotonic() - self._began
 
-    def add(self, size: int) -> None:
+    def count(self, size: int) -> None:
         """Count bytes that are about to be written.
 
         Raises:
-            LimitReached: a cap would be passed, or the disk has too little left.
+            LimitReached: a limit would be exceeded, or the disk has too little space left.
         """
-        if self._most_bytes is not None and self._bytes + size > self._most_bytes:
-            raise LimitReached(f"the byte cap of {self._most_bytes:.0f} was reached")
+        if self._max_bytes is not None and self._bytes + size > self._max_bytes:
+            raise LimitReached(f"the byte cap of {self._max_bytes:.0f} was reached")
         self._bytes += size
         now = time.monotonic()
-        if self._most_seconds is not None and now - self._began > self._most_seconds:
-            raise LimitReached(f"the time cap of {self._most_seconds:g} s was reached")
+        if self._max_seconds is not None and now - self._began > self._max_seconds:
+            raise LimitReached(f"the time cap of {self._max_seconds:g} s was reached")
         written = self._bytes - self._checked_bytes
         if written > _FREE_CHECK_BYTES or now - self._checked_at > _FREE_CHECK_SECONDS:
             self._checked_bytes, self._checked_at = self._bytes, now
@@ -94,7 +97,7 @@ class Watch:
 
 
 def free_bytes(directory: Path) -> int | None:
-    """Return the bytes that may be written there, or None where that cannot be told."""
+    """Return the bytes that may be written there, or None where they cannot be read."""
     try:
         status = os.statvfs(directory)
     except OSError:
@@ -103,7 +106,7 @@ def free_bytes(directory: Path) -> int | None:
 
 
 class MsprobeSession:
-    """The process's one debugger; `open` and `close` frame a capture.
+    """The process's one debugger; a capture lasts from `open` to `close`.
 
     Not thread-safe: its caller holds a lock from `open` to the end of `close`.
     """
@@ -114,20 +117,26 @@ class MsprobeSession:
         self._signature: str | None = None
         self._constructor_patches: list[patches.Patch] = []
         self._start_patches: list[patches.Patch] = []
-        self._models: list[Any] = []
-        self._compile_again: Callable[[], None] | None = None
-        self._ignored: Any = None
+        self._models: list[torch.nn.Module] = []
+        self._restore_compiling: Callable[[], None] | None = None
+        self._warning_filter: object = None
         self._gc_was_on = True
-        self.watch: Watch | None = None
+        self.monitor: LimitMonitor | None = None
 
     def open(
-        self, config: MsprobeConfig, *, dump_path: Path, model: Any, rank: int, watch: Watch
+        self,
+        config: MsprobeConfig,
+        *,
+        dump_path: Path,
+        model: Any,
+        rank: int,
+        monitor: LimitMonitor,
     ) -> None:
         """Start collecting into `dump_path/step0/rank{rank}`.
 
         Raises:
             CaptureError: msprobe is missing or refuses; the process is as it was before.
-            Conflict: somebody else's PrecisionDebugger lives in this process.
+            Conflict: another PrecisionDebugger exists in this process.
         """
         self._class = patches.load_debugger_class()
         if self._class._instance is not None:
@@ -136,11 +145,12 @@ class MsprobeSession:
                 advice="turn the trainer's own precision debugger off, or leave captures to it",
             )
         self._gc_was_on = gc.isenabled()
-        self._models = [] if model is None else list(model) if _is_many(model) else [model]
+        many = isinstance(model, list | tuple)
+        self._models = [] if model is None else list(model) if many else [model]
         try:
-            if not self._take_up(config):
+            if not self._reuse(config):
                 self._construct(config, dump_path)
-            self._start(dump_path, model, rank, watch)
+            self._start(dump_path, model, rank, monitor)
         except BaseException as error:
             self._restore()
             self.drop()
@@ -159,7 +169,7 @@ class MsprobeSession:
                 debugger.stop()
             except Exception as error:
                 failure = error
-                # A limit that was met while asynchronous data were saved: the rest still counts.
+                # A limit reached while asynchronous data were saved: the rest is still valid.
                 with contextlib.suppress(Exception):
                     debugger.service.data_collector.write_json()
                     failure = None if isinstance(error, LimitReached) else error
@@ -174,16 +184,16 @@ class MsprobeSession:
             self.drop()
         return failure
 
-    def save(self, variable: Any, name: str, save_backward: bool) -> None:
+    def save(self, variable: object, name: str, save_backward: bool) -> None:
         """Save a value at level debug."""
-        if self.watch is not None and not self.watch.ended:
+        if self.monitor is not None and not self.monitor.ended:
             try:
                 self._debugger.save(variable, name, save_backward)
             except Exception as error:
-                self._end(self.watch, error)
+                self._end(self.monitor, error)
 
     def drop(self) -> None:
-        """Forget the debugger; the process is restored already."""
+        """Discard the debugger; the process is restored already."""
         debugger, self._debugger = self._debugger, None
         self._signature, self._constructor_patches = None, []
         service = getattr(debugger, "service", None)
@@ -191,27 +201,27 @@ class MsprobeSession:
             return
         collector = service.data_collector
         atexit.unregister(collector.write_json_at_exit)
-        # The registry outlives its debugger: at L0 its wrapper of view_as would come back.
+        # The registry outlives its debugger: at L0 its wrapper of view_as would be installed again.
         for name in ("inner_used_ori_attr", "inner_used_wrapped_attr"):
             getattr(service.api_register, name, {}).clear()
         executor = getattr(collector.data_processor, "_crc_executor", None)
         if executor is not None:
             executor.shutdown(wait=False)
 
-    def _take_up(self, config: MsprobeConfig) -> bool:
-        """Take up the parked debugger if it serves this configuration and these functions."""
+    def _reuse(self, config: MsprobeConfig) -> bool:
+        """Reuse the earlier debugger if its configuration and wrapped functions are the same."""
         if self._debugger is None:
             return False
         fits = self._signature == config.signature
-        # A function that was patched since (a trainer's own monkey patch) must be wrapped anew,
-        # or the wrappers would call, and the end would restore, the one of before.
+        # A function that was patched since (a trainer's own monkey patch) must be wrapped again,
+        # or the wrappers would call, and the end would restore, the function of before.
         if not fits or not all(patch.applicable for patch in self._constructor_patches):
             self.drop()
             return False
         for patch in self._constructor_patches:
             patch.redo()
         self._debugger.service.api_register.all_api_registered = True
-        patches.switch_triton(on=True)
+        patches.set_triton_wrappers(enabled=True)
         self._class._instance = self._debugger
         return True
 
@@ -222,7 +232,7 @@ class MsprobeSession:
                 self._debugger = self._class(config_path=path, dump_path=str(dump_path))
         finally:
             found = snapshot.patches()
-            # With its wrapper of dynamo any later torch.compile would install the others again.
+            # Its wrapper of dynamo would install the others again at any later torch.compile.
             dynamo = [patch for patch in found if patch.name == "_compile"]
             for patch in dynamo:
                 patch.undo()
@@ -230,35 +240,35 @@ class MsprobeSession:
         self._signature = config.signature
         self._guard()
 
-    def _start(self, dump_path: Path, model: Any, rank: int, watch: Watch) -> None:
-
+    def _start(self, dump_path: Path, model: Any, rank: int, monitor: LimitMonitor) -> None:
         service = self._debugger.service
         service.reset_status()
         service.loop = service.init_step = 0
         service.should_stop_service = False
         service.current_step_first_debug_save = True
-        # The rank is detected at a first start and kept: with it, hooks are registered each time.
+        # msprobe detects the rank at a first start and keeps it; with this flag it registers its
+        # hooks each time.
         service.first_start = True
         service._get_current_rank = lambda: rank
         service.config.dump_path = str(dump_path)
-        self._compile_again = patches.run_compiled_eagerly()
-        self._ignored = patches.ignore_hook_warning()
-        self.watch = watch
+        self._restore_compiling = patches.run_compiled_eagerly()
+        self._warning_filter = patches.ignore_hook_warning()
+        self.monitor = monitor
         snapshot = patches.Snapshot(patches.start_owners())
         try:
-            with patches.verl_unseen():
+            with patches.hide_verl():
                 self._debugger.start(model=model, rank_id=rank)
         finally:
             self._start_patches = snapshot.patches()
 
     def _guard(self) -> None:
-        """Keep what msprobe raises inside its hooks, and count what it writes."""
+        """Catch what msprobe raises inside its hooks, and count what it writes."""
         service = self._debugger.service
         collector, manager = service.data_collector, service.hook_manager
         for name in _COLLECTOR_CALLS:
             if hasattr(collector, name):
                 setattr(collector, name, self._guarded(getattr(collector, name), _JSON_BYTES))
-        for name, otherwise in (
+        for name, fallback in (
             ("_register_backward_pre_hook", lambda arguments: arguments[-1]),
             ("_get_params_dict", lambda arguments: {}),
             ("_register_param_hook", lambda arguments: None),
@@ -266,7 +276,7 @@ class MsprobeSession:
             ("_maybe_update_dump_dir", lambda arguments: None),
         ):
             if hasattr(manager, name):
-                setattr(manager, name, self._guarded(getattr(manager, name), 0, otherwise))
+                setattr(manager, name, self._guarded(getattr(manager, name), 0, fallback))
         handler = getattr(collector.data_processor, "tensor_handler", None)
         if handler is not None:
             handler.save_tensor = self._guarded_save(handler.save_tensor)
@@ -275,64 +285,64 @@ class MsprobeSession:
         self,
         call: Callable[..., Any],
         size: int,
-        otherwise: Callable[[tuple[Any, ...]], Any] = lambda arguments: None,
+        fallback: Callable[[tuple[Any, ...]], Any] = lambda arguments: None,
     ) -> Callable[..., Any]:
-        def guarded(*arguments: Any, **named: Any) -> Any:
-            watch = self.watch
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            monitor = self.monitor
             # A graph kept from an earlier stage may run its hooks at any time.
-            if watch is None or watch.ended:
-                return otherwise(arguments)
+            if monitor is None or monitor.ended:
+                return fallback(arguments)
             try:
-                result = call(*arguments, **named)
+                result = call(*arguments, **keywords)
                 if size:
-                    watch.add(size)
+                    monitor.count(size)
             except Exception as error:
-                self._end(watch, error)
-                return otherwise(arguments)
+                self._end(monitor, error)
+                return fallback(arguments)
             return result
 
         return guarded
 
     def _guarded_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(tensor: Any, path: str) -> None:
-            watch = self.watch
-            if watch is None or watch.ended:
+        def guarded(tensor: torch.Tensor, path: str) -> None:
+            monitor = self.monitor
+            if monitor is None or monitor.ended:
                 return
-            watch.add(int(tensor.numel()) * int(tensor.element_size()))
+            monitor.count(int(tensor.numel()) * int(tensor.element_size()))
             save(tensor, path)
 
         return guarded
 
-    def _end(self, watch: Watch, error: Exception) -> None:
-        """End the collection for the rest of the stage, which goes on at full speed."""
+    def _end(self, monitor: LimitMonitor, error: Exception) -> None:
+        """End the collection; the rest of the stage runs at full speed."""
         from msprobe.core.common.runtime import Runtime
 
         Runtime.is_running = False
         self._debugger.service.primitive_switch = False
         if not isinstance(error, LimitReached):
-            watch.error = error
-        watch.reason = _reason(error)
+            monitor.error = error
+        monitor.reason = _reason(error)
         for patch in self._constructor_patches:
             patch.undo()
 
     def _restore(self) -> None:
-        """Leave the process as it was found; one failing piece does not keep the others."""
-        self.watch = None
-        self._piece(self._restore_service)
+        """Restore the process; each part is restored even where another one fails."""
+        self.monitor = None
+        self._attempt(self._restore_service)
         for patch in (*self._start_patches, *self._constructor_patches):
-            self._piece(patch.undo)
+            self._attempt(patch.undo)
         self._start_patches = []
-        self._piece(patches.remove_optimizer_hooks)
-        self._piece(lambda: patches.switch_triton(on=False))
+        self._attempt(patches.remove_optimizer_hooks)
+        self._attempt(lambda: patches.set_triton_wrappers(enabled=False))
         models, self._models = self._models, []
-        self._piece(lambda: patches.unhook(models))
-        self._piece(_forget_hooks)
-        compile_again, self._compile_again = self._compile_again, None
-        if compile_again is not None:
-            self._piece(compile_again)
-        ignored, self._ignored = self._ignored, None
-        if ignored is not None:
-            self._piece(lambda: patches.heed_hook_warning(ignored))
+        self._attempt(lambda: patches.unhook(models))
+        self._attempt(_forget_hooks)
+        restore_compiling, self._restore_compiling = self._restore_compiling, None
+        if restore_compiling is not None:
+            self._attempt(restore_compiling)
+        warning_filter, self._warning_filter = self._warning_filter, None
+        if warning_filter is not None:
+            self._attempt(lambda: patches.remove_warning_filter(warning_filter))
         self._class._instance = None
         if gc.isenabled() != self._gc_was_on:
             (gc.enable if self._gc_was_on else gc.disable)()
@@ -351,32 +361,28 @@ class MsprobeSession:
         service.api_register.all_api_registered = False
         writer = service.data_collector.data_writer
         writer.stat_stack_list, writer.crc32_stack_list = [], []
-        # Else the exit handler would write a failed dump once more.
+        # Otherwise the exit handler would write a failed dump again.
         writer.data_updated = False
         getattr(service.data_collector.data_processor, "_async_dump_cache", {}).clear()
 
     @staticmethod
-    def _piece(restore: Callable[[], None]) -> None:
+    def _attempt(restore: Callable[[], None]) -> None:
         try:
             restore()
         except Exception:
-            _log.warning("a piece of msprobe could not be taken back", exc_info=True)
-
-
-def _is_many(model: Any) -> bool:
-    return isinstance(model, list | tuple)
+            _log.warning("a change that msprobe made could not be undone", exc_info=True)
 
 
 def _reason(error: BaseException) -> str:
-    """Say what failed, down to the cause: msprobe wraps a full disk in a bare RuntimeError."""
+    """Describe a failure and its causes: msprobe wraps a full disk in a bare RuntimeError."""
     if isinstance(error, LimitReached):
         return str(error)
-    said: list[str] = []
-    seen: BaseException | None = error
-    while seen is not None and len(said) < 5:
-        said.append(f"{type(seen).__name__}: {seen}")
-        seen = seen.__cause__ or seen.__context__
-    return "; caused by ".join(said)[:2000]
+    chain: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < 5:
+        chain.append(f"{type(cause).__name__}: {cause}")
+        cause = cause.__cause__ or cause.__context__
+    return "; caused by ".join(chain)[:2000]
 
 
 def _forget_hooks() -> None:

@@ -1,8 +1,8 @@
-"""Parameters and gradients of a captured stage: this rank's shards, with their place in the whole.
+"""Parameters and gradients of a captured stage: this rank's shards, and where each one lies.
 
 Nothing here calls a collective: a rank that captures must not wait for one that does not. A
-gradient is taken where an optimizer is about to use it, since training clears it soon after; in a
-stage without an optimizer's step it is taken at the end.
+gradient is copied where an optimizer is about to use it, since training clears it soon after; in a
+stage without an optimizer's step it is copied at the end.
 """
 
 from __future__ import annotations
@@ -10,26 +10,42 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from stagescope.wire.errors import InvalidPlan
 
-MOST_TENSORS: Final = 1000
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+MAX_TENSORS: Final = 1000
 """Tensors that one stage hands over this way."""
 
 PARAMETER: Final = "parameter"
 GRADIENT: Final = "gradient"
 
-Taken = dict[str, Any]
+
+class ShardLocation(TypedDict, total=False):
+    """Where a shard lies in the full tensor; empty for a tensor that is not sharded."""
+
+    shape: list[int]
+    """Of the full tensor."""
+    placements: list[str]
+    mesh: list[int]
+    offset: list[int] | None
+    """Of the shard's first element; None where torch cannot tell."""
 
 
 class Shards:
-    """What captures order of a model in one stage; `finish` returns it and lets go of hooks.
+    """The parameters and gradients that captures request of a model in one stage.
+
+    `finish` returns them and removes the hooks.
 
     Args:
         model: the module of the stage, or a list of them (several are numbered).
-        parameters: patterns (`fnmatch`) of the names whose values to take, at the stage's end.
-        gradients: patterns of the names whose gradients to take.
+        parameters: patterns (`fnmatch`) of the names whose values to copy, at the stage's end.
+        gradients: patterns of the names whose gradients to copy.
 
     Raises:
         InvalidPlan: there is no model, or nothing in it has such a name, or too much.
@@ -38,88 +54,89 @@ class Shards:
     def __init__(
         self, model: object, *, parameters: Sequence[str], gradients: Sequence[str]
     ) -> None:
-        named = dict(_named(model))
-        self._parameters = _chosen(named, parameters)
-        self._gradients = _chosen(named, gradients)
-        self._taken: Taken = {}
-        self._places: dict[str, Any] = {}
+        named = dict(_named_parameters(model))
+        self._parameters = _matching(named, parameters)
+        self._gradients = _matching(named, gradients)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._locations: dict[str, ShardLocation] = {}
         self._steps = 0
         self._error: str | None = None
-        self._hook = self._watch() if self._gradients else None
+        self._hook = self._register_hook() if self._gradients else None
 
-    def finish(self) -> tuple[Taken, dict[str, Any], str | None]:
-        """Return tensors by name, where each lies in its whole, and what went wrong."""
+    def finish(self) -> tuple[dict[str, torch.Tensor], dict[str, ShardLocation], str | None]:
+        """Return tensors by name, the location of each shard, and what went wrong."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         try:
             if not self._steps:
-                self._take_gradients(GRADIENT)
+                self._copy_gradients(GRADIENT)
             for name, parameter in self._parameters.items():
-                self._take(f"{PARAMETER}/{name}", parameter)
-        except Exception as error:  # a kind of tensor that is not known here
+                self._copy(f"{PARAMETER}/{name}", parameter)
+        except Exception as error:  # a kind of tensor that is not supported here
             self._error = self._error or f"{type(error).__name__}: {error}"
-        return self._taken, self._places, self._error
+        return self._tensors, self._locations, self._error
 
-    def _watch(self) -> Any:
+    def _register_hook(self) -> RemovableHandle:
+        # torch is loaded already where there is a model, and not imported otherwise.
         optimizers: Any = sys.modules["torch.optim.optimizer"]
-        return optimizers.register_optimizer_step_pre_hook(self._before_step)
+        hook: RemovableHandle = optimizers.register_optimizer_step_pre_hook(self._before_step)
+        return hook
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # Inside the training's own call: whatever fails stays here.
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        # Inside the training's own call: no exception may leave.
         try:
-            mine = {id(each) for each in self._gradients.values()}
+            requested = {id(each) for each in self._gradients.values()}
             groups = optimizer.param_groups
-            if any(id(each) in mine for group in groups for each in group["params"]):
+            if any(id(each) in requested for group in groups for each in group["params"]):
                 number = self._steps
                 self._steps += 1
-                self._take_gradients(GRADIENT if number == 0 else f"{GRADIENT}.{number}")
+                self._copy_gradients(GRADIENT if number == 0 else f"{GRADIENT}.{number}")
         except Exception as error:
             self._error = self._error or f"{type(error).__name__}: {error}"
 
-    def _take_gradients(self, prefix: str) -> None:
+    def _copy_gradients(self, prefix: str) -> None:
         for name, parameter in self._gradients.items():
             if parameter.grad is not None:
-                self._take(f"{prefix}/{name}", parameter.grad)
+                self._copy(f"{prefix}/{name}", parameter.grad)
 
-    def _take(self, name: str, tensor: Any) -> None:
-        if len(self._taken) >= MOST_TENSORS:
-            raise InvalidPlan(f"more than {MOST_TENSORS} tensors", expected="narrower patterns")
-        local, place = local_shard(tensor.detach())
+    def _copy(self, name: str, tensor: torch.Tensor) -> None:
+        if len(self._tensors) >= MAX_TENSORS:
+            raise InvalidPlan(f"more than {MAX_TENSORS} tensors", expected="narrower patterns")
+        local, location = local_shard(tensor.detach())
         # A copy: the optimizer is about to write there.
-        self._taken[name] = local.clone()
-        if place:
-            self._places[name] = place
+        self._tensors[name] = local.clone()
+        if location:
+            self._locations[name] = location
 
 
-def size_of(model: object, patterns: Sequence[str]) -> int:
-    """Return the bytes of this rank's shards of the parameters that have such names.
+def shard_bytes(model: object, patterns: Sequence[str]) -> int:
+    """Return the bytes of this rank's shards of the parameters whose names match.
 
     Raises:
         InvalidPlan: as `Shards`.
     """
-    shards = (local_shard(each)[0] for each in _chosen(dict(_named(model)), patterns).values())
+    parameters = _matching(dict(_named_parameters(model)), patterns).values()
+    shards = (local_shard(each)[0] for each in parameters)
     return sum(int(each.numel()) * int(each.element_size()) for each in shards)
 
 
-def local_shard(tensor: Any) -> tuple[Any, dict[str, Any]]:
-    """Return this rank's part of a tensor, and where it lies: {} for a tensor that is whole.
-
-    The place is `{"shape": of the whole, "offset": of the part or None, "placements", "mesh"}`.
-    """
+def local_shard(tensor: Any) -> tuple[torch.Tensor, ShardLocation]:
+    """Return this rank's part of a tensor, a DTensor or not, and its location."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return tensor, {}
-    place: dict[str, Any] = {
+    location: ShardLocation = {
         "shape": [int(size) for size in tensor.shape],
         "placements": [str(each) for each in tensor.placements],
         "mesh": [int(size) for size in mesh.mesh.shape],
         "offset": _offset(tensor),
     }
-    return tensor._local_tensor, place
+    return tensor._local_tensor, location
 
 
 def _offset(tensor: Any) -> list[int] | None:
+    # The function that covers uneven and strided shards is in a private module of torch.
     for name in ("torch.distributed.tensor._utils", "torch.distributed._tensor._utils"):
         module: Any = sys.modules.get(name)
         compute = getattr(module, "compute_local_shape_and_global_offset", None)
@@ -127,14 +144,14 @@ def _offset(tensor: Any) -> list[int] | None:
             continue
         try:
             _, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
-        except Exception:  # a placement that it does not know: then the offset is not known
+        except Exception:  # a placement that this version of torch does not support
             return None
         return [int(each) for each in offset]
     return None
 
 
-def _named(model: object) -> Iterator[tuple[str, Any]]:
-    parts: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
+def _named_parameters(model: object) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = model if isinstance(model, list | tuple) else [model]
     for number, part in enumerate(parts):
         if not hasattr(part, "named_parameters"):
             raise InvalidPlan(
@@ -146,7 +163,9 @@ def _named(model: object) -> Iterator[tuple[str, Any]]:
             yield prefix + name, parameter
 
 
-def _chosen(named: Mapping[str, Any], patterns: Iterable[str]) -> dict[str, Any]:
+def _matching(
+    named: Mapping[str, torch.Tensor], patterns: Iterable[str]
+) -> dict[str, torch.Tensor]:
     patterns = [*patterns]
     found = {
         name: parameter
@@ -155,12 +174,12 @@ def _chosen(named: Mapping[str, Any], patterns: Iterable[str]) -> dict[str, Any]
     }
     if patterns and not found:
         raise InvalidPlan(
-            f"no parameter is named like {', '.join(patterns)}",
+            f"no parameter name matches {', '.join(patterns)}",
             expected=f"such as {', '.join([*named][:3])}",
         )
-    if len(found) > MOST_TENSORS:
+    if len(found) > MAX_TENSORS:
         raise InvalidPlan(
-            f"{len(found)} parameters are named like {', '.join(patterns)}",
-            expected=f"at most {MOST_TENSORS}",
+            f"the names of {len(found)} parameters match {', '.join(patterns)}",
+            expected=f"at most {MAX_TENSORS}",
         )
     return found

@@ -1,5 +1,5 @@
-"""Rollout consistency: the same prompts and tokens through an engine and through transformers.
+"""Rollout consistency: compares the log-probs of an inference engine with those of transformers.
 
-`stagescope consistency` is the command; `compare` does its work on engines that are open. Only
+`stagescope consistency` is the command; `compare` is its function on open engines. Only
 `transformers_engine` needs torch and transformers, and `ctranslate2_engine` ctranslate2.
 """

@@ -1,11 +1,11 @@
-"""Both sides' answers to a data set: how many are right, and how far their tokens agree."""
+"""Compares both sides' answers to a data set with each other and with the right ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope.engines import Generation
 from stagescope.wire.errors import InvalidInput
@@ -19,8 +19,8 @@ class Marking:
     """When an answer is right.
 
     Attributes:
-        match: "exact": the whole answer, without spaces at its ends; "contains": it stands
-            somewhere in it; "regex": the last thing that `pattern` finds in it (its first group).
+        match: "exact": the full answer, without spaces at its ends; "contains": a part of it;
+            "regex": the last match of `pattern` in it (of its first group, if it has one).
         pattern: a regular expression, for "regex".
     """
 
@@ -39,17 +39,31 @@ class Marking:
             raise InvalidInput(f"pattern {self.pattern!r:.100}: {error}") from error
 
     def is_right(self, text: str, answer: str) -> bool:
-        """Say whether `text` gives `answer`."""
-        wanted = answer.strip()
+        """Return whether `text` gives `answer`."""
+        expected = answer.strip()
         if self.match == "exact":
-            return text.strip() == wanted
+            return text.strip() == expected
         if self.match == "contains":
-            return wanted in text
+            return expected in text
         found = list(re.finditer(self.pattern or "", text))
         if not found:
             return False
         last = found[-1]
-        return (last[1] if last.re.groups else last[0] or "").strip() == wanted
+        return (last[1] if last.re.groups else last[0] or "").strip() == expected
+
+
+class AnswerRow(TypedDict):
+    """Both sides' answers to one prompt."""
+
+    sample: str
+    answer: str | None
+    engine: str
+    other: str
+    first_difference: int | None
+    """The first token that differs; None where none does."""
+    engine_right: bool | None
+    """None where the right answer is unknown."""
+    other_right: bool | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,13 +71,12 @@ class Agreement:
     """Two sides' answers to the same prompts.
 
     Attributes:
-        answers: how many prompts.
-        same: how many answers are the same, token by token.
+        answers: the number of prompts.
+        same: the number of answers that are the same, token by token.
         token_share: tokens up to the first that differs, over those of the longer answer.
-        marked: how many prompts have a right answer to be held against.
+        marked: the number of prompts with a right answer.
         engine_right, other_right: how many of those each side got right.
-        rows: of each prompt: name, both texts, the first token that differs (None: none), and
-            whether each is right (None: nobody knows).
+        rows: the answers to each prompt.
     """
 
     answers: int
@@ -72,7 +85,7 @@ class Agreement:
     marked: int
     engine_right: int
     other_right: int
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[AnswerRow, ...]
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
@@ -88,14 +101,15 @@ def compare_answers(
     other: Sequence[Generation],
     marking: Marking,
 ) -> Agreement:
-    """Hold both sides' answers against each other, and against the right ones."""
-    rows, shared, longest = [], 0, 0
+    """Compare both sides' answers with each other, and with the right ones."""
+    rows: list[AnswerRow] = []
+    shared = longest = 0
     for item, one, two in zip(items, engine, other, strict=True):
-        ours, theirs = _units(one, two)
-        first = _first_difference(ours, theirs)
-        most = max(len(ours), len(theirs))
-        shared += most if first is None else first
-        longest += most
+        one_units, two_units = _units(one, two)
+        first = _first_difference(one_units, two_units)
+        length = max(len(one_units), len(two_units))
+        shared += length if first is None else first
+        longest += length
         right = [
             None if item.answer is None else marking.is_right(each.text, item.answer)
             for each in (one, two)
@@ -118,15 +132,15 @@ def compare_answers(
     )
 
 
-def _units(one: Generation, two: Generation) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return what is compared: ids where both sides have them, else characters of the texts."""
+def _units(one: Generation, two: Generation) -> tuple[Sequence[object], Sequence[object]]:
+    """Return token ids where both sides have them, else the characters of the texts."""
     if one.token_ids is not None and two.token_ids is not None:
         return one.token_ids, two.token_ids
     return one.text, two.text
 
 
-def _first_difference(one: Sequence[Any], two: Sequence[Any]) -> int | None:
-    for index, (ours, theirs) in enumerate(zip(one, two, strict=False)):
-        if ours != theirs:
+def _first_difference(one: Sequence[object], two: Sequence[object]) -> int | None:
+    for index, (first, second) in enumerate(zip(one, two, strict=False)):
+        if first != second:
             return index
     return None if len(one) == len(two) else min(len(one), len(two))

@@ -1,4 +1,4 @@
-"""`stagescope consistency`: an inference engine held against transformers, token by token."""
+"""`stagescope consistency`: compares an inference engine with transformers, token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypedDict, cast
 
 import click
 
@@ -22,7 +22,7 @@ from stagescope.wire.errors import (
     Unreachable,
 )
 from stagescope_workers.consistency.answers import MATCHES, Marking
-from stagescope_workers.consistency.comparison import Comparison, Options, compare
+from stagescope_workers.consistency.comparison import EngineComparison, Options, compare
 from stagescope_workers.consistency.prompts import Item, built_in, read_items
 from stagescope_workers.consistency.report import Report
 from stagescope_workers.consistency.stored import STORED, read_batch, rescore
@@ -30,7 +30,7 @@ from stagescope_workers.consistency.stored import STORED, read_batch, rescore
 EXPECTED: Final = (
     "URL, HOST:PORT, a registered engine's name, ctranslate2:DIR, transformers[:dtype]"
 )
-_MOST_CONFIG: Final = 16 << 20
+_MAX_CONFIG_BYTES: Final = 16 << 20
 
 
 def open_engine(
@@ -40,11 +40,11 @@ def open_engine(
 
     Args:
         text: see EXPECTED.
-        model: the model's directory, for transformers alone.
+        model: the model's directory, for transformers only.
         key_file, timeout: of an engine over HTTP.
 
     Raises:
-        InvalidInput: it names none.
+        InvalidInput: it names no engine.
         EngineError, NotFound, MissingExtra: it cannot be opened.
     """
     kind, _, rest = text.partition(":")
@@ -67,24 +67,24 @@ def open_engine(
     return stagescope.engine(text, key_file=key_file, timeout=timeout)
 
 
-def read_config(model: Path) -> Mapping[str, Any]:
+def read_config(model: Path) -> Mapping[str, object]:
     """Return the model's config.json.
 
     Raises:
-        InvalidInput: there is none, or it is no object.
+        InvalidInput: there is none, or it is not an object.
     """
     file = model / "config.json"
     try:
-        if file.stat().st_size > _MOST_CONFIG:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError("too large")
-        said = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInput(
             f"{str(file)!r} cannot be read ({error})", expected="a model directory"
         ) from error
-    if not isinstance(said, dict):
-        raise InvalidInput(f"{str(file)!r} is no object", expected="a model's config.json")
-    return said
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{str(file)!r} is not an object", expected="a model's config.json")
+    return config
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -171,7 +171,7 @@ def consistency(
     timeout: float,
     as_json: bool,
     limit: int | None,
-    **drawn: Any,
+    **sampling: object,  # the other options, see `_SamplingOptions`
 ) -> None:
     """Hold an inference engine against transformers: same prompts, same tokens.
 
@@ -195,13 +195,13 @@ def consistency(
             return found
 
         if batch is not None:
-            found = _rescored(batch, opened, engine, against, model, limit)
+            found = _rescore(batch, opened, engine, against, model, limit)
         else:
             items = _items(prompts or dataset, limit)
-            options = _options(drawn, answers=dataset is not None)
-            found = _compared(items, opened, engine, against, model, options)
+            options = _options(cast("_SamplingOptions", sampling), answers=dataset is not None)
+            found = _compare(items, opened, engine, against, model, options)
     name = run or _run_name(model)
-    recorded = "not recorded" if no_record else _recorded(found, name, step, url)
+    recorded = "not recorded" if no_record else _record(found, name, step, url)
     report = Report(found, recorded)
     if as_json:
         terminal.show_json(report.to_dict())
@@ -210,41 +210,45 @@ def consistency(
     ctx.exit(0 if found.aligned else 1)
 
 
-def _compared(
+def _compare(
     items: Sequence[Item],
     opened: Callable[[str], Engine],
     engine: str,
     against: str,
     model: Path | None,
     options: Options,
-) -> Comparison:
+) -> EngineComparison:
     if model is None:
         raise click.UsageError("prompts need the --model, whose tokenizer makes tokens of them")
-    ours, theirs = opened(engine), opened(against)
+    first, second = opened(engine), opened(against)
     from stagescope_workers.consistency.transformers_engine import load_tokenizer
 
     tokenizer, config = load_tokenizer(model), read_config(model)
-    return compare(items, ours, theirs, tokenizer, options, config=config, tell=_tell)
+    return compare(
+        items, first, second, tokenizer, options, config=config, on_progress=_show_progress
+    )
 
 
-def _rescored(
+def _rescore(
     batch: str,
     opened: Callable[[str], Engine],
     engine: str,
     against: str,
     model: Path | None,
     limit: int | None,
-) -> Comparison:
-    kept = read_batch(batch)
+) -> EngineComparison:
+    stored = read_batch(batch)
     kind, _, name = against.partition(":")
-    ours = opened(engine)
-    theirs = (name or STORED) if kind == "stored" else opened(against)
+    first = opened(engine)
+    second = (name or STORED) if kind == "stored" else opened(against)
     tokenizer = None if model is None else _tokenizer(model)
-    return rescore(kept, ours, theirs, tokenizer=tokenizer, limit=limit, tell=_tell)
+    return rescore(
+        stored, first, second, tokenizer=tokenizer, limit=limit, on_progress=_show_progress
+    )
 
 
-def _tokenizer(model: Path) -> Any:
-    """Return the tokenizer, or None: for given tokens it is only a convenience."""
+def _tokenizer(model: Path) -> object:
+    """Return the tokenizer, or None: it only shows the texts of given tokens."""
     try:
         from stagescope_workers.consistency.transformers_engine import load_tokenizer
 
@@ -253,7 +257,7 @@ def _tokenizer(model: Path) -> Any:
         return None
 
 
-def _tell(text: str) -> None:
+def _show_progress(text: str) -> None:
     click.echo(text, err=True)
 
 
@@ -261,22 +265,36 @@ def _items(file: Path | None, limit: int | None) -> list[Item]:
     return built_in()[:limit] if file is None else read_items(file, limit)
 
 
-def _options(drawn: dict[str, Any], *, answers: bool) -> Options:
-    temperature = drawn["temperature"]
+class _SamplingOptions(TypedDict):
+    """The command's options of sampling, prompts and marking."""
+
+    max_tokens: int
+    temperature: float | None
+    top_p: float
+    top_k: int
+    seed: int
+    chat: bool
+    as_text: bool
+    match: str
+    pattern: str | None
+
+
+def _options(given: _SamplingOptions, *, answers: bool) -> Options:
+    temperature = given["temperature"]
     if temperature is None:
         temperature = 0.0 if answers else 1.0
     return Options(
         sampling=Sampling(
-            max_tokens=drawn["max_tokens"],
+            max_tokens=given["max_tokens"],
             temperature=temperature,
-            top_p=drawn["top_p"],
-            top_k=drawn["top_k"],
-            seed=drawn["seed"],
+            top_p=given["top_p"],
+            top_k=given["top_k"],
+            seed=given["seed"],
         ),
-        chat=drawn["chat"],
-        as_text=drawn["as_text"],
+        chat=given["chat"],
+        as_text=given["as_text"],
         answers=answers,
-        marking=Marking(drawn["match"], drawn["pattern"]),
+        marking=Marking(given["match"], given["pattern"]),
     )
 
 
@@ -285,13 +303,13 @@ def _run_name(model: Path | None) -> str:
     return f"consistency-{name}"[:100]
 
 
-def _recorded(found: Comparison, run: str, step: int, url: str | None) -> str:
-    """Record, and say what became of it: the numbers are printed either way."""
-    from stagescope_workers.consistency.record import known_service, record
+def _record(found: EngineComparison, run: str, step: int, url: str | None) -> str:
+    """Record the comparison, and describe the result; the numbers are printed in any case."""
+    from stagescope_workers.consistency.record import reason_against_recording, record
 
     if not found.rows:
         return "not recorded: no token has two log-probs"
-    if (reason := known_service(url)) is not None:
+    if (reason := reason_against_recording(url)) is not None:
         return f"not recorded: {reason}"
     try:
         arrived = record(found, run=run, step=step, url=url)

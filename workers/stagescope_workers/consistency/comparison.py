@@ -1,10 +1,10 @@
-"""The same prompts and the same sampled tokens through two engines."""
+"""Compares two engines on the same prompts and the same sampled tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from stagescope_workers.consistency.scored import (
 
 @runtime_checkable
 class ScoresAtTemperature(Protocol):
-    """An engine that scores at a temperature, too."""
+    """An engine that can also score at a temperature."""
 
     def score_at(
         self, rows: Sequence[Sequence[int]], temperature: float
@@ -41,7 +41,7 @@ class ScoresAtTemperature(Protocol):
 
 @runtime_checkable
 class Chats(Protocol):
-    """An engine that takes messages with images."""
+    """An engine that accepts messages with images."""
 
     def chat(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
@@ -52,13 +52,13 @@ class Chats(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is compared, and how.
+    """The options of a comparison.
 
     Attributes:
-        sampling: how the engine draws.
-        chat: texts are rendered as a user's message by the model's template.
-        as_text: the engine is sent texts and tokenises them itself, else token ids.
-        answers: the other side answers too, and both answers are compared.
+        sampling: how the engine samples.
+        chat: whether texts are rendered as a user's message by the model's template.
+        as_text: whether the engine receives texts and tokenises them itself, else token ids.
+        answers: whether the other side answers too, and both answers are compared.
         marking: when an answer is right.
     """
 
@@ -70,21 +70,21 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What came of it.
+class EngineComparison:
+    """The result of a comparison.
 
     Attributes:
         engine, other: the two sides; the engine sampled the tokens.
-        sampling: how.
+        sampling: how the tokens were sampled.
         rows: the tokens with both log-probs.
         numbers: by published name; see `scored.numbers`.
         worst: the tokens that differ most.
-        checks: whether both sides speak of the same tokens.
-        left_out: prompt -> why its answer has no log-probs that could be compared.
+        checks: whether both sides processed the same tokens.
+        left_out: prompt -> why its answer has no log-probs to compare.
         streams: provenance of "rollout" (the engine's) and "old" (the other side's).
         agreement: of both sides' answers; None where only one answered.
-        warnings: what else people should know.
-        stored: which stored step the tokens are of; "" where the engine sampled them here.
+        warnings: further remarks for the user.
+        stored: the stored step of the tokens; "" where the engine sampled them here.
     """
 
     engine: EngineInfo
@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def aligned(self) -> bool:
-        """Whether no check failed, and something was measured or answered."""
+        """Whether no check failed, and there are tokens or answers to compare."""
         return all(check.ok is not False for check in self.checks) and bool(
             self.rows or self.agreement
         )
@@ -116,18 +116,18 @@ def compare(
     options: Options,
     *,
     config: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Comparison:
-    """Let `engine` answer, and both sides say the log-prob of each token that it sampled.
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> EngineComparison:
+    """Sample answers with `engine`, and compare both sides' log-probs of each sampled token.
 
     Args:
         items: the prompts.
-        engine: what serves rollouts.
-        other: what it is held against; it must score given tokens.
+        engine: the engine that serves rollouts.
+        other: the engine to compare with; it must score given tokens.
         tokenizer: of the model, from transformers.
-        options: how.
-        config: the model's config.json, for what it says of images.
-        tell: called with what is being done.
+        options: see there.
+        config: the model's config.json, which may mention images.
+        on_progress: called with a description of each activity.
 
     Raises:
         EngineError: an engine cannot be reached, refuses, or cannot do this.
@@ -135,25 +135,24 @@ def compare(
     """
     texts = [item for item in items if item.image is None]
     images = [item for item in items if item.image is not None]
-    made, prompts = _generated(texts, engine, tokenizer, options, tell)
-    rows, left_out, streams = _scored(
-        texts, prompts, made, engine.info, other, tokenizer, options, tell
-    )
+    generations, prompts = _generate(texts, engine, tokenizer, options, on_progress)
+    usable, left_out = _usable(texts, prompts, generations, tokenizer)
+    rows, is_scaled = _score(usable, engine.info, other, options.sampling, on_progress)
     agreements = []
     if options.answers:
-        tell(f"{other.info.kind} answers {len(texts)} prompts")
+        on_progress(f"{other.info.kind} answers {len(texts)} prompts")
         answered = other.generate(prompts, options.sampling) if texts else []
-        agreements = [*zip(texts, made, answered, strict=True)]
+        agreements = [*zip(texts, generations, answered, strict=True)]
     if images:
-        tell(f"both sides answer {len(images)} prompts with images")
-        agreements += zip(images, *_seen(images, engine, other, options), strict=True)
+        on_progress(f"both sides answer {len(images)} prompts with images")
+        agreements += zip(images, *_chat(images, engine, other, options), strict=True)
     agreement = None
     if agreements:
-        asked, ours, theirs = zip(*agreements, strict=True)
-        agreement = compare_answers(asked, ours, theirs, options.marking)
-    checks = _checks(prompts, made, rows, engine, tokenizer, options) if texts else ()
+        questions, answers, other_answers = zip(*agreements, strict=True)
+        agreement = compare_answers(questions, answers, other_answers, options.marking)
+    checks = _checks(prompts, generations, rows, engine, tokenizer, options) if texts else ()
     warning = multimodal_warning(engine.info, config or {})
-    return Comparison(
+    return EngineComparison(
         engine=engine.info,
         other=other.info,
         sampling=options.sampling,
@@ -162,20 +161,20 @@ def compare(
         worst=tuple(worst_tokens(rows, lambda token: tokenizer.decode([token]))),
         checks=checks,
         left_out=left_out,
-        streams=streams,
+        streams=stream_provenance(engine.info, other.info, options.sampling, is_scaled),
         agreement=agreement,
         warnings=() if warning is None else (warning,),
     )
 
 
-def _generated(
+def _generate(
     items: Sequence[Item],
     engine: Engine,
     tokenizer: Any,
     options: Options,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> tuple[list[Generation], list[list[int]]]:
-    """Return the engine's answers, and the tokens of the prompts as the tokenizer makes them."""
+    """Return the engine's answers, and the tokenizer's tokens of the prompts."""
     prompts = [token_ids(item, tokenizer, chat=options.chat) for item in items]
     sent: list[Prompt] = [*prompts]
     if options.as_text:
@@ -185,12 +184,12 @@ def _generated(
         ]
     if not items:
         return [], []
-    tell(f"{engine.info.kind} answers {len(items)} prompts")
+    on_progress(f"{engine.info.kind} answers {len(items)} prompts")
     return engine.generate(sent, options.sampling), prompts
 
 
 def _as_text(item: Item, tokenizer: Any, chat: bool) -> str:
-    """Return the prompt as a program sends it that leaves tokens to the engine."""
+    """Return the prompt as a text, for an engine that tokenises it."""
     if item.messages is None and not chat:
         return item.prompt or ""
     messages = item.messages or ({"role": "user", "content": item.prompt},)
@@ -200,101 +199,118 @@ def _as_text(item: Item, tokenizer: Any, chat: bool) -> str:
     return rendered
 
 
-def _scored(
+class _Usable(NamedTuple):
+    """An answer whose tokens can be scored."""
+
+    item: Item
+    prompt: Sequence[int]
+    ids: tuple[int, ...]
+    generation: Generation
+
+
+def _usable(
     items: Sequence[Item],
     prompts: Sequence[Sequence[int]],
-    made: Sequence[Generation],
-    engine: EngineInfo,
-    other: Engine,
+    generations: Sequence[Generation],
     tokenizer: Any,
-    options: Options,
-    tell: Callable[[str], None],
-) -> tuple[list[Scored], dict[str, str], dict[str, dict[str, Any]]]:
-    usable: list[tuple[Item, Sequence[int], tuple[int, ...], Generation]] = []
-    left_out: dict[str, str] = {}
-    for item, prompt, each in zip(items, prompts, made, strict=True):
-        ids = each.token_ids or _ids_of(each, tokenizer)
+) -> tuple[list[_Usable], dict[str, str]]:
+    """Return the answers that can be scored, and prompt -> problem of the others."""
+    usable: list[_Usable] = []
+    problems: dict[str, str] = {}
+    for item, prompt, each in zip(items, prompts, generations, strict=True):
+        ids = each.token_ids or _recovered_ids(each, tokenizer)
         problem = each.problem or ("" if ids else "the engine gave no token ids")
         if problem:
-            left_out[item.name] = problem
+            problems[item.name] = problem
         else:
-            usable.append((item, prompt, ids, each))
-    given = [[*prompt, *ids] for _, prompt, ids, _ in usable]
-    temperature = options.sampling.temperature
-    scaled = bool(engine.processed) and temperature not in (0.0, 1.0)
-    if given:
-        tell(f"{other.info.kind} scores {sum(map(len, given))} tokens")
-    if scaled and isinstance(other, ScoresAtTemperature):
-        scores = other.score_at(given, temperature)
+            usable.append(_Usable(item, prompt, ids, each))
+    return usable, problems
+
+
+def _score(
+    usable: Sequence[_Usable],
+    engine: EngineInfo,
+    other: Engine,
+    sampling: Sampling,
+    on_progress: Callable[[str], None],
+) -> tuple[list[Scored], bool]:
+    """Return the answers with both log-probs, and whether `other` applied the temperature."""
+    tokens = [[*each.prompt, *each.ids] for each in usable]
+    temperature = sampling.temperature
+    is_scaled = bool(engine.processed) and temperature not in (0.0, 1.0)
+    if tokens:
+        on_progress(f"{other.info.kind} scores {sum(map(len, tokens))} tokens")
+    if is_scaled and isinstance(other, ScoresAtTemperature):
+        scores = other.score_at(tokens, temperature)
     else:
-        scores, scaled = other.score(given), False
+        scores, is_scaled = other.score(tokens), False
     rows = [
         Scored(
-            name=item.name,
-            prompt=tuple(prompt),
-            ids=ids,
-            q=np.array(each.log_probs, dtype=np.float64),
-            p=np.array(values[len(prompt) :], dtype=np.float64),
+            name=each.item.name,
+            prompt=tuple(each.prompt),
+            ids=each.ids,
+            q=np.array(each.generation.log_probs, dtype=np.float64),
+            p=np.array(values[len(each.prompt) :], dtype=np.float64),
         )
-        for (item, prompt, ids, each), values in zip(usable, scores, strict=True)
+        for each, values in zip(usable, scores, strict=True)
     ]
-    return rows, left_out, streams_of(engine, other.info, options.sampling, scaled)
+    return rows, is_scaled
 
 
-def _ids_of(made: Generation, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids of an answer whose server gives texts alone; () where it is not certain."""
-    ids = tokenizer(made.text, add_special_tokens=False)["input_ids"]
-    if len(ids) != len(made.log_probs):
+def _recovered_ids(generation: Generation, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids of an answer whose server returns only texts; () where uncertain."""
+    ids = tokenizer(generation.text, add_special_tokens=False)["input_ids"]
+    if len(ids) != len(generation.log_probs):
         return ()
-    own = [tokenizer.decode([token]) for token in ids]
-    return tuple(ids) if own == list(made.tokens) else ()
+    texts = [tokenizer.decode([token]) for token in ids]
+    return tuple(ids) if texts == list(generation.tokens) else ()
 
 
-def streams_of(
-    engine: EngineInfo, other: EngineInfo, drawn: Sampling, scaled: bool
-) -> dict[str, dict[str, Any]]:
-    """Return the provenance of both sides' log-probs, as payloads say it.
+def stream_provenance(
+    engine: EngineInfo, other: EngineInfo, sampling: Sampling, scaled: bool
+) -> dict[str, dict[str, object]]:
+    """Return the provenance of both sides' log-probs, as the payload's `streams`.
 
     Args:
         engine, other: the two sides.
-        drawn: how the tokens were drawn.
+        sampling: how the tokens were sampled.
         scaled: whether the other side's are after the temperature, too.
     """
     rollout = {
         **_side(engine),
         "processed": bool(engine.processed),
-        "temperature": float(drawn.temperature),
-        "top_p": float(drawn.top_p),
-        "top_k": drawn.top_k,
+        "temperature": float(sampling.temperature),
+        "top_p": float(sampling.top_p),
+        "top_k": sampling.top_k,
         "alignment": "a log-prob at its own token; the prompt left out",
     }
     old = {
         **_side(other),
         "processed": scaled,
-        "temperature": float(drawn.temperature) if scaled else 1.0,
+        "temperature": float(sampling.temperature) if scaled else 1.0,
         "alignment": "a log-prob at its own token; the prompt left out",
     }
     return {"rollout": rollout, "old": old}
 
 
-def _side(info: EngineInfo) -> dict[str, Any]:
-    said = {
+def _side(info: EngineInfo) -> dict[str, object]:
+    fields = {
         "producer": info.place,
         "engine": info.kind,
         "engine_version": info.version,
         "quantisation": info.quantisation,
     }
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _seen(
+def _chat(
     items: Sequence[Item], engine: Engine, other: Engine, options: Options
 ) -> tuple[list[Generation], list[Generation]]:
     """Return both sides' answers to prompts with images."""
     if not isinstance(engine, Chats) or not isinstance(other, Chats):
         side = other if isinstance(engine, Chats) else engine
         raise InvalidInput(
-            f"{len(items)} prompts have images, and {side.info.kind} takes none",
+            f"{len(items)} prompts have images, and {side.info.kind} accepts none",
             expected="an engine over HTTP and transformers",
         )
     sent, local = [], []
@@ -315,19 +331,19 @@ def _seen(
 
 def _checks(
     prompts: Sequence[Sequence[int]],
-    made: Sequence[Generation],
+    generations: Sequence[Generation],
     rows: Sequence[Scored],
     engine: Engine,
     tokenizer: Any,
     options: Options,
 ) -> tuple[Check, ...]:
-    words = getattr(engine, "vocabulary", ())
+    vocabulary = getattr(engine, "vocabulary", ())
     sent = "texts, which the engine tokenised" if options.as_text else "token ids"
-    how = "rendered by the model's chat template" if options.chat else "as they stand"
+    form = "rendered by the model's chat template" if options.chat else "as they stand"
     return (
-        Check("sent", True, f"{sent}; prompts {how}"),
-        check_prompts(prompts, made),
+        Check("sent", True, f"{sent}; prompts {form}"),
+        check_prompts(prompts, generations),
         check_bos(prompts, tokenizer),
-        check_vocabulary(made, tokenizer, words),
+        check_vocabulary(generations, tokenizer, vocabulary),
         check_shift(rows),
     )

@@ -22,11 +22,11 @@ except ImportError as error:
         advice="pip install ctranslate2, or 'stagescope[example]'",
     ) from error
 
-_MOST_VOCABULARY: Final = 64 << 20
+_MAX_VOCABULARY_BYTES: Final = 64 << 20
 
 
 class CTranslate2Engine:
-    """A converted model; it takes token ids, since the directory holds no tokenizer.
+    """A converted model; it accepts only token ids, since the directory has no tokenizer.
 
     Raises:
         NotFound: no such directory, or not one of CTranslate2.
@@ -35,11 +35,11 @@ class CTranslate2Engine:
     def __init__(self, path: Path, *, device: str = "cpu", compute_type: str = "default") -> None:
         if not (path / "model.bin").is_file():
             raise NotFound(
-                f"{str(path)!r} is no directory of CTranslate2",
+                f"{str(path)!r} is not a directory of CTranslate2",
                 expected="model.bin and config.json",
             )
         try:
-            self._words = _vocabulary(path)
+            self._tokens = _vocabulary(path)
             config = json.loads((path / "config.json").read_text())
             self._open = functools.partial(
                 ctranslate2.Generator, str(path), device=device, compute_type=compute_type
@@ -48,7 +48,7 @@ class CTranslate2Engine:
         except (OSError, ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())[:300]
             raise NotFound(f"{str(path)!r} cannot be loaded: {text}") from error
-        self._ids = {word: index for index, word in enumerate(self._words)}
+        self._ids = {word: index for index, word in enumerate(self._tokens)}
         self._end = self._ids.get(config.get("eos_token"))
         kind = self._generator.compute_type
         self._info = EngineInfo(
@@ -66,32 +66,32 @@ class CTranslate2Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """What is known of it."""
+        """The description of the engine."""
         return self._info
 
     @property
     def vocabulary(self) -> Sequence[str]:
-        """Its tokens, by id."""
-        return self._words
+        """The tokens, by id."""
+        return self._tokens
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._generator = None
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None
     ) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        drawn = sampling or Sampling()
-        if drawn.stop:
-            raise InvalidInput("CTranslate2 stops at tokens alone", expected="no texts in stop")
-        if drawn.seed is not None and drawn.temperature > 0:
-            # A generator's threads take their seed when they start: it must be a new one.
-            ctranslate2.set_random_seed(drawn.seed)
+        options = sampling or Sampling()
+        if options.stop:
+            raise InvalidInput("CTranslate2 only stops at tokens", expected="no texts in stop")
+        if options.seed is not None and options.temperature > 0:
+            # A generator's threads read the seed when they start: a new generator is needed.
+            ctranslate2.set_random_seed(options.seed)
             self._generator = self._open()
-        return [self._generate(self._row(prompt), drawn) for prompt in prompts]
+        return [self._generate(self._row(prompt), options) for prompt in prompts]
 
-    def _generate(self, row: list[str], drawn: Sampling) -> Generation:
+    def _generate(self, row: list[str], options: Sampling) -> Generation:
         ids: list[int] = []
         values: list[float] = []
 
@@ -100,23 +100,23 @@ class CTranslate2Engine:
             values.append(step.log_prob)
             return False
 
-        greedy = drawn.temperature == 0
+        greedy = options.temperature == 0
         self._generator.generate_batch(
             [row],
-            max_length=drawn.max_tokens,
-            sampling_topk=1 if greedy else drawn.top_k,
-            sampling_topp=1.0 if greedy else drawn.top_p,
-            sampling_temperature=1.0 if greedy else drawn.temperature,
+            max_length=options.max_tokens,
+            sampling_topk=1 if greedy else options.top_k,
+            sampling_topp=1.0 if greedy else options.top_p,
+            sampling_temperature=1.0 if greedy else options.temperature,
             include_prompt_in_result=False,
             return_end_token=True,
             return_scores=True,  # without it the callback sees no log-prob
             callback=keep,
         )
-        words = tuple(self._words[token] for token in ids)
+        tokens = tuple(self._tokens[token] for token in ids)
         ended = bool(ids) and ids[-1] == self._end
         return Generation(
-            text="".join(words),
-            tokens=words,
+            text="".join(tokens),
+            tokens=tokens,
             token_ids=tuple(ids),
             log_probs=tuple(values),
             prompt_tokens=len(row),
@@ -128,15 +128,15 @@ class CTranslate2Engine:
         """Return the log-prob of each given token; see `Engine.score`."""
         found: list[tuple[float, ...]] = []
         for row in rows:
-            words = self._row(row)
-            if len(words) == 1:
+            tokens = self._row(row)
+            if len(tokens) == 1:
                 found.append((math.nan,))
                 continue
-            [scored] = self._generator.score_batch([words], max_input_length=0)
-            # What it scores is said: the tokens after the first, each at its own place.
-            if list(scored.tokens) != words[1:] or len(scored.log_probs) != len(words) - 1:
+            [scored] = self._generator.score_batch([tokens], max_input_length=0)
+            # It returns which tokens it scored: those after the first, in order.
+            if list(scored.tokens) != tokens[1:] or len(scored.log_probs) != len(tokens) - 1:
                 raise EngineError(
-                    f"CTranslate2 scored {len(scored.tokens)} other tokens for {len(words)} given"
+                    f"CTranslate2 scored {len(scored.tokens)} other tokens for {len(tokens)} given"
                 )
             found.append((math.nan, *scored.log_probs))
         return found
@@ -145,19 +145,19 @@ class CTranslate2Engine:
         if isinstance(prompt, str):
             raise InvalidInput("CTranslate2 was given a text", expected="token ids")
         ids = check_ids(prompt)
-        if max(ids) >= len(self._words):
+        if max(ids) >= len(self._tokens):
             raise InvalidInput(
-                f"token id {max(ids)} is beyond the engine's vocabulary of {len(self._words)}",
+                f"token id {max(ids)} is outside of the engine's vocabulary of {len(self._tokens)}",
                 expected="ids of the model that was converted",
             )
-        return [self._words[token] for token in ids]
+        return [self._tokens[token] for token in ids]
 
 
 def _vocabulary(path: Path) -> list[str]:
     file = path / "vocabulary.json"
-    if not file.is_file() or file.stat().st_size > _MOST_VOCABULARY:
+    if not file.is_file() or file.stat().st_size > _MAX_VOCABULARY_BYTES:
         raise NotFound(f"{str(file)!r} is not there", expected="CTranslate2's vocabulary.json")
-    words = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise NotFound(f"{str(file)!r} is no list of tokens")
-    return words
+    tokens = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(tokens, list) or not all(isinstance(word, str) for word in tokens):
+        raise NotFound(f"{str(file)!r} is not a list of tokens")
+    return tokens

@@ -1,4 +1,4 @@
-"""What is asked: prompts and data sets from files, checked, and their tokens."""
+"""Reads and checks prompts and data sets, and tokenises them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from stagescope.wire.errors import Forbidden, InvalidInput
 
-MOST_BYTES: Final = 256 << 20
-MOST_ROWS: Final = 100_000
-MOST_IMAGE_BYTES: Final = 32 << 20
+MAX_BYTES: Final = 256 << 20
+MAX_ROWS: Final = 100_000
+MAX_IMAGE_BYTES: Final = 32 << 20
 
 _FIELDS: Final = ("prompt", "messages", "ids", "answer", "image", "id")
 _EXPECTED: Final = "a JSON object a line: prompt, messages or ids; answer, image, id"
@@ -34,12 +34,12 @@ BUILT_IN: Final = (
     "{\"name\": \"Ada\", \"born\":",
     "Let x be a real number with x^2 = 2. Then x",
 )  # fmt: skip
-"""Prompts where no file is given: prose, sums, code, JSON."""
+"""The prompts used without a file: prose, sums, code, JSON."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """One prompt: a text, OpenAI's messages or token ids; and the right answer, where there is."""
+    """One prompt: a text, OpenAI's messages or token ids; and the right answer, if known."""
 
     name: str
     prompt: str | None = None
@@ -55,25 +55,25 @@ def built_in() -> list[Item]:
 
 
 def read_items(path: Path, limit: int | None = None) -> list[Item]:
-    """Read prompts: JSONL where the name ends so, else a text with a prompt a line.
+    """Read prompts: JSONL where the file name ends so, else a text with one prompt per line.
 
     Args:
         path: the file. Images are files below its directory.
-        limit: most prompts.
+        limit: the maximal number of prompts.
 
     Raises:
-        InvalidInput: it cannot be read, or a line of it.
-        Forbidden: an image that lies elsewhere.
+        InvalidInput: the file or one of its lines cannot be read.
+        Forbidden: an image outside of the file's directory.
     """
-    most = min(MOST_ROWS, limit or MOST_ROWS)
+    maximum = min(MAX_ROWS, limit or MAX_ROWS)
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise InvalidInput(
-                f"{str(path)!r} has {path.stat().st_size} bytes", expected=f"up to {MOST_BYTES}"
+                f"{str(path)!r} has {path.stat().st_size} bytes", expected=f"up to {MAX_BYTES}"
             )
         with path.open(encoding="utf-8") as file:
-            items = list(_items(file, path, is_json, most))
+            items = list(_items(file, path, is_json, maximum))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{str(path)!r} cannot be read ({error})", expected="a text") from error
     if not items:
@@ -81,10 +81,10 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     return items
 
 
-def _items(lines: Iterable[str], path: Path, is_json: bool, most: int) -> Iterator[Item]:
+def _items(lines: Iterable[str], path: Path, is_json: bool, maximum: int) -> Iterator[Item]:
     found = 0
     for number, line in enumerate(lines, 1):
-        if found == most:
+        if found == maximum:
             return
         text = line.rstrip("\r\n")
         if text.strip():
@@ -95,21 +95,21 @@ def _items(lines: Iterable[str], path: Path, is_json: bool, most: int) -> Iterat
 def _item(text: str, number: int, path: Path) -> Item:
     where = f"line {number} of {str(path)!r}"
     try:
-        said = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where} is no JSON ({error})", expected=_EXPECTED) from error
-    kinds = [name for name in ("prompt", "messages", "ids") if _known(said, name)]
+        raise InvalidInput(f"{where} is not JSON ({error})", expected=_EXPECTED) from error
+    kinds = [name for name in ("prompt", "messages", "ids") if _has_value(fields, name)]
     if len(kinds) != 1:
         raise InvalidInput(f"{where} has {' and '.join(kinds) or 'no prompt'}", expected=_EXPECTED)
-    prompt, messages, ids, answer, image, name = (said.get(field) for field in _FIELDS)
+    prompt, messages, ids, answer, image, name = (fields.get(field) for field in _FIELDS)
     if prompt is not None and not (isinstance(prompt, str) and prompt):
-        raise InvalidInput(f"{where}: prompt is no text", expected=_EXPECTED)
+        raise InvalidInput(f"{where}: prompt is not a text", expected=_EXPECTED)
     if messages is not None and not _are_messages(messages):
-        raise InvalidInput(f"{where}: messages are no messages", expected="[{role, content}, ...]")
+        raise InvalidInput(f"{where}: messages are invalid", expected="[{role, content}, ...]")
     if ids is not None and not (
         isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
     ):
-        raise InvalidInput(f"{where}: ids are no token ids", expected="a list of ints from 0")
+        raise InvalidInput(f"{where}: ids are not token ids", expected="a list of ints from 0")
     return Item(
         name=str(number if name is None else name)[:200],
         prompt=prompt,
@@ -120,11 +120,11 @@ def _item(text: str, number: int, path: Path) -> Item:
     )
 
 
-def _known(said: Any, name: str) -> bool:
-    return isinstance(said, dict) and said.get(name) is not None
+def _has_value(fields: object, name: str) -> bool:
+    return isinstance(fields, dict) and fields.get(name) is not None
 
 
-def _are_messages(value: Any) -> bool:
+def _are_messages(value: object) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
@@ -137,12 +137,12 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-def _image_path(value: Any, path: Path, where: str) -> Path:
+def _image_path(value: object, path: Path, where: str) -> Path:
     folder = path.parent.resolve()
     found = (folder / str(value)).resolve()
     if not found.is_relative_to(folder):
         raise Forbidden(
-            f"{where}: the image {str(value)!r:.200} leaves {str(folder)!r}",
+            f"{where}: the image {str(value)!r:.200} is outside of {str(folder)!r}",
             expected="a file below the data set's directory",
         )
     if not found.is_file():
@@ -181,13 +181,13 @@ def data_url(path: Path) -> str:
     """Return an image file as a `data:` URL.
 
     Raises:
-        InvalidInput: too large, or no image of a known kind.
+        InvalidInput: too large, or not an image of a known kind.
     """
-    content = path.read_bytes() if path.stat().st_size <= MOST_IMAGE_BYTES else b""
+    content = path.read_bytes() if path.stat().st_size <= MAX_IMAGE_BYTES else b""
     kind = next((kind for magic, kind in _IMAGES.items() if content.startswith(magic)), None)
     if kind is None:
         raise InvalidInput(
-            f"{str(path)!r} is no image that can be sent",
-            expected=f"PNG, JPEG, GIF or WebP of up to {MOST_IMAGE_BYTES >> 20} MiB",
+            f"{str(path)!r} is not an image that can be sent",
+            expected=f"PNG, JPEG, GIF or WebP of up to {MAX_IMAGE_BYTES >> 20} MiB",
         )
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,16 +1,15 @@
-"""A comparison as a step of a run: through the probe, as any rank hands over its tensors."""
+"""Records a comparison as a step of a run, through a probe like any rank's."""
 
 from __future__ import annotations
 
 import sys
 import uuid
-from typing import Any
 
 import numpy as np
 
 from stagescope import discovery
 from stagescope.wire.errors import Unreachable
-from stagescope_workers.consistency.comparison import Comparison
+from stagescope_workers.consistency.comparison import EngineComparison
 from stagescope_workers.probe.lifecycle import init
 
 STAGE = "rollout_generate"
@@ -18,21 +17,18 @@ ROLE = "rollout"
 
 
 def record(
-    found: Comparison, *, run: str, step: int, timeout: float = 60.0, url: str | None = None
+    found: EngineComparison, *, run: str, step: int, timeout: float = 60.0, url: str | None = None
 ) -> bool:
-    """Hand a comparison over as a step of the role that served it; return whether it arrived.
+    """Record a comparison as a step of the role `rollout`; return whether it was received.
 
-    Over Ray where this process has joined it, else over HTTP to the service that
-    `stagescope.attach` would find. Each call is an attempt of its own.
+    It is sent over Ray where this process has joined it, else over HTTP to the service that
+    `stagescope.attach` would find. Each call is a new attempt.
 
     Raises:
         Unreachable: no service is known here.
-        InvalidInput: a run's name that cannot be.
+        InvalidInput: an invalid run name.
     """
-    options: dict[str, Any] = {}
-    if url is not None or not _in_ray():
-        place = discovery.find(url)
-        options = {"url": place.url, "token": place.operate_token}
+    service = discovery.find(url) if url is not None or not _in_ray() else None
     probe = init(
         run=run,
         role=ROLE,
@@ -45,7 +41,8 @@ def record(
         captures=False,
         watchdog=0,
         strict=True,
-        **options,
+        url=None if service is None else service.url,
+        token=None if service is None else service.operate_token,
     )
     with probe.stage(STAGE, step=step) as stage:
         stage.record(_payload(found))
@@ -59,40 +56,41 @@ def _in_ray() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _payload(found: Comparison) -> dict[str, Any]:
+def _payload(found: EngineComparison) -> dict[str, object]:
     rows = found.rows
-    known: dict[str, Any] = {}
+    optional: dict[str, object] = {}
     if all(row.group is not None for row in rows):
-        known["group_ids"] = [row.group for row in rows]
+        optional["group_ids"] = [row.group for row in rows]
     if all(row.reward is not None for row in rows):
-        known["rewards"] = np.array([row.reward for row in rows], np.float32)
+        optional["rewards"] = np.array([row.reward for row in rows], np.float32)
     return {
-        **known,
+        **optional,
         "rollout_log_probs": [row.q.astype(np.float32) for row in rows],
         "old_log_probs": [row.p.astype(np.float32) for row in rows],
         "response_mask": [row.counted.astype(np.int8) for row in rows],
         "responses": [np.array(row.ids, np.int64) for row in rows],
         "prompts": [np.array(row.prompt, np.int64) for row in rows],
         "sample_ids": [row.name for row in rows],
-        "streams": {stream: dict(said) for stream, said in found.streams.items()},
+        "streams": {name: dict(stream) for name, stream in found.streams.items()},
         "left_out": dict(found.left_out),
     }
 
 
-def _scalars(found: Comparison) -> dict[str, float]:
-    said: dict[str, float] = {
+def _scalars(found: EngineComparison) -> dict[str, float]:
+    scalars: dict[str, float] = {
         "consistency/left_out": float(len(found.left_out)),
         "consistency/checks_failed": float(sum(check.ok is False for check in found.checks)),
     }
     if (agreement := found.agreement) is not None:
-        said["consistency/same_answers"] = float(agreement.same)
-        said["consistency/token_share"] = agreement.token_share
+        scalars["consistency/same_answers"] = float(agreement.same)
+        scalars["consistency/token_share"] = agreement.token_share
         if (accuracy := agreement.accuracy) is not None:
-            said["consistency/engine_accuracy"], said["consistency/other_accuracy"] = accuracy
-    return said
+            scalars["consistency/engine_accuracy"] = accuracy[0]
+            scalars["consistency/other_accuracy"] = accuracy[1]
+    return scalars
 
 
-def known_service(url: str | None) -> str | None:
+def reason_against_recording(url: str | None) -> str | None:
     """Return why nothing can be recorded; None where a service is known."""
     if url is None and _in_ray():
         return None

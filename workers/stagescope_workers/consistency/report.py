@@ -1,39 +1,39 @@
-"""A comparison for a reader, and as JSON."""
+"""Formats a comparison as text and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from stagescope import render
 from stagescope.engines import EngineInfo
 from stagescope.frames import Table
-from stagescope_workers.consistency.comparison import Comparison
+from stagescope_workers.consistency.comparison import EngineComparison
 
-_SHOWN_LEFT_OUT: Final = 3
-_ORDER: Final = ("abs_diff", "q", "p", "sample", "position", "token_id", "token")
-_WORDS: Final = {True: "ok", False: "NOT", None: "?"}
+_MAX_SHOWN: Final = 3
+_COLUMNS: Final = ("abs_diff", "q", "p", "sample", "position", "token_id", "token")
+_MARKS: Final = {True: "ok", False: "NOT", None: "?"}
 
 
 class Report:
-    """What `stagescope consistency` prints."""
+    """The output of `stagescope consistency`."""
 
-    def __init__(self, found: Comparison, recorded: str) -> None:
+    def __init__(self, found: EngineComparison, recorded: str) -> None:
         self._found = found
         self._recorded = recorded
 
     @property
     def heading(self) -> str:
-        """Which engine was held against which."""
+        """The two engines that were compared."""
         return f"{side(self._found.engine)} against {side(self._found.other)}"
 
-    def _places(self) -> Iterator[str]:
+    def _locations(self) -> Iterator[str]:
         yield f"  engine  {self._found.engine.place}"
         yield f"  against {self._found.other.place}"
 
     def lines(self, *, width: int = 80) -> list[str]:
-        """Return it as lines of at most `width` columns."""
+        """Return the report as lines of at most `width` columns."""
         lines = []
         for text in self._lines():
             indent = " " * (len(text) - len(text.lstrip()))
@@ -42,10 +42,10 @@ class Report:
 
     def _lines(self) -> Iterator[str]:
         found = self._found
-        drawn = found.sampling
-        how = "greedily" if drawn.temperature == 0 else f"at temperature {drawn.temperature:g}"
+        temperature = found.sampling.temperature
+        how = "greedily" if temperature == 0 else f"at temperature {temperature:g}"
         counts = f"{len(found.rows)} answers, {found.numbers['counts/tokens']:.0f} tokens"
-        yield from self._places()
+        yield from self._locations()
         if found.stored:
             yield f"{counts} of the stored {found.stored}"
         else:
@@ -53,13 +53,13 @@ class Report:
         for warning in found.warnings:
             yield f"warning: {warning}"
         for check in found.checks:
-            yield f"  {_WORDS[check.ok]:<3} {check.name:<10} {check.text}"
-        for stream, told in found.streams.items():
-            yield f"  {'q' if stream == 'rollout' else 'p'} is {_provenance(told)}"
+            yield f"  {_MARKS[check.ok]:<3} {check.name:<10} {check.text}"
+        for stream, provenance in found.streams.items():
+            yield f"  {'q' if stream == 'rollout' else 'p'} is {_provenance(provenance)}"
         if found.left_out:
-            reasons = list(found.left_out.items())[:_SHOWN_LEFT_OUT]
-            told_of = "; ".join(f"{name}: {reason}" for name, reason in reasons)
-            yield f"left out {len(found.left_out)} answers ({told_of})"
+            shown = list(found.left_out.items())[:_MAX_SHOWN]
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in shown)
+            yield f"left out {len(found.left_out)} answers ({reasons})"
         if (agreement := found.agreement) is not None:
             yield (
                 f"answers: {agreement.same} of {agreement.answers} the same token by token; "
@@ -79,7 +79,7 @@ class Report:
             "value": tuple(self._found.numbers.values()),
         }
         worst = Table.from_rows(
-            [dataclasses.asdict(token) for token in self._found.worst], order=_ORDER
+            [dataclasses.asdict(token) for token in self._found.worst], order=_COLUMNS
         )
         return [
             *Table(columns).lines(width=width),
@@ -87,8 +87,8 @@ class Report:
             *worst.lines(width=width),
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the tokens themselves, as plain values."""
+    def to_dict(self) -> dict[str, object]:
+        """Return everything but the tokens themselves, as JSON."""
         found = self._found
         agreement = found.agreement
         return {
@@ -99,7 +99,7 @@ class Report:
             "aligned": found.aligned,
             "checks": [dataclasses.asdict(check) for check in found.checks],
             "warnings": list(found.warnings),
-            "streams": {name: dict(said) for name, said in found.streams.items()},
+            "streams": {name: dict(stream) for name, stream in found.streams.items()},
             "metrics": dict(found.numbers),
             "worst": [dataclasses.asdict(token) for token in found.worst],
             "left_out": dict(found.left_out),
@@ -109,21 +109,21 @@ class Report:
 
 
 def side(info: EngineInfo) -> str:
-    """Return an engine in a few words, without its place."""
-    details = ", ".join(word for word in (info.dtype, info.quantisation) if word)
+    """Describe an engine briefly, without its address."""
+    details = ", ".join(detail for detail in (info.dtype, info.quantisation) if detail)
     version = f" {info.version}" if info.version else ""
     return f"{info.kind}{version}{f' ({details})' if details else ''}"
 
 
-def _plain(info: EngineInfo) -> dict[str, Any]:
+def _plain(info: EngineInfo) -> dict[str, object]:
     return {**dataclasses.asdict(info), "settings": dict(info.settings)}
 
 
-def _provenance(told: Any) -> str:
-    kind = "after temperature and cuts" if told.get("processed") else "raw"
-    words = [f"{told.get('engine')}'s, {kind}"]
-    if told.get("processed"):
-        words.append(f"temperature {told.get('temperature'):g}")
-    if told.get("quantisation"):
-        words.append(str(told["quantisation"]))
-    return ", ".join(words)
+def _provenance(stream: Mapping[str, object]) -> str:
+    kind = "after temperature and cuts" if stream.get("processed") else "raw"
+    parts = [f"{stream.get('engine')}'s, {kind}"]
+    if stream.get("processed"):
+        parts.append(f"temperature {stream.get('temperature'):g}")
+    if stream.get("quantisation"):
+        parts.append(str(stream["quantisation"]))
+    return ", ".join(parts)

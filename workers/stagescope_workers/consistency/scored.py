@@ -25,7 +25,7 @@ class Scored:
         ids: the tokens of the answer.
         q: the engine's log-prob of each.
         p: the other side's, of the same tokens after the same prompt.
-        mask: which of them the model sampled (others are the environment's); None: all.
+        mask: which of them the model sampled (the environment wrote the others); None: all.
         group: the prompt's group, where it is known.
         reward: of the answer, where it is known.
     """
@@ -59,14 +59,14 @@ class WorstToken:
 
 
 def numbers(rows: Sequence[Scored]) -> dict[str, float]:
-    """Return what the service publishes of the same tokens, under the same names, in float64.
+    """Return the service's statistics of the same tokens, under the same names, in float64.
 
-    Over tokens of which both values are finite; the others are counted.
+    They are over tokens with two finite values; the others are counted.
     """
     q = np.concatenate([row.q[row.counted] for row in rows]) if rows else np.empty(0)
     p = np.concatenate([row.p[row.counted] for row in rows]) if rows else np.empty(0)
     finite = np.isfinite(q) & np.isfinite(p)
-    odd = {
+    nonfinite = {
         f"nonfinite/{stream}": float(np.count_nonzero(~np.isfinite(values)))
         for stream, values in (("rollout", q), ("old", p))
     }
@@ -84,19 +84,19 @@ def numbers(rows: Sequence[Scored]) -> dict[str, float]:
         "training/rollout_actor_probs_pearson_corr": _pearson(np.exp(p), np.exp(q)),
         "counts/tokens": float(count),
         "counts/sequences": float(len(rows)),
-        **odd,
+        **nonfinite,
     }
 
 
 def worst_tokens(
-    rows: Sequence[Scored], text_of: Callable[[int], str], most: int = WORST
+    rows: Sequence[Scored], decode: Callable[[int], str], count: int = WORST
 ) -> list[WorstToken]:
-    """Return the tokens that differ most, the worst first; not finite ones before all.
+    """Return the tokens that differ most, the worst first; non-finite ones come before others.
 
     Args:
         rows: the answers.
-        text_of: a token's text by its id.
-        most: how many.
+        decode: returns a token's text by its id.
+        count: the maximal number of tokens.
     """
     if not rows:
         return []
@@ -104,21 +104,21 @@ def worst_tokens(
     with np.errstate(invalid="ignore"):
         gaps = np.concatenate([np.abs(row.p - row.q) for row in rows])
     keys = np.where(counted, np.where(np.isfinite(gaps), gaps, np.inf), -1.0)
-    most = min(most, int(np.count_nonzero(counted)))
+    count = min(count, int(np.count_nonzero(counted)))
     starts = np.cumsum([0, *(len(row.ids) for row in rows)])
     found = []
-    for index in np.argsort(-keys, kind="stable")[:most]:
+    for index in np.argsort(-keys, kind="stable")[:count]:
         row = int(np.searchsorted(starts, index, side="right")) - 1
-        at = int(index - starts[row])
-        token = rows[row].ids[at]
+        position = int(index - starts[row])
+        token = rows[row].ids[position]
         found.append(
             WorstToken(
                 sample=rows[row].name,
-                position=at,
+                position=position,
                 token_id=token,
-                token=text_of(token),
-                q=float(rows[row].q[at]),
-                p=float(rows[row].p[at]),
+                token=decode(token),
+                q=float(rows[row].q[position]),
+                p=float(rows[row].p[position]),
                 abs_diff=float(gaps[index]),
             )
         )

@@ -1,4 +1,4 @@
-"""Stored rollouts scored again: the trajectories of a kept step through engines that score."""
+"""Scores stored rollouts again: the trajectories of a kept step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stagescope.engines import Engine, EngineInfo, Sampling
 from stagescope.targets import read_target
 from stagescope.wire.errors import InvalidInput
 from stagescope_workers.consistency.alignment import Check, check_shift
-from stagescope_workers.consistency.comparison import Comparison, streams_of
+from stagescope_workers.consistency.comparison import EngineComparison, stream_provenance
 from stagescope_workers.consistency.scored import Float64, Scored, numbers, worst_tokens
 
 STORED: Final = "rollout_log_probs"
@@ -25,16 +25,16 @@ def read_batch(text: str) -> Batch:
     """Return a kept step: a file that `Batch.save` wrote, or RUN[@ATTEMPT]:STEP of the service.
 
     Raises:
-        InvalidInput: neither.
+        InvalidInput: it is neither.
         NotFound: nothing of that step is kept.
     """
     if Path(text).is_file():
         return Batch.load(text)
-    place = read_target(text)
-    if place.step is None:
-        raise InvalidInput(f"{text!r:.200} is no file", expected="a file, or RUN[@ATTEMPT]:STEP")
+    target = read_target(text)
+    if target.step is None:
+        raise InvalidInput(f"{text!r:.200} is not a file", expected="a file, or RUN[@ATTEMPT]:STEP")
     with stagescope.attach() as session:
-        return session.step(place.step, run=place.run, attempt=place.attempt).batch()
+        return session.step(target.step, run=target.run, attempt=target.attempt).batch()
 
 
 def rescore(
@@ -42,19 +42,19 @@ def rescore(
     engine: Engine,
     other: Engine | str,
     *,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     limit: int | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Comparison:
-    """Let two sides say the log-probs of stored tokens; nothing is sampled.
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> EngineComparison:
+    """Compare two sides' log-probs of stored tokens; nothing is sampled.
 
     Args:
         batch: with prompts, responses and response_mask.
         engine: scores them.
-        other: scores them, too; or the name of the stored log-probs that stand for it.
-        tokenizer: of the model, for the texts of tokens; None: the engine's own words, if any.
-        limit: most trajectories.
-        tell: called with what is being done.
+        other: an engine that scores them too, or the name of stored log-probs to use instead.
+        tokenizer: of the model, for the texts of tokens; None: the engine's vocabulary, if any.
+        limit: the maximal number of trajectories.
+        on_progress: called with a description of each activity.
 
     Raises:
         NotFound: prompts, responses or the stored log-probs were not kept.
@@ -62,14 +62,14 @@ def rescore(
     """
     kept = list(trajectories(batch))[:limit]
     rows = [each.all_tokens() for each in kept]
-    tell(f"{engine.info.kind} scores {sum(map(len, rows))} tokens")
+    on_progress(f"{engine.info.kind} scores {sum(map(len, rows))} tokens")
     q = _responses(engine.score(rows), kept)
     if isinstance(other, str):
         info = EngineInfo("stored", batch.heading)
         p = [each.tensor(other).astype(np.float64) for each in kept]
     else:
         info = other.info
-        tell(f"{info.kind} scores the same tokens")
+        on_progress(f"{info.kind} scores the same tokens")
         p = _responses(other.score(rows), kept)
     scored = [
         Scored(
@@ -87,7 +87,7 @@ def rescore(
     sampling = _sampling(batch)
     masked = sum(len(row.ids) - int(row.counted.sum()) for row in scored)
     text = f"{len(scored)} stored answers as token ids; {masked} tokens that no model sampled"
-    return Comparison(
+    return EngineComparison(
         engine=engine.info,
         other=info,
         sampling=sampling,
@@ -96,7 +96,7 @@ def rescore(
         worst=tuple(worst_tokens(scored, _texts(engine, tokenizer))),
         checks=(Check("sent", True, text), check_shift(scored)),
         left_out={},
-        streams=streams_of(engine.info, info, sampling, scaled=False),
+        streams=stream_provenance(engine.info, info, sampling, scaled=False),
         stored=batch.heading,
     )
 
@@ -110,17 +110,17 @@ def _responses(scores: Sequence[Sequence[float]], kept: Sequence[Trajectory]) ->
 
 
 def _texts(engine: Engine, tokenizer: Any) -> Callable[[int], str]:
-    """Return what says a token's text."""
-    words: Sequence[str] = getattr(engine, "vocabulary", ())
+    """Return a function that decodes a token id."""
+    vocabulary: Sequence[str] = getattr(engine, "vocabulary", ())
     if tokenizer is not None:
         return lambda token: str(tokenizer.decode([token]))
-    return lambda token: words[token] if token < len(words) else ""
+    return lambda token: vocabulary[token] if token < len(vocabulary) else ""
 
 
 def _sampling(batch: Batch) -> Sampling:
-    """Return how the tokens were drawn, as far as it was said; scores do not depend on it."""
-    said = batch.meta.get("sampling")
-    temperature = said.get("temperature") if isinstance(said, dict) else None
+    """Return how the tokens were sampled, as far as recorded; scores do not depend on it."""
+    recorded = batch.meta.get("sampling")
+    temperature = recorded.get("temperature") if isinstance(recorded, dict) else None
     if isinstance(temperature, int | float) and temperature >= 0:
         return Sampling(temperature=float(temperature))
     return Sampling(temperature=1.0)

@@ -1,7 +1,7 @@
-"""The model as transformers computes it, in this process: what engines are held against.
+"""The model in transformers, in this process: the reference for other engines.
 
-Log-probs are `log_softmax` of the float32 logits, at temperature 1 over the whole vocabulary
-unless asked otherwise. Only local files are read, and of weights only safetensors.
+Log-probs are `log_softmax` of the float32 logits over the full vocabulary, at temperature 1 by
+default. Only local files are read, and weights only from safetensors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ try:
     import transformers
 except ImportError as error:
     raise MissingExtra(
-        f"transformers' side needs {error.name}, which is not installed",
+        f"transformers needs {error.name}, which is not installed",
         advice="pip install torch transformers, or 'stagescope[example]'",
     ) from error
 
 _POSITIONS: Final = 512
-"""Positions whose logits are in float32 at one time: a vocabulary of 150 k takes 300 MB."""
+"""Positions whose logits are converted to float32 at a time: a vocabulary of 150 k needs 300 MB."""
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 class TransformersEngine:
-    """A model directory, loaded.
+    """A loaded model directory.
 
     Args:
         path: with config.json, *.safetensors and the tokenizer's files.
@@ -56,17 +56,17 @@ class TransformersEngine:
                 if self.sees
                 else transformers.AutoModelForCausalLM
             )
-            own: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+            torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
             model = auto.from_pretrained(
-                path, dtype=own, local_files_only=True, use_safetensors=True
+                path, dtype=torch_dtype, local_files_only=True, use_safetensors=True
             )
         self._path = path
         self._model: Any = model.to(device or _device()).eval()
-        own = model.generation_config
-        # What a call leaves open comes from here: a model's own file may cut, scale or penalise.
+        defaults = model.generation_config
+        # The defaults of each call: those in the model's file may cut, scale or penalise.
         model.generation_config = _generation_config(
-            eos_token_id=own.eos_token_id,
-            pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0,
+            eos_token_id=defaults.eos_token_id,
+            pad_token_id=defaults.pad_token_id if defaults.pad_token_id is not None else 0,
         )
         self.tokenizer = load_tokenizer(path)
         self._processor: Any = None
@@ -85,11 +85,11 @@ class TransformersEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What is known of it."""
+        """The description of the engine."""
         return self._info
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._model = None
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
@@ -99,29 +99,30 @@ class TransformersEngine:
     def score_at(
         self, rows: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
-        """Return the same after the logits were divided by `temperature`.
+        """Return log-probs after the logits were divided by `temperature`.
 
-        For engines whose log-probs are those after it.
+        For comparison with engines that return such log-probs.
         """
         return [self._score(check_ids(row), temperature) for row in rows]
 
     def _score(self, row: list[int], temperature: float) -> tuple[float, ...]:
-        # A row at a time: padding would be one more thing that may differ.
+        # One row at a time: padding could make a difference.
         ids = torch.tensor([row], device=self._model.device)
         with torch.inference_mode():
             logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1]
-            found = _chosen(logits, ids[0, 1:], temperature)
+            found = _token_log_probs(logits, ids[0, 1:], temperature)
         return (math.nan, *found)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None
     ) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        drawn = sampling or Sampling()
+        options = sampling or Sampling()
         rows = [self._ids(check_prompt(prompt)) for prompt in prompts]
-        with _seeded(drawn.seed):
+        with _seeded(options.seed):
             return [
-                self._generate({"input_ids": torch.tensor([row])}, drawn, len(row)) for row in rows
+                self._generate({"input_ids": torch.tensor([row])}, options, len(row))
+                for row in rows
             ]
 
     def chat(
@@ -130,7 +131,7 @@ class TransformersEngine:
         """Answer conversations whose parts may be `{"type": "image", "path": FILE}`.
 
         Raises:
-            InvalidInput: the model takes no images.
+            InvalidInput: the model has no vision part.
         """
         if not self.sees:
             raise InvalidInput(
@@ -141,49 +142,49 @@ class TransformersEngine:
             with _loading(self._path):
                 auto: Any = transformers.AutoProcessor
                 self._processor = auto.from_pretrained(self._path, local_files_only=True)
-        drawn = sampling or Sampling()
+        options = sampling or Sampling()
         found = []
-        with _seeded(drawn.seed):
+        with _seeded(options.seed):
             for messages in conversations:
                 inputs = self._processor.apply_chat_template(
                     list(messages), add_generation_prompt=True, tokenize=True, return_dict=True,
                     return_tensors="pt",
                 )  # fmt: skip
-                found.append(self._generate(inputs, drawn, inputs["input_ids"].shape[1]))
+                found.append(self._generate(inputs, options, inputs["input_ids"].shape[1]))
         return found
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
 
-    def _generate(self, inputs: Mapping[str, Any], drawn: Sampling, length: int) -> Generation:
+    def _generate(self, inputs: Mapping[str, Any], options: Sampling, length: int) -> Generation:
         model = self._model
-        placed = {name: value.to(model.device) for name, value in inputs.items()}
-        placed.setdefault("attention_mask", torch.ones_like(placed["input_ids"]))
+        tensors = {name: value.to(model.device) for name, value in inputs.items()}
+        tensors.setdefault("attention_mask", torch.ones_like(tensors["input_ids"]))
         config = _generation_config(
-            max_new_tokens=drawn.max_tokens,
-            do_sample=drawn.temperature > 0,
-            temperature=drawn.temperature or None,
-            top_p=drawn.top_p if drawn.temperature > 0 else None,
-            top_k=drawn.top_k if drawn.temperature > 0 else None,
-            stop_strings=list(drawn.stop) or None,
+            max_new_tokens=options.max_tokens,
+            do_sample=options.temperature > 0,
+            temperature=options.temperature or None,
+            top_p=options.top_p if options.temperature > 0 else None,
+            top_k=options.top_k if options.temperature > 0 else None,
+            stop_strings=list(options.stop) or None,
             return_dict_in_generate=True,
             output_logits=True,
         )
         with torch.inference_mode():
             made = model.generate(
-                **placed,
+                **tensors,
                 generation_config=config,
-                tokenizer=self.tokenizer if drawn.stop else None,
+                tokenizer=self.tokenizer if options.stop else None,
             )
             ids = made.sequences[0, length:]
-            values = _chosen(torch.cat(made.logits)[: len(ids)], ids, 1.0)
+            values = _token_log_probs(torch.cat(made.logits)[: len(ids)], ids, 1.0)
         token_ids = tuple(ids.tolist())
         return Generation(
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             token_ids=token_ids,
             log_probs=tuple(values),
             prompt_tokens=length,
-            finish_reason="length" if len(token_ids) == drawn.max_tokens else "stop",
+            finish_reason="length" if len(token_ids) == options.max_tokens else "stop",
         )
 
 
@@ -191,7 +192,7 @@ def load_tokenizer(path: Path) -> Any:
     """Return the tokenizer of a model directory.
 
     Raises:
-        NotFound: there is none.
+        NotFound: it has no tokenizer.
     """
     with _loading(path):
         # Untyped, and a union of many kinds.
@@ -203,7 +204,7 @@ def load_tokenizer(path: Path) -> Any:
 def _loading(path: Path) -> Iterator[None]:
     if not (path / "config.json").is_file():
         raise NotFound(
-            f"{str(path)!r} is no model directory", expected="a directory with config.json"
+            f"{str(path)!r} is not a model directory", expected="a directory with config.json"
         )
     try:
         yield
@@ -217,7 +218,7 @@ def _loading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Draw from `seed` inside; the process's own generators are as before afterwards."""
+    """Seed the random generators inside, and restore their state afterwards."""
     if seed is None:
         yield
         return
@@ -226,7 +227,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _chosen(logits: Any, ids: Any, temperature: float) -> list[float]:
+def _token_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> list[float]:
     """Return the log-softmax of `logits` [positions, vocabulary] at `ids` [positions]."""
     found: list[float] = []
     for start in range(0, len(ids), _POSITIONS):
@@ -235,8 +236,8 @@ def _chosen(logits: Any, ids: Any, temperature: float) -> list[float]:
         values = values if values.dtype == torch.float64 else values.float()
         if temperature != 1.0:
             values = values / temperature
-        at = values.gather(-1, ids[piece, None].to(values.device))[:, 0]
-        found += (at - values.logsumexp(-1)).tolist()
+        selected = values.gather(-1, ids[piece, None].to(values.device))[:, 0]
+        found += (selected - values.logsumexp(-1)).tolist()
     return found
 
 

@@ -1,4 +1,4 @@
-"""Functions as stages: the step is found where trainers keep it."""
+"""Runs functions as stages; the step is found in the places where trainers store it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_NAMES: Final = ("global_steps", "global_step")
 
 
 class StageMaker(Protocol):
-    """What of a Probe a decorated function needs."""
+    """The part of a Probe that a decorated function needs."""
 
     def stage(self, name: str, *, step: int | None = None, model: object = None) -> Stage:
         """Return a stage for `with`."""
@@ -34,14 +34,14 @@ def as_stage(
 
     Args:
         name: the stage.
-        model: the module that runs, or, as a string, where it is found from the function's first
+        model: the module that runs, or, as a string, its attribute path from the function's first
             argument (`"actor.actor_module"`).
-        step: the step, where it is not to be found in the arguments.
-        probe: asked at each call; None lets the function run alone.
+        step: the step, instead of the one in the arguments.
+        probe: called at each call; where it returns None, the function runs without a stage.
     """
 
     def decorate(function: _Function) -> _Function:
-        def stage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Stage | None:
+        def stage(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Stage | None:
             maker = probe()
             if maker is None:
                 return None
@@ -51,7 +51,7 @@ def as_stage(
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def call_async(*args: Any, **kwargs: Any) -> Any:
+            async def call_async(*args: object, **kwargs: object) -> object:
                 entered = stage(args, kwargs)
                 if entered is None:
                     return await function(*args, **kwargs)
@@ -61,7 +61,7 @@ def as_stage(
             return cast("_Function", call_async)
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             entered = stage(args, kwargs)
             if entered is None:
                 return function(*args, **kwargs)
@@ -73,10 +73,10 @@ def as_stage(
     return decorate
 
 
-def find_step(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the global step that a call is about, or None.
+def find_step(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
+    """Return the global step of a call, or None.
 
-    Looked for in this order: `meta_info["global_steps"]` of any argument (verl's DataProto), or
+    It is searched in this order: `meta_info["global_steps"]` of any argument (verl's DataProto), or
     its `extra_info` (KVBatchMeta); a plain dict or TensorDict among the arguments; the attributes
     `global_steps` and `global_step` of the first argument (the worker).
     """
@@ -98,7 +98,7 @@ def find_step(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 def _attribute(value: object, name: str) -> object:
     try:
         return getattr(value, name, None)
-    except Exception:  # a property of a stranger may raise anything
+    except Exception:  # a property of another library's object may raise anything
         return None
 
 
@@ -108,7 +108,7 @@ def _step_in(mapping: Any) -> int | None:
     for name in STEP_NAMES:
         try:
             found = _as_step(mapping.get(name, None))
-        except Exception:  # a TensorDict may refuse a key it holds in another form
+        except Exception:  # a TensorDict may refuse a key that it stores in another form
             continue
         if found is not None:
             return found
@@ -123,7 +123,7 @@ def _as_step(value: Any) -> int | None:
         return None
 
 
-def _find_model(model: object, args: tuple[Any, ...]) -> object:
+def _find_model(model: object, args: tuple[object, ...]) -> object:
     if not isinstance(model, str):
         return model
     found: object = args[0] if args else None

@@ -1,4 +1,4 @@
-"""What one stage has handed over so far: its tensors, strings and metadata, each owned."""
+"""The payload of one stage while it is recorded: tensors, strings and metadata, each owned."""
 
 from __future__ import annotations
 
@@ -19,12 +19,24 @@ from stagescope.wire.schema import (
     STREAM_TENSORS,
     WRITTEN,
 )
-from stagescope_workers.device import BorrowedTensor, HostCopy, PinnedPool, lend_tensor, take_tensor
-from stagescope_workers.payload import Spec, WireTensor, describe, is_tensor_like, strings_of
-from stagescope_workers.payload import spec_of as wire_spec
+from stagescope_workers.device import (
+    BorrowedTensor,
+    HostCopy,
+    PinnedPool,
+    borrow_tensor,
+    copy_tensor,
+)
+from stagescope_workers.payload import (
+    Spec,
+    WireTensor,
+    describe,
+    is_tensor_like,
+    strings_from,
+    wire_spec,
+)
 
 STREAM_NAMES: Final = (*STREAM_TENSORS.values(), "ref_log_prob")
-_KNOWN_TENSORS: Final = frozenset({*STREAM_NAMES, *PAYLOAD_TENSORS})
+_TENSOR_NAMES: Final = frozenset({*STREAM_NAMES, *PAYLOAD_TENSORS})
 _FLOATS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 _BY_TOKEN: Final = frozenset({*PER_TOKEN, "tokens", "loss_mask", "input_ids", "attention_mask"})
 _MAX_META_ITEMS: Final = 1000
@@ -32,14 +44,14 @@ _MAX_META_TEXT: Final = 10_000
 
 
 class Draft:
-    """Accumulates what `Stage.record` is given; nothing in it is shared with the caller."""
+    """Accumulates the arguments of `Stage.record`; the caller shares no memory with it."""
 
     def __init__(self, pool: PinnedPool) -> None:
         self._pool = pool
         self._tensors: dict[str, WireTensor | HostCopy | BorrowedTensor] = {}
         self._specs: dict[str, Spec] = {}
         self._strings: dict[str, list[str]] = {}
-        self._meta: dict[str, Any] = {}
+        self._meta: dict[str, object] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tensors or self._strings or self._meta)
@@ -47,18 +59,19 @@ class Draft:
     def add(
         self, values: Mapping[str, object], *, borrowed: bool = False
     ) -> Iterator[StagescopeError]:
-        """Take `values` in; yield what is wrong with single ones, the others are taken.
+        """Add `values`; yield an error for each that is invalid, and add the others.
 
         Args:
             values: names and values.
-            lent: nobody writes them from now on: tensors of the host are not copied here.
+            borrowed: the caller does not write them any more: tensors on the host are not copied
+                here.
         """
         for name, value in values.items():
             try:
                 self._add(name, value, borrowed)
-            except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
+            except StagescopeError as error:  # noqa: PERF203 - the others are still added
                 yield error
-            except Exception as error:  # out of memory, or a tensor of a kind unknown here
+            except Exception as error:  # out of memory, or an unsupported kind of tensor
                 yield InvalidInput(
                     f"{name} is {describe(value)} and could not be copied: {error!r:.300}",
                     expected="a tensor whose data can be read",
@@ -73,14 +86,14 @@ class Draft:
                 expected="each name once in a stage",
                 advice="give each piece a stage of its own, with microbatch= or minibatch=",
             )
-        # Names that hold one string a row are read first: numpy arrays of objects are such lists.
-        strings = strings_of(name, value)
+        # Names with one string per row come first: numpy arrays of objects are such lists.
+        strings = strings_from(name, value)
         if strings is not None:
             self._strings[name] = strings
-        elif name in _KNOWN_TENSORS or is_tensor_like(value):
-            take = lend_tensor if borrowed else take_tensor
-            taken = self._tensors[name] = take(name, value, self._pool)
-            self._specs[name] = wire_spec(taken) if isinstance(taken, tuple) else taken.spec
+        elif name in _TENSOR_NAMES or is_tensor_like(value):
+            own = borrow_tensor if borrowed else copy_tensor
+            tensor = self._tensors[name] = own(name, value, self._pool)
+            self._specs[name] = wire_spec(tensor) if isinstance(tensor, tuple) else tensor.spec
         else:
             self._meta[name] = plain(value)
 
@@ -94,7 +107,7 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that this holds until the payload's receipt."""
+        """Bytes of memory that this occupies until the payload's receipt."""
         texts = sum(len(text) for texts in self._strings.values() for text in texts)
         return texts + sum(
             spec.nbytes + 8 * ((spec.rows or 0) + 1) for spec in self._specs.values()
@@ -102,14 +115,14 @@ class Draft:
 
     @property
     def tokens(self) -> int:
-        """The most tokens that a tensor with a value a token has; 0 where there is none."""
+        """The largest number of tokens of a tensor with one value per token; 0 without any."""
         shapes = (spec.shape for name, spec in self._specs.items() if name in _BY_TOKEN)
         return max(map(math.prod, shapes), default=0)
 
     def description(self, *, reported: bool = False) -> dict[str, Any]:
         """Return the PAYLOAD_FIELDS of an END event; see there for `reported`."""
-        told = {"reported": True} if reported else {}
-        return told | {
+        fields: dict[str, object] = {"reported": True} if reported else {}
+        return fields | {
             "tensors": {
                 name: [tag, list(shape), rows] for name, (tag, shape, rows) in self._specs.items()
             },
@@ -118,9 +131,9 @@ class Draft:
         }
 
     def finish(self) -> dict[str, Any]:
-        """Return the payload as it travels; waits for a device that still writes.
+        """Return the payload in its wire form; waits for a device that still copies.
 
-        A tensor that was written after it was handed over is left out, and named in the metadata.
+        A tensor that was written after it was handed over is omitted, and named in the metadata.
         """
         tensors: dict[str, WireTensor] = {}
         written = []
@@ -134,15 +147,15 @@ class Draft:
         return {"schema": SCHEMA, "tensors": tensors, "strings": dict(self._strings), "meta": meta}
 
     def problems(self) -> list[InvalidTensor]:
-        """Return what is wrong between the tensors, by their shapes and dtypes alone."""
+        """Return the errors between the tensors, by their shapes and dtypes alone."""
         specs = self._specs
         found = list(_wrong_dtypes(specs))
         streams = [name for name in STREAM_NAMES if name in specs]
         if self._lacks_mask():
             shapes = ", ".join(f"{name} {_form(specs[name])}" for name in streams)
             advice = "record it in the same stage: 1 = model token, 0 = anything else"
-            for name, meant in self._misspelt():
-                if meant == "response_mask":
+            for name, intended in self._misspelt():
+                if intended == "response_mask":
                     advice = f"rename {name}, which no statistic reads, in stage.record"
             found.append(
                 InvalidTensor(
@@ -156,30 +169,31 @@ class Draft:
         return found
 
     def misspelt(self) -> Iterator[tuple[str, InvalidTensor]]:
-        """Yield (name, what is wrong) of names that no statistic reads, but for their spelling.
+        """Yield (name, error) for names that no statistic reads because of their spelling.
 
-        One that is the reason of what `problems` says stands there.
+        A name that causes one of `problems` is mentioned there.
         """
-        for name, meant in self._misspelt():
-            if meant == "response_mask" and self._lacks_mask():
+        for name, intended in self._misspelt():
+            if intended == "response_mask" and self._lacks_mask():
                 continue
             yield (
                 name,
                 InvalidTensor(
                     f"{name} is kept, but no statistic reads it: there is no such name",
-                    expected=f"{meant}, which is the closest",
+                    expected=f"{intended}, which is the closest",
                     advice="rename it in stage.record",
                 ),
             )
         for field in ("producers", "streams"):
-            said = self._meta.get(field)
-            for name, meant in misspelt_streams(said if isinstance(said, Mapping) else ()):
+            streams = self._meta.get(field)
+            names = streams if isinstance(streams, Mapping) else ()
+            for name, intended in misspelt_streams(names):
                 yield (
                     f"{field}.{name}",
                     InvalidTensor(
-                        f"{field} names {name:.100}, which is no stream",
-                        expected=f"{meant}, which is the closest",
-                        advice=f"rename it there: until then {field} says nothing of that stream",
+                        f"{field} names {name:.100}, which is not a stream",
+                        expected=f"{intended}, which is the closest",
+                        advice=f"rename it there: until then {field} is ignored for that stream",
                     ),
                 )
 
@@ -187,7 +201,7 @@ class Draft:
         return misspelt([*self._tensors, *self._strings])
 
     def _lacks_mask(self) -> bool:
-        """Say whether streams are to be held against each other and nothing says by which mask."""
+        """Return whether there are streams to compare, and no mask for them."""
         streams = [name for name in STREAM_NAMES if name in self._specs]
         return len(streams) > 1 and "response_mask" not in self._specs
 
@@ -196,7 +210,7 @@ class Draft:
         for name in PAYLOAD_STRINGS:
             ids = self._strings.get(name)
             if ids is not None and rows is not None and len(ids) != rows:
-                yield InvalidTensor(f"{name} has {len(ids)} ids", expected=f"one a row: {rows}")
+                yield InvalidTensor(f"{name} has {len(ids)} ids", expected=f"one per row: {rows}")
 
 
 def _wrong_dtypes(specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
@@ -216,13 +230,13 @@ def _wrong_shapes(specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
     reference = "response_mask" if "response_mask" in names else next(iter(names), None)
     if reference is None:
         return
-    wanted = specs[reference]
+    expected = specs[reference]
     packed = "cu_seqlens" in specs
     for name in names:
         spec = specs[name]
-        if spec.shape != wanted.shape or (spec.rows != wanted.rows and not packed):
+        if spec.shape != expected.shape or (spec.rows != expected.rows and not packed):
             yield InvalidTensor(
-                f"{name} is {_form(spec)} and {reference} is {_form(wanted)}",
+                f"{name} is {_form(spec)} and {reference} is {_form(expected)}",
                 expected="the same rows and tokens in both",
             )
 
@@ -244,7 +258,7 @@ def _form(spec: Spec) -> str:
     return f"{spec.tag}{list(spec.shape)}{rows}"
 
 
-def plain(value: object, depth: int = 6) -> Any:
+def plain(value: object, depth: int = 6) -> object:
     """Return `value` as built-in types, which every version of the service can read."""
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -1,6 +1,6 @@
-"""Who a process is: its attempt key, its fingerprint and its place in the layout.
+"""The identity of a process: its fingerprint and its layout.
 
-Everything here is gathered in the background thread, bounded in time, and never raises: what
+Everything here runs in the background thread, is bounded in time, and never raises: a value that
 cannot be read is absent, not guessed.
 """
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope import versions
 from stagescope.wire.schema import LAYOUT_COLUMNS
@@ -30,8 +30,8 @@ PACKAGES: Final = (
 )  # fmt: skip
 
 _SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie|session", re.I)
-# What shapes a training or its numbers. A list of what may be shown, for no list of what must not
-# be is ever complete.
+# Variables that influence a training or its numbers. This is a list of what may be shown, because
+# a list of what must not be shown is never complete.
 _SHOWN: Final = re.compile(
     r"(ACCELERATE|ACL|ASCEND|ATB|CANN|CONDA|CT2|CUBLAS|CUDA|CUDNN|DEEPSPEED|FLASH|FSDP|GLOO|GOMP|"
     r"GPU|HABANA|HCCL|HCOMM|HF|HIP|HYDRA|KMP|LD|LOCAL|MASTER|MEGATRON|MINDSPEED|MKL|MSPROBE|NCCL|"
@@ -39,7 +39,7 @@ _SHOWN: Final = re.compile(
     r"SLURM|STAGESCOPE|TASK|TBE|TE|TF32|TOKENIZERS|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VERL|"
     r"VLLM|WEAVER|WORLD|XDG|XLA)(_|$|[A-Z0-9])"
 )
-# An address may carry a password, whatever its variable is called: https://user:password@host
+# An address may contain a password, whatever its variable is called: https://user:password@host
 _SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
 _GIT_SECONDS: Final = 2.0
 _MAX_VALUE: Final = 2000
@@ -47,9 +47,9 @@ _MAX_VARIABLES: Final = 500
 _MAX_ARGUMENTS: Final = 100
 
 
-def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what made this process what it is: code, packages, driver, environment, settings."""
-    parts: dict[str, Callable[[], Any]] = {
+def fingerprint(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return what determines this process: code, packages, driver, environment, settings."""
+    parts: dict[str, Callable[[], object]] = {
         "git": lambda: git_state(Path.cwd()),
         "config": lambda: dict(settings),
         "python": platform.python_version,
@@ -60,7 +60,7 @@ def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
         "drivers": driver_versions,
         "environment": lambda: visible_environment(os.environ),
     }
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, read in parts.items():
         with contextlib.suppress(Exception):
             found[name] = read()
@@ -68,7 +68,7 @@ def fingerprint(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def visible_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that shape a training, none that may hold a secret by name or value."""
+    """Return the variables that influence a training, except those that may hold a secret."""
     shown = (name for name in environment if _SHOWN.match(name) and not _SECRET.search(name))
     names = sorted(shown)[:_MAX_VARIABLES]
     values = {name: environment[name][:_MAX_VALUE] for name in names}
@@ -76,7 +76,7 @@ def visible_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def visible_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without what may be a secret: `--api-key=x`, `--api-key x`."""
+    """Return a command line without possible secrets: `--api-key=x`, `--api-key x`."""
     shown: list[str] = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         secret = before.startswith("-") and "=" not in before and _SECRET.search(before)
@@ -86,7 +86,7 @@ def visible_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def visible_line(line: str) -> str:
-    """Return a command line, as one text, without what may be a secret; see `visible_arguments`."""
+    """Return a command line, as one text, without possible secrets; see `visible_arguments`."""
     try:
         arguments = shlex.split(line)
     except ValueError:  # Ray joins arguments by spaces, quotes and all
@@ -102,13 +102,20 @@ def hide(argument: str) -> str:
     return _SECRET_VALUE.sub("://...@", argument)
 
 
-def git_state(directory: Path) -> dict[str, Any] | None:
+class GitState(TypedDict):
+    """The commit of a repository, and whether tracked files differ from it; None is unknown."""
+
+    commit: str | None
+    dirty: bool | None
+
+
+def git_state(directory: Path) -> GitState | None:
     """Return {commit, dirty} of the repository around `directory`; None where there is none."""
     git = shutil.which("git")
     if git is None or not any((up / ".git").exists() for up in (directory, *directory.parents)):
         return None
 
-    def ask(*arguments: str) -> str | None:
+    def run_git(*arguments: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.run(
                 [git, "-C", str(directory), *arguments],
@@ -122,13 +129,13 @@ def git_state(directory: Path) -> dict[str, Any] | None:
             return answer.stdout.strip()
         return None
 
-    commit = ask("rev-parse", "HEAD")
-    changes = ask("status", "--porcelain", "--untracked-files=no")
+    commit = run_git("rev-parse", "HEAD")
+    changes = run_git("status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages that decide numbers."""
+    """Return the versions of the installed packages that influence numbers."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -137,11 +144,11 @@ def package_versions() -> dict[str, str]:
 
 
 def version_remarks() -> dict[str, list[str]]:
-    """Return a line for each package that is not supported, or newer than what was tried."""
-    said: dict[str, list[str]] = {"unsupported": [], "untried": []}
+    """Return a line for each package that is unsupported, or newer than the versions tried."""
+    lines: dict[str, list[str]] = {"unsupported": [], "untried": []}
     for remark in versions.remarks():
-        said["unsupported" if remark.is_unsupported else "untried"].append(str(remark))
-    return said
+        lines["unsupported" if remark.is_unsupported else "untried"].append(str(remark))
+    return lines
 
 
 def driver_versions() -> dict[str, str]:
@@ -164,30 +171,30 @@ def driver_versions() -> dict[str, str]:
     return found
 
 
-def detect_layout(given: Mapping[str, Any], *, node: str | None) -> dict[str, Any]:
-    """Return the layout: what the caller said, and what the process itself can see.
+def detect_layout(declared: Mapping[str, object], *, node: str | None) -> dict[str, object]:
+    """Return the layout: the caller's columns, and those that the process can detect.
 
     Args:
-        given: the caller's columns; they win. Unknown names are kept.
+        declared: the caller's columns, which take precedence. Unknown names are kept.
         node: Ray's id of this node, where there is one.
     """
-    layout: dict[str, Any] = {"host": socket.gethostname(), "node": node}
+    layout: dict[str, object] = {"host": socket.gethostname(), "node": node}
     with contextlib.suppress(Exception):
         layout.update(device_in_use())
-    layout.update(given)
-    known = {name: layout[name] for name in LAYOUT_COLUMNS if layout.get(name) is not None}
-    others = {name: value for name, value in given.items() if name not in LAYOUT_COLUMNS}
-    return {**known, **others}
+    layout.update(declared)
+    columns = {name: layout[name] for name in LAYOUT_COLUMNS if layout.get(name) is not None}
+    others = {name: value for name, value in declared.items() if name not in LAYOUT_COLUMNS}
+    return {**columns, **others}
 
 
-def device_in_use() -> dict[str, Any]:
-    """Return kind, index and serial of the device in use; a device is never brought up for it."""
+def device_in_use() -> dict[str, object]:
+    """Return kind, index and serial of the device in use; never initialises a device."""
     torch = sys.modules.get("torch")
     for kind in ("npu", "cuda"):
         backend = getattr(torch, kind, None)
         if backend is None or not backend.is_available():
             continue
-        found: dict[str, Any] = {"device_kind": kind}
+        found: dict[str, object] = {"device_kind": kind}
         if backend.is_initialized():
             index = int(backend.current_device())
             found["device_index"] = index

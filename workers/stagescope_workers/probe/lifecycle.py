@@ -1,4 +1,4 @@
-"""The probes of this process: made by `init`, flushed by `finish`, silent after a fork."""
+"""The probes of this process: created by `init`, flushed by `finish`, inert after a fork."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
@@ -22,22 +22,22 @@ from stagescope_workers.transport.link import (
     NAMESPACE,
     Link,
     find_link,
-    ray_place,
+    ray_process,
     warn_unconnected,
 )
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 
 _log = logging.getLogger("stagescope.workers")
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 _EXIT_SECONDS: Final = 2.0
-_BETWEEN_SECONDS: Final = 0.5
+_RETRY_SECONDS: Final = 0.5
 """Between two attempts of `finish` to reach a service that was reached before."""
 
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()
 _newest: Probe | None = None
 _runs: set[str] = set()
-_making = threading.Lock()
+_creation_lock = threading.Lock()
 
 
 def init(
@@ -48,11 +48,11 @@ def init(
     world_size: int | None = None,
     data_rank: int | None = None,
     attempt_key: str | None = None,
-    layout: Mapping[str, Any] | None = None,
+    layout: Mapping[str, object] | None = None,
     resumed_from_step: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-    plan: str | Path | Mapping[str, Any] | None = None,
-    keep: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
+    plan: str | Path | Mapping[str, object] | None = None,
+    keep: Mapping[str, object] | None = None,
     captures: bool | str = True,
     expects: Sequence[str] = (),
     data_root: str | None = None,
@@ -68,58 +68,60 @@ def init(
 ) -> Probe:
     """Return this process's probe at once, whether or not a service runs.
 
-    Nothing is asked of Ray before the process has initialised it. Where its Ray cluster has no
-    service, or it joins none, everything goes over HTTP to the service that `STAGESCOPE_URL`, else
-    `$STAGESCOPE_HOME/service.json` names, as `stagescope.attach` finds it. Where none answers
-    within ten seconds, one line a process says what was looked for; `repr(probe)` says it too.
+    No call is made to Ray before the process has initialised it. Where the Ray cluster has no
+    service, or the process joins none, everything is sent over HTTP to the service that
+    `STAGESCOPE_URL` or else `$STAGESCOPE_HOME/service.json` names, as in `stagescope.attach`. Where
+    none answers within ten seconds, the process logs once what was tried; `repr(probe)` shows it
+    too.
 
-    Where the process has an open probe of this run, role, rank and attempt key, that one is
-    returned and goes on, and one line says so: there are never two. If the next stage is of an
-    earlier step than it has reached (a notebook's cell that is run again), a new attempt begins
-    there, with what `init` was told last, unless a stage is open. Of the same step it is a further
-    pass of it, and a finding says so.
+    Where the process has an open probe of this run, role, rank and attempt key, that probe is
+    returned, which is logged: there are never two. If its next stage is of an earlier step than it
+    has reached (a notebook cell that is run again), a new attempt begins there, with the arguments
+    of the last `init`, unless a stage is open. If it is of the same step, it is a further pass of
+    that step, and a finding reports it.
 
     Args:
         run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`.
         role: actor, ref, critic, reward_model or rollout, or a role of your own.
         rank: in the role; the variable RANK, else 0, where not given.
-        world_size: ranks of the role; the variable WORLD_SIZE where not given.
+        world_size: number of ranks of the role; the variable WORLD_SIZE where not given.
         data_rank: the same for ranks that hold the same rows (TP, PP, replicas).
         attempt_key: the same for every process of one start of the training; else the variable
             STAGESCOPE_ATTEMPT, else Ray's session and job.
         layout: parallel coordinates (`stagescope.wire.schema.LAYOUT_COLUMNS`); host and device are
-            found where not given.
+            detected where not given.
         resumed_from_step: of the checkpoint that this start continues.
-        settings: of the run, kept with its fingerprint: `rollout_is`, `rollout_is_threshold`.
+        settings: of the run, stored with its fingerprint: `rollout_is`, `rollout_is_threshold`.
         plan: captures in force from now on, without any service: see `plan.read_plan`.
         keep: what the service keeps of this process's stages, such as `{"every_n_steps": 10,
             "what": ["trajectories", "is_loss", "loss"]}`: `stagescope.wire.keep.KEEP_FIELDS`.
-        captures: False where the operators of this process's stages run in processes that report
-            them too, and are captured there; a text where they run out of reach: captures are
-            then reported as skipped, with the text as the reason.
+        captures: False where the operators of this process's stages run in other processes that
+            report them too, and are captured there; a text where they cannot be captured: captures
+            are then reported as skipped, with the text as the reason.
         expects: roles whose ranks report beside this process, as a trainer's driver knows: where
-            none of them ever does, a finding says so, and no step is called complete.
-        data_root: where dumps go that name no directory; else the variable STAGESCOPE_DATA_DIR.
+            none of them ever does, a finding reports it, and no step counts as complete.
+        data_root: the directory of dumps whose capture names none; else the variable
+            STAGESCOPE_DATA_DIR.
         strict: raise on bad input, instead of reporting it.
         url, token: of the API, to use it instead of Ray; the token else from STAGESCOPE_TOKEN,
-            STAGESCOPE_TOKEN_FILE or, for its own URL alone, service.json.
+            STAGESCOPE_TOKEN_FILE or, for its own URL only, service.json.
         max_pending_bytes: payload bytes that may wait for their receipt.
-        max_pending_events: events that may wait; see `outbox` for what goes when it is full.
-        max_pinned_bytes: pinned host memory for tensors on their way from a device.
+        max_pending_events: events that may wait; see `outbox` for what is dropped beyond that.
+        max_pinned_bytes: pinned host memory for tensors that are copied from a device.
         device_events: measure stages with device events too.
-        watchdog: seconds after which a process that stands still (a call holds the interpreter
-            lock) writes its stacks; 0 is off; else the variable STAGESCOPE_WATCHDOG, else 300. It
-            uses the process's one `faulthandler.dump_traceback_later`: see `watchdog`.
+        watchdog: seconds after which a blocked process (a call holds the interpreter lock) writes
+            its stacks; 0 switches it off; else the variable STAGESCOPE_WATCHDOG, else 300. It uses
+            the process's one `faulthandler.dump_traceback_later`: see `watchdog`.
         namespace: of the coordinator, in Ray.
 
     Raises:
         InvalidInput, InvalidPlan: only when strict.
     """
     global _newest
-    given = {**locals()}
+    arguments = {**locals()}
     try:
-        options = checked_options(given)
-        with _making:
+        options = checked_options(arguments)
+        with _creation_lock:
             found = _open_probe(options)
             probe = found or Probe(options)
             probe.start() if found is None else probe.init_again(options)
@@ -127,8 +129,8 @@ def init(
     except Exception as error:
         if strict:
             raise
-        known = isinstance(error, StagescopeError)
-        _log.warning("init was refused, nothing is reported: %s", error, exc_info=not known)
+        expected = isinstance(error, StagescopeError)
+        _log.warning("init was refused, nothing is reported: %s", error, exc_info=not expected)
         probe = Probe.inert()
     else:
         _runs.add(probe.run)
@@ -137,7 +139,7 @@ def init(
 
 
 def _open_probe(options: ProbeOptions) -> Probe | None:
-    """Return this process's open probe of the same rank of the same start, at the same service."""
+    """Return this process's open probe of the same rank, start and service; None without one."""
     names = ("run", "role", "rank", "attempt_key", "url", "namespace")
     for probe in list(_probes):
         same = all(getattr(probe.options, name) == getattr(options, name) for name in names)
@@ -147,14 +149,14 @@ def _open_probe(options: ProbeOptions) -> Probe | None:
 
 
 def current() -> Probe | None:
-    """Return the probe that `init` made last in this process."""
+    """Return the probe that `init` returned last in this process."""
     return _newest
 
 
 def as_stage(
     name: str, *, model: object = None, step: int | None = None
 ) -> Callable[[_Function], _Function]:
-    """Decorate a function as a stage of the process's newest probe, found when it is called.
+    """Decorate a function as a stage of the process's newest probe at the time of each call.
 
     For functions that are defined before `init` runs; see `decorator.as_stage`.
     """
@@ -162,12 +164,12 @@ def as_stage(
 
 
 def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NAMESPACE) -> bool:
-    """Wait, `timeout` seconds at most, until all that the run reported was received.
+    """Wait, `timeout` seconds at most, until the service has received everything of the run.
 
-    Called where training ends. Closes the probes of this process, and waits for the receipts of
+    Call it where training ends. It closes the probes of this process, and waits for the receipts of
     every other process of the run. On the driver of a Ray job, whose actors end with it (Ray runs
-    no atexit in them), it has each of them send what it has and take leave; one that goes on
-    afterwards takes that back.
+    no atexit in them), it requests each of them to send what it has and to finish; any later event
+    of a process revokes that.
 
     Args:
         timeout: seconds.
@@ -175,14 +177,14 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
         namespace: of the coordinator, in Ray.
 
     Returns:
-        Whether everything was received: False where no service was reached, nothing of the run
-        ever came to it, or a rank never came or did not answer. Never raises.
+        Whether everything was received: False where no service was reached, it knows nothing of
+        the run, or a rank never reported or did not answer. Never raises.
     """
     deadline = time.monotonic() + timeout
     probes = list(_probes)
-    named = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
-    url, token = (named[0].url, named[0].token) if named else (None, None)
-    key = _key_of_job()
+    with_url = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
+    url, token = (with_url[0].url, with_url[0].token) if with_url else (None, None)
+    key = _job_attempt_key()
     complete = _close_all(deadline)
     reached = any(probe.status()["coordinator"] for probe in probes)
     while True:
@@ -190,12 +192,12 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
             drained = _drain_all(url, token, namespace, run, key, deadline)
             break
         except Exception as error:
-            # What was reached before, or says so itself, may be about to be back.
+            # A service that was reached before, or that answers `not ready`, may come back.
             may_return = reached or isinstance(error, NotReady)
-            if not may_return or time.monotonic() > deadline - _BETWEEN_SECONDS:
+            if not may_return or time.monotonic() > deadline - _RETRY_SECONDS:
                 _log.warning("finish could not wait for the service: %r", error)
                 return False
-            time.sleep(_BETWEEN_SECONDS)
+            time.sleep(_RETRY_SECONDS)
     if drained is None:
         warn_unconnected("finish", url, namespace)
         return complete and any(probe.has_arrived for probe in probes)
@@ -210,7 +212,7 @@ def _drain_all(
     key: str | None,
     deadline: float,
 ) -> bool | None:
-    """Wait for the receipts of a run, or of this process's runs; None where no service is."""
+    """Wait for the receipts of a run, or of this process's runs; None without a service."""
     link = find_link(url, token, namespace)
     if link is None:
         return None
@@ -220,33 +222,33 @@ def _drain_all(
     return all(drained)
 
 
-def _key_of_job() -> str | None:
-    """Return the attempt key of the job that this process is the driver of; None elsewhere."""
-    place = None
+def _job_attempt_key() -> str | None:
+    """Return the attempt key of the Ray job whose driver this process is; None elsewhere."""
+    process = None
     with contextlib.suppress(Exception):
-        place = ray_place()
-    if place is None or not place.is_driver:
+        process = ray_process()
+    if process is None or not process.is_driver:
         return None
-    given = [probe.options.attempt_key for probe in _probes]
-    return next(filter(None, [*given, os.environ.get("STAGESCOPE_ATTEMPT")]), place.attempt_key)
+    keys = [probe.options.attempt_key for probe in _probes]
+    return next(filter(None, [*keys, os.environ.get("STAGESCOPE_ATTEMPT")]), process.attempt_key)
 
 
 def _drain(link: Link, run: str | None, timeout: float, key: str | None) -> bool:
     answer = link.drain(run, timeout, key)
     name = "any run" if run is None else f"run {run}"
     if not answer.get("known", True):
-        of = "" if key is None else (
+        hint = "" if key is None else (
             f", with the attempt key {key} of this Ray job; where ranks have another one, "
             "name the run: finish(run=...)"
         )  # fmt: skip
         _log.warning(
-            "finish: nothing of %s has come to the service at %s%s", name, link.address, of
+            "finish: the service at %s has received nothing of %s%s", link.address, name, hint
         )
         return False
     if missing := answer.get("missing"):
         _log.warning(
-            "finish: %s never came to the service, or did not answer within %.0f s: what they "
-            "had not sent is lost",
+            "finish: %s never reached the service, or did not answer within %.0f s: anything that "
+            "they had not sent is lost",
             ", ".join(missing),
             timeout,
         )
@@ -268,13 +270,13 @@ def _close_at_exit() -> None:
         probe.close(_EXIT_SECONDS)  # at once where there is no service
 
 
-def _silence() -> None:
-    global _making
-    _making = threading.Lock()
+def _forget_probes() -> None:
+    global _creation_lock
+    _creation_lock = threading.Lock()
     for probe in list(_probes):
         probe.forget()
     _probes.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_silence)
+    os.register_at_fork(after_in_child=_forget_probes)

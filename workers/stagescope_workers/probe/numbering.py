@@ -1,11 +1,11 @@
-"""Which piece of which step a stage is: what is not said is numbered in order of entry."""
+"""Numbers the stages of a process in order of entry, and notices steps that are repeated."""
 
 from __future__ import annotations
 
 import collections
 import threading
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import PART_FIELDS, Part, Work
@@ -22,25 +22,25 @@ class Numbering:
     """Counts the stages of a process by step, name and part; used from any thread."""
 
     def __init__(self) -> None:
-        self._occurrences: collections.OrderedDict[object, collections.Counter[Any]] = (
+        self._occurrences: collections.OrderedDict[object, collections.Counter[object]] = (
             collections.OrderedDict()
         )
         self._lock = threading.Lock()
 
     def work(
-        self, name: object, step: object, version: object, given: Mapping[str, int | None]
+        self, name: object, step: object, version: object, fields: Mapping[str, int | None]
     ) -> Work:
-        """Return the work that a stage is about; its occurrence where none is given.
+        """Return the work of a stage, with the next occurrence where `fields` has none.
 
         Raises:
-            InvalidInput: a name, a number or a part that cannot be right.
+            InvalidInput: an invalid name, number or part.
         """
-        unknown = sorted(set(given) - set(PART_FIELDS))
+        unknown = sorted(set(fields) - set(PART_FIELDS))
         if unknown:
             raise InvalidInput(f"a stage has no {', '.join(unknown)}", expected=str(PART_FIELDS))
         if not (isinstance(name, str) and 0 < len(name) <= 200):
             raise InvalidInput(f"stage is {name!r:.200}", expected="a name of 1 to 200 characters")
-        part = {field: index(field, given.get(field)) for field in PART_FIELDS}
+        part = {field: index(field, fields.get(field)) for field in PART_FIELDS}
         clock = (step_index(step), index("policy_version", version))
         occurrence = part.pop("occurrence")
         if occurrence is None:
@@ -58,73 +58,77 @@ class Numbering:
             return counts[piece] - 1
 
 
-MOST_EARLIER: Final = 4
+MAX_EARLIER: Final = 4
 """Earlier starts of a probe that may still have something to send."""
 
-BEGUN_AGAIN: Final = "step_begun_again"
-"""What a REFUSED event calls a stage that seems to be that of another go of its step."""
+STEP_REPEATED: Final = "step_begun_again"
+"""The `what` of a REFUSED event about a stage that seems to repeat its step."""
 
-BEGUN_AGAIN_ADVICE: Final = (
-    "where this is training done anew, call probe.close() before init: what follows is then an "
-    "attempt of its own; where these are passes of one step, number them (occurrence=, epoch=, "
-    "minibatch= or microbatch= of probe.stage)"
+STEP_REPEATED_ADVICE: Final = (
+    "where the training starts over, call probe.close() before init: what follows is then a new "
+    "attempt; where these are passes of one step, number them (occurrence=, epoch=, minibatch= or "
+    "microbatch= of probe.stage)"
 )
 
 
 class Start(NamedTuple):
-    """A start of a probe, whose last events and payloads may be on their way."""
+    """A start of a probe, whose last events and payloads may not have been sent yet."""
 
     event_sender: EventSender
     outbox: Outbox
-    own_handshake: Handshake
+    handshake: Handshake
 
 
-def why_not(earlier: list[Start], most_bytes: int, standing: StageTracker) -> str | None:
+def reason_against_new_start(
+    earlier: list[Start], max_bytes: int, stage_tracker: StageTracker
+) -> str | None:
     """Return why no new start may begin beside these earlier ones; None where it may."""
-    inside = standing.oldest
-    if inside is not None:
-        return f"stage {inside.stage} of step {inside.step} was begun and has not been ended"
-    if len(earlier) >= MOST_EARLIER:
+    open_stage = stage_tracker.oldest
+    if open_stage is not None:
+        stage, step = open_stage.stage, open_stage.step
+        return f"stage {stage} of step {step} was begun and has not been ended"
+    if len(earlier) >= MAX_EARLIER:
         return f"{len(earlier)} earlier starts have still to be sent"
-    if sum(each.outbox.bytes for each in earlier) > most_bytes:
+    if sum(each.outbox.bytes for each in earlier) > max_bytes:
         return "the payloads of earlier starts have still to be sent"
     return None
 
 
 class StepOrder:
-    """The steps of one start, in the order in which their stages begin."""
+    """Follows the order in which the steps of one start begin."""
 
     def __init__(self, role: str) -> None:
         self.reached: int | None = None
         """The highest step that was begun."""
-        # Rollouts are of several steps at a time.
-        self._has_order = role != "rollout"
-        self._first: str | None = None
-        self._since_init = 0
-        self._is_called_again = False
+        # The rollouts of several steps overlap.
+        self._is_ordered = role != "rollout"
+        self._first_stage: str | None = None
+        self._stages_since_init = 0
+        self._init_was_called = False
 
     def init_called_again(self) -> None:
-        """Note that `init` was called: the next stage may be of another go."""
-        self._is_called_again = True
+        """Note a call of `init`: the next stage may repeat its step."""
+        self._init_was_called = True
 
-    def goes_back(self, step: int) -> bool:
-        """Say whether a stage of `step` goes back to an earlier step than was reached."""
-        return self._has_order and self.reached is not None and step < self.reached
+    def is_earlier(self, step: int) -> bool:
+        """Return whether `step` is earlier than the highest step that was begun."""
+        return self._is_ordered and self.reached is not None and step < self.reached
 
     def note(self, work: Work, *, is_numbered: bool) -> bool:
-        """Note a stage that begins; say whether it seems to be that of another go of its step.
+        """Note a stage that begins; return whether it seems to repeat its step.
 
-        It does where it is the first after a call of `init`, and its occurrence, which was not
-        given (`is_numbered`), is a further one. A function that calls `init` for each stage may
-        have several passes of one: then only the stage with which the step began counts.
+        It does where it is the first after a call of `init`, and its occurrence, which the caller
+        did not give (`is_numbered`), is not the first. A function that calls `init` for each stage
+        may have several passes of a stage: then only the first stage of the step counts.
         """
         if work.step is None:
             return False
-        is_fresh, self._is_called_again = self._is_called_again, False
-        before, self._since_init = self._since_init, 1 if is_fresh else self._since_init + 1
+        after_init, self._init_was_called = self._init_was_called, False
+        before = self._stages_since_init
+        self._stages_since_init = 1 if after_init else before + 1
         if self.reached is None or work.step > self.reached:
-            self.reached, self._first = work.step, work.stage
+            self.reached, self._first_stage = work.step, work.stage
             return False
         is_further = work.step == self.reached and work.part.occurrence > 0 and not is_numbered
-        is_first = work.stage == self._first
-        return self._has_order and is_fresh and is_further and (is_first or before > 1)
+        is_first = work.stage == self._first_stage
+        return self._is_ordered and after_init and is_further and (is_first or before > 1)

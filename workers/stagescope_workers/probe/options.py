@@ -1,4 +1,4 @@
-"""What `init` was told, checked."""
+"""The arguments of `init`, checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _YEAR: Final = 365 * 86400.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
-    """What `stagescope_workers.init` was told; see there."""
+    """The arguments of `stagescope_workers.init`, which describes them."""
 
     run: str
     role: str = "actor"
@@ -30,10 +30,10 @@ class ProbeOptions:
     world_size: int | None = None
     data_rank: int | None = None
     attempt_key: str | None = None
-    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    layout: Mapping[str, object] = dataclasses.field(default_factory=dict)
     resumed_from_step: int | None = None
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    plan: str | Path | Mapping[str, Any] | None = None
+    settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    plan: str | Path | Mapping[str, object] | None = None
     keep: Mapping[str, Any] | None = None
     captures: bool | str = True
     expects: Sequence[str] = ()
@@ -48,32 +48,36 @@ class ProbeOptions:
     watchdog: float = DEFAULT_SECONDS
     namespace: str = NAMESPACE
     problem: InvalidInput | None = None
-    """What was refused of it while the rest is in force."""
+    """An argument that was refused; the others are in force."""
 
 
-def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
-    """Return the options of a probe; what the environment says stands in for what is None.
+def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
+    """Return the options of a probe; environment variables replace arguments that are None.
+
+    Args:
+        arguments: the keywords of `init` that are fields of ProbeOptions.
 
     Raises:
-        InvalidInput: a name or number that cannot be right.
-        InvalidPlan: what is to be kept cannot be carried out.
+        InvalidInput: an impossible name or number.
+        InvalidPlan: `keep` is invalid.
     """
-    options = {**given, "run": check_run_name(given["run"])}
-    stand_ins = {
+    options = {**arguments, "run": check_run_name(arguments["run"])}
+    variables = {
         "rank": "RANK",
         "world_size": "WORLD_SIZE",
         "attempt_key": "STAGESCOPE_ATTEMPT",
         "data_root": "STAGESCOPE_DATA_DIR",
         "watchdog": "STAGESCOPE_WATCHDOG",
     }
-    for name, variable in stand_ins.items():
+    for name, variable in variables.items():
         if options.get(name) is None:
             options[name] = os.environ.get(variable) or None
     if options["rank"] is None:
         options["rank"] = 0
     for name in ("rank", "world_size", "data_rank", "resumed_from_step"):
-        value: Any = options.get(name)
-        options[name] = index(name, int(value) if _is_digits(value) else value)
+        value: object = options.get(name)
+        is_number = isinstance(value, str) and value.isascii() and value.isdigit()
+        options[name] = index(name, int(str(value)) if is_number else value)
     role, rank = options.get("role", "actor"), options["rank"]
     if not isinstance(role, str) or not role or rank < 0:
         raise InvalidInput(
@@ -81,19 +85,19 @@ def checked_options(given: Mapping[str, Any]) -> ProbeOptions:
         )
     size = options["world_size"]
     if size is not None and rank >= size:
-        # Its data is good all the same; how many ranks there are is then unknown.
+        # Its data is valid nevertheless; the number of ranks is then unknown.
         options["world_size"] = None
         options["problem"] = InvalidInput(
-            f"rank {rank} is not one of the {size} ranks that world_size says",
+            f"rank {rank} is not one of the {size} ranks of world_size",
             expected=f"a rank from 0 to {size - 1}" if size > 0 else "a world_size from 1",
-            advice="both are those of the role; the variables RANK and WORLD_SIZE stand in for "
-            "what is not given. This world_size is not taken",
+            advice="both are those of the role; where they are not given, the variables RANK and "
+            "WORLD_SIZE are used. This world_size is ignored",
         )
     options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
     for name in ("layout", "settings"):
         options[name] = dict(options.get(name) or {})
     if options.get("keep") is not None:
-        # With the settings it reaches the service, which keeps.
+        # The service, which does the keeping, receives it with the settings.
         options["keep"] = options["settings"]["keep"] = validate_keep(options["keep"])
     return ProbeOptions(**options)
 
@@ -108,15 +112,11 @@ def _seconds(name: str, value: object, default: float) -> float:
     return seconds
 
 
-def _is_digits(value: object) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isdigit()
-
-
 def step_index(value: object) -> int | None:
     """Return a trainer's step as an int, or None.
 
     Raises:
-        InvalidInput: it is no whole number, or negative.
+        InvalidInput: it is not an integer, or negative.
     """
     step = index("step", value)
     if step is not None and step < 0:
@@ -128,7 +128,7 @@ def index(name: str, value: object) -> int | None:
     """Return `value` as an int (numpy ints and tensors of one int too), or None.
 
     Raises:
-        InvalidInput: it is no whole number.
+        InvalidInput: it is not an integer.
     """
     if value is None:
         return None

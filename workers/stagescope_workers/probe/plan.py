@@ -1,4 +1,4 @@
-"""The captures in force in this process: from a local file, and from the service's polls."""
+"""The captures in force in this process: those of a local file, and those of the service."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict, cast
 
 from stagescope.wire.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.keep import read_keep, shard_capture, wanted_by, words_of
-from stagescope_workers.capture.msprobe_config import check_config, load_config
+from stagescope_workers.capture.msprobe_config import CaptureRequest, check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 
-_FILE_FIELDS: Final = ("capture_id", "by", "created", "source")
-_MOST_BYTES: Final = 1 << 20
+_ORIGIN_FIELDS: Final = ("capture_id", "by", "created", "source")
+_MAX_BYTES: Final = 1 << 20
 
 
-def captures_from_yaml(path: str) -> list[dict[str, Any]]:
+def captures_from_yaml(path: str) -> list[CaptureRequest]:
     """Read a YAML file of captures.
 
     Raises:
-        InvalidPlan: it cannot be read, or orders something that cannot be carried out.
+        InvalidPlan: it cannot be read, or requests something impossible.
     """
     file = Path(path).expanduser().absolute()
     content = _read(file)
     if isinstance(content, Mapping) and "global_profiler" in content:
         captures = captures_from_verl(content)
         for capture in captures:
-            capture["config_path"] = _from(file, capture["config_path"])
-            capture["data_dir"] = _from(file, capture["data_dir"])
+            capture["config_path"] = _resolve(file, capture["config_path"])
+            capture["data_dir"] = _resolve(file, capture["data_dir"])
         return captures
     if isinstance(content, Mapping):
         content = content.get("captures", [content] if "stages" in content else None)
@@ -39,60 +39,72 @@ def captures_from_yaml(path: str) -> list[dict[str, Any]]:
     return [_capture(file, number, spec) for number, spec in enumerate(content)]
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path) -> object:
     import yaml
 
     try:
         with file.open("rb") as stream:
-            raw = stream.read(_MOST_BYTES + 1)
+            raw = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise InvalidPlan(f"{file} cannot be read: {error.strerror or error}") from error
-    if len(raw) > _MOST_BYTES:
-        raise InvalidPlan(f"{file} is over {_MOST_BYTES} bytes long")
+    if len(raw) > _MAX_BYTES:
+        raise InvalidPlan(f"{file} is over {_MAX_BYTES} bytes long")
     try:
         return yaml.safe_load(raw)
     except yaml.YAMLError as error:
         raise InvalidPlan(f"{file} is not YAML: {error}") from error
 
 
-def _from(file: Path, path: Any) -> Any:
+def _resolve(file: Path, path: str | None) -> str | None:
+    """Return `path` relative to the directory of `file`; what is not a path stays as it is."""
     return str(file.parent / Path(path).expanduser()) if isinstance(path, str) and path else path
 
 
-def _capture(file: Path, number: int, spec: Any) -> dict[str, Any]:
+def _capture(file: Path, number: int, spec: object) -> CaptureRequest:
     if not isinstance(spec, Mapping):
         raise InvalidPlan(f"capture {number} of {file} is {spec!r:.200}", expected="an object")
-    ordered = {name: value for name, value in spec.items() if name not in _FILE_FIELDS}
+    fields = {name: value for name, value in spec.items() if name not in _ORIGIN_FIELDS}
     for name in ("config_path", "data_dir"):
-        ordered[name] = _from(file, ordered.get(name))
-    # Who can write this file can already do what the training may do: no root is off limits.
-    capture = validate_capture(ordered, allowed_roots=["/"])
+        fields[name] = _resolve(file, fields.get(name))
+    # Anybody who can write this file has the training's rights already: every root is allowed.
+    capture = validate_capture(fields, allowed_roots=["/"])
     if capture["config"] is not None:
         check_config(capture["config"])
     elif capture["config_path"] is not None:
         check_config(load_config(capture["config_path"]))
-    return {
-        **capture,
+    origin: CaptureRequest = {
         "capture_id": str(spec.get("capture_id") or f"{file.stem}-{number}"),
         "source": "yaml",
         "by": str(file),
         "created": file.stat().st_mtime,
     }
+    return cast("CaptureRequest", {**capture, **origin})
 
 
-_HISTORY: Final = 1000  # steps remembered to tell a late capture
-_WANTED: Final = 64  # stages whose words are remembered
-_OWN_FIELDS: Final = ("capture_id", "source", "by", "created", "force")
+_REMEMBERED_STEPS: Final = 1000
+"""Begun steps that are remembered, to detect late captures."""
+_CACHED_STAGES: Final = 64
+"""Stages whose selectors are cached."""
+_IDENTITY_FIELDS: Final = ("capture_id", "source", "by", "created", "force")
 
-Missed = Callable[[Mapping[str, Any], int, str], None]
-"""Called with (capture, step, stage) of a capture that came after that stage had begun."""
+MissedCallback = Callable[[CaptureRequest, int, str], None]
+"""Called with (capture, step, stage) of a capture that arrived after that stage had begun."""
 
-Asked = Callable[[Mapping[str, Any]], None]
-"""Called with a capture that is not agreed on yet, and would concern this rank."""
+EstimateCallback = Callable[[CaptureRequest], None]
+"""Called with a capture that is not agreed on yet, and would include this rank."""
+
+
+class _Location(TypedDict):
+    """The keywords of `matches` and `wanted_by`."""
+
+    stage: str
+    role: str
+    rank: int
+    step: int | None
 
 
 class PlanWatch:
-    """Holds the captures; training asks `matching`, the background thread calls `apply`."""
+    """Holds the captures; training calls `begin`, the background thread calls `apply`."""
 
     def __init__(
         self,
@@ -100,28 +112,26 @@ class PlanWatch:
         run: str,
         role: str,
         rank: int,
-        local: Iterable[Mapping[str, Any]] = (),
+        local: Iterable[CaptureRequest] = (),
         keep: Mapping[str, Any] | None = None,
-        is_carried_out: bool = True,
-        on_missed: Missed = lambda capture, step, stage: None,
-        on_asked: Asked = lambda capture: None,
+        runs_captures: bool = True,
+        on_missed: MissedCallback = lambda capture, step, stage: None,
+        on_estimate_requested: EstimateCallback = lambda capture: None,
     ) -> None:
         self.run = run
         self.role = role
         self.rank = rank
-        self._keep = keep
-        self._standing: dict[str, Any] | None = None
-        shards = None if keep is None else shard_capture(keep)
-        ours = (*local, *(() if shards is None else (shards,)))
-        self._local = ours if is_carried_out else ()
-        self._wanted: dict[tuple[int | None, str], frozenset[str]] = {}
-        self._is_carried_out = is_carried_out
-        self._captures: tuple[Mapping[str, Any], ...] = self._local
+        self._local_keep = keep
+        self._service_keep: Mapping[str, Any] | None = None
+        self._local = (*local, *_shard_captures(keep)) if runs_captures else ()
+        self._selectors: dict[tuple[int | None, str], frozenset[str]] = {}
+        self._runs_captures = runs_captures
+        self._captures: tuple[CaptureRequest, ...] = self._local
         self._on_missed = on_missed
-        self._on_asked = on_asked
+        self._on_estimate_requested = on_estimate_requested
         self._revision = 0
         self.data_dir: str | None = None
-        """The service's data_dir, where its plan says it."""
+        """The service's data_dir, where its plan has one."""
         self._lock = threading.Lock()
         self._begun: collections.OrderedDict[int, set[str]] = collections.OrderedDict()
         self._seen: set[str] = {str(capture["capture_id"]) for capture in self._local}
@@ -132,20 +142,19 @@ class PlanWatch:
         return self._revision
 
     @property
-    def captures(self) -> tuple[Mapping[str, Any], ...]:
+    def captures(self) -> tuple[CaptureRequest, ...]:
         """The captures in force, the local ones first."""
         return self._captures
 
-    def begin(self, step: int | None, stage: str) -> list[Mapping[str, Any]]:
-        """Note that a stage begins here, and return the captures that order it.
+    def begin(self, step: int | None, stage: str) -> list[CaptureRequest]:
+        """Note that a stage begins here, and return the captures that this rank carries out.
 
-        A capture that orders only tensors to keep is the service's to carry out, and not among
-        them.
+        Captures that only keep tensors are not included: the service carries them out.
         """
         with self._lock:
             if step is not None:
                 self._begun.setdefault(step, set()).add(stage)
-                while len(self._begun) > _HISTORY:
+                while len(self._begun) > _REMEMBERED_STEPS:
                     self._begun.popitem(last=False)
             captures = self._captures
         return [
@@ -154,65 +163,65 @@ class PlanWatch:
             if needs_ranks(capture) and self._matches(capture, step, stage)
         ]
 
-    def wanted(self, step: int | None, stage: str) -> frozenset[str]:
-        """Return the words by which something of a stage is kept: sections, names of tensors.
+    def keep_selectors(self, step: int | None, stage: str) -> frozenset[str]:
+        """Return what is kept of a stage: names of sections and tensors.
 
-        What the configuration and the captures in force say; the service decides with the same
-        words, and with what it knows by then.
+        They come from the configurations and the captures in force here. The service applies the
+        same rules to its own, newer state.
         """
         key = (step, stage)
-        found = self._wanted.get(key)
-        if found is None:
-            found = self._wanted_now(step, stage)
+        selectors = self._selectors.get(key)
+        if selectors is None:
+            selectors = self._current_selectors(step, stage)
             with self._lock:
-                if len(self._wanted) >= _WANTED:
-                    self._wanted.clear()
-                self._wanted[key] = found
-        return found
+                if len(self._selectors) >= _CACHED_STAGES:
+                    self._selectors.clear()
+                self._selectors[key] = selectors
+        return selectors
 
-    def _wanted_now(self, step: int | None, stage: str) -> frozenset[str]:
-        place: dict[str, Any] = {
+    def _current_selectors(self, step: int | None, stage: str) -> frozenset[str]:
+        location: _Location = {
             "stage": stage, "role": self.role, "rank": self.rank, "step": step
         }  # fmt: skip
-        words: set[str] = set()
-        for keep in (self._keep, self._standing):
-            words.update(() if keep is None else wanted_by(keep, **place))
+        selectors: set[str] = set()
+        for keep in (self._local_keep, self._service_keep):
+            selectors.update(() if keep is None else wanted_by(keep, **location))
         for capture in self._captures:
-            if capture.get("run") in (None, self.run) and matches(capture, **place):
-                words.update(words_of(capture))
-        return frozenset(words)
+            if capture.get("run") in (None, self.run) and matches(capture, **location):
+                selectors.update(words_of(capture))
+        return frozenset(selectors)
 
     def apply(self, plan: Mapping[str, Any]) -> None:
-        """Put the service's plan in force; what came too late for a step is reported."""
-        captures = [dict(item) for item in plan.get("captures", ())]
-        missed, asked = [], []
+        """Put the service's plan in force, and report the captures that arrived too late."""
+        captures = [cast("CaptureRequest", dict(item)) for item in plan.get("captures", ())]
+        missed: list[tuple[CaptureRequest, int, str]] = []
+        to_estimate: list[CaptureRequest] = []
         with self._lock:
             for capture in captures:
-                # Each asking and each agreement is a word of its own about the same order.
-                word = f"{capture['capture_id']}/{capture.get('agreement', 1)}"
-                is_asked = capture.get("phase") == "asked"
-                if is_asked:
-                    word += f"/{capture.get('asked_revision')}"
-                if word in self._seen:
+                # One capture may be sent for estimates and for agreement, each several times.
+                key = f"{capture['capture_id']}/{capture.get('agreement', 1)}"
+                needs_estimate = capture.get("phase") == "asked"
+                if needs_estimate:
+                    key += f"/{capture.get('asked_revision')}"
+                if key in self._seen:
                     continue
-                self._seen.add(word)
-                if is_asked:
-                    asked += [capture] if self._concerns(capture) else []
+                self._seen.add(key)
+                if needs_estimate:
+                    to_estimate += [capture] if self._includes_this_rank(capture) else []
                 else:
-                    missed += [(capture, *late) for late in self._too_late(capture)]
-            self._standing = read_keep(plan.get("keep"))
-            shards = None if self._standing is None else shard_capture(self._standing)
-            ordered = () if shards is None or not self._is_carried_out else (shards,)
-            self._captures = (*self._local, *captures, *ordered)
-            self._wanted.clear()
+                    missed += [(capture, *late) for late in self._missed_stages(capture)]
+            self._service_keep = read_keep(plan.get("keep"))
+            shards = _shard_captures(self._service_keep) if self._runs_captures else ()
+            self._captures = (*self._local, *captures, *shards)
+            self._selectors.clear()
             self._revision = int(plan["revision"])
             self.data_dir = plan.get("data_dir") or self.data_dir
         for capture, step, stage in missed:
             self._on_missed(capture, step, stage)
-        for capture in asked:
-            self._on_asked(capture)
+        for capture in to_estimate:
+            self._on_estimate_requested(capture)
 
-    def _too_late(self, capture: Mapping[str, Any]) -> list[tuple[int, str]]:
+    def _missed_stages(self, capture: CaptureRequest) -> list[tuple[int, str]]:
         return [
             (step, stage)
             for step, stages in self._begun.items()
@@ -220,31 +229,33 @@ class PlanWatch:
             if self._matches(capture, step, stage)
         ]
 
-    def _concerns(self, capture: Mapping[str, Any]) -> bool:
+    def _includes_this_rank(self, capture: CaptureRequest) -> bool:
         roles = capture.get("roles") or [self.role]
-        is_mine = self._is_carried_out and capture.get("run") in (None, self.run)
-        is_named = self.role in roles and matches_rank(capture["ranks"], self.rank)
-        return is_mine and is_named and needs_ranks(capture)
+        includes_run = self._runs_captures and capture.get("run") in (None, self.run)
+        includes_rank = self.role in roles and matches_rank(capture["ranks"], self.rank)
+        return includes_run and includes_rank and needs_ranks(capture)
 
-    def _matches(self, capture: Mapping[str, Any], step: int | None, stage: str) -> bool:
-        if not self._is_carried_out or capture.get("run") not in (None, self.run):
+    def _matches(self, capture: CaptureRequest, step: int | None, stage: str) -> bool:
+        if not self._runs_captures or capture.get("run") not in (None, self.run):
             return False
         return matches(capture, stage=stage, role=self.role, rank=self.rank, step=step)
 
 
-def read_plan(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the captures of a local plan: a file (see `local_captures`), or its content.
+def _shard_captures(keep: Mapping[str, Any] | None) -> tuple[CaptureRequest, ...]:
+    """Return the capture by which a rank copies the parameters and gradients of `keep`, if any."""
+    shards = None if keep is None else shard_capture(keep)
+    return () if shards is None else (cast("CaptureRequest", shards),)
+
+
+def read_plan(source: str | Path | Mapping[str, object]) -> list[CaptureRequest]:
+    """Return the captures of a local plan: a file (see `captures_from_yaml`), or its content.
 
     Raises:
-        InvalidPlan: the file cannot be read, or a capture in it cannot be carried out.
+        InvalidPlan: the file cannot be read, or a capture in it is invalid.
     """
     if not isinstance(source, Mapping):
-        from stagescope_workers.probe.plan import captures_from_yaml
-
         return captures_from_yaml(str(source))
     if "global_profiler" in source:
-        from stagescope_workers.capture.verl_blocks import captures_from_verl
-
         return captures_from_verl(source)
     captures = source.get("captures")
     if not isinstance(captures, list) or not all(isinstance(item, Mapping) for item in captures):
@@ -255,10 +266,10 @@ def read_plan(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
     return [_local_capture(capture, number) for number, capture in enumerate(captures)]
 
 
-def _local_capture(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    own = {name: given[name] for name in _OWN_FIELDS if name in given}
-    spec = {name: value for name, value in given.items() if name not in _OWN_FIELDS}
-    # Whoever calls init can already do what the training may do: no root is closed.
-    capture = validate_capture(spec, allowed_roots=("/",))
+def _local_capture(spec: Mapping[str, object], number: int) -> CaptureRequest:
+    identity = {name: spec[name] for name in _IDENTITY_FIELDS if name in spec}
+    fields = {name: value for name, value in spec.items() if name not in _IDENTITY_FIELDS}
+    # The caller of init has the training's rights already: every root is allowed.
+    capture = validate_capture(fields, allowed_roots=("/",))
     defaults = {"capture_id": f"init-{number}", "source": "yaml", "by": "init", "created": 0.0}
-    return {**capture, **defaults, **own}
+    return cast("CaptureRequest", {**capture, **defaults, **identity})

@@ -1,4 +1,4 @@
-"""A training process's way to tell what it does: the Probe, which never waits and never raises."""
+"""The Probe, through which a training process reports its stages; it never waits or raises."""
 
 from __future__ import annotations
 
@@ -19,50 +19,52 @@ from stagescope.wire.schema import (
     REFUSED,
     Work,
 )
+from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.probe.decorator import as_stage
 from stagescope_workers.probe.numbering import (
-    BEGUN_AGAIN,
-    BEGUN_AGAIN_ADVICE,
+    STEP_REPEATED,
+    STEP_REPEATED_ADVICE,
     Numbering,
     Start,
     StepOrder,
-    why_not,
+    reason_against_new_start,
 )
 from stagescope_workers.probe.options import ProbeOptions, index, step_index
 from stagescope_workers.probe.plan import read_plan
 from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.probe.stage import Stage, log_scalars
-from stagescope_workers.probe.weights import NamedTensors, Names, record_weights
+from stagescope_workers.probe.weights import NamedTensors, Names, WeightsInfo, record_weights
 from stagescope_workers.transport.link import Link
 from stagescope_workers.transport.outbox import Outbox
-from stagescope_workers.transport.sender import EventSender
+from stagescope_workers.transport.sender import EventSender, SenderHooks
 
 _log = logging.getLogger("stagescope.workers")
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_SEARCH_SECONDS: Final = 2.0  # for a service, before `close` gives up on there being one
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_SEARCH_SECONDS: Final = 2.0
+"""How long `close` waits for a process to join its Ray cluster and find a service there."""
 
 
 class Probe(Reporter):
     """Reports stages, tensors and scalars of one rank; made by `stagescope_workers.init`.
 
-    Every method returns at once. None raises, unless `strict`; what was wrong with a call is
-    logged once a kind, counted, and sent as a REFUSED event. In a forked child every method does
-    nothing: the threads and connections are the parent's.
+    Every method returns at once. None raises, unless `strict`; an invalid call is logged once for
+    each kind, counted, and sent as a REFUSED event. In a forked child every method does nothing:
+    the threads and connections are the parent's.
     """
 
     def __init__(self, options: ProbeOptions) -> None:
         self._arrived = False
         self._users = 1
-        self._earlier: list[Start] = []
+        self._earlier_starts: list[Start] = []
         self._starting = threading.Lock()
         super().__init__(options)
 
     def _begin_incarnation(self, options: ProbeOptions) -> None:
         super()._begin_incarnation(options)
         self._numbering = Numbering()
-        self._order = StepOrder(options.role)
-        self._again: tuple[ProbeOptions, list[dict[str, Any]]] | None = None
+        self._step_order = StepOrder(options.role)
+        self._pending_init: tuple[ProbeOptions, list[CaptureRequest]] | None = None
 
     def start(self) -> None:
         """Read the local plan and begin the background thread.
@@ -72,8 +74,8 @@ class Probe(Reporter):
         """
         self._launch(self._local_plan(self._options), after=None)
 
-    def _local_plan(self, options: ProbeOptions) -> list[dict[str, Any]]:
-        """Return the captures that `init` was given, and report what is wrong with its options."""
+    def _local_plan(self, options: ProbeOptions) -> list[CaptureRequest]:
+        """Return the captures of `init`'s plan, and report any problem with its options."""
         with self.guard("init", None):
             if options.problem is not None:
                 raise options.problem
@@ -82,88 +84,96 @@ class Probe(Reporter):
                 return read_plan(options.plan)
         return []
 
-    def _launch(self, local: list[dict[str, Any]], after: EventSender | None) -> EventSender:
-        """Begin the background thread of a start; what was said `after` which it sends."""
+    def _launch(self, local: list[CaptureRequest], after: EventSender | None) -> EventSender:
+        """Begin the background thread of a start, which sends once `after` has sent everything."""
         if local:
-            self.plan = self._watch(local)
+            self.plan = self._watch_plan(local)
         self._sender = EventSender(
             self.outbox,
-            connect=self._introduction.connect,
-            sender=self._introduction.sender,
-            prepare=self._introduction.say_hello,
+            SenderHooks(
+                connect=self._handshake.connect,
+                sender=self._handshake.sender,
+                prepare=self._handshake.fill_hello,
+                on_requests=self.stage_tracker.answer_requests,
+                feed_watchdog=self.stage_tracker.feed_watchdog,
+                on_unconnected=self._handshake.warn_unconnected,
+            ),
             plan=self.plan,
             pool=self.pool,
-            asked=self.standing.answer,
-            alive=self.standing.feed,
-            unconnected=self._introduction.warn_unconnected,
             after=after,
         )
         self._sender.start()
         return self._sender
 
     def init_again(self, options: ProbeOptions) -> None:
-        """Go on where `init` was called again for this open probe.
+        """Continue where `init` is called again for this open probe.
 
-        A function that calls `init` each time goes on; a cell of a notebook that is run again
-        comes back to an earlier step, and the next stage's is then of a new start, with `options`.
+        A function that calls `init` each time continues its start. A notebook cell that is run
+        again returns to an earlier step: its first stage begins a new start, with `options`.
         """
         self._users += 1
-        self._again = (options, self._local_plan(options))
-        self._order.init_called_again()
+        self._pending_init = (options, self._local_plan(options))
+        self._step_order.init_called_again()
         names = [field.name for field in dataclasses.fields(options) if field.name != "problem"]
         differs = [n for n in names if getattr(options, n) != getattr(self._options, n)]
-        level = logging.DEBUG if ("init", "again") in self._said else logging.WARNING
-        self._said.add(("init", "again"))
+        level = logging.DEBUG if ("init", "again") in self._reported else logging.WARNING
+        self._reported.add(("init", "again"))
         _log.log(
             level,
-            "init was called again for run %s, %s %d, whose probe is open: it goes on. A next "
+            "init was called again for run %s, %s %d, whose probe is open: it continues. A next "
             "stage of an earlier step than it has reached begins a new attempt%s; probe.close() "
-            "before init always begins anew",
+            "before init always begins a new one",
             *(self.run, self.role, self.rank),
             f", with the new {', '.join(differs)}" if differs else "",
         )
 
-    def _go_on(self, step: int) -> None:
+    def _restart_for_earlier_step(self, step: int) -> None:
         """Begin a new start where the first stage after `init_again` is of an earlier step."""
         with self._starting:
-            again, self._again = self._again, None
-            reached = self._order.reached
-            if again is None or self._sender is None or not self._order.goes_back(step):
+            pending, self._pending_init = self._pending_init, None
+            reached = self._step_order.reached
+            if pending is None or self._sender is None or not self._step_order.is_earlier(step):
                 return
-            self._earlier = [each for each in self._earlier if not each.event_sender.has_left]
-            why = why_not(self._earlier, self._options.max_pending_bytes, self.standing)
-            if why is None:
-                self._start_again(*again)
+            unsent = [each for each in self._earlier_starts if not each.event_sender.has_left]
+            self._earlier_starts = unsent
+            reason = reason_against_new_start(
+                unsent, self._options.max_pending_bytes, self.stage_tracker
+            )
+            if reason is None:
+                self._begin_new_start(*pending)
             _log.warning(
                 "run %s, %s %d: step %d comes after step %s and another call of init: %s",
                 *(self.run, self.role, self.rank, step, reached),
-                "a new attempt begins" if why is None else f"no new attempt begins, since {why}",
+                "a new attempt begins"
+                if reason is None
+                else f"no new attempt begins, since {reason}",
             )
 
-    def _say_begun_again(self, work: Work) -> None:
-        """Report that a stage seems to be that of another go of its step."""
-        self.refused[BEGUN_AGAIN] += 1
+    def _report_repeated_step(self, work: Work) -> None:
+        """Report a stage that seems to repeat its step."""
+        self.refused[STEP_REPEATED] += 1
         message = (
             f"{self.role} rank {self.rank} began {work.stage} of step {work.step} again after "
-            f"another call of init: both goes count in step {work.step}, as passes of one step"
+            f"another call of init: both count in step {work.step}, as passes of one step"
         )
-        _log.warning("run %s: %s; %s", self.run, message, BEGUN_AGAIN_ADVICE)
-        fields = {**work.fields(), "what": BEGUN_AGAIN, "severity": "error"}
-        self.outbox.put(REFUSED, {**fields, "message": message, "advice": BEGUN_AGAIN_ADVICE})
+        _log.warning("run %s: %s; %s", self.run, message, STEP_REPEATED_ADVICE)
+        fields = {**work.fields(), "what": STEP_REPEATED, "severity": "error"}
+        self.outbox.put(REFUSED, {**fields, "message": message, "advice": STEP_REPEATED_ADVICE})
 
-    def _start_again(self, options: ProbeOptions, local: list[dict[str, Any]]) -> None:
-        """Take leave without waiting, and go on as a new incarnation that sends after the old."""
+    def _begin_new_start(self, options: ProbeOptions, local: list[CaptureRequest]) -> None:
+        """Continue as a new incarnation, which sends after the old one; waits for nothing."""
         event_sender = self._sender
         assert event_sender is not None
         self.outbox.put(FINISH, {})
-        self.standing.close()
-        self._earlier = [*self._earlier, Start(event_sender, self.outbox, self._introduction)]
+        self.stage_tracker.close()
+        old = Start(event_sender, self.outbox, self._handshake)
+        self._earlier_starts = [*self._earlier_starts, old]
         self._begin_incarnation(options)
         event_sender.leave(self._launch(local, after=event_sender))
 
     @classmethod
     def inert(cls) -> Probe:
-        """Return a probe that does nothing, for a call to `init` that was refused."""
+        """Return a probe that does nothing, for a refused call of `init`."""
         probe = cls(ProbeOptions(run="refused"))
         probe.is_inert = True
         return probe
@@ -181,7 +191,7 @@ class Probe(Reporter):
         if self._users <= 0:
             self.close()
 
-    # --- what training calls --------------------------------------------------------------
+    # --- called by the training ----------------------------------------------------------
 
     def stage(
         self,
@@ -198,22 +208,23 @@ class Probe(Reporter):
             name: one of `stagescope.wire.schema.STAGES`, or a name of your own.
             step: the trainer's global step; None where only a policy version is known.
             model: the module that runs, for captures with msprobe.
-            policy_version: of the weights that work here.
-            part: occurrence, epoch, minibatch, microbatch; an occurrence that is not given is
-                numbered in order of entry among those with the same step, name and other parts.
+            policy_version: of the weights in use.
+            part: occurrence, epoch, minibatch, microbatch; where no occurrence is given, stages of
+                one step, name and other parts are numbered in order of entry.
         """
         work: Work | None = None
         with self.guard("stage", None):
             if model is not None:
-                self._answers.models.note(name, model)
+                self.models.note_model(name, model)
             if not self.is_inert:
                 number = step_index(step)
-                if self._again is not None and number is not None:
-                    self._go_on(number)
-                noted = self._numbering.work(name, step, policy_version, part)
-                if self._order.note(noted, is_numbered=part.get("occurrence") is not None):
-                    self._say_begun_again(noted)
-                work = noted
+                if self._pending_init is not None and number is not None:
+                    self._restart_for_earlier_step(number)
+                numbered = self._numbering.work(name, step, policy_version, part)
+                has_occurrence = part.get("occurrence") is not None
+                if self._step_order.note(numbered, is_numbered=has_occurrence):
+                    self._report_repeated_step(numbered)
+                work = numbered
         return Stage(self, work, model)
 
     def begin(
@@ -237,16 +248,16 @@ class Probe(Reporter):
     def as_stage(
         self, name: str, *, model: object = None, step: int | None = None
     ) -> Callable[[_Function], _Function]:
-        """Return a decorator that runs a function, also an async one, as a stage.
+        """Return a decorator that runs a function, sync or async, as a stage.
 
-        See `stagescope_workers.probe.decorator.as_stage`: the step is found in the arguments.
+        The step is found in the function's arguments; see `decorator.as_stage`.
         """
         return as_stage(name, model=model, step=step, probe=lambda: self)
 
     def log(
         self, *, step: int | None = None, policy_version: int | None = None, **scalars: object
     ) -> None:
-        """Hand over named numbers of a step, outside any stage."""
+        """Report named numbers of a step, outside any stage."""
         if self.is_inert:
             return
         with self.guard("log", None):
@@ -254,9 +265,9 @@ class Probe(Reporter):
             log_scalars(self, work, scalars)
 
     def wants(self, name: str, *, stage: str, step: int | None = None) -> bool:
-        """Say, cheaply, whether a tensor of this name is kept where this stage hands it over.
+        """Return, cheaply, whether a tensor of this name is kept when this stage records it.
 
-        `Stage.wants` asks the same inside a stage.
+        Inside a stage, use `Stage.wants`.
 
         Args:
             name: of a tensor or a scalar, or a section (`stagescope.wire.keep.SECTIONS`).
@@ -265,7 +276,7 @@ class Probe(Reporter):
         """
         if self.is_inert:
             return False
-        return is_wanted(self.plan.wanted(step, stage), stage, name)
+        return is_wanted(self.plan.keep_selectors(step, stage), stage, name)
 
     def record_weights(
         self,
@@ -278,25 +289,25 @@ class Probe(Reporter):
         names: Names = None,
         replicated: Sequence[str] | bool = (),
     ) -> None:
-        """Hand over a bit-exact checksum of each weight, to be held against other ranks'.
+        """Report a bit-exact checksum of each weight, to compare it with other ranks.
 
-        Sums are formed here, in the calling thread (on a device: queued on its current stream),
-        so that they are of the weights as they are now; nothing else of a tensor is kept.
+        The checksums are computed in the calling thread (on a device: queued on its current
+        stream), so that they are of the weights as they are now; no tensor is kept.
 
         Args:
             named_tensors: name -> tensor, or pairs, which may come from a generator one by one:
                 torch tensors (of a DTensor the local shard) or numpy arrays, of any dtype and
                 strides.
-            version: the policy version of these weights: what both sides are joined by.
+            version: the policy version of these weights, by which both sides are joined.
             side: "trainer" or "rollout".
             step: the trainer's step, where it is known.
             kind: "exchanged", as they were sent or received, before an engine fuses or quantises
-                them; "held", as they lie in the process. Sides are compared within a kind.
-            names: what the weights are to be called: {pattern: replacement} (regular expressions,
-                one after the other), or a function.
+                them; "held", as they are stored in the process. Only equal kinds are compared.
+            names: how to rename the weights: {pattern: replacement} (regular expressions, applied
+                in order), or a function.
             replicated: patterns of (the new) names of which every rank of this side holds a copy,
-                or True for all. Of DTensors and of Megatron-LM's parameters this is known; other
-                tensors are held only against ranks that differ in `dp_rank` alone.
+                or True for all. For DTensors and Megatron-LM's parameters this is detected; other
+                tensors are compared only with ranks that differ in `dp_rank` alone.
         """
         if self.is_inert:
             return
@@ -304,28 +315,25 @@ class Probe(Reporter):
             record_weights(
                 self,
                 named_tensors,
-                version=version,
-                side=side,
-                step=step,
-                kind=kind,
+                WeightsInfo(version, side, step, kind),
                 names=names,
                 replicated=replicated,
             )
 
     def end_step(self, step: int) -> None:
-        """Say that this step is over, so that it closes without waiting for the next."""
+        """Report that this step is over, so that it closes without waiting for the next."""
         if self.is_inert:
             return
         with self.guard("end_step", None):
             self.outbox.put(END_STEP, {"step": step_index(step)})
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Take leave: wait, `timeout` seconds at most, until everything was acknowledged.
+        """End the probe: wait, `timeout` seconds at most, until everything is acknowledged.
 
-        The only method that waits. It waits for nothing where no service was ever reached.
+        The only method that waits. It does not wait where no service was ever reached.
 
         Returns:
-            Whether everything arrived, payloads included.
+            Whether everything was received, payloads included.
         """
         event_sender = self._sender
         if self.is_inert or event_sender is None:
@@ -334,15 +342,15 @@ class Probe(Reporter):
         self.is_inert = True
         starts = self._starts(event_sender)
         for each in starts:
-            each.own_handshake.is_leaving = True
-            each.event_sender.search_anew()
-        event_sender.wait_until(self._is_over, max(0.0, timeout))
+            each.handshake.is_leaving = True
+            each.event_sender.restart_search()
+        event_sender.wait_until(self._can_stop_waiting, max(0.0, timeout))
         for each in starts:
             each.event_sender.stop()
-        self.standing.close()
+        self.stage_tracker.close()
         self._arrived = all(each.outbox.is_empty for each in starts)
         if not self._arrived and not event_sender.answers:
-            self._introduction.warn_unconnected(event_sender.problem)
+            self._handshake.warn_unconnected(event_sender.problem)
         if not self._arrived:
             _log.warning(
                 "closed with %d events and %d payloads of run %s that were not acknowledged",
@@ -353,32 +361,32 @@ class Probe(Reporter):
         return self._arrived
 
     def _starts(self, event_sender: EventSender) -> list[Start]:
-        """Return what still has to be sent, in order."""
-        return [*self._earlier, Start(event_sender, self.outbox, self._introduction)]
+        """Return the starts that may have something to send, in order."""
+        return [*self._earlier_starts, Start(event_sender, self.outbox, self._handshake)]
 
-    def _is_over(self) -> bool:
-        """Say whether there is nothing more to wait for."""
+    def _can_stop_waiting(self) -> bool:
+        """Return whether everything was sent, or no service can be expected to answer."""
         starts = [] if self._sender is None else self._starts(self._sender)
         unsent = [each.event_sender for each in starts if not each.outbox.is_empty]
         if not unsent:
             return not any(each.outbox.has_drops for each in starts)
-        # On a busy machine what comes before the first look (the fingerprint) takes seconds.
-        reached = any(each.event_sender.answers for each in starts)  # one that died may come back
-        nobody = unsent[0].has_looked and unsent[0].link is None and not reached
-        may_join = "ray" in sys.modules  # one that is about to join a cluster has time for that
-        return nobody and not (
-            may_join and time.monotonic() - self._introduction.made < _SEARCH_SECONDS
+        # The first search comes after the fingerprint, which takes seconds on a busy machine.
+        reached = any(each.event_sender.answers for each in starts)  # a dead one may come back
+        no_service = unsent[0].has_searched and unsent[0].link is None and not reached
+        may_join = "ray" in sys.modules  # a process that imported ray gets time to join a cluster
+        return no_service and not (
+            may_join and time.monotonic() - self._handshake.created < _SEARCH_SECONDS
         )
 
     def forget(self) -> None:
-        """Do nothing from now on: what waits, and the locks around it, are another process's."""
+        """Become inert in a forked child: the queue and its locks belong to the parent."""
         self.is_inert = True
         self._sender = None
-        self._earlier = []
+        self._earlier_starts = []
         self.outbox = Outbox()
 
     def __repr__(self) -> str:
-        """Say whose probe it is, and whether a service answers, at which address."""
+        """Name the run, role and rank, and whether a service answers, at which address."""
         return f"<Probe of run {self.run}, {self.role} {self.rank}: {self._connection()}>"
 
     def _connection(self) -> str:
@@ -387,20 +395,23 @@ class Probe(Reporter):
         state = self._sender.describe(closed=self.is_inert)
         return f"closed, was {state}" if self.is_inert else state
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A worker that holds a probe may be copied or shipped: its copy must not report as it.
+    def __reduce__(self) -> tuple[Callable[[], Probe], tuple[()]]:
+        # A worker that holds a probe may be copied or pickled: the copy must not report.
         return (Probe.inert, ())
 
     def status(self) -> dict[str, Any]:
-        """Return how this probe stands with the service: what waits, what was dropped, refused."""
+        """Return the state of this probe: the connection, and what waits, was dropped or refused.
+
+        Counts of waiting events and payloads include those of earlier starts.
+        """
         event_sender = self._sender
-        outboxes = [*(each.outbox for each in self._earlier), self.outbox]
+        outboxes = [*(each.outbox for each in self._earlier_starts), self.outbox]
         return {
-            # What is new waits for what an earlier start has still to send.
+            # A new start sends only after an earlier one has sent everything.
             "connected": event_sender is not None
             and any(each.event_sender.is_connected for each in self._starts(event_sender)),
             "coordinator": None if event_sender is None else event_sender.coordinator,
-            "attempt_key": self._introduction.attempt_key,
+            "attempt_key": self._handshake.attempt_key,
             "plan_revision": self.plan.revision,
             "waiting_events": sum(outbox.waiting for outbox in outboxes),
             "waiting_payloads": sum(len(outbox.unreceipted()) for outbox in outboxes),
@@ -412,15 +423,15 @@ class Probe(Reporter):
 
     @property
     def service(self) -> Link | None:
-        """The way to the service that is open now; None while none was found."""
+        """The open link to the service; None while there is none."""
         return None if self._sender is None else self._sender.link
 
     @property
     def has_arrived(self) -> bool:
-        """Say whether the probe was closed and everything of it was received."""
+        """Whether the probe is closed and everything of it was received."""
         return self._arrived
 
     @property
     def options(self) -> ProbeOptions:
-        """What `init` was told."""
+        """The options of the last start."""
         return self._options

@@ -1,4 +1,4 @@
-"""What a probe shares with its stages: where they report to, and how a problem is reported."""
+"""The part of a probe that its stages use: the outbox, the plan, and the reporting of problems."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import collections
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.schema import REFUSED, Work
-from stagescope_workers.capture.reckoning import Models, RequestAnswers
+from stagescope_workers.capture.capture_estimate import CaptureReports, StageModels
+from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.options import ProbeOptions
@@ -25,7 +25,7 @@ _log = logging.getLogger("stagescope.workers")
 
 
 class Reporter:
-    """One rank's outbox, plan and options; it keeps every problem from the training process."""
+    """One rank's outbox, plan and options; it hides every problem from the training process."""
 
     def __init__(self, options: ProbeOptions) -> None:
         self.run = options.run
@@ -34,14 +34,14 @@ class Reporter:
         self.is_inert = False
         """True after `close`, in a forked child, and where `init` was refused."""
         self.refused: collections.Counter[str] = collections.Counter()
-        """Calls with bad input so far, by what was called."""
+        """The number of calls with bad input so far, by the call's name."""
         self.pool = PinnedPool(options.max_pinned_bytes)
-        self._said: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._sender: EventSender | None = None
         self._begin_incarnation(options)
 
     def _begin_incarnation(self, options: ProbeOptions) -> None:
-        """Make what belongs to one incarnation."""
+        """Create the objects that belong to one incarnation."""
         self._options = options
         self.strict = options.strict
         self.device_events = options.device_events
@@ -51,101 +51,111 @@ class Reporter:
             max_events=options.max_pending_events,
             on_put=self._wake,
         )
-        self.standing = StageTracker(self.outbox, watchdog_seconds=options.watchdog)
-        self._introduction = Handshake(options, self.incarnation, self.outbox, self.standing)
-        self._answers = RequestAnswers(self.outbox)
-        self.plan = self._watch([])
+        self.stage_tracker = StageTracker(self.outbox, watchdog_seconds=options.watchdog)
+        self._handshake = Handshake(options, self.incarnation, self.outbox, self.stage_tracker)
+        self._capture_reports = CaptureReports(self.outbox)
+        self.plan = self._watch_plan([])
 
     @property
     def attempt_key(self) -> str | None:
         """The attempt key: as given, else Ray's session and job; None where neither is known."""
-        if self._introduction.attempt_key is None:
+        if self._handshake.attempt_key is None:
             with contextlib.suppress(Exception):
-                self._introduction.locate()
-        return self._introduction.attempt_key
+                self._handshake.find_ray()
+        return self._handshake.attempt_key
 
     @property
-    def models(self) -> Models:
-        """Which model ran in which stage, and how many tokens it had."""
-        return self._answers.models
+    def models(self) -> StageModels:
+        """The model of each stage, and its number of tokens."""
+        return self._capture_reports.models
 
     @property
     def data_root(self) -> str | None:
-        """Where dumps go that name no directory."""
+        """The directory of dumps whose capture names none."""
         return self._options.data_root or self.plan.data_dir
 
     @property
     def out_of_reach(self) -> str | None:
-        """Why no operator of this process's stages can be captured in it; None where they can."""
-        said = self._options.captures
-        return said if isinstance(said, str) else None
+        """Why the operators of this process's stages cannot be captured; None where they can."""
+        captures = self._options.captures
+        return captures if isinstance(captures, str) else None
 
     @contextlib.contextmanager
-    def guard(self, what: str, work: Work | None, *, quiet: bool = False) -> Iterator[None]:
-        """Keep any mistake of ours, and any refused input, from the training process."""
+    def guard(self, call: str, work: Work | None, *, quiet: bool = False) -> Iterator[None]:
+        """Catch and report any exception, unless the probe is strict and not `quiet`."""
         try:
             yield
         except Exception as error:
             if not getattr(error, "_stagescope_refused", False):
-                self._note(what, error, work)
+                self._report_refusal(call, error, work)
             if self.strict and not quiet:
                 raise
 
     def refuse(
         self,
-        what: str,
+        call: str,
         error: StagescopeError,
         work: Work | None,
         *,
         quiet: bool = False,
         is_error: bool = False,
     ) -> None:
-        """Report bad input (`is_error`: numbers are missing for it): logged once a kind, counted,
-        sent; raised when strict.
+        """Report bad input: log each kind once, count it and send it; raise it when strict.
+
+        Args:
+            call: the name of the call that was given the input.
+            error: describes it.
+            work: the stage or step, where there is one.
+            quiet: whether not to raise even when strict.
+            is_error: whether the service lacks numbers because of it.
 
         Raises:
             StagescopeError: `error`, when strict and not `quiet`.
         """
-        self._note(what, error, work, **({"severity": "error"} if is_error else {}))
+        self._report_refusal(call, error, work, is_error=is_error)
         if self.strict and not quiet:
             error._stagescope_refused = True  # type: ignore[attr-defined]
             raise error
 
     def new_misspellings(self, work: Work, draft: Draft) -> list[InvalidTensor]:
-        """Return what is wrong with names that a stage recorded: once a stage's name and name.
-
-        Strict says it each time.
-        """
+        """Return the errors of misspelt names: each once per stage, or each time when strict."""
         found = []
         for name, error in draft.misspelt():
-            known = (f"name {name}", work.stage or "")
-            if self.strict or known not in self._said:
-                self._said.add(known)
+            key = (f"name {name}", work.stage or "")
+            if self.strict or key not in self._reported:
+                self._reported.add(key)
                 found.append(error)
         return found
 
-    def _note(self, what: str, error: Exception, work: Work | None, **also: str) -> None:
-        self.refused[what] += 1
-        kind = (what, type(error).__name__)
-        if kind not in self._said:
-            self._said.add(kind)
-            known = isinstance(error, StagescopeError)
-            _log.warning("%s: %s", what, error if known else repr(error), exc_info=not known)
+    def _report_refusal(
+        self, call: str, error: Exception, work: Work | None, *, is_error: bool = False
+    ) -> None:
+        self.refused[call] += 1
+        kind = (call, type(error).__name__)
+        if kind not in self._reported:
+            self._reported.add(kind)
+            expected = isinstance(error, StagescopeError)
+            message = error if expected else repr(error)
+            _log.warning("%s: %s", call, message, exc_info=not expected)
         fields = {} if work is None else work.fields()
-        self.outbox.put(REFUSED, {**fields, **also, "what": what, "message": str(error)[:2000]})
+        if is_error:
+            fields["severity"] = "error"
+        self.outbox.put(REFUSED, {**fields, "what": call, "message": str(error)[:2000]})
 
     def _wake(self) -> None:
         if self._sender is not None:
-            self._sender.notice()
+            self._sender.wake_if_sendable()
 
-    def _watch(self, local: list[dict[str, Any]]) -> PlanWatch:
+    def _watch_plan(self, local: Sequence[CaptureRequest]) -> PlanWatch:
         return PlanWatch(
             run=self.run,
             role=self.role,
             rank=self.rank,
             local=local,
             keep=self._options.keep,
-            is_carried_out=self._options.captures is not False,
-            on_missed=self._answers.missed,
-            on_asked=lambda capture: self._answers.estimate(capture, self.plan.data_dir),
+            runs_captures=self._options.captures is not False,
+            on_missed=self._capture_reports.report_missed,
+            on_estimate_requested=lambda capture: self._capture_reports.report_estimate(
+                capture, self.plan.data_dir
+            ),
         )

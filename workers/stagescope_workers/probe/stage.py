@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import numpy as np
 
@@ -14,13 +14,16 @@ from stagescope.wire.captures import orders_msprobe
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.keep import is_wanted, kept_sections
 from stagescope.wire.schema import BEGIN, DUMP, END, LOG, Work
-from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, take_tensor
+from stagescope_workers.capture.msprobe_config import CaptureRequest
+from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
 from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.transport.outbox import Awaited
 
 if TYPE_CHECKING:
+    import torch
+
     from stagescope_workers.capture.msprobe_capture import ArmedCapture
     from stagescope_workers.capture.shards import Shards
 
@@ -30,13 +33,13 @@ _MAX_MESSAGE: Final = 2000
 class Stage:
     """A piece of work: `with probe.stage(...) as stage`, or `probe.begin` and `probe.end`.
 
-    `record` and `log` may be called any number of times until the end; what they were given
-    travels with the end. No method raises, unless the probe is strict, or a capture that is.
+    `record` and `log` may be called any number of times until the end; their values are sent with
+    the end. No method raises, unless the probe or a capture is strict.
     """
 
     def __init__(self, probe: Reporter, work: Work | None, model: object = None) -> None:
         self.work = work
-        """None where the call that made this stage was refused: then it does nothing."""
+        """None where the call that created this stage was refused: then it does nothing."""
         self._probe = probe
         self._model = model
         self._draft = Draft(probe.pool)
@@ -44,10 +47,10 @@ class Stage:
         self._begun: tuple[float, float] | None = None
         self._begin_seq: int | None = None
         self._ended = False
-        self._is_wrong = False
+        self._has_errors = False
         self._timer: DeviceTimer | None = None
         self._captures: list[ArmedCapture] = []
-        self._shards: tuple[Shards, list[Mapping[str, Any]]] | None = None
+        self._shards: tuple[Shards, list[CaptureRequest]] | None = None
 
     def __enter__(self) -> Stage:
         self.begin()
@@ -62,7 +65,7 @@ class Stage:
         self.end(error)
 
     def begin(self) -> None:
-        """Report the stage as begun, and arm the captures that order it.
+        """Report the stage as begun, and arm the captures that request it.
 
         Raises:
             CaptureError, InvalidPlan: a capture that is strict could not be armed.
@@ -72,7 +75,7 @@ class Stage:
             return
         probe = self._probe
         with probe.guard("begin", work):
-            # Taken before anything that could fail: an end always has a beginning.
+            # Before anything that could fail: an end always has a beginning.
             self._begun = (time.time(), time.monotonic())
             if probe.device_events:
                 self._timer = DeviceTimer.start()
@@ -80,23 +83,23 @@ class Stage:
             fields["device_time"] = self._timer is not None
             entry = probe.outbox.put(BEGIN, fields)
             self._begun, self._begin_seq = (entry.wall, entry.mono), entry.seq
-            probe.standing.enter(entry.seq, work)
-        captures: list[Mapping[str, Any]] = []
+            probe.stage_tracker.enter(entry.seq, work)
+        captures: list[CaptureRequest] = []
         with probe.guard("begin", work):
             captures = probe.plan.begin(work.step, work.stage)
         if captures:
             with probe.guard("begin", work):
-                self._take_shards(captures)
+                self._begin_shards(captures)
             self._arm(captures, work, work.stage)
 
     def record(self, values: Mapping[str, object] | None = None, /, **named: object) -> None:
-        """Hand over tensors, lists of ids, and metadata; each is owned when this returns.
+        """Record tensors, lists of ids, and metadata; each is copied when this returns.
 
         Args:
-            values: names and values, for names that are no Python identifiers.
-            named: tensors (see `payload.host_tensor` for the forms taken), lists of strings with
-                one for each row (`sample_ids`, `group_ids`), and anything else as metadata
-                (`temperature=1.0`, `streams={"rollout": {"engine": "vllm"}}`). None is left out.
+            values: names and values, for names that are not Python identifiers.
+            named: tensors (in the forms of `payload.host_tensor`), lists of strings with one for
+                each row (`sample_ids`, `group_ids`), and anything else as metadata
+                (`temperature=1.0`, `streams={"rollout": {"engine": "vllm"}}`). None is omitted.
 
         Raises:
             InvalidInput: only when the probe is strict.
@@ -108,12 +111,12 @@ class Stage:
                 self._refuse("record", error)
 
     def hand_over(self, values: Mapping[str, object] | None = None, /, **named: object) -> None:
-        """Hand over tensors that nobody writes from now on: as `record`, without its copy.
+        """Record tensors that will not be written any more: as `record`, without its copy.
 
-        For what a computation left behind, such as the intermediates of a loss. On the host dense
-        torch tensors are held until the background thread has copied them. One that was written
-        all the same, as torch counts it, is not kept, and a finding names it; of anything else a
-        copy is made at once.
+        For the results of a computation, such as the intermediates of a loss. Dense torch tensors
+        on the host are referenced until the background thread has copied them. One that was written
+        nevertheless, by torch's version counter, is not kept, and a finding names it; anything else
+        is copied at once.
 
         Raises:
             InvalidInput: only when the probe is strict.
@@ -125,10 +128,10 @@ class Stage:
                 self._refuse("hand_over", error)
 
     def record_datums(self, datums: Sequence[Mapping[str, object]]) -> None:
-        """Hand over what is sent to a remote trainer: a list of dicts of lists, a row each.
+        """Record the input of a remote trainer: a list of dicts of lists, one dict per row.
 
-        Each key becomes the packed tensor `datums/KEY` (of texts a list of them), keys of nested
-        dicts are joined by dots. Numbers that the trainer returns belong into `log`.
+        Each key becomes the packed tensor `datums/KEY` (for strings, a list of them), keys of
+        nested dicts are joined by dots. Pass numbers that the trainer returns to `log`.
 
         Raises:
             InvalidInput: only when the probe is strict.
@@ -139,28 +142,29 @@ class Stage:
             for error in self._draft.add(datum_columns(datums)):
                 self._refuse("record_datums", error)
 
-    def _refuse(self, what: str, error: StagescopeError, *, quiet: bool = False) -> None:
+    def _refuse(self, call: str, error: StagescopeError, *, quiet: bool = False) -> None:
         """Report a tensor that is missing or does not fit the others.
 
-        The payload then says so: the service, which finds the same in it, need not report it again.
+        The payload is marked: the service, which finds the same error, does not report it again.
         """
-        wrong = isinstance(error, InvalidTensor)
-        self._is_wrong = self._is_wrong or wrong
-        self._probe.refuse(what, error, self.work, quiet=quiet, is_error=wrong)
+        is_error = isinstance(error, InvalidTensor)
+        self._has_errors = self._has_errors or is_error
+        self._probe.refuse(call, error, self.work, quiet=quiet, is_error=is_error)
 
     def wants(self, name: str) -> bool:
-        """Say, cheaply, whether a tensor of this name is kept of this stage.
+        """Return, cheaply, whether a tensor of this name is kept of this stage.
 
-        For what is only worth a copy when it is: `if stage.wants("prob_ratio"): ...`. A section's
-        name may be asked for, too (`"is_loss"`).
+        It avoids unnecessary copies: `if stage.wants("prob_ratio"): ...`. `name` may also be that
+        of a section (`"is_loss"`).
         """
         work = self.work
         if work is None or work.stage is None or self._probe.is_inert:
             return False
-        return is_wanted(self._probe.plan.wanted(work.step, work.stage), work.stage, name)
+        selectors = self._probe.plan.keep_selectors(work.step, work.stage)
+        return is_wanted(selectors, work.stage, name)
 
     def log(self, **scalars: object) -> None:
-        """Hand over named numbers: Python or numpy numbers, or tensors of one element.
+        """Report named numbers: Python or numpy numbers, or tensors of one element.
 
         Raises:
             InvalidInput: only when the probe is strict.
@@ -168,11 +172,11 @@ class Stage:
         if self.work is None or self._ended or self._probe.is_inert:
             return
         with self._probe.guard("log", self.work):
-            for error in take_scalars(scalars, self._scalars, self._probe.pool):
+            for error in read_scalars(scalars, self._scalars, self._probe.pool):
                 self._probe.refuse("log", error, self.work)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Report the end, with what was recorded; `error` is what the stage raised, or None.
+        """Report the end and everything recorded; `error` is what the stage raised, or None.
 
         Raises:
             InvalidInput: only when the probe is strict, and `error` is None.
@@ -182,15 +186,15 @@ class Stage:
         if work is None or self._begun is None or self._ended or self._probe.is_inert:
             return
         self._ended = True
-        self._probe.standing.leave(self._begin_seq)
+        self._probe.stage_tracker.leave(self._begin_seq)
         problems: list[InvalidTensor] = []
         misspelt: list[InvalidTensor] = []
         with self._probe.guard("end", work, quiet=error is not None):
             if self._timer is not None:
                 self._timer.stop()
-            self._hand_over_shards()
+            self._finish_shards()
             problems += self._draft.problems()
-            self._is_wrong = self._is_wrong or bool(problems)
+            self._has_errors = self._has_errors or bool(problems)
             misspelt += self._probe.new_misspellings(work, self._draft)
             self._send_end(work, error)
         try:
@@ -215,12 +219,12 @@ class Stage:
             "error_type": None if error is None else type(error).__name__,
             "error_message": None if error is None else _message(error),
             "scalars": dict(self._scalars),
-            "payload": None if draft is None else draft.description(reported=self._is_wrong),
+            "payload": None if draft is None else draft.description(reported=self._has_errors),
             "device_seconds": None,
         }
         timer = self._timer
 
-        def finalise(fields: dict[str, Any]) -> None:
+        def finalise(fields: dict[str, object]) -> None:
             settle_scalars(fields)
             if timer is not None:
                 fields["device_seconds"] = timer.seconds()
@@ -231,51 +235,53 @@ class Stage:
         self._probe.outbox.put(END, fields, draft=draft, awaits=awaits, finalise=finalise)
 
     def _keeps_scalars(self, work: Work) -> bool:
-        """Say whether numbers are kept of a stage that handed over nothing else.
+        """Return whether numbers are kept of a stage without any other recorded value.
 
-        The service keeps what comes as a payload: then an empty one goes with them.
+        The service only keeps payloads: then an empty one is sent with the numbers.
         """
-        words = self._probe.plan.wanted(work.step, work.stage or "") if self._scalars else ()
-        return bool(words and kept_sections(words, work.stage, (), self._scalars))
+        if not self._scalars:
+            return False
+        selectors = self._probe.plan.keep_selectors(work.step, work.stage or "")
+        return bool(selectors and kept_sections(selectors, work.stage, (), self._scalars))
 
     # --- captures -------------------------------------------------------------------------
 
-    def _take_shards(self, captures: list[Mapping[str, Any]]) -> None:
-        """Begin to take what captures order of the model's parameters and gradients."""
-        ordered = [each for each in captures if each.get("parameters") or each.get("gradients")]
-        if not ordered:
+    def _begin_shards(self, captures: list[CaptureRequest]) -> None:
+        """Prepare to copy the requested parameters and gradients of the model."""
+        requests = [each for each in captures if each.get("parameters") or each.get("gradients")]
+        if not requests:
             return
         from stagescope_workers.capture.shards import Shards
 
-        names = {
-            kind: [pattern for each in ordered for pattern in each.get(kind) or ()]
-            for kind in ("parameters", "gradients")
-        }
+        parameters = [name for each in requests for name in each.get("parameters") or ()]
+        gradients = [name for each in requests for name in each.get("gradients") or ()]
         try:
-            self._shards = (Shards(self._model, **names), ordered)
+            shards = Shards(self._model, parameters=parameters, gradients=gradients)
         except StagescopeError as error:
-            for each in ordered:
+            for each in requests:
                 if _reports_shards(each):
-                    self._send_dump(_of_shards(each, "failed", str(error)))
+                    self._send_dump(_shard_dump(each, "failed", str(error)))
             raise
+        self._shards = (shards, requests)
 
-    def _hand_over_shards(self) -> None:
-        """Put what was taken into the payload, which carries it like anything recorded."""
+    def _finish_shards(self) -> None:
+        """Add the copied shards to the payload, like any recorded tensor."""
         if self._shards is None:
             return
-        (shards, ordered), self._shards = self._shards, None
-        tensors, places, error = shards.finish()
-        problems = [*self._draft.add({**tensors, **({"shards": places} if places else {})})]
+        (shards, requests), self._shards = self._shards, None
+        tensors, locations, error = shards.finish()
+        values: dict[str, object] = {**tensors, **({"shards": locations} if locations else {})}
+        problems = [*self._draft.add(values)]
         for problem in problems:
             self._probe.refuse("record", problem, self.work)
         error = error or (str(problems[0]) if problems else None)
         state = "failed" if error else "complete"
-        for each in ordered:
+        for each in requests:
             if _reports_shards(each):
                 size = sum(spec.nbytes for spec in self._draft.specs().values())
-                self._send_dump({**_of_shards(each, state, error), "bytes": size})
+                self._send_dump({**_shard_dump(each, state, error), "bytes": size})
 
-    def _arm(self, captures: list[Mapping[str, Any]], work: Work, stage: str) -> None:
+    def _arm(self, captures: list[CaptureRequest], work: Work, stage: str) -> None:
         from stagescope_workers.capture.msprobe_capture import Capturer
 
         probe = self._probe
@@ -293,7 +299,7 @@ class Stage:
                     model=self._model,
                     data_root=probe.data_root,
                     out_of_reach=probe.out_of_reach,
-                    tokens=probe.models.tokens_of(stage),
+                    tokens=probe.models.tokens(stage),
                 )
                 if armed is None:
                     continue
@@ -311,7 +317,7 @@ class Stage:
 
     def _finish_captures(self, error: BaseException | None) -> None:
         captures, self._captures = self._captures, []
-        # One by one, whatever the others raise: a capture left running would slow every step.
+        # Each of them, even if others raise: a capture left running would slow every step.
         with contextlib.ExitStack() as stack:
             for armed in captures:
                 stack.callback(self._finish_capture, armed, error)
@@ -319,50 +325,61 @@ class Stage:
     def _finish_capture(self, armed: ArmedCapture, error: BaseException | None) -> None:
         try:
             fields = armed.finish(error)
-        except StagescopeError as failure:  # strict: it has its result all the same
+        except StagescopeError as failure:  # strict: it has a result nevertheless
             self._send_dump(armed.finish(failure))
             raise
         self._send_dump(fields)
 
-    def _send_dump(self, fields: dict[str, Any]) -> None:
+    def _send_dump(self, fields: Mapping[str, object]) -> None:
         work = {} if self.work is None else self.work.fields()
-        self._probe.outbox.put(DUMP, work | fields)
+        self._probe.outbox.put(DUMP, {**work, **fields})
 
 
-def _reports_shards(capture: Mapping[str, Any]) -> bool:
-    """Say whether shards are the dump of a capture: msprobe's own follows, a configuration's are
-    files that are kept like any other."""
+def _reports_shards(capture: CaptureRequest) -> bool:
+    """Return whether a capture's shards are reported as its dump.
+
+    They are not where msprobe's own dump is reported, nor for a `keep` configuration, whose files
+    are kept like any others.
+    """
     return not orders_msprobe(capture) and capture.get("source") != "keep"
 
 
-def _of_shards(capture: Mapping[str, Any], state: str, error: str | None) -> dict[str, Any]:
-    """Return the DUMP fields of a capture that orders no msprobe."""
+class _ShardDump(TypedDict):
+    """The DUMP fields of a capture of parameters and gradients alone."""
+
+    capture_id: str | None
+    state: str
+    task: str
+    error: str | None
+
+
+def _shard_dump(capture: CaptureRequest, state: str, error: str | None) -> _ShardDump:
     capture_id = capture.get("capture_id")
     return {"capture_id": capture_id, "state": state, "task": "parameters", "error": error}
 
 
 def log_scalars(probe: Reporter, work: Work, scalars: Mapping[str, object]) -> None:
     """Queue a LOG event with the numbers in `scalars`."""
-    taken: dict[str, float | HostCopy] = {}
-    for error in take_scalars(scalars, taken, probe.pool):
+    numbers: dict[str, float | HostCopy] = {}
+    for error in read_scalars(scalars, numbers, probe.pool):
         probe.refuse("log", error, work)
-    if taken:
-        fields = work.fields() | {"scalars": dict(taken)}
-        probe.outbox.put(LOG, fields, awaits=_copies(taken), finalise=settle_scalars)
+    if numbers:
+        fields = work.fields() | {"scalars": dict(numbers)}
+        probe.outbox.put(LOG, fields, awaits=_copies(numbers), finalise=settle_scalars)
 
 
 def _copies(scalars: Mapping[str, float | HostCopy]) -> list[HostCopy]:
     return [value for value in scalars.values() if isinstance(value, HostCopy)]
 
 
-def take_scalars(
-    given: Mapping[str, object], into: dict[str, float | HostCopy], pool: PinnedPool
+def read_scalars(
+    values: Mapping[str, object], into: dict[str, float | HostCopy], pool: PinnedPool
 ) -> Iterator[StagescopeError]:
-    """Put the numbers of `given` into `into`; yield what is wrong with single ones.
+    """Add the numbers of `values` to `into`; yield an error for each invalid one.
 
-    A number that lies on a device is copied behind the device's work, and read later.
+    A number on a device is copied after the device's queued work, and read later.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         try:
             if is_torch(value):
                 into[name] = _tensor_scalar(name, value, pool)
@@ -370,24 +387,26 @@ def take_scalars(
                 into[name] = float(np.asarray(value).reshape(()))
             elif value is not None:
                 raise ValueError
-        except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
+        except StagescopeError as error:  # noqa: PERF203 - the others are still read
             yield error
         except (TypeError, ValueError, OverflowError):
             yield InvalidInput(f"the scalar {name} is {describe(value)}", expected="one number")
 
 
-def _tensor_scalar(name: str, value: Any, pool: PinnedPool) -> float | HostCopy:
+def _tensor_scalar(name: str, value: torch.Tensor, pool: PinnedPool) -> float | HostCopy:
     if value.numel() != 1:
         raise ValueError
     if value.device.type == "cpu":
         return float(value.detach())
-    taken = take_tensor(name, value.detach().reshape(1).double(), pool)
-    return taken if isinstance(taken, HostCopy) else float(taken[2][0])
+    copy = copy_tensor(name, value.detach().reshape(1).double(), pool)
+    return copy if isinstance(copy, HostCopy) else float(copy[2][0])
 
 
-def settle_scalars(fields: dict[str, Any]) -> None:
-    """Read the numbers that a device was still writing. Not for the training thread."""
-    scalars = fields.get("scalars") or {}
+def settle_scalars(fields: dict[str, object]) -> None:
+    """Read the numbers that were still being copied from a device; not for the training thread."""
+    scalars = fields.get("scalars")
+    if not isinstance(scalars, dict):
+        return
     for name, value in scalars.items():
         if isinstance(value, HostCopy):
             scalars[name] = float(value.finish()[2].reshape(-1)[0])

@@ -1,103 +1,103 @@
-"""Where the training threads of a process stand, and what the service may ask of that."""
+"""Tracks the stages of a process's training threads, for stack requests and the watchdog."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.schema import FINISH, STACKS, Work
-from stagescope_workers.probe.watchdog import Watchdog, open_watchdog, take_stacks
+from stagescope_workers.probe.watchdog import Watchdog, collect_stacks, open_watchdog
 from stagescope_workers.transport.outbox import Outbox
 
-_MOST_INSIDE: Final = 1024
-_MOST_ANSWERED: Final = 256
+_MAX_OPEN: Final = 1024
+_MAX_ANSWERED: Final = 256
 
 
 class StageTracker:
     """Knows which thread is in which stage; answers requests for stacks, feeds the watchdog.
 
-    `enter` and `leave` are the training thread's, and cost it one entry of a dict; the rest is the
-    background thread's.
+    The training thread calls `enter` and `leave`, which cost one entry of a dict; the background
+    thread calls the other methods.
     """
 
     def __init__(self, outbox: Outbox, *, watchdog_seconds: float) -> None:
         self._outbox = outbox
         self._seconds = watchdog_seconds
-        self._inside: dict[int, tuple[int, Work]] = {}
-        self._left: tuple[int, Work] | None = None
+        self._open_stages: dict[int, tuple[int, Work]] = {}
+        self._last_ended: tuple[int, Work] | None = None
         self._answered: dict[str, None] = {}
         self._watchdog: Watchdog | None = None
         self._closed = False
 
     def enter(self, seq: int, work: Work) -> None:
-        """Note that this thread is in a stage; `seq` is its BEGIN's."""
-        self._inside[seq] = (threading.get_ident(), work)
+        """Note that this thread has begun a stage; `seq` is that of its BEGIN."""
+        self._open_stages[seq] = (threading.get_ident(), work)
 
     def leave(self, seq: int | None) -> None:
         """Note that a stage has ended."""
         if seq is not None:
-            self._left = self._inside.pop(seq, self._left)
+            self._last_ended = self._open_stages.pop(seq, self._last_ended)
 
     @property
     def oldest(self) -> Work | None:
-        """The stage that was begun first of those that a thread is in; None outside of any."""
-        return next((work for _, work in [*self._inside.values()]), None)
+        """The open stage that was begun first; None where none is open."""
+        return next((work for _, work in [*self._open_stages.values()]), None)
 
-    def where(self) -> tuple[Sequence[int], Mapping[str, Any]]:
-        """Return the idents of the training threads, and the work that was entered last.
+    def current_work(self) -> tuple[Sequence[int], Mapping[str, object]]:
+        """Return the idents of the training threads, and the work that was begun last.
 
-        Between two stages, the thread that was in one last is the training thread.
+        Between two stages, the thread of the last one is the training thread.
         """
-        inside = [*self._inside.items()]
-        for seq, _ in inside[:-_MOST_INSIDE]:  # begun and never ended
-            self._inside.pop(seq, None)
-        if inside:
-            idents = dict.fromkeys(ident for _, (ident, _) in reversed(inside))
-            return [*idents], inside[-1][1][1].fields()
-        left = self._left
-        return ([], {}) if left is None else ([left[0]], {"step": left[1].step})
+        open_stages = [*self._open_stages.items()]
+        for seq, _ in open_stages[:-_MAX_OPEN]:  # begun and never ended
+            self._open_stages.pop(seq, None)
+        if open_stages:
+            idents = dict.fromkeys(ident for _, (ident, _) in reversed(open_stages))
+            return [*idents], open_stages[-1][1][1].fields()
+        last = self._last_ended
+        return ([], {}) if last is None else ([last[0]], {"step": last[1].step})
 
-    def answer(self, requests: Iterable[Mapping[str, Any]]) -> None:
-        """Carry out what the service asks for in a poll's answer, each request once."""
+    def answer_requests(self, requests: Iterable[Mapping[str, object]]) -> None:
+        """Carry out the requests in the answer to a poll, each of them once."""
         for request in requests:
-            name = request.get("request_id")
-            if request.get("what") not in {STACKS, FINISH} or not isinstance(name, str):
+            request_id = request.get("request_id")
+            if request.get("what") not in {STACKS, FINISH} or not isinstance(request_id, str):
                 continue
-            if name in self._answered:
+            if request_id in self._answered:
                 continue
-            self._answered[name] = None
-            if len(self._answered) > _MOST_ANSWERED:
+            self._answered[request_id] = None
+            if len(self._answered) > _MAX_ANSWERED:
                 del self._answered[next(iter(self._answered))]
-            if request["what"] == FINISH:  # after all that waits; what comes later takes it back
+            if request["what"] == FINISH:  # after all waiting events; a later event revokes it
                 self._outbox.put(FINISH, {})
                 continue
-            training, work = self.where()
-            self._outbox.put(STACKS, take_stacks(name, training=training, work=work))
+            training, work = self.current_work()
+            self._outbox.put(STACKS, collect_stacks(request_id, training=training, work=work))
 
-    def watch(self) -> str | None:
+    def start_watchdog(self) -> str | None:
         """Open this process's watchdog; return the path of its file, None where it is off."""
         if self._watchdog is None and not self._closed:
             self._watchdog = open_watchdog(self._seconds)
         return None if self._watchdog is None else self._watchdog.path
 
-    def feed(self) -> float:
-        """Say to the watchdog that the background thread runs; report where it went off.
+    def feed_watchdog(self) -> float:
+        """Tell the watchdog that the background thread runs; report stacks that it wrote.
 
-        Returns the seconds after which to say it again.
+        Returns the seconds after which to call this again.
         """
-        found = self._watchdog
-        if found is None:
+        watchdog = self._watchdog
+        if watchdog is None:
             return math.inf
-        went_off = found.feed(self.where)
-        if went_off is not None:
-            self._outbox.put(STACKS, went_off)
-        return found.pause
+        stacks = watchdog.feed(self.current_work)
+        if stacks is not None:
+            self._outbox.put(STACKS, stacks)
+        return watchdog.interval
 
     def close(self) -> None:
-        """Take leave of the watchdog."""
+        """Release the watchdog."""
         self._closed = True
-        found, self._watchdog = self._watchdog, None
-        if found is not None:
-            found.close()
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.close()

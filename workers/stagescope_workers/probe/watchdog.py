@@ -1,17 +1,18 @@
-"""A watchdog for calls that hold the interpreter lock: then no thread of Python runs, ours neither.
+"""A watchdog for calls that hold the interpreter lock, during which no Python thread runs.
 
-`faulthandler.dump_traceback_later` waits in a thread of C, and writes the stacks of a process whose
-interpreter stands still. The background thread sets it anew for as long as it runs, so it goes off
-only where that thread did not run for `seconds`. The file is described in `stagescope.wire.stacks`.
+`faulthandler.dump_traceback_later` waits in a C thread, and writes the stacks of a process whose
+interpreter is blocked. The background thread resets it for as long as it runs, so it fires only
+where that thread did not run for `seconds`. `stagescope.wire.stacks` describes the file.
 
-It is set by default, once a service was reached: a call that holds the lock leaves no other trace,
-and nobody can switch it on in a process that hangs already. Two things speak against it, for which
-`init(watchdog=0)` and `STAGESCOPE_WATCHDOG=0` are there. A process has one such timer: whoever uses
-`faulthandler.dump_traceback_later` in the training loses it to us, and that it is in use cannot be
-known. And CPython reads stacks without the lock, which is sound while the process stands still, but
-not where it goes on at that very moment (after a SIGSTOP, or the pause of a whole machine, of more
-than `seconds`): a crash is then possible. So the default is long: who stands still for five minutes
-hardly goes on by itself. `faulthandler.enable` is not touched.
+It is on by default, once a service was reached: a call that holds the lock leaves no other trace,
+and it cannot be switched on in a process that hangs already. `init(watchdog=0)` and
+`STAGESCOPE_WATCHDOG=0` switch it off, for two reasons. A process has one such timer: a training
+that uses `faulthandler.dump_traceback_later` itself loses it to the watchdog, and whether the timer
+is in use cannot be detected. And CPython reads stacks without the lock, which is safe while the
+process is blocked, but not where it resumes at that very moment (after a SIGSTOP, or the suspension
+of a whole machine, of more than `seconds`): a crash is then possible. So the default is long: a
+process that is blocked for five minutes rarely resumes by itself. `faulthandler.enable` is not
+used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from stagescope.wire.stacks import (
     MOST_CHARACTERS,
@@ -43,10 +44,10 @@ from stagescope.wire.stacks import (
 )
 
 
-def take_stacks(
-    request_id: str, *, training: Collection[int], work: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the fields of a STACKS event about this process, now.
+def collect_stacks(
+    request_id: str, *, training: Collection[int], work: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the fields of a STACKS event with this process's current stacks.
 
     Args:
         request_id: of the request that it answers.
@@ -55,14 +56,14 @@ def take_stacks(
     """
     frames = sys._current_frames()
     names = thread_names()
-    order = sorted(frames, key=lambda ident: (ident not in training, names.get(ident) or ""))
-    threads: list[dict[str, Any]] = []
-    left, truncated = MOST_CHARACTERS, len(order) > MOST_THREADS
-    for ident in order[:MOST_THREADS]:
-        stack = _text(frames[ident])
-        if len(stack) > left:
-            stack, truncated = stack[len(stack) - left :], True
-        left -= len(stack)
+    idents = sorted(frames, key=lambda ident: (ident not in training, names.get(ident) or ""))
+    threads: list[dict[str, object]] = []
+    remaining, truncated = MOST_CHARACTERS, len(idents) > MOST_THREADS
+    for ident in idents[:MOST_THREADS]:
+        stack = _format_stack(frames[ident])
+        if len(stack) > remaining:
+            stack, truncated = stack[len(stack) - remaining :], True
+        remaining -= len(stack)
         threads.append(
             {
                 "name": names.get(ident),
@@ -81,11 +82,11 @@ def take_stacks(
 
 
 def thread_names() -> dict[int, str]:
-    """Return ident -> name of the threads that Python started or met."""
+    """Return ident -> name of the threads that Python knows."""
     return {each.ident: each.name for each in threading.enumerate() if each.ident is not None}
 
 
-def _text(innermost: FrameType) -> str:
+def _format_stack(innermost: FrameType) -> str:
     """Return a stack as text, the innermost frame last."""
     kept: list[tuple[FrameType, int]] = []
     for frame, line in traceback.walk_stack(innermost):
@@ -97,17 +98,17 @@ def _text(innermost: FrameType) -> str:
 
 
 DEFAULT_SECONDS: Final = 300.0
-_PAUSE: Final = 1.0
-"""Seconds between two looks; its file says the threads and the stage of the last one."""
+_CHECK_SECONDS: Final = 1.0
+"""Between two checks; the watchdog's file holds the threads and the stage of the last one."""
 
 _log = logging.getLogger("stagescope.workers")
 
-Standing = Callable[[], tuple[Sequence[int], Mapping[str, Any]]]
+CurrentWork = Callable[[], tuple[Sequence[int], Mapping[str, object]]]
 """Returns the idents of the training threads and the work fields of their stage."""
 
 
 class Watchdog:
-    """The one watchdog of a process: every probe in it feeds it, the last to leave removes it.
+    """The one watchdog of a process: every probe in it feeds it, the last to close removes it.
 
     No method raises or waits.
     """
@@ -117,10 +118,10 @@ class Watchdog:
         self._lock = threading.Lock()
         self._file: IO[str] | None = None
         self._path: Path | None = None
-        self._looked = self._set = -math.inf
-        self._armed = 0.0
-        self._written = 0
-        self._said: tuple[object, ...] = ()
+        self._checked_at = self._armed_at = -math.inf  # by the monotonic clock
+        self._armed_wall = 0.0
+        self._written_bytes = 0
+        self._written_state: tuple[object, ...] = ()
         self._users = 0
         self._failed = False
 
@@ -130,9 +131,9 @@ class Watchdog:
         return None if self._path is None else str(self._path)
 
     @property
-    def pause(self) -> float:
-        """How often it is to be fed, seconds."""
-        return min(self.seconds / 3, _PAUSE) if self._file is not None else math.inf
+    def interval(self) -> float:
+        """How often it must be fed, in seconds."""
+        return min(self.seconds / 3, _CHECK_SECONDS) if self._file is not None else math.inf
 
     @property
     def is_used(self) -> bool:
@@ -140,29 +141,29 @@ class Watchdog:
         return self._users > 0
 
     def open(self) -> None:
-        """Make the file, unless it is there, for one more probe."""
+        """Register one more probe; create the file for the first one."""
         with self._lock:
             self._users += 1
             if self._file is None and not self._failed and self.seconds > 0:
-                self._guarded(self._make)
+                self._guarded(self._create_file)
 
-    def feed(self, standing: Standing) -> dict[str, Any] | None:
-        """Say that the background thread runs: note where training stands, set it anew if due.
+    def feed(self, current_work: CurrentWork) -> dict[str, object] | None:
+        """Record that the background thread runs and what training does; reset the timer if due.
 
         Returns:
-            The fields of a STACKS event where it had gone off since: the process stood still, and
-            goes on.
+            The fields of a STACKS event where the timer has fired: the process was blocked, and
+            has resumed.
         """
-        if self._file is None or time.monotonic() - self._looked < self.pause:
+        if self._file is None or time.monotonic() - self._checked_at < self.interval:
             return None
-        found: list[dict[str, Any] | None] = []
+        stacks: list[dict[str, object] | None] = []
         with self._lock:
             if self._file is not None:
-                self._guarded(lambda: found.append(self._look(standing)))
-        return found[0] if found else None
+                self._guarded(lambda: stacks.append(self._check(current_work)))
+        return stacks[0] if stacks else None
 
     def close(self) -> None:
-        """Take leave of one probe; after the last one, stop, and remove a file without a dump."""
+        """Unregister one probe; after the last one, stop, and remove a file without a dump."""
         with self._lock:
             self._users -= 1
             if self._users <= 0 and self._file is not None:
@@ -175,59 +176,58 @@ class Watchdog:
             _log.warning("the watchdog is off in this process: %r", error)
             self._failed, self._file, self._path = True, None, None
 
-    def _make(self) -> None:
+    def _create_file(self) -> None:
         directory = watchdog_directory(tempfile.gettempdir())
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-        if directory.is_symlink() or found.st_uid != os.getuid():
-            raise PermissionError(f"{directory} belongs to somebody else")
-        _sweep(directory)
+        if directory.is_symlink() or directory.lstat().st_uid != os.getuid():
+            raise PermissionError(f"{directory} belongs to another user")
+        _remove_stale(directory)
         path = directory / f"{os.getpid()}-{secrets.token_hex(16)}.txt"
-        # 'x': never an existing file, nor a link that somebody has put there.
+        # 'x': never an existing file, nor a link that another user has created.
         self._file = open(path, "x", opener=_private)  # noqa: SIM115 - faulthandler keeps it
         self._path = path
 
-    def _look(self, standing: Standing) -> dict[str, Any] | None:
+    def _check(self, current_work: CurrentWork) -> dict[str, object] | None:
         file, path = self._file, self._path
         assert file is not None
         assert path is not None
         now = time.monotonic()
-        went_off = os.fstat(file.fileno()).st_size > self._written
-        due = went_off or now - self._set >= self.seconds / 3
-        if due and self._armed:
-            # First: while the file is read and written anew, nothing may go off into it.
+        fired = os.fstat(file.fileno()).st_size > self._written_bytes
+        due = fired or now - self._armed_at >= self.seconds / 3
+        if due and self._armed_wall:
+            # First: the timer must not fire while the file is read and rewritten.
             faulthandler.cancel_dump_traceback_later()
-        found = read_watchdog(path) if went_off else None
-        training, work = standing()
-        said = (thread_names(), training, work)
-        if due or said != self._said:
-            self._armed = time.time() if due else self._armed
-            self._said = said
-            self._write(file, said)
+        stacks = read_watchdog(path) if fired else None
+        training, work = current_work()
+        state = (thread_names(), training, work)
+        if due or state != self._written_state:
+            self._armed_wall = time.time() if due else self._armed_wall
+            self._written_state = state
+            self._write(file, state)
         if due:
-            # It starts a thread of C, which is why it is not done more often.
+            # It starts a C thread, so it is not reset more often.
             faulthandler.dump_traceback_later(self.seconds, repeat=False, file=file)
-            self._set = now
-        self._looked = now
-        return found
+            self._armed_at = now
+        self._checked_at = now
+        return stacks
 
     def _write(
-        self, file: IO[str], said: tuple[Mapping[int, str], Sequence[int], Mapping[str, Any]]
+        self, file: IO[str], state: tuple[Mapping[int, str], Sequence[int], Mapping[str, object]]
     ) -> None:
-        threads, training, work = said
+        threads, training, work = state
         file.seek(0)
         file.truncate()
         file.write(
-            watchdog_header(armed=self._armed, threads=threads, training=training, work=work)
+            watchdog_header(armed=self._armed_wall, threads=threads, training=training, work=work)
         )
-        file.flush()  # what it writes comes behind it
-        self._written = file.tell()
+        file.flush()  # faulthandler appends to it
+        self._written_bytes = file.tell()
 
     def _remove(self) -> None:
         file, path = self._file, self._path
         assert file is not None
         assert path is not None
-        if self._armed:
+        if self._armed_wall:
             faulthandler.cancel_dump_traceback_later()
         self._file = self._path = None
         file.close()
@@ -242,32 +242,32 @@ def _private(path: str, flags: int) -> int:
 _STALE_SECONDS: Final = 86400.0
 
 
-def _sweep(directory: Path) -> None:
-    """Remove what killed processes left: a living one writes its file many times a minute."""
+def _remove_stale(directory: Path) -> None:
+    """Remove the files of killed processes: a living one writes its file many times a minute."""
     for path in directory.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 path.unlink()
 
 
-_of_process: Watchdog | None = None
+_process_watchdog: Watchdog | None = None
 _making = threading.Lock()
 
 
 def open_watchdog(seconds: float) -> Watchdog:
-    """Return the watchdog of this process, open; the first probe's `seconds` are in force."""
-    global _of_process
+    """Return the open watchdog of this process; the first probe's `seconds` are in force."""
+    global _process_watchdog
     with _making:
-        if _of_process is None or not _of_process.is_used:
-            _of_process = Watchdog(seconds)
-        _of_process.open()
-        return _of_process
+        if _process_watchdog is None or not _process_watchdog.is_used:
+            _process_watchdog = Watchdog(seconds)
+        _process_watchdog.open()
+        return _process_watchdog
 
 
 def _forget() -> None:
-    # A forked child has no timer, and the file is its parent's.
-    global _of_process, _making
-    _of_process, _making = None, threading.Lock()
+    # A forked child has no timer, and the file belongs to its parent.
+    global _process_watchdog, _making
+    _process_watchdog, _making = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)

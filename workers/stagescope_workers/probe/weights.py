@@ -1,7 +1,7 @@
-"""What a rank says of its weights: a checksum, dtype, shape and shard for each name.
+"""Reports a rank's weights: a checksum, dtype, shape and shard for each name.
 
-Nothing here waits for a device or talks to another rank: of a DTensor the local shard is summed,
-and where it lies in the whole is told beside it.
+Nothing here waits for a device or communicates with another rank: for a DTensor, the checksum is
+of the local shard, whose location in the full tensor is reported with it.
 
 torch is never imported here: see `checksum`.
 """
@@ -11,127 +11,136 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, WEIGHTS, Work
 from stagescope_workers.checksum import checksum, unsigned
-from stagescope_workers.device import HostCopy, take_tensor
-from stagescope_workers.payload import describe, is_torch
+from stagescope_workers.device import HostCopy, copy_tensor
+from stagescope_workers.payload import WireTensor, describe, is_torch
 from stagescope_workers.probe import identity
 from stagescope_workers.probe.options import index, step_index
 from stagescope_workers.probe.reporter import Reporter
 
+if TYPE_CHECKING:
+    import torch
+
 NamedTensors = Mapping[str, object] | Iterable[tuple[str, object]]
 Names = Mapping[str, str] | Callable[[str], str] | None
+Shard: TypeAlias = "str | tuple[object, ...] | None"
+"""The shard of a tensor in a WEIGHTS event: see there."""
 
-_MOST_NAME: Final = 1000
+_MAX_NAME: Final = 1000
+
+
+class WeightsInfo(NamedTuple):
+    """The version and origin of some weights; see `Probe.record_weights`."""
+
+    version: int
+    side: str
+    step: int | None
+    kind: str
 
 
 def record_weights(
     probe: Reporter,
     named_tensors: NamedTensors,
+    info: WeightsInfo,
     *,
-    version: int,
-    side: str,
-    step: int | None,
-    kind: str,
     names: Names,
     replicated: Sequence[str] | bool,
 ) -> None:
     """Queue one WEIGHTS event; see `Probe.record_weights`.
 
     Raises:
-        InvalidInput: a version, side, kind, rule or collection of weights that cannot be right.
+        InvalidInput: an invalid version, side, kind, rule or collection of weights.
     """
-    work = Work(step_index(step), _version(version), None)
-    _check_word("side", side, WEIGHT_SIDES)
-    _check_word("kind", kind, WEIGHT_KINDS)
-    rename, is_copy = _renaming(names), _copies(replicated)
-    weights, errors = _Weights(), []
-    for given, value in _pairs(named_tensors):
+    work = Work(step_index(info.step), _version(info.version), None)
+    _check_choice("side", info.side, WEIGHT_SIDES)
+    _check_choice("kind", info.kind, WEIGHT_KINDS)
+    rename, is_copy = _renaming(names), _replication(replicated)
+    weights, errors = _Checksums(), []
+    for original, value in _pairs(named_tensors):
         try:
-            name = _checked(rename(given))
-            weights.add(name, value, "copy" if is_copy(name) else _shard_of(value))
-        except StagescopeError as error:  # noqa: PERF203 - the others are to be taken
+            name = _checked(rename(original))
+            weights.add(name, value, "copy" if is_copy(name) else _shard(value))
+        except StagescopeError as error:  # noqa: PERF203 - the others are still added
             errors.append(error)
     awaits = weights.fetch(probe)
-    fields = work.fields() | {"side": side, "kind": kind, "tensors": weights.tensors}
+    fields = work.fields() | {"side": info.side, "kind": info.kind, "tensors": weights.tensors}
 
-    def finalise(fields: dict[str, Any]) -> None:
+    def finalise(fields: dict[str, object]) -> None:
         weights.settle()
         fields["device"] = identity.device_in_use()
 
     probe.outbox.put(WEIGHTS, fields, awaits=awaits, finalise=finalise)
     if errors:
-        probe.refuse("record_weights", _together(errors), work)
+        probe.refuse("record_weights", _merge_errors(errors), work)
 
 
-class _Weights:
+class _Checksums:
     """The tensors of one call, and the checksums that a device still computes."""
 
     def __init__(self) -> None:
-        self.tensors: list[tuple[Any, ...]] = []
-        self._seen: set[str] = set()
-        self._on_device: dict[Any, tuple[list[int], list[Any]]] = {}
-        self._fetched: list[tuple[list[int], Any]] = []
+        self.tensors: list[tuple[object, ...]] = []
+        self._names: set[str] = set()
+        self._on_device: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+        self._fetched: list[tuple[list[int], HostCopy | WireTensor]] = []
 
-    def add(self, name: str, value: Any, shard: Any) -> None:
-        """Take a weight's checksum; one that cannot be taken is unknown, and said."""
-        if name in self._seen:
+    def add(self, name: str, value: Any, shard: Shard) -> None:
+        """Add a weight's checksum; an error leaves the weight in the list without one."""
+        if name in self._names:
             raise InvalidInput(
                 f"two weights are called {name}",
                 expected="each name once in a call",
                 advice="let `names` map them to different ones",
             )
-        self._seen.add(name)
+        self._names.add(name)
         local = value.to_local() if _is_dtensor(value) else value
         shape = tuple(int(size) for size in getattr(local, "shape", ()))
         dtype = str(getattr(local, "dtype", "")).removeprefix("torch.")
-        place = len(self.tensors)
+        position = len(self.tensors)
         self.tensors.append((name, None, dtype, shape, shard))
         try:
             found = checksum(local)
         except StagescopeError as error:
             raise InvalidInput(f"{name}: {error}", expected="weights with data") from error
-        if is_torch(found):
-            places, sums = self._on_device.setdefault(found.device, ([], []))
-            places.append(place)
-            sums.append(found)
+        if isinstance(found, int):
+            self._set(position, found)
         else:
-            self._put(place, found)
+            positions, checksums = self._on_device.setdefault(found.device, ([], []))
+            positions.append(position)
+            checksums.append(found)
 
     def fetch(self, probe: Reporter) -> list[HostCopy]:
-        """Queue the copies of what devices compute; return what is to be waited for."""
-        torch = sys.modules.get("torch")
-        for places, sums in self._on_device.values():
-            assert torch is not None
-            taken = take_tensor("checksums", torch.stack(sums), probe.pool)
-            self._fetched.append((places, taken))
+        """Queue copies of the devices' results; return those to wait for."""
+        for positions, checksums in self._on_device.values():
+            stacked = sys.modules["torch"].stack(checksums)
+            self._fetched.append((positions, copy_tensor("checksums", stacked, probe.pool)))
         self._on_device.clear()
-        return [taken for _, taken in self._fetched if isinstance(taken, HostCopy)]
+        return [copy for _, copy in self._fetched if isinstance(copy, HostCopy)]
 
     def settle(self) -> None:
-        """Put the devices' checksums in their places. Not for the training thread."""
+        """Enter the devices' checksums into `tensors`; not for the training thread."""
         fetched, self._fetched = self._fetched, []
-        for places, taken in fetched:
-            wire = taken.finish() if isinstance(taken, HostCopy) else taken
-            for place, found in zip(places, wire[2].tolist(), strict=True):
-                self._put(place, unsigned(found))
+        for positions, copy in fetched:
+            wire = copy.finish() if isinstance(copy, HostCopy) else copy
+            for position, bits in zip(positions, wire[2].tolist(), strict=True):
+                self._set(position, unsigned(bits))
 
-    def _put(self, place: int, found: int) -> None:
-        name, _, *rest = self.tensors[place]
-        self.tensors[place] = (name, found, *rest)
+    def _set(self, position: int, checksum: int) -> None:
+        name, _, *rest = self.tensors[position]
+        self.tensors[position] = (name, checksum, *rest)
 
 
-def _together(errors: Sequence[StagescopeError]) -> StagescopeError:
-    # Of a thousand weights of a kind that cannot be read, one is enough to say.
+def _merge_errors(errors: Sequence[StagescopeError]) -> StagescopeError:
+    # A thousand weights of an unsupported kind make one message.
     if len(errors) == 1:
         return errors[0]
     return InvalidInput(f"{errors[0]} ({len(errors) - 1} more weights have no checksum)")
 
 
-# --- what a call was given --------------------------------------------------------------------
+# --- arguments of a call ----------------------------------------------------------------------
 
 
 def _version(version: object) -> int:
@@ -141,9 +150,9 @@ def _version(version: object) -> int:
     return number
 
 
-def _check_word(name: str, value: object, words: Sequence[str]) -> None:
-    if value not in words:
-        raise InvalidInput(f"{name} is {value!r:.100}", expected=f"one of {', '.join(words)}")
+def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise InvalidInput(f"{name} is {value!r:.100}", expected=f"one of {', '.join(allowed)}")
 
 
 def _pairs(named_tensors: object) -> Iterator[tuple[Any, object]]:
@@ -160,10 +169,10 @@ def _pairs(named_tensors: object) -> Iterator[tuple[Any, object]]:
 
 
 def _checked(name: object) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME or not name.isprintable():
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
         raise InvalidInput(
             f"a weight is called {name!r:.200}",
-            expected=f"a printable name of 1 to {_MOST_NAME} characters",
+            expected=f"a printable name of 1 to {_MAX_NAME} characters",
         )
     return name
 
@@ -188,7 +197,7 @@ def _renaming(names: object) -> Callable[[Any], object]:
     return rename
 
 
-def _copies(replicated: Sequence[str] | bool) -> Callable[[str], bool]:
+def _replication(replicated: Sequence[str] | bool) -> Callable[[str], bool]:
     if isinstance(replicated, bool):
         return lambda _: bool(replicated)
     if isinstance(replicated, str):
@@ -202,7 +211,7 @@ def _pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise InvalidInput(
-            f"{pattern!r:.200} is no regular expression ({error})", expected="one of Python's re"
+            f"{pattern!r:.200} is not a regular expression ({error})", expected="one of Python's re"
         ) from error
 
 
@@ -213,35 +222,35 @@ def _is_dtensor(value: object) -> bool:
     return is_torch(value) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
-def _shard_of(value: Any) -> Any:
-    """Return where a tensor lies in its whole, as the schema's WEIGHTS says."""
+def _shard(value: object) -> Shard:
+    """Return the `shard` of a tensor, as the schema's WEIGHTS defines it."""
     if _is_dtensor(value):
         return _dtensor_shard(value)
-    # Megatron-LM marks each parameter: cut up over the tensor-parallel ranks, or copied to them.
-    is_cut = getattr(value, "tensor_model_parallel", None)
-    return "tp copy" if is_cut is False else None
+    # Megatron-LM marks each parameter: sharded over the tensor-parallel ranks, or replicated.
+    is_sharded = getattr(value, "tensor_model_parallel", None)
+    return "tp copy" if is_sharded is False else None
 
 
-def _dtensor_shard(value: Any) -> tuple[Any, ...]:
+def _dtensor_shard(value: Any) -> tuple[object, ...]:
     mesh = value.device_mesh
     dims = [str(name) for name in mesh.mesh_dim_names or ()]
     coordinate = mesh.get_coordinate() or ()
-    words = []
-    for at, placement in enumerate(value.placements):
-        where = "" if placement.is_replicate() else f" {coordinate[at]} of {mesh.size(at)}"
-        words.append(f"{dims[at] if dims else at}: {placement!r}{where}")
-    return (tuple(map(int, value.shape)), _offsets(value), ", ".join(words), tuple(dims))
+    placements = []
+    for dim, placement in enumerate(value.placements):
+        shard = "" if placement.is_replicate() else f" {coordinate[dim]} of {mesh.size(dim)}"
+        placements.append(f"{dims[dim] if dims else dim}: {placement!r}{shard}")
+    return (tuple(map(int, value.shape)), _offsets(value), ", ".join(placements), tuple(dims))
 
 
 def _offsets(value: Any) -> tuple[int, ...] | None:
-    """Return the first element's place in the whole; None where torch cannot say it.
+    """Return the indices of the shard's first element; None where torch cannot tell.
 
-    torch keeps the function, which knows of uneven and strided shards, in a private module.
+    The function that covers uneven and strided shards is in a private module of torch.
     """
     if any(placement.is_partial() for placement in value.placements):
         return None
-    for room in ("torch.distributed.tensor._utils", "torch.distributed._tensor._utils"):
-        locate = getattr(sys.modules.get(room), "compute_local_shape_and_global_offset", None)
+    for module in ("torch.distributed.tensor._utils", "torch.distributed._tensor._utils"):
+        locate = getattr(sys.modules.get(module), "compute_local_shape_and_global_offset", None)
         if locate is not None:
             _, offsets = locate(value.shape, value.device_mesh, value.placements)
             return tuple(map(int, offsets))

@@ -1,4 +1,4 @@
-"""A call on its way to the service, and how long to wait before the next one."""
+"""Calls to the service: their futures, answers, retries, and the clock offset they measure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,42 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 
-MOST_BACKOFF: Final = 2.0
-"""Seconds; the service may be back any moment, and ranks must not come back all at once."""
+MAX_BACKOFF: Final = 2.0
+"""Seconds; short, since the service may be back at any moment."""
+
+Reply: TypeAlias = dict[str, Any]
+"""The JSON object with which the service answers a call; `Answer` has its fields."""
+
+
+class Answer(TypedDict, total=False):
+    """The service's answer to a batch or a poll."""
+
+    coordinator: str | None
+    """The incarnation of the coordinator."""
+    not_ready: str
+    """Present where the service cannot answer yet: the reason."""
+    wall: float
+    """The service's wall clock."""
+    receipts: dict[int, str]
+    """Of payloads, by sequence number."""
+    refused: dict[int, str]
+    """Events that were refused, by sequence number."""
+    pause: float
+    """Seconds between batches that an overloaded service requests."""
+    plan: dict[str, object]
+    requests: list[dict[str, object]]
+    poll_seconds: float
 
 
 class Call:
-    """One call on the way: its future, and when it left."""
+    """One call that was sent: its future, and when it was sent."""
 
-    def __init__(self, future: Future[dict[str, Any]], wake: Callable[[], None]) -> None:
+    def __init__(self, future: Future[Reply], wake: Callable[[], None]) -> None:
         self.future = future
         self.wall = time.time()
-        self.mono = self.looked = time.monotonic()
+        self.mono = self.checked_at = time.monotonic()
         self.answered = 0.0
         self._wake = wake
         future.add_done_callback(self._done)
@@ -31,34 +54,34 @@ class Call:
 
 
 class Backoff:
-    """Exponential waiting with jitter, so that a thousand ranks do not come back at once."""
+    """Exponential backoff with jitter, so that a thousand ranks do not retry at once."""
 
-    def __init__(self, first: float = 0.05, most: float = MOST_BACKOFF) -> None:
+    def __init__(self, first: float = 0.05, maximum: float = MAX_BACKOFF) -> None:
         self._first = first
-        self._most = most
+        self._maximum = maximum
         self._failures = 0
         self.until = 0.0
 
     def fail(self) -> None:
         """Wait longer than last time."""
-        delay = min(self._most, self._first * 2.0 ** min(self._failures, 20))
+        delay = min(self._maximum, self._first * 2.0 ** min(self._failures, 20))
         self._failures += 1
         self.until = time.monotonic() + delay * random.uniform(0.5, 1.0)
 
     def hold(self, seconds: float) -> None:
-        """Wait about so long at least, each sender otherwise."""
+        """Wait at least about `seconds`; each sender waits for a different time."""
         if seconds > 0:
             self.until = max(self.until, time.monotonic() + seconds * random.uniform(0.75, 1.25))
 
     def succeed(self) -> None:
-        """Wait no more."""
+        """Reset the delay."""
         self._failures = 0
         self.until = 0.0
 
 
-def in_thread(call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-    """Run `call` in a daemon thread: an executor joins its own at exit, even one that hangs."""
-    future: Future[dict[str, Any]] = Future()
+def in_thread(call: Callable[[], Reply]) -> Future[Reply]:
+    """Run `call` in a daemon thread: an executor would join its threads at exit."""
+    future: Future[Reply] = Future()
 
     def run() -> None:
         try:
@@ -82,21 +105,21 @@ class Offset(NamedTuple):
 
 
 class Clock:
-    """Keeps the best of the recent round trips: the shortest says it best."""
+    """Measures the offset of the service's clock by the shortest of the recent round trips."""
 
     def __init__(self) -> None:
         self._samples: collections.deque[tuple[float, Offset]] = collections.deque(maxlen=_RECENT)
 
-    def add(self, *, sent: float, took: float, service: float, mono: float) -> None:
-        """Take in one round trip.
+    def add(self, *, sent: float, duration: float, service: float, mono: float) -> None:
+        """Add one round trip.
 
         Args:
-            sent: this process's wall clock when the call left.
-            took: seconds until the answer, by the monotonic clock.
+            sent: this process's wall clock when the call was sent.
+            duration: seconds until the answer, by the monotonic clock.
             service: the service's wall clock, read at any moment in between.
             mono: this process's monotonic clock now.
         """
-        half = took / 2
+        half = duration / 2
         self._samples.append((mono, Offset(service - (sent + half), half)))
 
     def best(self, mono: float) -> Offset | None:

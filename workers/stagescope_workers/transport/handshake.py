@@ -1,4 +1,4 @@
-"""Who this process is, and the way to the service that is to know it; the background thread's."""
+"""Finds the service and describes this process to it; runs in the background thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from stagescope.wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
@@ -18,10 +17,10 @@ from stagescope_workers.transport.calls import Clock
 from stagescope_workers.transport.link import (
     Link,
     RayLink,
-    RayPlace,
+    RayProcess,
     find_link,
     ray_entrypoint,
-    ray_place,
+    ray_process,
     warn_unconnected,
 )
 from stagescope_workers.transport.outbox import Entry, Outbox
@@ -30,32 +29,33 @@ _log = logging.getLogger("stagescope.workers")
 
 
 class Handshake:
-    """Finds the service, and says hello to it; its HELLO is the first event of the outbox."""
+    """Finds the service and fills in HELLO, the first event of the outbox."""
 
     def __init__(
-        self, options: ProbeOptions, incarnation: str, outbox: Outbox, standing: StageTracker
+        self, options: ProbeOptions, incarnation: str, outbox: Outbox, stage_tracker: StageTracker
     ) -> None:
-        self.made = time.monotonic()
+        self.created = time.monotonic()
         self.is_leaving = False
-        """True from where the probe closes: who takes leave joins no cluster any more."""
+        """True once the probe closes: from then on the process is not expected to join Ray."""
         self.attempt_key = options.attempt_key
         """As given, else Ray's session and job; None where neither is known yet."""
-        self.place: RayPlace | None = None
+        self.ray: RayProcess | None = None
+        """This process in Ray; None while it is not in a cluster."""
         self._options = options
         self._incarnation = incarnation
-        self._standing = standing
-        self._by_ray = False
+        self._stage_tracker = stage_tracker
+        self._used_ray = False
         self._hello: Entry = outbox.put(HELLO, {})
 
-    def locate(self) -> None:
-        """Find where in Ray this process runs, if it does."""
-        if self.place is None:
-            self.place = ray_place()
-        if self.attempt_key is None and self.place is not None:
-            self.attempt_key = self.place.attempt_key
+    def find_ray(self) -> None:
+        """Read this process's ids in Ray, if it has joined a cluster."""
+        if self.ray is None:
+            self.ray = ray_process()
+        if self.attempt_key is None and self.ray is not None:
+            self.attempt_key = self.ray.attempt_key
 
     def connect(self) -> Link | None:
-        """Look for the service once; None while there is none."""
+        """Search for the service once; None while there is none."""
         options = self._options
         link = find_link(
             options.url or None,
@@ -64,31 +64,31 @@ class Handshake:
             waited=self._waited(),
         )
         if link is not None:
-            self._by_ray = self._by_ray or isinstance(link, RayLink)
-            self.locate()
-            node = None if self.place is None else self.place.node_id
-            self._hello.fields["watchdog"] = self._standing.watch()
+            self._used_ray = self._used_ray or isinstance(link, RayLink)
+            self.find_ray()
+            node = None if self.ray is None else self.ray.node_id
+            self._hello.fields["watchdog"] = self._stage_tracker.start_watchdog()
             self._hello.fields["layout"] = plain(identity.detect_layout(options.layout, node=node))
             self._add_entrypoint()
         return link
 
     def _add_entrypoint(self) -> None:
-        """Add the driver's command line to the fingerprint; an attempt's is that of a rank 0."""
+        """Add the driver's command line to the fingerprint; only rank 0 sends it."""
         fingerprint = self._hello.fields.get("fingerprint")
         if self._options.rank == 0 and isinstance(fingerprint, dict):
             line = fingerprint.get("entrypoint") or ray_entrypoint()
             if line is not None:
-                fingerprint["entrypoint"] = identity.visible_line(line)
+                fingerprint["entrypoint"] = identity.visible_line(str(line))
 
     def _waited(self) -> float:
-        """Return how long this process may have joined Ray and found no service there."""
-        if self._by_ray and not os.environ.get("STAGESCOPE_URL"):
-            # What is away is that service: one that runs elsewhere on this machine is another.
+        """Return for how long this process has had time to join Ray."""
+        if self._used_ray and not os.environ.get("STAGESCOPE_URL"):
+            # The service in the Ray cluster is away: another one on this machine is not used.
             return -math.inf
-        return math.inf if self.is_leaving else time.monotonic() - self.made
+        return math.inf if self.is_leaving else time.monotonic() - self.created
 
-    def sender(self, clock: Clock) -> tuple[Any, ...]:
-        """Return the sender's tuple of a batch that leaves now."""
+    def sender(self, clock: Clock) -> tuple[object, ...]:
+        """Return the sender's tuple of a batch that is sent now."""
         best = clock.best(time.monotonic())
         return Sender(
             incarnation=self._incarnation,
@@ -96,23 +96,24 @@ class Handshake:
             attempt_key=self.attempt_key,
             role=self._options.role,
             rank=self._options.rank,
-            node_id=None if self.place is None else self.place.node_id,
+            node_id=None if self.ray is None else self.ray.node_id,
             clock_offset=None if best is None else best.offset,
             clock_error=None if best is None else best.error,
         ).wire()
 
     def warn_unconnected(self, problem: str) -> None:
-        """Log, once in a process, that nothing is reported; `problem`: of the last call, if any."""
+        """Log once per process that nothing is reported; `problem`: of the last call, if any."""
         options = self._options
-        who = f"run {options.run}, {options.role} {options.rank}"
-        warn_unconnected(who, options.url, options.namespace, problem)
+        name = f"run {options.run}, {options.role} {options.rank}"
+        warn_unconnected(name, options.url, options.namespace, problem)
 
-    def say_hello(self) -> None:
-        """Fill the HELLO in: the fingerprint takes a while."""
+    def fill_hello(self) -> None:
+        """Fill in the fields of HELLO; the fingerprint takes a while."""
         options = self._options
         fingerprint = identity.fingerprint(options.settings)
-        self._say_versions(fingerprint.get("versions") or {})
-        said = {
+        versions = fingerprint.get("versions")
+        self._log_versions(versions if isinstance(versions, Mapping) else {})
+        fields = {
             "world_size": options.world_size,
             "data_rank": options.data_rank,
             "layout": plain(identity.detect_layout(options.layout, node=None)),
@@ -123,10 +124,10 @@ class Handshake:
             "captures": False if options.captures is False else None,
             "expects": [str(role) for role in options.expects] or None,
         }
-        self._hello.fields.update({k: v for k, v in said.items() if v is not None})
+        self._hello.fields.update({k: v for k, v in fields.items() if v is not None})
 
-    def _say_versions(self, versions: Mapping[str, Sequence[str]]) -> None:
-        """Log which packages may not work; every rank finds the same, the first says it."""
+    def _log_versions(self, versions: Mapping[str, Sequence[str]]) -> None:
+        """Log which packages may not work; on rank 0 only, since every rank finds the same."""
         if self._options.rank == 0:
             for line in versions.get("unsupported", ()):
                 _log.warning("%s", line)

@@ -1,4 +1,4 @@
-"""The way to the service over HTTP, for a process that never joins Ray."""
+"""The link to the service over HTTP, for processes whose Ray has no service."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from typing import TYPE_CHECKING, Any, Final
 from stagescope.discovery import is_loopback
 from stagescope.wire.errors import NotFound, NotReady, StagescopeError, Unauthorized, Unreachable
 from stagescope.wire.framing import MEDIA_TYPE, pack_batch
-from stagescope_workers.transport.calls import in_thread
+from stagescope_workers.transport.calls import Reply, in_thread
 
 if TYPE_CHECKING:
     import httpx
 
 
 _DRAIN_SECONDS: Final = 5.0
-"""How long one request waits for receipts; the whole wait is made of several."""
+"""How long one request waits for receipts; `drain` makes several."""
 _UNKNOWN_SECONDS: Final = 10.0
-"""For which `drain` waits for the first word of a training: it may be on its way."""
+"""How long `drain` waits for the first event of an unknown run: it may not have arrived yet."""
 
 
 _HTTP_LOGGERS: Final = (
     "httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy",
     "httpcore.socks",
 )  # fmt: skip
-"""Whose lines tell of each request."""
-_calling = threading.local()
+"""Loggers that write a line for each request."""
+_thread = threading.local()
 
 
-class _NotOurs(logging.Filter):
-    """Drops what a call of this link would say below a warning; the training's own calls speak.
+class _RequestFilter(logging.Filter):
+    """Drops the records of this link's requests below a warning, not those of other requests.
 
-    Batches leave all the time: at level INFO each would put a line into the training's log.
+    Batches are sent all the time: at level INFO each would add a line to the training's log.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or not getattr(_calling, "now", False)
+        return record.levelno >= logging.WARNING or not getattr(_thread, "is_quiet", False)
 
 
-_NOT_OURS: Final = _NotOurs()
+_REQUEST_FILTER: Final = _RequestFilter()
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    _calling.now = True
+    _thread.is_quiet = True
     try:
         yield
     finally:
-        _calling.now = False
+        _thread.is_quiet = False
 
 
 class HttpLink:
-    """Calls to the service's API, each in a daemon thread of its own.
+    """Calls to the service's API, each in its own daemon thread.
 
-    The connections outlive `close` until the calls under way have ended: closing a socket that
-    another thread reads from would let that thread read from whatever is opened next.
+    The connections stay open after `close` until the running calls have ended: if a socket were
+    closed while another thread reads from it, that thread could read from the next one opened.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class HttpLink:
 
         Args:
             url: of the API.
-            token: the operate token; sent to `url` alone.
-            found: where the URL comes from, for messages.
-            timeout: seconds for an answer, beside what the service is asked to wait.
+            token: the operate token; sent only to `url`.
+            found: the source of the URL, for messages.
+            timeout: seconds for an answer, beyond the time that the service may wait by itself.
         """
         import httpx
 
@@ -80,9 +80,9 @@ class HttpLink:
         self._has_token = bool(token)
         self._timeout = timeout
         self._errors = (httpx.HTTPError, OSError)
-        # A proxy cannot reach our own loopback, and must not be shown the token.
+        # A proxy cannot reach this host's loopback, and must not see the token.
         for name in _HTTP_LOGGERS:
-            logging.getLogger(name).addFilter(_NOT_OURS)
+            logging.getLogger(name).addFilter(_REQUEST_FILTER)
         self._client = httpx.Client(
             base_url=url.rstrip("/"),
             headers=headers,
@@ -90,56 +90,61 @@ class HttpLink:
             trust_env=not is_loopback(url),
         )
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._running_calls = 0
         self._is_closed = False
 
-    def pack(self, payload: dict[str, Any]) -> object:
-        """Return `payload` as it is: it travels in the body."""
+    def pack(self, payload: dict[str, object]) -> object:
+        """Return `payload` unchanged: it is sent in the request's body."""
         return payload
 
     def record(
-        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
-    ) -> Future[dict[str, Any]]:
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: dict[int, object],
+    ) -> Future[Reply]:
         """Send a batch to `POST /events`."""
         return self._start(lambda: self._record(sender, events, payloads))
 
     def _record(
-        self, sender: Sequence[Any], events: Sequence[Sequence[Any]], payloads: Mapping[int, Any]
-    ) -> dict[str, Any]:
+        self,
+        sender: Sequence[object],
+        events: Sequence[Sequence[object]],
+        payloads: Mapping[int, Any],
+    ) -> Reply:
         body = pack_batch(sender, events, payloads)
         return self._answer("/events", content=body, headers={"Content-Type": MEDIA_TYPE})
 
     def poll(
-        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
-    ) -> Future[dict[str, Any]]:
-        """Ask `POST /poll` for the plan and receipts, and renew the lease."""
-        said = {
+        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[Reply]:
+        """Request the plan and receipts from `POST /poll`, and renew the lease."""
+        body = {
             "sender": sender,
             "revision": revision,
             "unreceipted": unreceipted,
             "wait": wait,
         }
-        return self._start(lambda: self._answer("/poll", json=said, timeout=wait + self._timeout))
+        return self._start(lambda: self._answer("/poll", json=body, timeout=wait + self._timeout))
 
-    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
-        """Ask `GET /steps/{step}/metrics`."""
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
+        """Request `GET /steps/{step}/metrics`."""
         return self._start(lambda: self._metrics(run, attempt_key, step))
 
-    def _metrics(self, run: str, attempt_key: str | None, step: int) -> dict[str, Any]:
-        asked = {"run": run, "attempt_key": attempt_key}
-        params = {name: value for name, value in asked.items() if value is not None}
+    def _metrics(self, run: str, attempt_key: str | None, step: int) -> Reply:
+        params = {"run": run} if attempt_key is None else {"run": run, "attempt_key": attempt_key}
         response = self._send("GET", f"/steps/{step}/metrics", params=params)
         if response.status_code == NotFound.status and _code(response) == NotFound.code:
             raise NotFound(str(response.json().get("wrong")))
         if response.status_code == NotReady.status:
             raise NotReady(f"the service is not ready: {response.text[:500]}")
-        return self._taken(response)
+        return self._checked(response)
 
-    def _answer(self, path: str, **options: Any) -> dict[str, Any]:
+    def _answer(self, path: str, **options: Any) -> Reply:  # httpx's keywords
         response = self._send("POST", path, **options)
         if response.status_code == NotReady.status:
             return {"coordinator": None, "not_ready": response.text[:500]}
-        answer = self._taken(response)
+        answer = self._checked(response)
         for name in ("receipts", "refused"):
             answer[name] = {int(seq): text for seq, text in (answer.get(name) or {}).items()}
         return answer
@@ -154,8 +159,8 @@ class HttpLink:
                 advice="is `stagescope serve` up, and STAGESCOPE_URL its address?",
             ) from error
 
-    def _taken(self, response: httpx.Response) -> dict[str, Any]:
-        """Return what a response says, where it is an answer."""
+    def _checked(self, response: httpx.Response) -> Reply:
+        """Return the JSON of a successful response; raise for any other."""
         status = response.status_code
         call = f"{response.request.method} {response.request.url.path}"
         if status in {401, 403}:
@@ -170,17 +175,17 @@ class HttpLink:
             raise Unreachable(f"{call} was answered with {status}")
         if status >= 400:
             raise StagescopeError(f"{call} was refused: {response.text[:500]}")
-        answer: dict[str, Any] = response.json()
+        answer: Reply = response.json()
         return answer
 
     def moved(self) -> bool:
-        """Never: an address stays."""
+        """Return False: an address does not change."""
         return False
 
     def drain(
         self, run: str | None, timeout: float, attempt_key: str | None = None
     ) -> Mapping[str, Any]:
-        """Wait, `timeout` seconds at most, for the receipts of a whole run; see `Link`.
+        """Wait, `timeout` seconds at most, for all receipts of a run; see `Link`.
 
         Raises:
             StagescopeError: the service does not answer, or refuses.
@@ -189,31 +194,31 @@ class HttpLink:
         unknown_until = time.monotonic() + _UNKNOWN_SECONDS
         while True:
             wait = max(0.0, min(deadline - time.monotonic(), _DRAIN_SECONDS))
-            said = {"run": run, "timeout": wait, "attempt_key": attempt_key}
-            response = self._send("POST", "/drain", json=said, timeout=wait + min(timeout, 5.0))
-            answer = self._taken(response)
+            body = {"run": run, "timeout": wait, "attempt_key": attempt_key}
+            response = self._send("POST", "/drain", json=body, timeout=wait + min(timeout, 5.0))
+            answer = self._checked(response)
             until = deadline if answer.get("known", True) else min(deadline, unknown_until)
             if answer["drained"] or time.monotonic() >= until:
                 return answer
 
     def close(self) -> None:
-        """Take no more calls; the connections are closed when none is under way any more."""
+        """Refuse further calls; the connections are closed when the last running call ends."""
         with self._lock:
             self._is_closed = True
-            is_idle = not self._under_way
+            is_idle = not self._running_calls
         if is_idle:
             with _quietly():
                 self._client.close()
 
-    def _start(self, call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    def _start(self, call: Callable[[], Reply]) -> Future[Reply]:
         with self._lock:
             if self._is_closed:
-                future: Future[dict[str, Any]] = Future()
-                future.set_exception(Unreachable("this way to the service was given up"))
+                future: Future[Reply] = Future()
+                future.set_exception(Unreachable("this link to the service is closed"))
                 return future
-            self._under_way += 1
+            self._running_calls += 1
 
-        def run() -> dict[str, Any]:
+        def run() -> Reply:
             try:
                 return call()
             finally:
@@ -223,15 +228,15 @@ class HttpLink:
 
     def _end_call(self) -> None:
         with self._lock:
-            self._under_way -= 1
-            is_last = self._is_closed and not self._under_way
+            self._running_calls -= 1
+            is_last = self._is_closed and not self._running_calls
         if is_last:
             with _quietly():
                 self._client.close()
 
 
 def _code(response: httpx.Response) -> object:
-    """Return the code of a problem of this service; None of anything else."""
+    """Return the code of an error of this service; None for any other response."""
     try:
         problem = response.json()
     except ValueError:

@@ -1,8 +1,8 @@
-"""The two ways to the service: Ray actor calls, or HTTP where the process's Ray has no service.
+"""Links to the service: Ray actor calls, or HTTP where the process's Ray has no service.
 
-Every call answers at once with a `concurrent.futures.Future`; nothing here waits for the service,
-except `drain`. ray is looked up only where the process imported it itself, and asked only once
-it is initialised: `ray.get_actor` in a process without Ray would start a cluster.
+Every call returns at once with a `concurrent.futures.Future`; nothing here waits for the service,
+except `drain`. ray is used only where the process imported it itself, and called only once it is
+initialised: `ray.get_actor` in a process without Ray would start a cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from stagescope import discovery
 from stagescope.wire.errors import StagescopeError, Unreachable
-from stagescope_workers.transport.calls import in_thread
+from stagescope_workers.transport.calls import Reply, in_thread
 from stagescope_workers.transport.http_link import HttpLink
 
 COORDINATOR: Final = "DebugCoordinator"
@@ -32,66 +32,69 @@ _READ_SECONDS: Final = 30.0
 _log = logging.getLogger("stagescope.workers")
 _forked_from_ray = False
 _warned_in: set[int] = set()
-"""Processes (a fork has its parent's memory) that were told that nothing is reported."""
+"""Process ids that have logged that nothing is reported (a fork has its parent's memory)."""
 
 
 class Link(Protocol):
-    """What the courier needs of a way to the service."""
+    """A connection to the service, as the EventSender uses it."""
 
     @property
     def address(self) -> str:
-        """Where it leads to, in words."""
+        """A description of the address."""
         ...
 
-    def pack(self, payload: dict[str, Any]) -> object:
+    def pack(self, payload: dict[str, object]) -> object:
         """Return `payload` in the form in which `record` sends it."""
         ...
 
     def record(
-        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
-    ) -> Future[dict[str, Any]]:
-        """Send a batch; the answer comes after its commit."""
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: dict[int, object],
+    ) -> Future[Reply]:
+        """Send a batch; the future completes after its commit."""
         ...
 
     def poll(
-        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
-    ) -> Future[dict[str, Any]]:
-        """Ask for the plan and receipts, and renew the lease."""
+        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[Reply]:
+        """Request the plan and receipts, and renew the lease."""
         ...
 
-    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
-        """Ask what `GET /steps/{step}/metrics` answers; the coordinator is not asked.
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
+        """Request `GET /steps/{step}/metrics` from the API, not from the coordinator.
 
-        The future fails with NotFound while nothing of the step was measured, and with another
-        error where the API is dead, restarting or silent.
+        The future fails with NotFound while the step has no measurements, and with another error
+        where the API is dead, restarting or silent.
         """
         ...
 
     def moved(self) -> bool:
-        """Say whether this link leads nowhere now and another one must be made."""
+        """Return whether the coordinator is gone and a new link is needed."""
         ...
 
     def drain(
         self, run: str | None, timeout: float, attempt_key: str | None = None
     ) -> Mapping[str, Any]:
-        """Wait, `timeout` seconds at most, for the receipts of a whole run.
+        """Wait, `timeout` seconds at most, for all receipts of a run.
 
-        With an attempt key that start of the training is over: its processes take leave first.
+        With an attempt key, that attempt is over: its processes are requested to finish first.
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         ...
 
 
-class RayPlace(NamedTuple):
-    """Where this process stands in a Ray cluster."""
+class RayProcess(NamedTuple):
+    """The ids of this process in a Ray cluster."""
 
     attempt_key: str
     node_id: str
     is_driver: bool
-    """With this process its job ends, and every actor of it that is not detached."""
+    """When a driver ends, so does its job, with every actor that is not detached."""
 
 
 def _ray() -> Any:
@@ -104,7 +107,7 @@ def _ray() -> Any:
 
 
 def _note_fork() -> None:
-    # A forked child inherits "initialised" but none of the threads that would carry its calls.
+    # A forked child inherits the state "initialised", but none of Ray's threads.
     global _forked_from_ray
     _forked_from_ray = _forked_from_ray or _ray() is not None
 
@@ -112,11 +115,11 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def ray_place() -> RayPlace | None:
-    """Return the attempt key and node id that Ray gives this process; None without Ray.
+def ray_process() -> RayProcess | None:
+    """Return the ids that Ray gives this process; None without Ray.
 
-    The key is the session (one start of a cluster) and the job: job ids begin at 01000000 again
-    on every new cluster.
+    The attempt key is the session (one start of a cluster) and the job: job ids begin at 01000000
+    again on every new cluster.
     """
     ray = _ray()
     if ray is None:
@@ -127,14 +130,14 @@ def ray_place() -> RayPlace | None:
     except AttributeError:  # Ray before 2.5x
         session = ray._private.worker.global_worker.node.session_name
     is_driver = context.worker.mode == ray.SCRIPT_MODE
-    return RayPlace(f"{session}-{context.get_job_id()}", str(context.get_node_id()), is_driver)
+    return RayProcess(f"{session}-{context.get_job_id()}", str(context.get_node_id()), is_driver)
 
 
 def ray_entrypoint() -> str | None:
-    """Return the command line of the driver of this process's Ray job; None where nothing tells.
+    """Return the command line of the driver of this process's Ray job; None where unknown.
 
-    A worker's own command line is Ray's; the driver's stands in the cluster's table of jobs. Asks
-    the cluster: never to be called by the training thread.
+    A worker's own command line is Ray's; the driver's is in the cluster's table of jobs. This calls
+    the cluster: not for the training thread.
     """
     ray = _ray()
     if ray is None:
@@ -153,7 +156,7 @@ class RayLink:
         self._ray = ray
         self._handle = handle
         self._namespace = namespace
-        self._answers: dict[Future[dict[str, Any]], Any] = {}
+        self._answers: dict[Future[Reply], Any] = {}
         self.address = f"the Ray cluster at {_cluster_address(ray)}"
 
     @classmethod
@@ -168,46 +171,49 @@ class RayLink:
             return None
         return cls(ray, handle, namespace)
 
-    def pack(self, payload: dict[str, Any]) -> object:
+    def pack(self, payload: dict[str, object]) -> object:
         """Put `payload` into the object store, where an Ingestor of the same node reads it."""
         return self._ray.put(payload)
 
     def record(
-        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
-    ) -> Future[dict[str, Any]]:
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: dict[int, object],
+    ) -> Future[Reply]:
         """Send a batch; refs inside `payloads` are passed on, not read, by the coordinator."""
         call = self._handle.record_events.remote
         return self._future(call(sender=sender, events=events, payloads=payloads or None))
 
     def poll(
-        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
-    ) -> Future[dict[str, Any]]:
-        """Ask for the plan and receipts, and renew the lease."""
+        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[Reply]:
+        """Request the plan and receipts, and renew the lease."""
         call = self._handle.poll.remote
         return self._future(
             call(sender=sender, revision=revision, unreceipted=unreceipted, wait=wait)
         )
 
-    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
-        """Ask the API's actor: its address may be one of the head node alone."""
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
+        """Request metrics from the API's actor: its HTTP address may be local to the head node."""
         return in_thread(lambda: self._metrics(run, attempt_key, step))
 
-    def _metrics(self, run: str, attempt_key: str | None, step: int) -> dict[str, Any]:
+    def _metrics(self, run: str, attempt_key: str | None, step: int) -> Reply:
         try:
             api = self._ray.get_actor(API, namespace=self._namespace)
         except ValueError as error:
             raise Unreachable("no API runs on this Ray cluster") from error
-        # Ray would hold a call to an actor that restarts: a question is asked again, not kept.
-        ask = api.step_metrics.options(max_task_retries=0)
-        ref = ask.remote(run=run, attempt_key=attempt_key, step=step)
+        # Ray would queue a call to an actor that restarts; here the caller retries instead.
+        step_metrics = api.step_metrics.options(max_task_retries=0)
+        ref = step_metrics.remote(run=run, attempt_key=attempt_key, step=step)
         try:
-            answer: dict[str, Any] = json.loads(ref.future().result(_READ_SECONDS))
+            answer: Reply = json.loads(ref.future().result(_READ_SECONDS))
         except FutureTimeout as error:
             raise Unreachable(f"the API did not answer within {_READ_SECONDS:.0f} s") from error
         return answer
 
     def moved(self) -> bool:
-        """Say whether the name is free, or belongs to another actor than the one called so far."""
+        """Return whether the name is free, or belongs to another actor than the one in use."""
         try:
             handle = self._ray.get_actor(COORDINATOR, namespace=self._namespace)
         except Exception:
@@ -217,17 +223,17 @@ class RayLink:
     def drain(
         self, run: str | None, timeout: float, attempt_key: str | None = None
     ) -> Mapping[str, Any]:
-        """Wait, `timeout` seconds at most, for the receipts of a whole run; see `Link`."""
+        """Wait, `timeout` seconds at most, for all receipts of a run; see `Link`."""
         ref = self._handle.drain.remote(run=run, timeout=timeout, attempt_key=attempt_key)
         answer: Mapping[str, Any] = self._ray.get(ref, timeout=timeout + 1.0)
         return answer
 
     def close(self) -> None:
-        """Nothing to let go of: the actor is detached."""
+        """Do nothing: the actor is detached."""
 
-    def _future(self, ref: Any) -> Future[dict[str, Any]]:
-        future: Future[dict[str, Any]] = ref.future()
-        # The ref must live as long as its future, or Ray forgets the answer.
+    def _future(self, ref: Any) -> Future[Reply]:
+        future: Future[Reply] = ref.future()
+        # The ref must live as long as its future, or Ray discards the answer.
         self._answers[future] = ref
         future.add_done_callback(self._answers.pop)
         return future
@@ -236,15 +242,15 @@ class RayLink:
 def find_link(
     url: str | None, token: str | None, namespace: str, *, waited: float = math.inf
 ) -> Link | None:
-    """Return the way to the service that is open now, or None.
+    """Return a link to the service, or None where there is none.
 
-    A `url` that the caller names is the only way. Else the order is: the coordinator of the Ray
-    cluster that this process has joined, STAGESCOPE_URL, service.json; the last two as
-    `stagescope.attach` reads them. A process that imported ray is given some seconds (of `waited`)
+    Where the caller gives a `url`, only that is used. Otherwise the order is: the coordinator of
+    the Ray cluster that this process has joined, STAGESCOPE_URL, service.json; the last two as
+    `stagescope.attach` reads them. A process that imported ray gets some seconds (`waited` so far)
     to join a cluster.
 
     Raises:
-        InvalidInput: a URL that is none.
+        InvalidInput: an invalid URL.
     """
     link = None if url is not None else RayLink.find(namespace)
     if link is not None:
@@ -253,33 +259,34 @@ def find_link(
     if may_join and waited < _JOIN_SECONDS:
         return None
     try:
-        place = discovery.find(url, token)
+        service = discovery.find(url, token)
     except Unreachable:
         return None
-    return HttpLink(place.url, place.operate_token, found=place.found)
+    return HttpLink(service.url, service.operate_token, found=service.found)
 
 
-def looked_for(url: str | None, namespace: str) -> str:
-    """Return in words where `find_link` looks for the service, and what is there."""
+def describe_search(url: str | None, namespace: str) -> str:
+    """Return a description of where `find_link` searches, and what it finds there."""
     try:
-        place = discovery.find(url)
-        known = f"{place.url}, from {place.found}"
+        service = discovery.find(url)
+        http = f"{service.url}, from {service.found}"
     except StagescopeError as error:
-        known = error.wrong
+        http = error.wrong
     if url is not None:
-        return known
+        return http
     ray = _ray()
-    where = "this process has not joined Ray" if ray is None else f"at {_cluster_address(ray)}"
-    return f"the actor {COORDINATOR} in namespace {namespace} of its Ray cluster ({where}); {known}"
+    cluster = "this process has not joined Ray" if ray is None else f"at {_cluster_address(ray)}"
+    actor = f"the actor {COORDINATOR} in namespace {namespace}"
+    return f"{actor} of its Ray cluster ({cluster}); {http}"
 
 
-def warn_unconnected(who: str, url: str | None, namespace: str, problem: str = "") -> None:
-    """Log, once in a process, that nothing is reported, what was looked for and what to set.
+def warn_unconnected(name: str, url: str | None, namespace: str, problem: str = "") -> None:
+    """Log, once per process, that nothing is reported, what was tried and what to set.
 
     Args:
-        who: could not report.
+        name: of the probe or call that could not report.
         url, namespace: as for `find_link`.
-        problem: what the last call failed with, where there was a way to a service.
+        problem: the error of the last call, where there was a link.
     """
     if os.getpid() in _warned_in:
         return
@@ -287,9 +294,9 @@ def warn_unconnected(who: str, url: str | None, namespace: str, problem: str = "
     _log.warning(
         "%s: nothing is reported, for no service has answered; looked for: %s%s. Set "
         "STAGESCOPE_URL and STAGESCOPE_TOKEN_FILE, or join the service's Ray cluster (`stagescope "
-        "serve` prints how). The search goes on until the process ends",
-        who,
-        looked_for(url, namespace),
+        "serve` prints how). The search continues until the process ends",
+        name,
+        describe_search(url, namespace),
         f" ({problem})" if problem else "",
     )
 

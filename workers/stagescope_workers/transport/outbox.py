@@ -1,11 +1,11 @@
-"""What waits to be sent, and what was sent and waits for its payload's receipt: bounded.
+"""The bounded queue of events to send, and of sent events that wait for their payload's receipt.
 
-The policy, by name `oldest bodies first`, when a bound is reached:
+The policy when a bound is reached is `oldest bodies first`:
 
-1. Payload bytes (what drafts hold, and what refs pin in the object store until the receipt) over
-   `max_bytes`: the oldest bodies that are not on offer to the service are let go, and if that is
-   not enough the new one. A body on offer stays: the service may be reading it, and letting go of
-   our ref would free nothing. The END event itself stays, marked `payload_dropped`.
+1. Payload bytes (of drafts, and of refs that pin the object store until the receipt) over
+   `max_bytes`: the oldest bodies that are not offered to the service are dropped, and if that is
+   not enough the new one. An offered body stays: the service may be reading it, and releasing our
+   ref would free nothing. The END event itself stays, marked `payload_dropped`.
 2. Events over `max_events`: the oldest LOG events (scalars) first; without any, a new LOG; else
    the oldest event. HELLO, FINISH, DROPPED are few and are never dropped.
 
@@ -30,26 +30,26 @@ DEFAULT_MAX_EVENTS: Final = 100_000
 BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 64 << 20
 LINGER: Final = 0.005
-"""Seconds that a beginning or an end without tensors waits for company: a stage's end leaves with
-the beginning of the next, and a short stage in one call; each call costs the coordinator some two
-milliseconds, and sending competes with the stage itself for the interpreter."""
+"""Seconds that a BEGIN, or an END without tensors, waits for further events: the end of a stage is
+sent with the beginning of the next, and a short stage in one call. Each call costs the coordinator
+about two milliseconds, and sending competes with the stage itself for the interpreter."""
 _LINGERS: Final = frozenset({BEGIN, END})
 
-_STAYS: Final = frozenset({HELLO, FINISH, DROPPED})
-_MAX_DETAILS: Final = 1000  # counts kept by work; what is dropped beyond is counted without it
+_NEVER_DROPPED: Final = frozenset({HELLO, FINISH, DROPPED})
+_MAX_DETAILS: Final = 1000  # drops counted by work; further ones are counted without their work
 
 
 class Awaited(Protocol):
     """Work of a device."""
 
     def ready(self) -> bool:
-        """Say whether it is done; waits for nothing."""
+        """Return whether it is done; does not wait."""
         ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
-    """One event on its way, with the body that travels beside it."""
+    """One queued or sent event, with its payload."""
 
     kind: str
     seq: int
@@ -58,28 +58,28 @@ class Entry:
     fields: dict[str, Any]
     draft: Draft | None = None
     packed: object = None
-    """The payload as the link sends it (a ref, or the value), once it was packed."""
+    """The payload as the link sends it (a ref, or the value), once it is packed."""
     nbytes: int = 0
     awaits: Sequence[Awaited] = ()
-    """What a device still has to finish before the entry can be sent."""
+    """Device work that must finish before the entry can be sent."""
     finalise: Callable[[dict[str, Any]], None] | None = None
     """Completes the fields off the training thread (device seconds, scalars on a device)."""
 
-    def wire(self) -> tuple[Any, ...]:
-        """Return the event as it travels."""
+    def wire(self) -> tuple[object, ...]:
+        """Return the event in its wire form."""
         return (SCHEMA, self.kind, self.seq, self.wall, self.mono, self.fields)
 
     @property
     def has_body(self) -> bool:
-        """Say whether a payload travels beside the event."""
+        """Whether the event has a payload."""
         return self.draft is not None or self.packed is not None
 
 
 class Outbox:
-    """A bounded queue of events; every method may be called from any thread and waits for nothing.
+    """A bounded queue of events; any thread may call any method, and none waits.
 
-    An entry is queued, then in the batch in flight, and leaves with the event's receipt; an entry
-    with a body then is unreceipted until the payload's receipt.
+    An entry is queued, then in the batch in flight, and removed at the event's receipt; an entry
+    with a body is then unreceipted until the payload's receipt.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Outbox:
         self.max_events = max_events
         self.bytes = 0
         self.due = 0.0
-        """When what waits is to leave, as `time.monotonic` has it."""
+        """When the queued events are to be sent, by `time.monotonic`."""
         self.dropped: collections.Counter[str] = collections.Counter()
-        """Everything dropped so far, by kind: event, payload, scalar."""
+        """The number of drops so far, by kind: event, payload, scalar."""
         self._on_put = on_put
         self._lock = threading.Lock()
         self._seq = 0
@@ -104,7 +104,7 @@ class Outbox:
         self._bodies: collections.OrderedDict[int, Entry] = collections.OrderedDict()
         self._flight: list[Entry] = []
         self._unreceipted: dict[int, Entry] = {}
-        self._unreported: dict[tuple[Any, ...], list[int]] = {}
+        self._unreported: dict[tuple[str, str, tuple[object, ...] | None], list[int]] = {}
 
     def put(
         self,
@@ -115,7 +115,7 @@ class Outbox:
         awaits: Sequence[Awaited] = (),
         finalise: Callable[[dict[str, Any]], None] | None = None,
     ) -> Entry:
-        """Queue an event, and its payload, making room by the policy."""
+        """Queue an event with its payload; drop others by the policy where a bound is reached."""
         wall, mono = time.time(), time.monotonic()
         nbytes = draft.nbytes if draft is not None else 0
         with self._lock:
@@ -125,7 +125,7 @@ class Outbox:
             )
             if draft is not None:
                 self._admit_body(entry)
-            if kind in _STAYS or self._admit_event(entry):
+            if kind in _NEVER_DROPPED or self._admit_event(entry):
                 if kind not in _LINGERS or draft is not None:
                     self.due = 0.0
                 elif not self._queued:
@@ -152,18 +152,18 @@ class Outbox:
             return True
         if self._logs:
             oldest_log = self._logs.popitem(last=False)[0]
-            victim: Entry | None = self._queued.pop(oldest_log)
+            dropped: Entry | None = self._queued.pop(oldest_log)
         else:
-            victim = None if entry.kind == LOG else self._oldest_event()
-        if victim is None:
+            dropped = None if entry.kind == LOG else self._oldest_event()
+        if dropped is None:
             self._drop_event(entry, reason)
             return False
-        self._drop_event(victim, reason)
+        self._drop_event(dropped, reason)
         return True
 
     def _oldest_event(self) -> Entry | None:
         for seq, entry in self._queued.items():
-            if entry.kind not in _STAYS:
+            if entry.kind not in _NEVER_DROPPED:
                 return self._queued.pop(seq)
         return None
 
@@ -195,7 +195,7 @@ class Outbox:
     def _count(self, what: str, count: int, nbytes: int, reason: str, entry: Entry) -> None:
         self.dropped[what] += count
         work = tuple(entry.fields.get(name) for name in WORK_FIELDS)
-        key: tuple[Any, ...] = (what, reason, work)
+        key: tuple[str, str, tuple[object, ...] | None] = (what, reason, work)
         if key not in self._unreported and len(self._unreported) >= _MAX_DETAILS:
             key = (what, reason, None)
         counted = self._unreported.setdefault(key, [0, 0])
@@ -203,21 +203,23 @@ class Outbox:
         counted[1] += nbytes
 
     def report_drops(self) -> None:
-        """Queue what was dropped since the last report as DROPPED events."""
+        """Queue a DROPPED event for each kind of drop since the last report."""
         with self._lock:
             unreported, self._unreported = self._unreported, {}
         for (what, reason, work), (count, nbytes) in unreported.items():
-            fields = {"what": what, "count": count, "bytes": nbytes, "reason": reason}
+            fields: dict[str, object] = {
+                "what": what, "count": count, "bytes": nbytes, "reason": reason
+            }  # fmt: skip
             if work is not None:
                 fields.update(zip(WORK_FIELDS, work, strict=True))
             self.put(DROPPED, fields)
 
-    def take(self, limit: int = BATCH_EVENTS, limit_bytes: int = BATCH_BYTES) -> list[Entry]:
+    def next_batch(self, limit: int = BATCH_EVENTS, limit_bytes: int = BATCH_BYTES) -> list[Entry]:
         """Return the batch in flight, or make the oldest entries the batch.
 
         The same list is returned until `acknowledge`, `put_back` or `discard` ends its flight.
-        What still waits for a device is passed over: a device that hangs must not hide which
-        stage the process entered next.
+        Entries that wait for a device are skipped: a device that hangs must not hide which stage
+        the process entered next.
         """
         with self._lock:
             if not self._flight:
@@ -230,12 +232,12 @@ class Outbox:
 
     def _choose(self, limit: int, limit_bytes: int) -> list[Entry]:
         chosen: list[Entry] = []
-        nbytes = passed = 0
+        nbytes = skipped = 0
         for entry in self._queued.values():
-            if entry.kind == FINISH and passed:
-                break  # it says that everything else was sent
+            if entry.kind == FINISH and skipped:
+                break  # it means that everything else was sent
             if not all(awaited.ready() for awaited in entry.awaits):
-                passed += 1
+                skipped += 1
                 continue
             if chosen and (len(chosen) >= limit or nbytes + entry.nbytes > limit_bytes):
                 break
@@ -243,10 +245,10 @@ class Outbox:
             nbytes += entry.nbytes
         return chosen
 
-    def pack(self, entry: Entry, pack: Callable[[dict[str, Any]], object]) -> None:
-        """Bring the body of an entry in flight into the form that travels, once.
+    def pack(self, entry: Entry, pack: Callable[[dict[str, object]], object]) -> None:
+        """Convert the body of an entry in flight to its wire form, once.
 
-        A body that cannot be packed (the object store or the disk is full) is dropped, counted.
+        A body that cannot be packed (the object store or the disk is full) is dropped and counted.
         """
         draft = entry.draft
         if entry.packed is None and draft is not None:
@@ -258,17 +260,17 @@ class Outbox:
                 )
                 return
             with self._lock:
-                if entry.draft is draft:  # else it was let go meanwhile
+                if entry.draft is draft:  # else it was dropped meanwhile
                     entry.packed, entry.draft = packed, None
 
     def drop_body(self, entry: Entry, reason: str) -> None:
-        """Let the body of an entry go, counted."""
+        """Drop the body of an entry, and count it."""
         with self._lock:
             if entry.has_body:
                 self._drop_body(entry, reason)
 
     def offer(self, batch: Iterable[Entry]) -> None:
-        """Note that the bodies of `batch` are on offer: they stay until their receipt."""
+        """Note that the bodies of `batch` are offered to the service, and stay until a receipt."""
         with self._lock:
             for entry in batch:
                 self._bodies.pop(entry.seq, None)
@@ -283,20 +285,20 @@ class Outbox:
             return batch
 
     def put_back(self) -> None:
-        """End the flight without a receipt: the entries are queued again, in front."""
+        """End the flight without a receipt: the entries are queued again, at the front."""
         with self._lock:
             self._return(self._flight)
             self._flight = []
 
     def discard(self, reason: str) -> None:
-        """Drop the batch in flight, counted: the service cannot take it."""
+        """Drop and count the batch in flight, which the service cannot accept."""
         with self._lock:
             for entry in self._flight:
                 self._drop_event(entry, reason)
             self._flight = []
 
     def settle(self, receipts: Mapping[int, str]) -> None:
-        """Let go of the bodies that have a payload receipt, whatever it says."""
+        """Release the bodies that have a payload receipt of any kind."""
         with self._lock:
             for seq in receipts:
                 entry = self._unreceipted.pop(int(seq), None)
@@ -304,12 +306,12 @@ class Outbox:
                     self._forget_body(entry)
 
     def offer_again(self) -> int:
-        """Queue every unreceipted event with its payload again; return how many."""
+        """Queue every unreceipted event with its payload again; return their number."""
         with self._lock:
-            again = sorted(self._unreceipted.values(), key=lambda entry: entry.seq)
+            entries = sorted(self._unreceipted.values(), key=lambda entry: entry.seq)
             self._unreceipted.clear()
-            self._return(again)
-            return len(again)
+            self._return(entries)
+            return len(entries)
 
     def _return(self, entries: list[Entry]) -> None:
         self.due = 0.0
@@ -329,7 +331,7 @@ class Outbox:
             return sorted(self._unreceipted)
 
     def awaits_receipt(self, step: int) -> bool:
-        """Say whether a payload of `step` has no receipt yet."""
+        """Return whether a payload of `step` has no receipt yet."""
         with self._lock:
             bodies = (*self._bodies.values(), *self._flight, *self._unreceipted.values())
             return any(body.has_body and body.fields.get("step") == step for body in bodies)
@@ -342,18 +344,18 @@ class Outbox:
 
     @property
     def payloads(self) -> int:
-        """Payloads that are not received: queued, in flight, or without a receipt."""
+        """Payloads without a receipt: queued, in flight, or sent."""
         with self._lock:
             bodies = {entry.seq for entry in self._flight if entry.has_body}
             return len(bodies | self._bodies.keys() | self._unreceipted.keys())
 
     @property
     def has_drops(self) -> bool:
-        """Say whether drops wait to be reported."""
+        """Whether there are drops to report."""
         return bool(self._unreported)
 
     @property
     def is_empty(self) -> bool:
-        """Say whether everything was acknowledged, payloads included."""
+        """Whether everything was acknowledged, payloads included."""
         with self._lock:
             return not (self._queued or self._flight or self._unreceipted)

@@ -45,12 +45,12 @@ class Ended(NamedTuple):
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin each test as a process begins."""
-    monkeypatch.setattr(guard, "_said", set())
+    monkeypatch.setattr(guard, "_logged", set())
     monkeypatch.setattr(trainer_calls, "_driver", None)
-    monkeypatch.setattr(trainer_calls, "_expecting", None)
-    monkeypatch.setattr(ranks, "_newest", None)
-    monkeypatch.setattr(driver, "is_there", lambda: True)
-    monkeypatch.setattr(rollout, "is_there", lambda: True)
+    monkeypatch.setattr(trainer_calls, "_awaiting_tensors", None)
+    monkeypatch.setattr(ranks, "_latest_context", None)
+    monkeypatch.setattr(driver, "has_service", lambda: True)
+    monkeypatch.setattr(rollout, "has_service", lambda: True)
     monkeypatch.setenv("STAGESCOPE_ATTEMPT", "attempt-a")
     for name in (VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_URL", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

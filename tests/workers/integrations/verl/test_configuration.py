@@ -48,7 +48,7 @@ def test_what_shapes_the_statistics_is_at_the_top() -> None:
 
 def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdefgh1234")
-    shown = configuration.shown(
+    shown = configuration.visible_leaves(
         {
             "trainer": {"hf_token": "x1", "entropy_coeff": 0.5, "max_tokens": 512},
             "judge": {"url": "https://x4@host/", "other": "abcdefgh1234"},
@@ -58,9 +58,9 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     assert {"trainer.entropy_coeff": 0.5, "trainer.max_tokens": 512}.items() <= shown.items()
-    said = repr(shown)
+    reported = repr(shown)
     for secret in ("x1", "x2", "x3", "x4", "abcdefgh1234", "basic"):
-        assert secret not in said, secret
+        assert secret not in reported, secret
 
 
 def test_streams_say_who_made_them() -> None:
@@ -93,7 +93,7 @@ def test_verl_s_debugger_is_handed_on_with_absolute_paths(
     assert found is not None
     [capture] = captures_from_verl(found)
     assert (capture["stages"], capture["steps"]) == (["critic_update"], [2])
-    assert (capture["strict"], Path(capture["data_dir"])) == (True, tmp_path / "dumps")
+    assert (capture["strict"], Path(str(capture["data_dir"]))) == (True, tmp_path / "dumps")
 
 
 def test_a_context_of_a_later_version_is_understood() -> None:
@@ -104,4 +104,4 @@ def test_a_context_of_a_later_version_is_understood() -> None:
 
 def test_a_batch_that_can_carry_nothing_is_refused() -> None:
     with pytest.raises(TypeError, match="object has neither"):
-        context.plant(object(), "text")
+        context.inject(object(), "text")

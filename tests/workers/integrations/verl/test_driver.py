@@ -139,7 +139,7 @@ def test_a_trainer_that_may_be_asynchronous_claims_no_versions(
     assert set(ended(1)[0].payload["tensors"]) == STREAMS
 
 
-def test_metrics_that_belong_to_no_step_are_not_taken(
+def test_metrics_that_belong_to_no_step_are_not_used(
     verl: Modules, seen: Seen, probes: list[Probe]
 ) -> None:
     held = verl_fakes.DataProto(verl_fakes.tensors())
@@ -153,7 +153,7 @@ def test_rewards_and_the_advantages_of_the_update(verl: Modules, seen: Seen, end
     more = {"advantages": torch.ones(4, 3), "token_level_scores": scores, "response_mask": rejected}
     data = verl_fakes.DataProto(verl_fakes.tensors(**more), verl_fakes.batch_v0().non_tensor_batch)
     v0 = verl["verl.trainer.ppo.ray_trainer"]
-    trainer_calls.driver_of(verl_fakes.trainer(verl))
+    trainer_calls.get_driver(verl_fakes.trainer(verl))
     seen.outcomes["compute_advantage"] = lambda data, _: data
     assert v0.compute_advantage(data, adv_estimator="gae") is data
     [end] = ended(1)
@@ -169,7 +169,7 @@ def test_v1_s_inner_call_is_not_a_second_batch(verl: Modules, seen: Seen, ended:
     data = verl_fakes.DataProto(verl_fakes.tensors(advantages=torch.ones(4, 3)))
     v1 = verl["verl.trainer.ppo.v1.trainer_base"]
     inner = verl["verl.trainer.ppo.ray_trainer"].compute_advantage
-    trainer_calls.driver_of(verl_fakes.trainer(verl, v1=True))
+    trainer_calls.get_driver(verl_fakes.trainer(verl, v1=True))
     seen.outcomes["compute_advantage"] = data
     seen.outcomes["compute_advantage_for_multi_trajectories"] = lambda data, _: inner(data, "gae")
     keys = verl_fakes.batch_v1().keys
@@ -262,7 +262,7 @@ def test_validation_belongs_to_no_step(verl: Modules, seen: Seen) -> None:
     with pytest.raises(ValueError, match="own"):
         trainer._validate()
     trainer._compute_values(after)
-    assert (context.find(during), planted(after).step) == (None, 3)
+    assert (context.extract(during), planted(after).step) == (None, 3)
 
 
 def test_rewards_of_a_colocated_model_are_a_stage(verl: Modules, ended: Read) -> None:
@@ -319,8 +319,8 @@ def test_the_service_s_numbers_stand_beside_verl_s_own(
     assert told.fields["step"] == 3
 
 
-def test_another_s_log_is_left_alone(verl: Modules, seen: Seen, probes: list[Probe]) -> None:
-    trainer_calls.driver_of(verl_fakes.trainer(verl))
+def test_another_s_log_is_not_changed(verl: Modules, seen: Seen, probes: list[Probe]) -> None:
+    trainer_calls.get_driver(verl_fakes.trainer(verl))
     data = {"val/score": 0.5}
     verl[TRACKING].Tracking().log(data, 3)
     assert (seen.calls[0][1][1] is data, probes) == (True, [])

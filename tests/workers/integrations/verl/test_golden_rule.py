@@ -40,34 +40,46 @@ PARTS: list[tuple[Any, str]] = [
     *((Stage, name) for name in ("begin", "end", "record", "log")),
     *((Probe, name) for name in ("stage", "begin", "log", "end_step")),
     *((MetricsFeed, name) for name in ("__init__", "want", "take", "close")),
-    *((driver.Driver, name) for name in ("__init__", "context", "plant", "stage", "record")),
     *(
         (driver.Driver, name)
-        for name in ("want_numbers", "log", "close", "_probe", "watch_rollout")
+        for name in ("__init__", "context", "inject_context", "stage", "record")
     ),
-    *((driver, name) for name in ("is_there", "finish", "MetricsFeed")),
+    *(
+        (driver.Driver, name)
+        for name in ("request_numbers", "log", "close", "_probe", "wrap_rollout")
+    ),
+    *((driver, name) for name in ("has_service", "finish", "MetricsFeed")),
     *(
         (rollout, name)
-        for name in ("is_there", "_index", "_layout", "_context", "_enter", "_leave")
+        for name in ("has_service", "_index", "_layout", "_context", "_begin_prompt", "_end_prompt")
     ),
-    (rollout, "_watched"),
-    *((trainer_calls, name) for name in ("driver_of", "chosen", "_take_log_probs", "_is_inner")),
-    (trainer_calls, "_closed_after"),
+    (rollout, "_wrap_prompt"),
+    *(
+        (trainer_calls, name)
+        for name in ("get_driver", "current_mode", "_record_log_probs", "_is_nested_call")
+    ),
+    (trainer_calls, "_wrap_own_fit"),
     (processes, "init"),
-    *((ranks, name) for name in ("probe_of", "is_critic", "is_active", "_note", "_weight_sync")),
+    *(
+        (ranks, name)
+        for name in ("get_probe", "is_critic", "is_active", "_read_context", "_weight_sync")
+    ),
     (ranks, "Minibatches"),
-    *((context, name) for name in ("find", "parse", "plant", "non_tensor", "rows_of")),
-    *((batches, name) for name in ("is_keys", "is_v1", "is_synchronous", "log_probs", "outcome")),
-    *((batches, name) for name in ("name_samples", "ids", "one_version", "versions")),
+    *((context, name) for name in ("extract", "parse", "inject", "non_tensor", "row_strings")),
+    *(
+        (batches, name)
+        for name in ("is_keys", "is_v1", "is_synchronous", "log_probs", "advantages")
+    ),
+    *((batches, name) for name in ("name_samples", "ids", "constant_versions", "versions")),
     *((batches, name) for name in ("in_float32", "at_least_float32")),
     *(
         (configuration, name)
-        for name in ("run_name", "attempt_key", "is_bypass", "settings", "shaping")
+        for name in ("run_name", "attempt_key", "is_bypass", "settings", "statistics_settings")
     ),
-    *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "at")),
+    *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "lookup")),
     (ranks, "describe"),
-    *((minibatches.MicrobatchBuffer, name) for name in ("__init__", "add", "take")),
-    *((minibatches.Minibatches, name) for name in ("advance", "_known")),
+    *((minibatches.MicrobatchBuffer, name) for name in ("__init__", "add", "pop_all")),
+    *((minibatches.Minibatches, name) for name in ("advance", "_versions")),
 ]
 """What is broken in turn; parts that a wrapper must reach are broken where it finds them."""
 
@@ -83,12 +95,12 @@ class Broken:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self.count += 1
         raise RuntimeError("ours is broken")
 
 
-def planted(*, bypass: bool = False) -> Any:
+def planted(*, bypass: bool = False) -> object:
     return verl_fakes.with_notes(
         verl_fakes.tensors(log_probs=torch.zeros(4, 3)),
         **{context.KEY: told(bypass=bypass), "mini_batch_size": 4, "epochs": 2},
@@ -99,7 +111,7 @@ def told(*, bypass: bool) -> str:
     return Context(run="r", attempt_key="a", step=3, synchronous=True, bypass=bypass).text()
 
 
-def calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Call]]:
+def calls(modules: dict[str, object], seen: Seen) -> Iterator[tuple[str, Call]]:
     """Yield each patched function's name with a call of it, as verl calls it."""
     for v1 in (False, True):
         yield from _trainer_calls(modules, seen, v1)
@@ -109,7 +121,7 @@ def calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Call]]:
     yield from _rollout_calls(modules)
 
 
-def later(holder: Any, name: str, *args: Any, **kwargs: Any) -> Call:
+def later(holder: object, name: str, *args: object, **kwargs: object) -> Call:
     """Return a call of what `holder` has under `name` when it is made: patched, or not."""
     return lambda: getattr(holder, name)(*args, **kwargs)
 
@@ -118,10 +130,10 @@ def _trainer_calls(modules: dict[str, Any], seen: Seen, v1: bool) -> Iterator[tu
     trainer = verl_fakes.trainer(modules, v1=v1)
     batch: Any = verl_fakes.batch_v1() if v1 else verl_fakes.batch_v0()
     held = verl_fakes.DataProto(verl_fakes.tensors())
-    computed: Any = None if v1 else verl_fakes.old_log_probs(batch)
+    computed: object = None if v1 else verl_fakes.old_log_probs(batch)
     debug = modules["verl.utils.debug.metrics"]
 
-    def old_log_prob() -> Any:
+    def old_log_prob() -> object:
         in_v1 = lambda *_, **__: debug.calculate_debug_metrics(held)  # noqa: E731
         seen.outcomes.setdefault("_compute_old_log_prob", in_v1 if v1 else computed)
         return trainer._compute_old_log_prob(batch, metrics={})
@@ -144,13 +156,15 @@ def _trainer_calls(modules: dict[str, Any], seen: Seen, v1: bool) -> Iterator[tu
     yield "own fit", lambda: own().fit()
 
 
-def _advantage_calls(modules: dict[str, Any], seen: Seen, v1: bool) -> Iterator[tuple[str, Call]]:
+def _advantage_calls(
+    modules: dict[str, object], seen: Seen, v1: bool
+) -> Iterator[tuple[str, Call]]:
     data = verl_fakes.DataProto(verl_fakes.tensors(advantages=torch.ones(4, 3)))
     name = "compute_advantage_for_multi_trajectories" if v1 else "compute_advantage"
     module = "verl.trainer.ppo.v1.trainer_base" if v1 else "verl.trainer.ppo.ray_trainer"
     options = {"batch_keys": verl_fakes.batch_v1().keys} if v1 else {"adv_estimator": "gae"}
 
-    def advantage() -> Any:
+    def advantage() -> object:
         seen.outcomes.setdefault(name, lambda data, _: data)
         return getattr(modules[module], name)(data, **options)
 
@@ -165,7 +179,7 @@ def _number_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Ca
     yield "calculate_debug_metrics", lambda: debug.calculate_debug_metrics(held)
     constants, runtime_env = modules["verl.trainer.constants_ppo"], {"env_vars": {"A": "1"}}
 
-    def environment() -> Any:
+    def environment() -> object:
         seen.outcomes.setdefault("get_ppo_ray_runtime_env", runtime_env)
         return constants.get_ppo_ray_runtime_env()
 
@@ -185,13 +199,13 @@ def _worker_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Ca
     losses = modules["verl.workers.utils.losses"]
     output = {"log_probs": torch.zeros(4, 3)}
 
-    def train(*_: Any) -> str:
+    def train(*_: object) -> str:
         for _turn in range(4):
             losses.ppo_loss(config=None, model_output=output, data=bypassing)
             inner.train_batch(bypassing)
         return "the result of an update"
 
-    def train_mini_batch() -> Any:
+    def train_mini_batch() -> object:
         seen.outcomes.setdefault("train_mini_batch", train)
         seen.outcomes.setdefault("train_batch", {"metrics": {"loss": 0.5}})
         return inner.train_mini_batch(data=bypassing)
@@ -225,7 +239,7 @@ def _rollout_calls(modules: dict[str, Any]) -> Iterator[tuple[str, Call]]:
     yield "generate_sequences", lambda: worker.generate_sequences(batch)
     trajectory = {"step": 3, "validate": False}
 
-    def prompt() -> Any:
+    def prompt() -> object:
         return loops.AgentLoopWorker(settings)._run_prompt("p", trajectory=trajectory)
 
     yield "_run_prompt", prompt
@@ -237,7 +251,7 @@ def behaviour(seen: Seen, name: str, call: Call, ending: BaseException | None) -
     seen.outcomes.clear()
     if ending is not None:
         seen.outcomes[name] = ending
-    result: Any = None
+    result: object = None
     raised: BaseException | None = None
     try:
         returned = call()
@@ -247,7 +261,7 @@ def behaviour(seen: Seen, name: str, call: Call, ending: BaseException | None) -
     return list(seen.calls), result, raised
 
 
-def _awaited(coroutine: Any) -> Any:
+def _awaited(coroutine: Any) -> object:
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -255,7 +269,7 @@ def _awaited(coroutine: Any) -> Any:
     raise AssertionError("nothing here waits")
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(one: object, other: object) -> bool:
     """Say whether two calls did the same, to the same objects."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(is_same, one, other))
@@ -270,7 +284,7 @@ class Patched:
     """verl's modules, patched and not by turns."""
 
     def __init__(self, modules: dict[str, Any]) -> None:
-        self._both: list[tuple[Any, str, Any, Any]] = []
+        self._both: list[tuple[object, str, object, object]] = []
         for patch in hooks.patches(Mode("all")):
             *holder, name = patch.path.split(".")
             where = getattr(modules[patch.module], holder[0]) if holder else modules[patch.module]
@@ -285,10 +299,10 @@ class Patched:
 
 
 @pytest.fixture
-def world(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Patched, list[Any]]]:
+def world(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Patched, list[object]]]:
     """All of it with probes that keep what they are told, and no thread."""
 
-    def init(run: str, **options: Any) -> Probe:
+    def init(run: str, **options: object) -> Probe:
         return Probe(checked_options({"run": run} | options))
 
     monkeypatch.setenv(FLOAT32, "1")
@@ -326,14 +340,14 @@ def test_every_patched_function_is_called(world: tuple[Patched, list[Any]], seen
 
 
 def test_functions_behave_the_same_where_all_is_well(
-    world: tuple[Patched, list[Any]], seen: Seen
+    world: tuple[Patched, list[object]], seen: Seen
 ) -> None:
     check_all(world, seen)
 
 
 @pytest.mark.parametrize(("place", "name"), PARTS, ids=[f"{p.__name__}.{n}" for p, n in PARTS])
 def test_functions_behave_the_same_where_a_part_of_ours_is_broken(
-    place: Any, name: str, world: tuple[Patched, list[Any]], seen: Seen,
+    place: object, name: str, world: tuple[Patched, list[object]], seen: Seen,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     broken = Broken()

@@ -55,7 +55,7 @@ def test_where_no_service_runs_nothing_is_made_or_planted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     for module in (driver, rollout):
-        monkeypatch.setattr(module, "is_there", lambda: False)
+        monkeypatch.setattr(module, "has_service", lambda: False)
     batch = a_step(verl, v1=v1, bypass=bypass)
     carried = batch.extra_info if v1 else {**batch.meta_info, **batch.non_tensor_batch}
     assert set(carried) <= {"uid"}
@@ -105,7 +105,7 @@ class Clock:
         return self.now
 
 
-class Place:
+class FakeRayLink:
     """Where a service may be found, over Ray."""
 
     def __init__(self) -> None:
@@ -117,29 +117,29 @@ class Place:
         return self.found
 
 
-def test_a_service_is_looked_for_now_and_then_until_it_was_found(
+def test_a_service_is_searched_now_and_then_until_it_was_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, place = Clock(), Place()
+    clock, place = Clock(), FakeRayLink()
     monkeypatch.setattr(services, "time", clock)
     monkeypatch.setattr(services, "RayLink", place)
     monkeypatch.setattr(services, "_found", False)
-    monkeypatch.setattr(services, "_looked", float("-inf"))
-    assert [services.is_there() for _ in range(3)] == [False] * 3
+    monkeypatch.setattr(services, "_searched_at", float("-inf"))
+    assert [services.has_service() for _ in range(3)] == [False] * 3
     assert place.asked == 1
     place.found, clock.now = object(), clock.now + 6
-    assert services.is_there()
+    assert services.has_service()
     place.found, clock.now = None, clock.now + 6
-    assert (services.is_there(), place.asked) == (True, 2)  # it will come back
+    assert (services.has_service(), place.asked) == (True, 2)  # it will come back
 
 
 def test_an_address_is_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place()
+    place = FakeRayLink()
     monkeypatch.setattr(services, "RayLink", place)
     monkeypatch.setattr(services, "_found", False)
-    monkeypatch.setattr(services, "_looked", float("-inf"))
+    monkeypatch.setattr(services, "_searched_at", float("-inf"))
     monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700")
-    assert (services.is_there(), place.asked) == (True, 0)
+    assert (services.has_service(), place.asked) == (True, 0)
 
 
 def test_a_service_that_attach_finds_is_there_once_it_takes_connections(
@@ -147,21 +147,25 @@ def test_a_service_that_attach_finds_is_there_once_it_takes_connections(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(services, "time", clock)
-    monkeypatch.setattr(services, "RayLink", Place())
+    monkeypatch.setattr(services, "RayLink", FakeRayLink())
     monkeypatch.setattr(services, "_FIRST_WAIT", 30.0)
     monkeypatch.setattr(links, "_warned_in", set())
-    for name, value in {"_found": False, "_looked": float("-inf"), "_first": None}.items():
+    for name, value in {
+        "_found": False,
+        "_searched_at": float("-inf"),
+        "_first_search": None,
+    }.items():
         monkeypatch.setattr(services, name, value)
     monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
     (tmp_path / "service.json").write_text(json.dumps({"url": url}))  # an old one
-    assert not services.is_there()
-    services.warn_if_absent("maths.first")
+    assert not services.has_service()
+    services.warn_without_service("maths.first")
     assert caplog.records == []
     clock.now += 11
-    services.warn_if_absent("maths.first")
-    services.warn_if_absent("maths.first")
+    services.warn_without_service("maths.first")
+    services.warn_without_service("maths.first")
     [line] = [record.getMessage() for record in caplog.records]
     assert "maths.first" in line
     assert url in line
@@ -170,7 +174,7 @@ def test_a_service_that_attach_finds_is_there_once_it_takes_connections(
 
         def is_there_later() -> bool:
             clock.now += 6
-            return services.is_there()
+            return services.has_service()
 
         wait_for(is_there_later)
 
@@ -201,4 +205,4 @@ def test_variables_are_brought_to_the_job_s_processes(
         "STAGESCOPE_TOKEN_FILE": str(Path("operate.token").absolute()),  # where it is, no token
         VARIABLE: mode,
     }
-    assert "STAGESCOPE_TOKEN" not in modes.CARRIED
+    assert "STAGESCOPE_TOKEN" not in modes.PASSED_VARIABLES

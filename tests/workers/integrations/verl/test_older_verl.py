@@ -14,7 +14,7 @@ from tests.support import verl_fakes
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope_workers.integrations.verl import context, hooks, older_workers, patches
+from stagescope_workers.integrations.verl import context, hooks, patches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 
@@ -57,17 +57,17 @@ def test_each_stage_is_a_whole(make: Callable[[str], Any], ended: Read) -> None:
 
 
 def test_the_model_is_found_under_either_name() -> None:
-    find = older_workers.engine_of("actor")
+    find = hooks.legacy_engine("actor")
     assert find(types.SimpleNamespace(actor_module_fsdp="f", actor_module="m")).module == "f"
     assert find(types.SimpleNamespace(actor_module="m")).module == "m"
     assert find(object()).module is None
 
 
-def test_bypass_mode_is_said_once(
+def test_bypass_mode_is_logged_once(
     make: Callable[[str], Any], seen: Seen, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(older_workers, "_has_said_bypass", False)
+    monkeypatch.setattr(hooks, "_warned_of_bypass", False)
     worker = make("ActorRolloutRefWorker")
     worker.update_actor(data())
     assert caplog.records == []
@@ -104,21 +104,21 @@ def test_what_another_module_serves_is_not_left_out(
     without: str, installed: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(*of_all(without))
-    patches.say(hooks.patches(Mode("all")))
+    patches.log_missing_hooks(hooks.patches(Mode("all")))
     assert caplog.records == []
 
 
-def test_what_no_module_serves_is_said_in_one_line(
+def test_what_no_module_serves_is_logged_in_one_line(
     installed: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed(*(module for module in of_all("precision") if "tracking" not in module))
     monkeypatch.setenv("RANK", "3")
-    patches.say(hooks.patches(Mode("all")))
+    patches.log_missing_hooks(hooks.patches(Mode("all")))
     assert caplog.records == []
     monkeypatch.setenv("RANK", "0")
-    patches.say(hooks.patches(Mode("all")))
+    patches.log_missing_hooks(hooks.patches(Mode("all")))
     [record] = caplog.records
     assert record.getMessage() == (
         "not reported with verl 0.7.9: numbers in verl's log, and verl's scalars; "

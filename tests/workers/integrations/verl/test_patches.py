@@ -17,7 +17,7 @@ import pytest
 
 from stagescope_workers.integrations.verl import __main__ as listing
 from stagescope_workers.integrations.verl import hooks, plugin
-from stagescope_workers.integrations.verl.modes import VARIABLE, Mode, chosen
+from stagescope_workers.integrations.verl.modes import VARIABLE, Mode, current_mode
 from stagescope_workers.integrations.verl.patches import ABSENT, APPLIED, WAITING, Patch, Patches
 
 NAME = "stagescope_other_people"
@@ -152,7 +152,7 @@ def test_other_modules_are_not_looked_at(write: Write) -> None:
         "seen_loader",
     ],
 )
-def test_what_is_not_there_is_said_and_left(
+def test_what_is_not_there_is_reported_and_left(
     path: str, write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     found, absent = patch(), patch(path)
@@ -166,7 +166,7 @@ def test_what_is_not_there_is_said_and_left(
     )
 
 
-def test_all_of_a_module_is_said_in_one_line_by_rank_0(
+def test_all_of_a_module_is_logged_in_one_line_by_rank_0(
     write: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -238,13 +238,15 @@ def test_each_mode_has_its_patches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("reported", "name"),
     [(None, "all"), ("", "all"), ("off", "off"), (" Metrics ", "metrics"), ("stages", "stages")],
 )
-def test_the_variable_chooses(said: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if said is not None:
-        monkeypatch.setenv(VARIABLE, said)
-    mode = chosen()
+def test_the_variable_chooses(
+    reported: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reported is not None:
+        monkeypatch.setenv(VARIABLE, reported)
+    mode = current_mode()
     assert mode.name == name
     assert (mode.metrics, mode.stages) == (
         name in ("metrics", "all"),
@@ -252,11 +254,11 @@ def test_the_variable_chooses(said: str | None, name: str, monkeypatch: pytest.M
     )
 
 
-def test_an_unknown_mode_is_said(
+def test_an_unknown_mode_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, "metricks")
-    assert chosen().name == "all"
+    assert current_mode().name == "all"
     assert "metricks" in caplog.text
 
 

@@ -15,7 +15,7 @@ from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope.wire.schema import HELLO
-from stagescope_workers.integrations.verl import configuration, managers, rollout
+from stagescope_workers.integrations.verl import configuration, rollout
 from stagescope_workers.probe.probe import Probe
 
 Modules = dict[str, Any]
@@ -207,11 +207,11 @@ def test_verl_s_own_workers_are_not_reported_twice(
     assert probes == []
 
 
-def test_where_no_rollout_can_be_reported_it_is_said_once(
+def test_where_no_rollout_can_be_reported_it_is_logged_once(
     verl: Modules, probes: list[Probe], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(managers, "_said", set())
+    monkeypatch.setattr(rollout, "_logged", set())
     trainer = verl_fakes.trainer(verl, v1=True)
     trainer.agent_loop_manager = OwnManager()
     trainer.fit()

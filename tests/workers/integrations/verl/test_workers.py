@@ -31,9 +31,9 @@ LOSSES = "verl.workers.utils.losses"
 def data(*, notes: Any = None, **changes: Any) -> Any:
     """Return a worker's TensorDict as the driver's batch becomes one."""
     told: dict[str, Any] = {"run": "r", "attempt_key": "a", "step": 3, "synchronous": True}
-    said = Context(**told | changes)
+    reported = Context(**told | changes)
     return verl_fakes.with_notes(
-        verl_fakes.tensors(), **{context.KEY: said.text(), "mini_batch_size": 4} | (notes or {})
+        verl_fakes.tensors(), **{context.KEY: reported.text(), "mini_batch_size": 4} | (notes or {})
     )
 
 
@@ -54,10 +54,10 @@ def test_forward_stages_stand_at_their_step_and_rank(
         ("ref_compute_log_prob", "ref", 1, (3, 2)),
         ("compute_values", "critic", 1, (3, 2)),
     ]
-    said = [hello.fields for hello in coordinator.of_kind(HELLO)]
-    assert len(said) == 3  # one a role
-    assert {(fields["world_size"], fields["data_rank"]) for fields in said} == {(2, 1)}
-    assert {fields["layout"]["engine"] for fields in said} == {"fsdp2"}
+    reported = [hello.fields for hello in coordinator.of_kind(HELLO)]
+    assert len(reported) == 3  # one a role
+    assert {(fields["world_size"], fields["data_rank"]) for fields in reported} == {(2, 1)}
+    assert {fields["layout"]["engine"] for fields in reported} == {"fsdp2"}
 
 
 def test_the_actor_s_own_engine_is_no_stage_of_its_own(verl: Modules, probes: list[Probe]) -> None:
@@ -84,7 +84,7 @@ def test_a_stage_that_another_calls_is_part_of_it(verl: Modules, seen: Seen, end
     assert [end.stage for end in ended(1)] == ["ref_compute_log_prob"]
 
 
-def test_what_verl_raises_is_told_and_raised(verl: Modules, seen: Seen, ended: Read) -> None:
+def test_what_verl_raises_is_reported_and_raised(verl: Modules, seen: Seen, ended: Read) -> None:
     seen.outcomes["compute_log_prob"] = ValueError("verl's own")
     with pytest.raises(ValueError, match="own"):
         verl_fakes.outer_worker(verl).compute_log_prob(data())
@@ -92,7 +92,7 @@ def test_what_verl_raises_is_told_and_raised(verl: Modules, seen: Seen, ended: R
     assert (end.fields["status"], end.fields["error_type"]) == ("failed", "ValueError")
 
 
-def test_a_sync_of_weights_is_known_by_the_step_that_made_them(
+def test_a_sync_of_weights_is_identified_by_the_step_that_made_them(
     verl: Modules, seen: Seen, ended: Read, probes: list[Probe]
 ) -> None:
     worker = verl_fakes.outer_worker(verl)
@@ -147,7 +147,7 @@ def test_parts_of_an_update_follow_each_other_without_a_gap(
     assert times == sorted(times)
 
 
-def test_a_number_of_mini_batches_is_taken_before_a_size(
+def test_a_number_of_mini_batches_is_used_before_a_size(
     verl: Modules, seen: Seen, ended: Read
 ) -> None:
     update(verl, seen, data(notes={"num_mini_batch": 3}), turns=3, critic=True)
@@ -272,14 +272,14 @@ def test_tokens_that_do_not_lie_under_the_mask_are_left_out(
     }  # fmt: skip
 
 
-def test_a_loss_outside_an_update_is_left_alone(
+def test_a_loss_outside_an_update_is_not_changed(
     verl: Modules, seen: Seen, probes: list[Probe]
 ) -> None:
     verl[LOSSES].ppo_loss(None, {"log_probs": jagged([-1.0], [-2.0])}, data(bypass=True))
     assert (seen.names, probes) == (["ppo_loss"], [])
 
 
-def test_the_log_probs_alone_are_wanted_of_the_actor_alone(
+def test_the_log_probs_alone_are_requested_of_the_actor_alone(
     verl: Modules, seen: Seen, ended: Read, probes: list[Probe]
 ) -> None:
     batch = data(bypass=True, stages=False, notes={"num_mini_batch": 1})
@@ -345,6 +345,6 @@ def test_verl_s_own_debugger_steps_aside_for_ours(verl: Modules, seen: Seen) -> 
     seen.outcomes["update_actor"] = annotate
     worker.update_actor(data(stages=False))  # ours will not capture it
     annotated.append(profiler.annotate(role="train_batch"))  # verl raises there where strict
-    theirs, ours = "the result of annotate", hooks._alone
+    theirs, ours = "the result of annotate", hooks._unchanged
     assert annotated == [theirs, ours, ours, theirs, ours]
-    assert hooks._alone(annotate) is annotate
+    assert hooks._unchanged(annotate) is annotate

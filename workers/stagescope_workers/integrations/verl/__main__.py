@@ -1,4 +1,4 @@
-"""`python -m stagescope_workers.integrations.verl`: what is patched in the verl that is here."""
+"""`python -m stagescope_workers.integrations.verl` lists the patches of the installed verl."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import importlib
 import click
 
 from stagescope import versions
-from stagescope_workers.integrations.verl.modes import VARIABLE, chosen
+from stagescope_workers.integrations.verl.modes import VARIABLE, current_mode
 from stagescope_workers.integrations.verl.patches import Patch
 
 
 @click.command()
 def main() -> None:
-    """List what stagescope patches in the installed verl, and what it found there."""
-    click.echo(f"verl {versions.installed('verl')}, {VARIABLE}={chosen().name}")
+    """List what stagescope patches in the installed verl, and the state of each patch."""
+    click.echo(f"verl {versions.installed('verl')}, {VARIABLE}={current_mode().name}")
     for remark in versions.remarks(["verl"]):
         click.echo(remark)
-    importlib.import_module("verl")  # says what is left out
+    importlib.import_module("verl")  # logs the missing hooks
     from stagescope_workers.integrations.verl import plugin
 
     for patch in plugin.INSTALLED or ():
@@ -31,7 +31,7 @@ def _state(patch: Patch) -> str:
     except ModuleNotFoundError as error:
         missing = str(error.name)
         return "no module" if f"{patch.module}.".startswith(f"{missing}.") else f"needs {missing}"
-    except Exception as error:  # whatever a module of another version stumbles over here
+    except Exception as error:  # a module of another version may raise anything
         return f"not imported: {error!r:.100},"
     return patch.state
 

@@ -1,9 +1,9 @@
-"""What the driver plants into a batch, so that the ranks that get it know what they work on.
+"""The context that the driver injects into a batch, by which the ranks know their step.
 
-verl's workers learn no step from verl. The driver puts one string into `meta_info` (DataProto, the
+verl does not tell its workers the step. The driver puts one string into `meta_info` (DataProto, the
 trainers before V1) or `extra_info` (KVBatchMeta, V1); both arrive in the worker's TensorDict, and
-survive chunking and mini-batches. It is the same string throughout a step: verl asserts that the
-meta_info of batches that it unites is equal.
+survive chunking and mini-batches. It is the same string throughout a step: verl asserts that
+batches that it merges have equal meta_info.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, Final
 
 KEY: Final = "stagescope"
 SAMPLES: Final = "stagescope_sample_ids"
-"""Per-row ids that travel with the rows of a batch."""
+"""The key of per-row ids in a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a rank is told with a batch.
+    """The description of a step that a rank receives with a batch.
 
     Attributes:
         run: The run's name.
-        attempt_key: As the driver has it; None leaves it to Ray's session and job, which all
-            processes of a job share.
+        attempt_key: The driver's; None means Ray's session and job, which all processes of a job
+            share.
         step: The global step.
         stages: Whether ranks report stages at all.
-        synchronous: Whether the weights that a step begins with sampled all of its tokens.
-        bypass: Whether the workers' loss is where the two log-prob streams meet.
-        version: Of the weights that the step begins with, where the trainer counts them by itself.
-        settings: Of the run: what shapes the statistics. The configuration is the driver's to say:
-            what is planted travels with every chunk of every batch.
-        streams: Metadata that stands beside log-probs: who made them, and how tokens were drawn.
-        profiler: verl's own precision_debugger configuration, where it orders something.
+        synchronous: Whether all tokens of a step were sampled with the weights it begins with.
+        bypass: Whether only the workers' loss has both log-prob streams.
+        version: Of the weights that the step begins with, where the trainer counts them itself.
+        settings: Of the run: those that influence the statistics. Only the driver reports the whole
+            configuration, since the context is copied with every chunk of every batch.
+        streams: Metadata of the log-probs: their producers, and how tokens were sampled.
+        profiler: verl's own precision_debugger configuration, where it requests something.
     """
 
     run: str
@@ -51,51 +51,52 @@ class Context:
 
     @property
     def policy_version(self) -> int:
-        """The weights that a step begins with: verl counts them by the step that made them.
+        """The version of the weights that a step begins with: the number of the step before.
 
-        Its fully asynchronous trainer does not, whose weights are synchronised every few steps.
+        verl's fully asynchronous trainer, which synchronises weights every few steps, counts them
+        itself.
         """
         return self.step - 1 if self.version is None else self.version
 
     def text(self) -> str:
-        """Return the string that is planted."""
+        """Return the string to inject."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, default=str)
 
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> Context:
-    """Return the context that `text` was made of, also by a later version with more fields."""
-    known = {field.name for field in dataclasses.fields(Context)}
-    return Context(**{name: value for name, value in json.loads(text).items() if name in known})
+    """Parse an injected string; fields that a later version added are ignored."""
+    names = {field.name for field in dataclasses.fields(Context)}
+    return Context(**{name: value for name, value in json.loads(text).items() if name in names})
 
 
-def plant(batch: Any, text: str) -> None:
-    """Put `text` where the batch's workers will find it."""
-    carried = getattr(batch, "meta_info", None)
-    if carried is None:
-        carried = getattr(batch, "extra_info", None)
-    if carried is None:
+def inject(batch: Any, text: str) -> None:
+    """Add `text` to the data that verl sends to the batch's workers."""
+    metadata = getattr(batch, "meta_info", None)
+    if metadata is None:
+        metadata = getattr(batch, "extra_info", None)
+    if metadata is None:
         raise TypeError(f"{type(batch).__name__} has neither meta_info nor extra_info")
-    carried[KEY] = text
+    metadata[KEY] = text
 
 
-def find(data: Any) -> Context | None:
-    """Return the context that came with a worker's data, or None."""
-    carried = getattr(data, "meta_info", None)
-    text = carried.get(KEY) if isinstance(carried, Mapping) else non_tensor(data, KEY)
+def extract(data: Any) -> Context | None:
+    """Return the context in a worker's data, or None."""
+    metadata = getattr(data, "meta_info", None)
+    text = metadata.get(KEY) if isinstance(metadata, Mapping) else non_tensor(data, KEY)
     return parse(text) if isinstance(text, str) else None
 
 
 def non_tensor(data: Any, name: str) -> Any:
-    """Return what a TensorDict holds under `name` beside its tensors, or None."""
-    if name not in data.keys():  # noqa: SIM118 - a TensorDict is iterated over its rows
+    """Return the non-tensor value of a TensorDict under `name`, or None."""
+    if name not in data.keys():  # noqa: SIM118 - iterating a TensorDict yields its rows
         return None
     value = data.get(name)
     return getattr(value, "data", value)
 
 
-def rows_of(data: Any, name: str) -> list[str] | None:
-    """Return the strings, one a row, that a TensorDict holds under `name`, or None."""
+def row_strings(data: Any, name: str) -> list[str] | None:
+    """Return the strings, one per row, of a TensorDict under `name`, or None."""
     if name not in data.keys():  # noqa: SIM118
         return None
     value = data.get(name)

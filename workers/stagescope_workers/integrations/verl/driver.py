@@ -1,17 +1,19 @@
-"""What stands beside verl's trainer: it knows the step, and what is wanted of it."""
+"""Reports verl's trainer process: injects the context, records batches, fetches the numbers."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope_workers.integrations.verl import batches, configuration, context, processes
+from stagescope_workers.integrations.verl import batches, configuration, processes
+from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.managers import watch_manager
 from stagescope_workers.integrations.verl.modes import Mode
-from stagescope_workers.integrations.verl.processes import is_there, warn_if_absent
+from stagescope_workers.integrations.verl.processes import has_service, warn_without_service
+from stagescope_workers.integrations.verl.rollout import wrap_manager
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe
@@ -20,19 +22,19 @@ from stagescope_workers.probe.stage import Stage
 _FINISH_SECONDS: Final = 10.0
 _FAILED_SECONDS: Final = 3.0
 _NO_SCALARS: Final = ("step", "policy_version")
-"""What `Probe.log` would take for the clock."""
+"""Keywords of `Probe.log` that are not scalars."""
 _CAPTURES: Final = {
     "driver": False,
-    "rollout": "verl's engine runs in servers of its own, not in the trainer's process",
-    "reward_model": "verl's reward model runs in servers of its own, not in the trainer's process",
+    "rollout": "verl's engine runs in separate servers, not in the trainer's process",
+    "reward_model": "verl's reward model runs in separate servers, not in the trainer's process",
 }
-"""What becomes of captures in the trainer's process, which runs no model itself."""
+"""`init`'s `captures` for each role of the trainer's process, which runs no model itself."""
 
 
 class Driver:
-    """Plants the context, hands over batches, and brings the service's numbers back.
+    """Injects the context, records batches, and fetches the service's numbers.
 
-    The trainer is alone in its process and its loop runs in one thread.
+    A process has one trainer, whose loop runs in one thread.
     """
 
     def __init__(self, trainer: Any, mode: Mode) -> None:
@@ -44,87 +46,93 @@ class Driver:
         self._feed: MetricsFeed | None = None
 
     @functools.cached_property
-    def _told(self) -> dict[str, Any]:
+    def _base_context(self) -> Context:
+        """The context of any step; `context` sets the step and version."""
         config = self.trainer.config
-        return {
-            "run": configuration.run_name(config),
-            "attempt_key": configuration.attempt_key(),
-            "stages": self.mode.stages,
-            "synchronous": batches.is_synchronous(self.trainer),
-            "bypass": self.mode.metrics and configuration.is_bypass(config),
-            "settings": configuration.shaping(config),
-            "streams": configuration.streams(config),
-            "profiler": configuration.profiler(config) if self.mode.stages else None,
-        }
+        return Context(
+            run=configuration.run_name(config),
+            attempt_key=configuration.attempt_key(),
+            step=0,
+            stages=self.mode.stages,
+            synchronous=batches.is_synchronous(self.trainer),
+            bypass=self.mode.metrics and configuration.is_bypass(config),
+            settings=configuration.statistics_settings(config),
+            streams=configuration.streams(config),
+            profiler=configuration.profiler(config) if self.mode.stages else None,
+        )
 
     @functools.cached_property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         return configuration.settings(self.trainer.config)
 
     def prepare(self) -> None:
-        """Read the configuration before the first step, whose time it would take."""
-        if is_there():
-            _ = self._told, self._settings
+        """Read the configuration before the first step, so that no step is slower for it."""
+        if has_service():
+            _ = self._base_context, self._settings
 
     @property
     def is_bypass(self) -> bool:
-        """Say whether the streams meet in the workers' loss, and not here."""
-        return bool(self._told["bypass"])
+        """Whether only the workers' loss has both log-prob streams."""
+        return self._base_context.bypass
 
     def context(self) -> Context | None:
-        """Return the context of the step; None where nothing is to be reported."""
+        """Return the context of the step; None where nothing is reported."""
         step = getattr(self.trainer, "global_steps", None)
         if self.is_validating or not isinstance(step, int):
             return None
-        if not is_there():
-            warn_if_absent(configuration.run_name(self.trainer.config))
+        if not has_service():
+            warn_without_service(configuration.run_name(self.trainer.config))
             return None
         if self._step is None or self._step[0] != step:
             version = getattr(self.trainer, "current_param_version", None)
-            made = Context(step=step, version=version, **self._told)
-            self._step = (step, made.text(), made)
+            context = dataclasses.replace(self._base_context, step=step, version=version)
+            self._step = (step, context.text(), context)
         return self._step[2]
 
-    def plant(self, batch: Any) -> None:
-        """Have the ranks that will get `batch` know the step."""
-        found = self.context()
-        if found is not None and self._step is not None and (found.stages or found.bypass):
-            context.plant(batch, self._step[1])
+    def inject_context(self, batch: Any) -> None:
+        """Inject the context into `batch`, for the ranks that will get it."""
+        context = self.context()
+        if context is not None and self._step is not None and (context.stages or context.bypass):
+            contexts.inject(batch, self._step[1])
 
     def stage(self, name: str, role: str = "driver") -> Stage | None:
-        """Return a stage of this step, or None where nothing is to be reported."""
-        found = self.context()
-        if found is None:
+        """Return a stage of this step, or None where nothing is reported."""
+        context = self.context()
+        if context is None:
             return None
-        probe = self._probe(found, role)
-        return probe.stage(name, step=found.step, policy_version=found.policy_version)
+        probe = self._probe(context, role)
+        return probe.stage(name, step=context.step, policy_version=context.policy_version)
 
-    def record(self, stage: Stage, batch: Any, tensors: Mapping[str, Any]) -> None:
-        """Hand over tensors of a batch, with the ids and versions of its rows."""
-        found = self.context()
-        if not tensors or found is None:
+    def record(self, stage: Stage, batch: Any, tensors: Mapping[str, object]) -> None:
+        """Record tensors of a batch, with the ids and versions of its rows."""
+        context = self.context()
+        if not tensors or context is None:
             return
-        known = batches.versions(batch)
-        if not known and found.synchronous:
-            known = batches.one_version(found.policy_version, len(batch))
-        stage.record({**batches.ids(batch), **known, **self._told["streams"], **tensors})
+        versions = batches.versions(batch)
+        if not versions and context.synchronous:
+            versions = batches.constant_versions(context.policy_version, len(batch))
+        stage.record({**batches.ids(batch), **versions, **context.streams, **tensors})
 
-    def want_numbers(self, rows: int | None = None) -> None:
-        """Begin to ask for the step's numbers: its streams were handed over, of `rows` by ranks."""
-        found = self.context()
-        if found is None or not self.mode.metrics:
+    def request_numbers(self, rows: int | None = None) -> None:
+        """Begin to request the step's numbers, after its streams were recorded.
+
+        Args:
+            rows: How many samples the ranks record; None where this process records all of them.
+        """
+        context = self.context()
+        if context is None or not self.mode.metrics:
             return
         if self._feed is None:
-            self._feed = MetricsFeed(self._probe(found, "driver"))
-        self._feed.want(found.step, rows)
+            self._feed = MetricsFeed(self._probe(context, "driver"))
+        self._feed.want(context.step, rows)
 
-    def log(self, step: int, data: Mapping[str, Any]) -> Mapping[str, float]:
-        """Take verl's metrics of this step as scalars; return the service's numbers of it.
+    def log(self, step: int, data: Mapping[str, object]) -> Mapping[str, float]:
+        """Report verl's metrics of this step as scalars; return the service's numbers of it.
 
-        Metrics of several steps, logged by the version of the weights, are not taken.
+        Metrics of several steps, logged by the version of the weights, are ignored.
         """
-        found = self.context()
-        if found is None or found.step != step:
+        context = self.context()
+        if context is None or context.step != step:
             return {}
         scalars: dict[str, Any] = {
             str(name): float(value)
@@ -132,21 +140,21 @@ class Driver:
             if isinstance(value, numbers.Real) and not isinstance(value, bool)
             if name not in _NO_SCALARS
         }
-        self._probe(found, "driver").log(step=step, **scalars)
+        self._probe(context, "driver").log(step=step, **scalars)
         return {} if self._feed is None else self._feed.take(step)
 
-    def watch_rollout(self) -> None:
-        """Have the configured manager's generation be a stage, where no agent loop reports it."""
+    def wrap_rollout(self) -> None:
+        """Report the configured manager's generation as a stage, where no agent loop does."""
         if self.mode.stages:
-            watch_manager(self.trainer, lambda: self.stage("rollout_generate", role="rollout"))
+            wrap_manager(self.trainer, lambda: self.stage("rollout_generate", role="rollout"))
 
     def close(self, error: BaseException | None) -> None:
-        """Send what waits: training is over, or ends with `error`."""
+        """Send everything that waits: training is over, or ends with `error`."""
         feed, self._feed = self._feed, None
         step, self._step = self._step, None
         if feed is not None:
             feed.close()
-        if step is None:  # nothing was reported, or a subclass's fit has called that of its base
+        if step is None:  # nothing was reported, or a subclass's fit called that of its base class
             return
         probe = self._probe(step[2], "driver")
         if error is not None:
@@ -156,13 +164,13 @@ class Driver:
             finish(_FINISH_SECONDS, run=probe.run)
         processes.forget()
 
-    def _probe(self, found: Context, role: str) -> Probe:
-        options = {
+    def _probe(self, context: Context, role: str) -> Probe:
+        options: dict[str, object] = {
             "captures": _CAPTURES.get(role, True),
             "layout": {"framework": "verl"},
             "resumed_from_step": self.resumed_from_step,
             **({"settings": self._settings} if role == "driver" else {}),
-            # Of the critic and the reference not every configuration has one.
-            "expects": ("actor",) if role == "driver" and found.stages else (),
+            # Not every configuration has a critic or a reference.
+            "expects": ("actor",) if role == "driver" and context.stages else (),
         }
-        return processes.probe_of(found, role, 0, world_size=1, describe=lambda: options)
+        return processes.get_probe(context, role, 0, world_size=1, describe=lambda: options)

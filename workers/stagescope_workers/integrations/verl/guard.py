@@ -1,4 +1,4 @@
-"""Nothing of ours is raised into a training: what fails is logged once, and left out."""
+"""Catches our exceptions in a training process: each activity that fails is logged once."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from stagescope.wire.errors import StagescopeError
 from stagescope_workers.probe.stage import Stage
 
 _log = logging.getLogger("stagescope.verl")
-_said: Final[set[str]] = set()
+_logged: Final[set[str]] = set()
 
 
 @contextlib.contextmanager
-def guarded(what: str, *, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Swallow whatever is raised inside, `but` this; the first time of each `what` it is logged."""
+def guarded(activity: str, *, reraise: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Catch any exception except `reraise`; log a warning the first time for each `activity`."""
     try:
         yield
-    except but:
+    except reraise:
         raise
     except Exception as error:
-        level = logging.DEBUG if what in _said else logging.WARNING
-        _said.add(what)
-        _log.log(level, "%s was left out: %r", what, error, exc_info=True)
+        level = logging.DEBUG if activity in _logged else logging.WARNING
+        _logged.add(activity)
+        _log.log(level, "%s was skipped: %r", activity, error, exc_info=True)
 
 
 @contextlib.contextmanager
 def running(stage: Stage | None) -> Iterator[None]:
-    """Run what is inside as `stage`, where there is one.
+    """Run the body as `stage`, where there is one.
 
     Raises:
-        StagescopeError: a capture that is strict could not be carried out.
+        StagescopeError: a strict capture failed.
     """
     if stage is None:
         yield
         return
-    with guarded("the beginning of a stage", but=StagescopeError):
+    with guarded("the beginning of a stage", reraise=StagescopeError):
         stage.begin()
     try:
         yield
@@ -45,5 +45,5 @@ def running(stage: Stage | None) -> Iterator[None]:
         with guarded("the end of a stage"):
             stage.end(error)
         raise
-    with guarded("the end of a stage", but=StagescopeError):
+    with guarded("the end of a stage", reraise=StagescopeError):
         stage.end()

@@ -1,4 +1,4 @@
-"""An update as verl runs it: a part of the stage for each mini-batch, with no gap between them."""
+"""Reports verl's updates: one part of the stage per mini-batch, without gaps between them."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from stagescope_workers.probe.stage import Stage
 
 
 class MicrobatchBuffer:
-    """What the loss of a mini-batch's micro-batches had in hand."""
+    """The log-probs that the loss received in the micro-batches of one mini-batch."""
 
     def __init__(self) -> None:
         self._tensors: list[dict[str, torch.Tensor]] = []
         self._ids: list[str] | None = []
 
     def add(self, tensors: dict[str, torch.Tensor], ids: list[str] | None) -> None:
-        """Take a micro-batch: tensors [rows, tokens] on the model's device, ids of the rows."""
+        """Add a micro-batch: tensors [rows, tokens] on the model's device, ids of the rows."""
         self._tensors.append(tensors)
         if ids is None or self._ids is None:
             self._ids = None
         else:
             self._ids += ids
 
-    def take(self) -> dict[str, Any]:
-        """Return what was added as one packed payload, and begin anew."""
+    def pop_all(self) -> dict[str, Any]:
+        """Return the micro-batches as one packed payload, and empty the buffer."""
         tensors, self._tensors = self._tensors, []
         ids, self._ids = self._ids, []
         if not tensors:
             return {}
-        # Packed: a copy to the host for each name, and not for each row or micro-batch.
+        # Packed: one copy to the host per name, instead of one per row or micro-batch.
         lengths = [width for item in tensors for width in _widths(item["response_mask"])]
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         names = set.intersection(*(set(item) for item in tensors))
@@ -62,7 +62,7 @@ _current: Final[contextvars.ContextVar[Minibatches | None]] = contextvars.Contex
 
 
 def current() -> Minibatches | None:
-    """Return the update that the caller is part of, or None."""
+    """Return the update inside which the caller runs, or None."""
     return _current.get()
 
 
@@ -80,7 +80,7 @@ def entered(update: Minibatches) -> Iterator[None]:
 class Minibatches:
     """The parts of one `train_mini_batch` call.
 
-    The first begins with the call (loading what was offloaded is part of it), each ends where
+    The first begins with the call (and includes loading offloaded weights), each ends where
     `train_batch` returns and the next begins there, the last ends with the call.
     """
 
@@ -91,30 +91,30 @@ class Minibatches:
         context: Context,
         *,
         model: object,
-        a_epoch: int | None,
+        batches_per_epoch: int | None,
         epochs: int,
         collects: bool,
     ) -> None:
-        """Make the parts of an update.
+        """Prepare the parts of an update.
 
         Args:
             probe: of the rank and role.
             name: the stage.
-            context: what was planted.
+            context: of the driver.
             model: the module, or Megatron's chunks.
-            a_epoch: mini-batches in an epoch, where that is known.
-            epochs: how many.
-            collects: whether the loss hands over the two log-prob streams (bypass mode).
+            batches_per_epoch: mini-batches in an epoch, where that is known.
+            epochs: the number of epochs.
+            collects: whether the loss records the two log-prob streams (bypass mode).
         """
         self.buffer = MicrobatchBuffer() if collects else None
         self.is_reported = context.stages
-        """Whether it is a stage that was asked for, and not only the way of the log-probs."""
+        """False where stages are not reported, and this one only transports the log-probs."""
         self._probe = probe
         self._name = name
         self._context = context
         self._model = model
-        self._a_epoch = a_epoch
-        self._total = None if a_epoch is None else a_epoch * epochs
+        self._batches_per_epoch = batches_per_epoch
+        self._total = None if batches_per_epoch is None else batches_per_epoch * epochs
         self._done = 0
         self._stage: Stage | None = None
 
@@ -132,11 +132,11 @@ class Minibatches:
 
     @property
     def is_first_epoch(self) -> bool:
-        """Say whether each row is seen for the first time."""
-        return self._a_epoch is None or self._done < self._a_epoch
+        """Whether each row is processed for the first time."""
+        return self._batches_per_epoch is None or self._done < self._batches_per_epoch
 
     def advance(self, metrics: Any) -> None:
-        """A mini-batch is over: end its part and begin the next, if there is one."""
+        """End the part of a mini-batch, and begin the next if there is one."""
         if isinstance(metrics, Mapping) and self._stage is not None:
             with guarded("the scalars of a mini-batch"):
                 self._stage.log(**_numbers(metrics))
@@ -146,11 +146,10 @@ class Minibatches:
             self._begin()
 
     def _begin(self) -> None:
-        epoch, minibatch = (
-            (0, self._done) if not self._a_epoch else divmod(self._done, self._a_epoch)
-        )
+        size = self._batches_per_epoch
+        epoch, minibatch = divmod(self._done, size) if size else (0, self._done)
         context = self._context
-        with guarded("the mini-batches of an update", but=StagescopeError):
+        with guarded("the mini-batches of an update", reraise=StagescopeError):
             self._stage = self._probe.begin(
                 self._name,
                 step=context.step,
@@ -160,11 +159,11 @@ class Minibatches:
                 minibatch=minibatch,
             )
 
-    def _known(self, taken: Mapping[str, Any]) -> dict[str, Any]:
+    def _versions(self, payload: Mapping[str, Any]) -> dict[str, object]:
         context = self._context
         if not context.synchronous:
             return {}
-        return batches.one_version(context.policy_version, len(taken["cu_seqlens"]) - 1)
+        return batches.constant_versions(context.policy_version, len(payload["cu_seqlens"]) - 1)
 
     def _end(self, error: BaseException | None) -> None:
         stage, self._stage = self._stage, None
@@ -172,14 +171,14 @@ class Minibatches:
             return
         if self.buffer is not None:
             with guarded("the log-probs of the loss"):
-                taken = self.buffer.take()
-                if taken:
-                    stage.record({**taken, **self._known(taken), **self._context.streams})
-        with guarded("the mini-batches of an update", but=StagescopeError if not error else ()):
+                payload = self.buffer.pop_all()
+                if payload:
+                    stage.record({**payload, **self._versions(payload), **self._context.streams})
+        with guarded("the mini-batches of an update", reraise=StagescopeError if not error else ()):
             stage.end(error)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     return {
         str(name): float(value)
         for name, value in metrics.items()
@@ -187,10 +186,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def run_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return verl's `ppo_loss` that hands over what met in it."""
+def wrap_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap verl's `ppo_loss`: it collects both log-prob streams."""
 
-    def run(config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(config: Any, model_output: Any, data: Any, *args: object, **kwargs: object) -> object:
         result = function(config, model_output, data, *args, **kwargs)
         with guarded("the log-probs of the loss"):
             _collect(model_output, data)
@@ -205,16 +204,18 @@ def _collect(model_output: Any, data: Any) -> None:
         return
     from verl.workers.utils.padding import no_padding_2_padding  # pyright: ignore[reportMissingImports]
 
-    held = [name for name in ("rollout_log_probs", "responses") if name in data.keys()]  # noqa: SIM118
+    optional = [name for name in ("rollout_log_probs", "responses") if name in data.keys()]  # noqa: SIM118
     with torch.no_grad():
-        padded = data.select("response_mask", "old_log_probs", *held).to_padded_tensor()
+        padded = data.select("response_mask", "old_log_probs", *optional).to_padded_tensor()
         mask = padded["response_mask"]
-        rollout = padded["rollout_log_probs" if "rollout_log_probs" in held else "old_log_probs"]
+        rollout = padded[
+            "rollout_log_probs" if "rollout_log_probs" in optional else "old_log_probs"
+        ]
         tensors = {
             "log_probs": no_padding_2_padding(model_output["log_probs"].detach(), data),
             "rollout_log_probs": rollout,
             "response_mask": mask,
         }
-        if "responses" in held and padded["responses"].shape == mask.shape:
+        if "responses" in optional and padded["responses"].shape == mask.shape:
             tensors["responses"] = padded["responses"]
-    update.buffer.add(tensors, contexts.rows_of(data, contexts.SAMPLES))
+    update.buffer.add(tensors, contexts.row_strings(data, contexts.SAMPLES))

@@ -1,4 +1,4 @@
-"""STAGESCOPE_VERL: how much of verl is watched."""
+"""STAGESCOPE_VERL: how much of verl's training is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOAT32: Final = "STAGESCOPE_VERL_FLOAT32"
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """What is wanted.
+    """How much is reported.
 
     Attributes:
         name: off, metrics, stages or all.
@@ -35,51 +35,51 @@ class Mode:
 
     @property
     def metrics(self) -> bool:
-        """Say whether batches are handed over, and numbers come back into verl's log."""
+        """Whether batches are recorded, and the service's numbers are added to verl's log."""
         return self.name in (METRICS, ALL)
 
     @property
     def stages(self) -> bool:
-        """Say whether stages are reported, and captured."""
+        """Whether stages are reported, and captured."""
         return self.name in (STAGES, ALL)
 
 
-def chosen() -> Mode:
-    """Return what STAGESCOPE_VERL says; `all` where it says nothing, or nothing known."""
+def current_mode() -> Mode:
+    """Return the mode of STAGESCOPE_VERL; `all` where it is unset or unknown."""
     name = os.environ.get(VARIABLE, ALL).strip().lower() or ALL
     if name not in _MODES:
-        _log.warning("%s is %r: one of %s is expected; taken as %r", VARIABLE, name, _MODES, ALL)
+        _log.warning("%s is %r: one of %s is expected; using %r", VARIABLE, name, _MODES, ALL)
         name = ALL
     return Mode(name)
 
 
 def wants_float32() -> bool:
-    """Say whether verl's own numbers are to be upcast; by default none of them is changed."""
+    """Return whether to upcast verl's own numbers; by default none of them is changed."""
     return os.environ.get(FLOAT32, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 Function = Callable[..., Any]
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE")
-# No token: Ray shows a job's variables to whoever may look at the job. Where a token lies is no
-# secret, and each process reads it there.
-CARRIED: Final = (
+# No token: Ray shows a job's variables to everybody with access to the job. The path of a token
+# file is not a secret, and each process reads the file.
+PASSED_VARIABLES: Final = (
     VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", *_PATHS
 )  # fmt: skip
 
 
-def run_runtime_env(function: Function) -> Function:
-    """Return `get_ppo_ray_runtime_env` with the plugin's variables among verl's."""
+def wrap_runtime_env(function: Function) -> Function:
+    """Wrap `get_ppo_ray_runtime_env`: it adds the plugin's variables to verl's."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         environment = function(*args, **kwargs)
         with guarded("the variables of the job's processes"):
-            held = environment["env_vars"]
-            for name in CARRIED:
+            variables = environment["env_vars"]
+            for name in PASSED_VARIABLES:
                 value = os.environ.get(name)
                 if value is not None:
                     absolute = str(Path(value).expanduser().absolute())
-                    held.setdefault(name, absolute if value and name in _PATHS else value)
+                    variables.setdefault(name, absolute if value and name in _PATHS else value)
         return environment
 
     return run

@@ -1,4 +1,4 @@
-"""Functions of other people's modules replaced when, and only when, those modules are imported."""
+"""Replaces functions of other packages when, and only when, their modules are imported."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Patch:
     Attributes:
         module: The module that holds it.
         path: Where in the module: `function` or `Class.method`.
-        wrap: Makes the replacement of the original; it must call the original.
+        wrap: Returns the replacement of the original; it must call the original.
         purpose: What is not reported where the function cannot be found.
-        modes: The modes of STAGESCOPE_VERL that want it.
+        modes: The modes of STAGESCOPE_VERL that apply it.
         state: WAITING, APPLIED, ABSENT, or why it failed.
-        replacement: What stands in the original's place.
+        replacement: The function that replaced the original.
     """
 
     module: str
@@ -48,14 +48,14 @@ class Patch:
 
     @property
     def is_missing(self) -> bool:
-        """Say whether the module is there and the function could not be replaced."""
+        """Whether the module was imported and the function could not be replaced."""
         return self.state not in (WAITING, APPLIED)
 
     def __str__(self) -> str:
         return f"{self.purpose} ({self.module}: {self.path} is {self.state})"
 
     def apply(self, module: ModuleType) -> None:
-        """Replace the function in `module`; whatever goes wrong is kept as `state`."""
+        """Replace the function in `module`; an error is kept as `state`."""
         *holders, name = self.path.split(".")
         holder: Any = module
         for inner in holders:
@@ -63,7 +63,7 @@ class Patch:
             if not isinstance(holder, type):
                 self.state = ABSENT
                 return
-        # vars: an inherited method belongs to another class, and is replaced there.
+        # vars: an inherited method is replaced in the class that defines it.
         original = vars(holder).get(name)
         if original is not None and original is self.replacement:
             return
@@ -78,13 +78,13 @@ class Patch:
     def _replace(self, holder: Any, name: str, original: Function) -> None:
         replacement = self.wrap(original)
         if inspect.iscoroutinefunction(replacement) != inspect.iscoroutinefunction(original):
-            raise LookupError("it became asynchronous, or ceased to be")
+            raise LookupError("one of it and its replacement is asynchronous, the other is not")
         setattr(holder, name, replacement)
         self.replacement, self.state = replacement, APPLIED
 
 
 class Patches:
-    """Applies patches to modules that are there, and to others when they are imported."""
+    """Applies patches to modules that are imported already, and to others when they are."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._by_module: dict[str, list[Patch]] = {}
@@ -95,7 +95,7 @@ class Patches:
         return (patch for patches in self._by_module.values() for patch in patches)
 
     def install(self) -> None:
-        """Apply what can be applied now, and wait for the imports of the rest."""
+        """Apply the patches of imported modules, and wait for the imports of the others."""
         sys.meta_path.insert(0, self)
         for name in self._by_module:
             module = sys.modules.get(name)
@@ -105,7 +105,7 @@ class Patches:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module as the others would, and have its patches applied after it has run."""
+        """Find a module by the other finders; its patches are applied after it was executed."""
         if fullname not in self._by_module:
             return None
         for finder in sys.meta_path:
@@ -126,15 +126,15 @@ class Patches:
         for patch in patches:
             patch.apply(module)
         missing = [patch for patch in patches if patch.is_missing]
-        # Every rank finds the same: one of them says it.
+        # Every rank finds the same: rank 0 logs it.
         if missing and os.environ.get("RANK", "0") == "0":
             _log.warning("not reported with this version: %s", "; ".join(map(str, missing)))
 
 
 class _PatchingLoader:
-    """Runs one module as its own loader does, then calls `then`; the module keeps that loader.
+    """Executes one module with its own loader, then calls `then`; the module keeps that loader.
 
-    A loader may serve many modules (one zip file has one), so it is not changed itself.
+    A loader may load many modules (a zip file has one for all), so it is not changed itself.
     """
 
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
@@ -145,7 +145,7 @@ class _PatchingLoader:
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run `module`, which finds its own loader in `__spec__`, and patch it."""
+        """Execute `module`, whose `__spec__` has its own loader again, and patch it."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -158,10 +158,10 @@ def _is_loading(module: ModuleType) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-def say(patches: Iterable[Patch]) -> None:
+def log_missing_hooks(patches: Iterable[Patch]) -> None:
     """Log in one line what is not reported with the verl that is being imported, if anything."""
     verl = sys.modules.get("verl")
-    # Every rank finds the same: one of them says it.
+    # Every rank finds the same: rank 0 logs it.
     if verl is None or os.environ.get("RANK", "0") != "0":
         return
     version = str(getattr(verl, "__version__", "of unknown version"))
@@ -171,23 +171,23 @@ def say(patches: Iterable[Patch]) -> None:
 
 
 def missing_hooks(patches: Iterable[Patch], verl: ModuleType) -> list[str]:
-    """Return the purposes that no module of `verl` serves: it came later, or went.
+    """Return the purposes for which this version of `verl` has no module.
 
-    A purpose that several modules serve (verl has two trainers, and had two kinds of workers)
-    needs one of them.
+    A purpose with several modules (verl has two trainers, and had two kinds of workers) needs one
+    of them.
     """
     folders = [Path(folder) for folder in verl.__path__]
     served: dict[str, bool] = {}
     for patch in patches:
-        known = served.get(patch.purpose, False)
-        served[patch.purpose] = known or _has_file(folders, patch.module)
+        is_served = served.get(patch.purpose, False)
+        served[patch.purpose] = is_served or _has_file(folders, patch.module)
     return [purpose for purpose, is_served in served.items() if not is_served]
 
 
 def _has_file(folders: list[Path], module: str) -> bool:
     parts = module.split(".")[1:]
     paths = [folder.joinpath(*parts) for folder in folders]
-    # What does not lie in folders (a zip file) cannot be looked at so.
+    # Packages outside of folders (in a zip file) cannot be checked.
     return any(path.is_dir() or path.with_suffix(".py").exists() for path in paths) or not any(
         folder.is_dir() for folder in folders
     )

@@ -1,4 +1,4 @@
-"""The module that verl imports; importing it is what attaches stagescope to verl.
+"""The module that verl imports; importing it attaches stagescope to verl.
 
 verl loads it by the entry point `verl.plugins` (0.9 and later), or where the variable
 VERL_USE_EXTERNAL_MODULES names it: stagescope_workers.integrations.verl.plugin.
@@ -11,7 +11,7 @@ import logging
 from typing import Final
 
 from stagescope_workers.integrations.verl import hooks, patches
-from stagescope_workers.integrations.verl.modes import chosen
+from stagescope_workers.integrations.verl.modes import current_mode
 from stagescope_workers.integrations.verl.patches import Patches
 
 _log = logging.getLogger("stagescope.verl")
@@ -19,14 +19,14 @@ _log = logging.getLogger("stagescope.verl")
 
 def _install() -> Patches | None:
     try:
-        installed = Patches(hooks.patches(chosen()))
+        installed = Patches(hooks.patches(current_mode()))
         installed.install()
-        patches.say(installed)
-    except Exception as error:  # whatever it is, verl must come up
+        patches.log_missing_hooks(installed)
+    except Exception as error:  # verl must start in any case
         _log.warning("stagescope is not attached to verl: %r", error, exc_info=True)
         return None
     return installed
 
 
 INSTALLED: Final = _install()
-"""What is patched in this process; None where that failed."""
+"""The patches of this process; None where their installation failed."""

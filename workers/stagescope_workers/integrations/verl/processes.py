@@ -1,4 +1,4 @@
-"""The probes of a verl process: one for each role that works in it."""
+"""The probes of a verl process, one for each role in it, and the search for a service."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from stagescope import discovery
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport.calls import in_thread
+from stagescope_workers.transport.calls import Reply, in_thread
 from stagescope_workers.transport.link import NAMESPACE, RayLink, warn_unconnected
 
-_LOOK_AGAIN_SECONDS: Final = 5.0
+_SEARCH_INTERVAL: Final = 5.0
 _WARN_SECONDS: Final = 10.0
 _CONNECT_SECONDS: Final = 2.0
 _FIRST_WAIT: Final = 0.3
-"""Seconds that the first look waits for an answer, once a process: a host on the same machine
-answers in a fraction, and the first step is then reported too."""
+"""Seconds that the first search waits for an answer, once per process: a service on the same
+machine answers in a fraction of that, and then the first step is reported too."""
 
 _found = False
-_looked = float("-inf")
-_first: float | None = None
-_connecting: Future[dict[str, Any]] | None = None
+_searched_at = float("-inf")
+_first_search: float | None = None
+_connecting: Future[Reply] | None = None
 
 
-def is_there() -> bool:
-    """Say whether a service was there at any time; looked for at most every five seconds.
+def has_service() -> bool:
+    """Return whether a service was ever found; searches at most every five seconds.
 
-    Once found it is taken to come back: what it misses meanwhile waits in the probe, bounded.
+    Once found, a service is expected to come back: meanwhile events wait in the probe, bounded.
     """
-    global _found, _looked, _first
+    global _found, _searched_at, _first_search
     now = time.monotonic()
-    if not _found and now - _looked > _LOOK_AGAIN_SECONDS:
-        _looked = now
-        _first = now if _first is None else _first
+    if not _found and now - _searched_at > _SEARCH_INTERVAL:
+        _searched_at = now
+        _first_search = now if _first_search is None else _first_search
         _found = (
             bool(os.environ.get("STAGESCOPE_URL"))
             or RayLink.find() is not None
-            or _is_written_and_connects()
+            or _listed_service_connects()
         )
     return _found
 
 
-def warn_if_absent(run: str) -> None:
-    """Log, once in a process, that there is no service; call where `is_there` said no."""
-    if _first is not None and time.monotonic() - _first > _WARN_SECONDS:
+def warn_without_service(run: str) -> None:
+    """Log, once per process, that there is no service; call it where `has_service` is False."""
+    if _first_search is not None and time.monotonic() - _first_search > _WARN_SECONDS:
         warn_unconnected(f"run {run} (STAGESCOPE_VERL=off silences this)", None, NAMESPACE)
 
 
-def _is_written_and_connects() -> bool:
-    """Say whether service.json names a service that takes connections; the file may be old.
+def _listed_service_connects() -> bool:
+    """Return whether service.json names a service that accepts connections; it may be outdated.
 
-    Asked in a thread: a host that is away must not hold up the training.
+    It connects in a thread: an unreachable host must not delay the training.
     """
     global _connecting
     if _connecting is None:
@@ -67,26 +67,26 @@ def _is_written_and_connects() -> bool:
             return False
         _connecting = in_thread(_connect)
         with contextlib.suppress(Exception):
-            _connecting.result(_FIRST_WAIT if _looked == _first else 0.0)
+            _connecting.result(_FIRST_WAIT if _searched_at == _first_search else 0.0)
     if not _connecting.done():
         return False
-    asked, _connecting = _connecting, None
-    return asked.exception() is None
+    attempt, _connecting = _connecting, None
+    return attempt.exception() is None
 
 
-def _connect() -> dict[str, Any]:
-    place = urlsplit(discovery.find().url)
-    address = (place.hostname or "", place.port or (443 if place.scheme == "https" else 80))
+def _connect() -> Reply:
+    url = urlsplit(discovery.find().url)
+    address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
     socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
     return {}
 
 
 _lock: Final = threading.Lock()
-# The process is part of the key: a forked child has no use for its parent's probes.
+# The process id is part of the key: a forked child cannot use its parent's probes.
 _probes: Final[dict[tuple[int, str, str, int], Probe]] = {}
 
 
-def probe_of(
+def get_probe(
     context: Context,
     role: str,
     rank: int,
@@ -94,12 +94,12 @@ def probe_of(
     world_size: int | None = None,
     describe: Callable[[], Mapping[str, Any]] = dict,
 ) -> Probe:
-    """Return the probe of a role in this process, made on first use.
+    """Return the probe of a role in this process, created on first use.
 
     Args:
-        context: what the driver planted.
+        context: of the driver.
         role, rank, world_size: as in `init`.
-        describe: asked once for more options of `init`: layout, data_rank, settings.
+        describe: called once for further options of `init`: layout, data_rank, settings.
     """
     key = (os.getpid(), context.run, role, rank)
     with _lock:
@@ -118,6 +118,6 @@ def probe_of(
 
 
 def forget() -> None:
-    """Let go of the probes, after `finish` has closed them."""
+    """Drop the probes, after `finish` has closed them."""
     with _lock:
         _probes.clear()

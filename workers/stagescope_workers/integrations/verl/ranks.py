@@ -1,6 +1,6 @@
-"""The stages that verl's workers run: actor, ref and critic, on every rank.
+"""Reports the stages of verl's workers: actor, ref and critic, on every rank.
 
-Each function here stands round one of verl's, and does nothing where no context was planted.
+Each wrapper here calls one of verl's functions, and reports nothing for data without a context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.minibatches import Minibatches
-from stagescope_workers.integrations.verl.processes import probe_of
+from stagescope_workers.integrations.verl.processes import get_probe
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -36,27 +36,27 @@ _MEGATRON: Final = {
 }
 
 
-def describe(worker: Any, engine: Any) -> dict[str, Any]:
+def describe(worker: Any, engine: object) -> dict[str, object]:
     """Return `init`'s options for a worker: layout and data_rank.
 
     Args:
-        worker: verl's Worker, which knows its rank.
-        engine: its model engine (FSDP, Megatron, VeOmni); one that says nothing gives nothing.
+        worker: verl's Worker, which has the rank.
+        engine: its model engine (FSDP, Megatron, VeOmni); missing attributes are omitted.
     """
-    layout: dict[str, Any] = {"framework": "verl", "engine": _strategy(engine)}
+    layout: dict[str, object] = {"framework": "verl", "engine": _strategy(engine)}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         layout["framework_version"] = importlib.metadata.version("verl")
-    for name, ask in (
+    for name, method in (
         ("dp_rank", "get_data_parallel_rank"),
         ("dp_size", "get_data_parallel_size"),
     ):
         with contextlib.suppress(Exception):
-            layout[name] = int(getattr(engine, ask)())
+            layout[name] = int(getattr(engine, method)())
     sequence = getattr(getattr(engine, "engine_config", None), "ulysses_sequence_parallel_size", 1)
     if isinstance(sequence, int) and sequence > 1:
         layout |= {"sp_size": sequence, "sp_rank": int(worker.rank) % sequence}
     layout |= _megatron()
-    described: dict[str, Any] = {
+    described: dict[str, object] = {
         "layout": {name: value for name, value in layout.items() if value is not None}
     }
     if "dp_rank" in layout:
@@ -64,87 +64,90 @@ def describe(worker: Any, engine: Any) -> dict[str, Any]:
     return described
 
 
-def _strategy(engine: Any) -> str | None:
+def _strategy(engine: object) -> str | None:
     strategy = getattr(getattr(engine, "engine_config", None), "strategy", None)
     return strategy if isinstance(strategy, str) else None
 
 
 def _megatron() -> dict[str, int]:
-    """Return what Megatron says, where this process has brought it up."""
+    """Return Megatron's layout columns, where this process has initialised it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     found: dict[str, int] = {}
     with contextlib.suppress(Exception):
         if state is None or not state.model_parallel_is_initialized():
             return {}
-    for name, ask in _MEGATRON.items() if state is not None else ():
+    for name, function in _MEGATRON.items() if state is not None else ():
         with contextlib.suppress(Exception):
-            found[name] = int(getattr(state, ask)())
+            found[name] = int(getattr(state, function)())
     return found
 
 
 Function = Callable[..., Any]
 
-_newest: Context | None = None
+_latest_context: Context | None = None
 _active: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
     "stagescope_active", default=False
 )
 
 
 def is_active() -> bool:
-    """Say whether the caller runs inside a stage that is reported."""
+    """Return whether the caller runs inside a reported stage."""
     return _active.get()
 
 
-def run_forward(
-    name: str, role: str, find_engine: Callable[[Any], Any], function: Function
+def wrap_forward(
+    name: str, role: str, find_engine: Callable[[Any], object], function: Function
 ) -> Function:
-    """Return `function(worker, data, ...)` run as the stage `name` of `role`."""
+    """Wrap `function(worker, data, ...)` as the stage `name` of `role`."""
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         with _reported(worker, data, name, role, find_engine):
             return function(worker, data, *args, **kwargs)
 
     return run
 
 
-def run_actor_log_prob(function: Function) -> Function:
-    """Return `ActorRolloutRefWorker.compute_log_prob`, which with LoRA is the reference's too."""
-    as_actor = run_forward("actor_compute_log_prob", "actor", actor_engine, function)
-    as_ref = run_forward("ref_compute_log_prob", "ref", actor_engine, function)
+def wrap_actor_log_prob(function: Function) -> Function:
+    """Wrap `ActorRolloutRefWorker.compute_log_prob`, which with LoRA is the reference's too."""
+    as_actor = wrap_forward("actor_compute_log_prob", "actor", actor_engine, function)
+    as_ref = wrap_forward("ref_compute_log_prob", "ref", actor_engine, function)
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         is_ref = False
-        with guarded("telling the reference from the actor"):
+        with guarded("distinguishing the reference from the actor"):
             is_ref = bool(contexts.non_tensor(data, "no_lora_adapter"))
         return (as_ref if is_ref else as_actor)(worker, data, *args, **kwargs)
 
     return run
 
 
-def run_infer_batch(function: Function) -> Function:
-    """Return `TrainingWorker.infer_batch`: a critic's is `compute_values`, others are inner."""
-    as_values = run_forward("compute_values", "critic", own_engine, function)
+def wrap_infer_batch(function: Function) -> Function:
+    """Wrap `TrainingWorker.infer_batch`: for a critic it is the stage `compute_values`.
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = function
+    For the other roles it runs inside a stage that is reported already.
+    """
+    as_values = wrap_forward("compute_values", "critic", training_engine, function)
+
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
+        wrapped = function
         with guarded("compute_values"):
             if is_critic(worker):
-                chosen = as_values
-        return chosen(worker, data, *args, **kwargs)
+                wrapped = as_values
+        return wrapped(worker, data, *args, **kwargs)
 
     return run
 
 
-def run_update_actor(function: Function) -> Function:
-    """Return `ActorRolloutRefWorker.update_actor`, whose inside is the stage `actor_update`.
+def wrap_update_actor(function: Function) -> Function:
+    """Wrap `ActorRolloutRefWorker.update_actor`, inside which the stage `actor_update` runs.
 
-    Here, round its mini-batches, verl asks its own precision debugger.
+    It is marked as active because verl calls its own precision debugger here.
     """
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         is_reported = False
         with guarded("actor_update"):
-            context = _note(data)
+            context = _read_context(data)
             is_reported = context is not None and context.stages
         with _activity(is_reported):
             return function(worker, data, *args, **kwargs)
@@ -152,10 +155,10 @@ def run_update_actor(function: Function) -> Function:
     return run
 
 
-def run_train_mini_batch(function: Function) -> Function:
-    """Return `TrainingWorker.train_mini_batch` with a part of its stage for each mini-batch."""
+def wrap_train_mini_batch(function: Function) -> Function:
+    """Wrap `TrainingWorker.train_mini_batch`: each mini-batch is a part of its stage."""
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         update: Minibatches | None = None
         with guarded("the mini-batches of an update"):
             update = _update(worker, data)
@@ -167,27 +170,27 @@ def run_train_mini_batch(function: Function) -> Function:
     return run
 
 
-def run_train_batch(function: Function) -> Function:
-    """Return `TrainingWorker.train_batch`, which ends a mini-batch where it is one of several."""
+def wrap_train_batch(function: Function) -> Function:
+    """Wrap `TrainingWorker.train_batch`, which ends a mini-batch of an update."""
 
-    def run(worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         output = function(worker, data, *args, **kwargs)
         update = minibatches.current()
         if update is not None:
-            metrics: Any = None
+            metrics: object = None
             with guarded("the metrics of a mini-batch"):
                 metrics = None if output is None else contexts.non_tensor(output, "metrics")
-            with guarded("the mini-batches of an update", but=StagescopeError):
+            with guarded("the mini-batches of an update", reraise=StagescopeError):
                 update.advance(metrics)
         return output
 
     return run
 
 
-def run_update_weights(find_engine: Callable[[Any], Any], function: Function) -> Function:
-    """Return `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
+def wrap_update_weights(find_engine: Callable[[Any], object], function: Function) -> Function:
+    """Wrap `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
 
-    async def run(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    async def run(worker: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("weight_sync"):
             step = kwargs.get("global_steps", args[0] if args else None)
@@ -198,31 +201,31 @@ def run_update_weights(find_engine: Callable[[Any], Any], function: Function) ->
     return run
 
 
-# --- whose model, whose rank -----------------------------------------------------------------
+# --- the model and probe of a worker ----------------------------------------------------------
 
 
-def actor_engine(worker: Any) -> Any:
+def actor_engine(worker: Any) -> object:
     """Return the engine of an ActorRolloutRefWorker's actor."""
     return worker.actor.engine
 
 
-def ref_engine(worker: Any) -> Any:
+def ref_engine(worker: Any) -> object:
     """Return the engine of an ActorRolloutRefWorker's reference."""
     return worker.ref.engine
 
 
-def own_engine(worker: Any) -> Any:
+def training_engine(worker: Any) -> object:
     """Return the engine of a TrainingWorker."""
     return worker.engine
 
 
-def is_critic(worker: Any) -> bool:
-    """Say whether a TrainingWorker holds a value model."""
+def is_critic(worker: object) -> bool:
+    """Return whether a TrainingWorker has a value model."""
     return getattr(getattr(worker, "config", None), "model_type", None) == "value_model"
 
 
-def _probe(context: Context, worker: Any, role: str, engine: Any) -> Probe:
-    return probe_of(
+def _probe(context: Context, worker: Any, role: str, engine: object) -> Probe:
+    return get_probe(
         context,
         role,
         int(worker.rank),
@@ -231,21 +234,21 @@ def _probe(context: Context, worker: Any, role: str, engine: Any) -> Probe:
     )
 
 
-def _note(data: Any) -> Context | None:
-    global _newest
-    context = contexts.find(data)
+def _read_context(data: object) -> Context | None:
+    global _latest_context
+    context = contexts.extract(data)
     if context is not None:
-        _newest = context
+        _latest_context = context
     return context
 
 
 @contextlib.contextmanager
 def _reported(
-    worker: Any, data: Any, name: str, role: str, find_engine: Callable[[Any], Any]
+    worker: object, data: object, name: str, role: str, find_engine: Callable[[Any], object]
 ) -> Iterator[None]:
     stage: Stage | None = None
     with guarded(name):
-        context = _note(data)
+        context = _read_context(data)
         # The older workers' reference calls the actor's method where the model has LoRA.
         if context is not None and context.stages and not is_active():
             engine = find_engine(worker)
@@ -272,7 +275,7 @@ def _activity(active: bool = True) -> Iterator[None]:
 
 
 def _update(worker: Any, data: Any) -> Minibatches | None:
-    context = _note(data)
+    context = _read_context(data)
     critic = is_critic(worker)
     if context is None or not (context.stages or (context.bypass and not critic)):
         return None
@@ -289,15 +292,17 @@ def _update(worker: Any, data: Any) -> Minibatches | None:
         "critic_update" if critic else "actor_update",
         context,
         model=getattr(worker.engine, "module", None),
-        a_epoch=None if count is None else int(count),
+        batches_per_epoch=None if count is None else int(count),
         epochs=int(contexts.non_tensor(data, "epochs") or 1),
         collects=context.bypass and not critic,
     )
 
 
-def _weight_sync(worker: Any, step: Any, find_engine: Callable[[Any], Any]) -> Stage | None:
-    # The sync before the first step has no batch that could carry a context: it is not reported.
-    context = _newest
+def _weight_sync(
+    worker: object, step: object, find_engine: Callable[[Any], object]
+) -> Stage | None:
+    # The sync before the first step has no batch with a context: it is not reported.
+    context = _latest_context
     if context is None or not context.stages or not isinstance(step, int):
         return None
     engine = find_engine(worker)
@@ -305,6 +310,6 @@ def _weight_sync(worker: Any, step: Any, find_engine: Callable[[Any], Any]) -> S
     return probe.stage(
         "weight_sync",
         step=context.step,
-        policy_version=step,  # verl counts versions by steps, where it does not count them apart
+        policy_version=step,  # verl counts versions by steps, unless its trainer counts them
         model=getattr(engine, "module", None),
     )

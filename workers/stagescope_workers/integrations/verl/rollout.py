@@ -1,22 +1,27 @@
-"""`rollout_generate`: what verl's agent loop workers do, a rank for each of them.
+"""Reports `rollout_generate`: verl's agent loop workers as ranks, or a configured manager's.
 
-An agent loop worker has verl's whole configuration, so it needs no planted context; only the step
+An agent loop worker has verl's whole configuration, so it needs no injected context; only the step
 comes with its prompts.
+
+A manager of `agent_loop_manager_class` may have other workers, in which verl's functions do not
+run: then its `generate_sequences` is the stage, in the trainer's process, as rank 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from stagescope_workers.integrations.verl import configuration
+from stagescope_workers.integrations.verl import batches, configuration
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded, running
-from stagescope_workers.integrations.verl.processes import is_there, probe_of
+from stagescope_workers.integrations.verl.processes import get_probe, has_service
 from stagescope_workers.probe.stage import Stage
 
 Function = Callable[..., Any]
@@ -33,47 +38,47 @@ class _Generation:
     error: BaseException | None = None
 
 
-def run_generate(function: Function) -> Function:
-    """Return `AgentLoopWorker.generate_sequences` (before V1: it returns when all are done)."""
+def wrap_generate(function: Function) -> Function:
+    """Wrap `AgentLoopWorker.generate_sequences` as a stage; before V1 it runs all prompts."""
 
-    async def run(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    async def run(worker: object, batch: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("rollout_generate"):
-            about = getattr(batch, "meta_info", None)
-            # V1's batch has none: its worker returns at once, see run_init.
-            if about is not None and not about.get("validate"):
-                stage = _stage(worker, about.get("global_steps"))
+            metadata = getattr(batch, "meta_info", None)
+            # V1's batch has none: its worker returns at once, see wrap_init.
+            if metadata is not None and not metadata.get("validate"):
+                stage = _stage(worker, metadata.get("global_steps"))
         with running(stage):
             return await function(worker, batch, *args, **kwargs)
 
     return run
 
 
-def run_init(function: Function) -> Function:
-    """Return `AgentLoopWorker.__init__` that watches each prompt of V1's workers.
+def wrap_init(function: Function) -> Function:
+    """Wrap `AgentLoopWorker.__init__`: it wraps the method that runs each prompt of V1.
 
-    V1's worker class is wrapped by Ray where it is defined, so that it travels by value and its
-    methods cannot be replaced for other processes; those of one object can.
+    Ray wraps V1's worker class where it is defined, so that the class is pickled by value and its
+    methods cannot be replaced for other processes; the methods of one object can.
     """
 
-    def run(worker: Any, *args: Any, **kwargs: Any) -> None:
+    def run(worker: Any, *args: object, **kwargs: object) -> None:
         function(worker, *args, **kwargs)
         with guarded("rollout_generate"):
             run_prompt = getattr(worker, "_run_prompt", None)
             if run_prompt is not None:
-                worker._run_prompt = _watched(worker, run_prompt)
+                worker._run_prompt = _wrap_prompt(worker, run_prompt)
 
     return run
 
 
-def _watched(worker: Any, run_prompt: Function) -> Function:
-    generations: dict[Any, _Generation] = {}
+def _wrap_prompt(worker: object, run_prompt: Function) -> Function:
+    generations: dict[object, _Generation] = {}
 
     @functools.wraps(run_prompt)
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        step: Any = None
+    async def run(*args: object, **kwargs: object) -> object:
+        step: object = None
         with guarded("rollout_generate"):
-            step = _enter(worker, generations, kwargs.get("trajectory"))
+            step = _begin_prompt(worker, generations, kwargs.get("trajectory"))
         error: BaseException | None = None
         try:
             return await run_prompt(*args, **kwargs)
@@ -82,13 +87,15 @@ def _watched(worker: Any, run_prompt: Function) -> Function:
             raise
         finally:
             with guarded("rollout_generate"):
-                _leave(generations, step, error)
+                _end_prompt(generations, step, error)
 
     return run
 
 
-def _enter(worker: Any, generations: dict[Any, _Generation], trajectory: Any) -> Any:
-    """Count a prompt in; the first of a step begins the stage."""
+def _begin_prompt(
+    worker: object, generations: dict[object, _Generation], trajectory: object
+) -> object:
+    """Count a prompt that begins; the first of a step begins the stage."""
     if not isinstance(trajectory, dict) or trajectory.get("validate"):
         return None
     step = trajectory.get("step")
@@ -102,8 +109,10 @@ def _enter(worker: Any, generations: dict[Any, _Generation], trajectory: Any) ->
     return step
 
 
-def _leave(generations: dict[Any, _Generation], step: Any, error: BaseException | None) -> None:
-    """Count a prompt out; the last of a step ends the stage."""
+def _end_prompt(
+    generations: dict[object, _Generation], step: object, error: BaseException | None
+) -> None:
+    """Count a prompt that ends; the last of a step ends the stage."""
     generation = generations.get(step)
     if generation is None:
         return
@@ -114,35 +123,36 @@ def _leave(generations: dict[Any, _Generation], step: Any, error: BaseException 
         generation.stage.end(generation.error)
 
 
-def _stage(worker: Any, step: Any) -> Stage | None:
-    if not isinstance(step, int) or step < 0 or not is_there():
+def _stage(worker: Any, step: object) -> Stage | None:
+    if not isinstance(step, int) or step < 0 or not has_service():
         return None
     config = worker.config
+    workers = configuration.lookup(config, "actor_rollout_ref", "rollout", "agent", "num_workers")
     context = _context(config, step)
-    probe = probe_of(
+    probe = get_probe(
         context,
         "rollout",
         _index(),
-        world_size=configuration.at(config, "actor_rollout_ref", "rollout", "agent", "num_workers"),
+        world_size=workers,
         describe=lambda: {
             "layout": _layout(config),
-            "settings": configuration.shaping(config),
+            "settings": configuration.statistics_settings(config),
         },
     )
     asynchronous = (
-        str(configuration.at(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
+        str(configuration.lookup(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
     )
-    is_v1 = bool(configuration.at(config, "trainer", "use_v1"))
+    is_v1 = bool(configuration.lookup(config, "trainer", "use_v1"))
     if is_v1 and asynchronous:
-        # Which step will consume these prompts is not known yet: the weights are the clock.
+        # The step that will consume these prompts is not known yet: the version is the clock.
         return probe.stage("rollout_generate", policy_version=context.policy_version)
     return probe.stage("rollout_generate", step=step, policy_version=context.policy_version)
 
 
-def run_manager_init(function: Function) -> Function:
-    """Return `AgentLoopManager.__init__`: its workers get the driver's names with their config."""
+def wrap_manager_init(function: Function) -> Function:
+    """Wrap `AgentLoopManager.__init__`: its workers get the driver's names with their config."""
 
-    def run(manager: Any, *args: Any, **kwargs: Any) -> None:
+    def run(manager: Any, *args: object, **kwargs: object) -> None:
         function(manager, *args, **kwargs)
         with guarded("the run's name in agent loops"):
             manager.config = configuration.with_names(manager.config)
@@ -150,19 +160,114 @@ def run_manager_init(function: Function) -> Function:
     return run
 
 
-def _context(config: Any, step: int) -> Context:
+def _context(config: object, step: int) -> Context:
     run, attempt_key = configuration.names(config)
     return Context(run=run, attempt_key=attempt_key, step=step)
 
 
-def _layout(config: Any) -> dict[str, Any]:
-    engine = configuration.at(config, "actor_rollout_ref", "rollout", "name")
+def _layout(config: object) -> dict[str, object]:
+    engine = configuration.lookup(config, "actor_rollout_ref", "rollout", "name")
     return {"framework": "verl", **({"engine": str(engine)} if engine else {})}
 
 
 def _index() -> int:
-    """Return which agent loop worker this process is: verl says it in the actor's name alone."""
+    """Return the index of this agent loop worker, which only its actor's name contains."""
     ray: Any = sys.modules.get("ray")
     name = ray.get_runtime_context().get_actor_name() or ""
     found = _INDEX.search(name)
     return int(found.group(1)) if found else 0
+
+
+_log = logging.getLogger("stagescope.verl")
+
+_LOOPS: Final = "verl.experimental.agent_loop.agent_loop"
+_ATTRIBUTES: Final = ("async_rollout_manager", "agent_loop_manager")
+"""The attribute of a V0 or V1 trainer that is the manager."""
+_WRAPPED: Final = "_stagescope_watched"
+
+_logged: Final[set[str]] = set()
+
+
+def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None]) -> None:
+    """Wrap the manager's `generate_sequences` as a stage where its workers report none.
+
+    Where that is not possible, it is logged once per class.
+
+    Args:
+        trainer: of the manager.
+        make_stage: returns the stage of the current step; None where nothing is reported.
+    """
+    manager = next((m for n in _ATTRIBUTES if (m := getattr(trainer, n, None)) is not None), None)
+    if manager is None or _workers_report(manager) or hasattr(manager, _WRAPPED):
+        return
+    name = f"{type(manager).__module__}.{type(manager).__qualname__}"
+    generate = getattr(manager, "generate_sequences", None)
+    if not callable(generate):
+        _warn_once(name, "it has no generate_sequences")
+    elif batches.is_v1(trainer):
+        _warn_once(name, "with V1 its generate_sequences returns before anything is generated")
+    else:
+        manager.generate_sequences = _wrap_generate(generate, make_stage)
+        setattr(manager, _WRAPPED, True)
+
+
+def _workers_report(manager: object) -> bool:
+    """Return whether a manager's workers are agent loop workers whose methods are wrapped."""
+    base = getattr(sys.modules.get(_LOOPS), "AgentLoopWorker", None)
+    workers = getattr(manager, "agent_loop_workers_class", None)
+    # `ray.remote` keeps the original class here.
+    kind = getattr(getattr(workers, "__ray_metadata__", None), "modified_class", workers)
+    if base is None or not isinstance(kind, type) or not issubclass(kind, base):
+        return False
+    if hasattr(kind, "_run_prompt"):
+        return True
+    # `ray.remote` wraps the methods of the class that it creates.
+    generate: Any = getattr(kind, "generate_sequences", None)
+    return inspect.unwrap(generate) is inspect.unwrap(base.generate_sequences)
+
+
+def _warn_once(name: str, reason: str) -> None:
+    if name not in _logged:
+        _logged.add(name)
+        _log.warning("not reported with agent_loop_manager_class %s: rollout_generate; %s; its "
+                     "workers report it where they derive from verl's AgentLoopWorker",
+                     name, reason)  # fmt: skip
+
+
+def _wrap_generate(
+    generate: Callable[..., Any], make_stage: Callable[[], Stage | None]
+) -> Callable[..., Any]:
+    @functools.wraps(generate)
+    def run(*args: object, **kwargs: object) -> object:
+        stage: Stage | None = None
+        with guarded("rollout_generate"):
+            stage = make_stage()
+            if stage is not None:
+                stage.begin()
+        try:
+            result = generate(*args, **kwargs)
+        except BaseException as error:
+            _end(stage, error)
+            raise
+        if inspect.isawaitable(result):  # verl decides by whether a loop runs
+            return _awaited(result, stage)
+        _end(stage, None)
+        return result
+
+    return run
+
+
+async def _awaited(result: Awaitable[object], stage: Stage | None) -> object:
+    try:
+        found = await result
+    except BaseException as error:
+        _end(stage, error)
+        raise
+    _end(stage, None)
+    return found
+
+
+def _end(stage: Stage | None, error: BaseException | None) -> None:
+    if stage is not None:
+        with guarded("rollout_generate"):
+            stage.end(error)

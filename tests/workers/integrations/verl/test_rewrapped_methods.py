@@ -1,4 +1,4 @@
-"""Methods that verl registers with its single controller: replaced inside, the same outside."""
+"""Methods that verl registers with its single controller keep their registration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support import verl_fakes
 from tests.support.verl_fakes import Register, Seen, fake_modules
 
-from stagescope_workers.integrations.verl.hooks import inside
+from stagescope_workers.integrations.verl.hooks import rewrap_registered
 
 Modules = dict[str, Any]
 
@@ -46,7 +46,7 @@ def test_how_a_method_is_dispatched_is_kept(name: str, method: str, modules: Mod
     decorator = modules["verl.single_controller.base.decorator"]
     original = vars(vars(modules["verl.workers.engine_workers"])[name])[method]
     attributes = getattr(original, decorator.MAGIC_ATTR)
-    replacement = inside(passing)(original)
+    replacement = rewrap_registered(passing)(original)
     assert replacement is not original
     assert getattr(replacement, decorator.MAGIC_ATTR) == attributes
     assert replacement.__name__ == original.__name__
@@ -54,13 +54,16 @@ def test_how_a_method_is_dispatched_is_kept(name: str, method: str, modules: Mod
     assert inspect.iscoroutinefunction(replacement) == inspect.iscoroutinefunction(original)
 
 
-def test_a_layer_is_passed_once_and_ours_stands_inside_it(modules: Modules, seen: Seen) -> None:
+def test_a_layer_is_passed_once_and_ours_runs_inside_it(modules: Modules, seen: Seen) -> None:
     decorator = modules["verl.single_controller.base.decorator"]
     workers = modules["verl.workers.engine_workers"]
     original = workers.ActorRolloutRefWorker.compute_log_prob
     entered: list[list[str]] = []
     seen.outcomes["compute_log_prob"] = lambda *_: entered.append(list(decorator.entered))
-    assert inside(ours)(original)(verl_fakes.outer_worker(modules), "data") == ["ours", None]
+    assert rewrap_registered(ours)(original)(verl_fakes.outer_worker(modules), "data") == [
+        "ours",
+        None,
+    ]
     assert entered == [["compute_log_prob"]]
 
 
@@ -79,13 +82,13 @@ def test_other_decorators_of_verl_stay(modules: Modules) -> None:
     def method(value: int) -> int:
         return value
 
-    assert inside(ours)(method)(1) == ["ours", ["annotated", 1]]
+    assert rewrap_registered(ours)(method)(1) == ["ours", ["annotated", 1]]
 
 
 def test_what_another_version_does_differently_is_refused(modules: Modules) -> None:
     decorator = modules["verl.single_controller.base.decorator"]
     with pytest.raises(LookupError, match="not registered"):
-        inside(ours)(lambda: None)
+        rewrap_registered(ours)(lambda: None)
 
     register: Register = decorator.register
 
@@ -94,4 +97,4 @@ def test_what_another_version_does_differently_is_refused(modules: Modules) -> N
 
     getattr(method, decorator.MAGIC_ATTR)["colour"] = "red"
     with pytest.raises(LookupError, match="colour"):
-        inside(ours)(method)
+        rewrap_registered(ours)(method)
