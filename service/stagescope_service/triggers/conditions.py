@@ -1,6 +1,6 @@
 """What a rule holds a metric against: bounds, the steps before, the noise floor.
 
-Pure: arrays in, arrays out, one column a series (the metric of the whole, of one round, of one
+Pure: arrays in, arrays out, one column a series (the metric of the step, of one round, of one
 rank, ...). NaN stands for "has no such value": nothing is over or under it.
 """
 

@@ -74,7 +74,7 @@ def _live(activity: sa.Subquery) -> sa.ColumnElement[bool]:
 
 
 def newest_summary(run: str | None) -> Query:
-    """Select the step whose whole is the newest of a run, or of any."""
+    """Select the step with the newest step summary of a run, or of any run."""
     table, attempt = tables.steps, tables.attempts
     chosen: list[sa.ColumnElement[bool]] = [table.c.whole.is_not(None)]
     if run is not None:
