@@ -43,7 +43,11 @@ class CaptureReads(Reader):
     ) -> list[Row]:
         """Return msprobe dumps by step, stage and rank, in every state."""
         return self._page(
-            "dumps", conditions("dumps", locals()), "step stage role rank work_key", limit, offset
+            "dumps",
+            conditions("dumps", locals()),
+            "step stage role rank work_key",
+            limit,
+            offset,
         )
 
     def operators(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 
@@ -214,7 +214,10 @@ def counts() -> dict[str, Query]:
     run = tables.attempts.c.run
 
     def by_run(
-        table: sa.Table, *labels: Any, where: Any = None, sums: tuple[Any, ...] = ()
+        table: sa.Table,
+        *labels: sa.Column[str],
+        where: sa.ColumnElement[bool] | None = None,
+        sums: tuple[sa.Label[int], ...] = (),
     ) -> Query:
         # Grouped by attempt first: of many rows, each would be joined before it is counted.
         inner = sa.select(table.c.attempt_id, *labels, count, *sums)
