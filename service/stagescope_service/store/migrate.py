@@ -42,8 +42,8 @@ def upgrade(connection: sa.Connection) -> None:
 
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if revision is not None and revision not in known:
+    revisions = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if revision is not None and revision not in revisions:
         raise CatalogueUnavailable(
             f"the catalogue is of revision {revision!r}, later than this package",
             expected=f"{HEAD!r} or earlier",

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: written whole or not at all, read without trust.
+"""Tensors in safetensors files: written atomically, read without trust.
 
 The format is `stagescope.tensorfile`'s; here it meets the disk.
 """
@@ -74,7 +74,7 @@ def write_tensors(
     *,
     durable: bool = True,
 ) -> Written:
-    """Write a safetensors file that is there whole or not at all, also after a power cut.
+    """Write a safetensors file atomically: complete or absent, also after a power cut.
 
     Args:
         path: the file; its directory is made. A file that is there is replaced.
@@ -166,7 +166,7 @@ def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
 
 
 def describe_file(path: Path) -> Description:
-    """Return what a file holds after a look at its header alone.
+    """Describe the content of a file; only its header is read.
 
     Raises:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
@@ -199,7 +199,7 @@ def _read_header_info(path: Path, _written: int, size: int) -> _HeaderInfo:
 
 
 def check_file(path: Path) -> int:
-    """Return the bytes of a whole safetensors file after a look at its header alone.
+    """Return the size of a complete safetensors file; only its header is read.
 
     Raises:
         InvalidTensor: truncated or not a safetensors file.

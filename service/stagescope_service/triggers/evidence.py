@@ -1,4 +1,4 @@
-"""What a firing says: which rank, stage, round and token, and with which numbers."""
+"""What a firing reports: which rank, stage, round and token, and with which numbers."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Evidence:
 
 
 def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) -> Evidence:
-    """Put a firing into words and numbers.
+    """Describe a firing: its message and numbers.
 
     Args:
         rule: that fired.
         firing: at this step, with at least one hit.
         facts: of the step.
-        processes: rows of the attempt's processes, which say who handed a token over.
+        processes: rows of the attempt's processes, to find the rank that handed a token over.
     """
     worst = firing.hits[0]
     series = worst.series
@@ -136,7 +136,7 @@ def _hit(hit: Hit) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """Puts into words where a rule fired, and on what."""
+    """Formats the message of a firing: where the rule fired, and on what."""
 
     step: int
     stage: str | None
@@ -192,7 +192,7 @@ def ranks_text(places: Iterable[RoleRank]) -> str:
     by_role: dict[str, set[int]] = {}
     for role, rank in places:
         by_role.setdefault(role, set()).add(rank)
-    told = []
+    parts = []
     for role, ranks in by_role.items():
         spans: list[list[int]] = []
         for rank in sorted(ranks):
@@ -202,8 +202,8 @@ def ranks_text(places: Iterable[RoleRank]) -> str:
                 spans.append([rank, rank])
         shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:LISTED]]
         shown += [f"and {len(spans) - LISTED} more"] if len(spans) > LISTED else []
-        told.append(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}")
-    return ", ".join(told)
+        parts.append(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}")
+    return ", ".join(parts)
 
 
 def _distinct(places: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
@@ -233,7 +233,7 @@ def _is_count(metric: str) -> bool:
 def _affected(
     firing: Firing, step_summary: StepSummary | None, token: Row | None
 ) -> tuple[RoleRank, ...]:
-    """Return the ranks on which what fired holds, as far as their own numbers say it."""
+    """Return the ranks on which what fired holds, according to their own numbers."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
     if of_ranks:
         return of_ranks
@@ -274,12 +274,12 @@ def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[Ro
         stage = min(rows, key=lambda row: (row["role"], row["rank"]))["stage"]
         there = [row for row in rows if row["stage"] == stage]
         return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in there))
-    at_it = {
+    timings = {
         place: seconds
         for place, seconds in facts.seconds.items()
         if place[0] == series.stage and series.rank in (None, place[2])
     }
-    slowest = max(at_it, key=lambda place: (at_it[place], place), default=None)
+    slowest = max(timings, key=lambda place: (timings[place], place), default=None)
     return (series.stage, ()) if slowest is None else (slowest[0], (slowest[1:],))
 
 
@@ -289,15 +289,15 @@ def _lasting(firing: Firing) -> str:
     for hit in firing.lasting:
         metric = hit.series.metric.removeprefix(names.NONFINITE_SCALAR)
         by_metric.setdefault(metric, []).append(hit.series)
-    told = []
+    parts = []
     for metric, series in [*by_metric.items()][:LISTED]:
         places = _distinct((one.role, one.rank) for one in series)
         rounds = sorted({one.round for one in series if one.round is not None})
-        told.append(metric + (f" on {ranks_text(places)}" if places else ""))
-        told[-1] += f" in rounds {', '.join(map(str, rounds[:LISTED]))}" if rounds else ""
-        told[-1] += f" and {len(rounds) - LISTED} more" if len(rounds) > LISTED else ""
-    told += [f"{len(by_metric) - LISTED} more"] if len(by_metric) > LISTED else []
-    return f"; since before: {'; '.join(told)}" if told else ""
+        parts.append(metric + (f" on {ranks_text(places)}" if places else ""))
+        parts[-1] += f" in rounds {', '.join(map(str, rounds[:LISTED]))}" if rounds else ""
+        parts[-1] += f" and {len(rounds) - LISTED} more" if len(rounds) > LISTED else ""
+    parts += [f"{len(by_metric) - LISTED} more"] if len(by_metric) > LISTED else []
+    return f"; since before: {'; '.join(parts)}" if parts else ""
 
 
 def _token(
@@ -360,7 +360,7 @@ def _token_row(
 def _worst_ranks(
     step_summary: StepSummary | None, affected: Sequence[RoleRank]
 ) -> tuple[RoleRank, ...]:
-    """Return the ranks by their own numbers, those concerned first."""
+    """Return the ranks by their own numbers, the affected ones first."""
     rows = () if step_summary is None else step_summary.ranks
     ordered = sorted(
         rows,

@@ -1,4 +1,4 @@
-"""What rules may look at of one step, read from the catalogue: the same now as in a dry run."""
+"""What rules read of one step, read from the catalogue: the same now as in a dry run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ALL: Final = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What the rules in force ask for beside the step summary; what none asks is not read."""
+    """What the active rules need besides the step summary; the rest is not read."""
 
     noise: bool = False
     stages: frozenset[str] | None = frozenset()
@@ -99,7 +99,7 @@ def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts
                 _add_noise(catalogue, attempt_id, number, summaries, noise)
         except InvalidInput:
             # Of another version: one step of a run's history must not end its triggers.
-            logger.warning("what is stored of step %s cannot be read", number, exc_info=True)
+            logger.warning("The stored summary of step %s cannot be read", number, exc_info=True)
     return Facts(
         run=str(attempt["run"]),
         attempt_id=attempt_id,
@@ -165,6 +165,6 @@ def _seconds(catalogue: Catalogue, attempt_id: int, step: int) -> dict[RankStage
     found: dict[RankStage, float] = defaultdict(float)
     for row in catalogue.stages(attempt_id, step, limit=_ALL):
         if row["begin_mono"] is not None and row["end_mono"] is not None:
-            place = (row["stage"], row["role"], row["rank"])
-            found[place] += max(row["end_mono"] - row["begin_mono"], 0.0)
+            key = (row["stage"], row["role"], row["rank"])
+            found[key] += max(row["end_mono"] - row["begin_mono"], 0.0)
     return dict(found)

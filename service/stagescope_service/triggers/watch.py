@@ -27,7 +27,7 @@ from stagescope_service.triggers.rules import Rule
 from stagescope_service.triggers.series import Series, Values
 
 REACH: Final = 64
-"""Newest steps of a run of which a later word (a whole formed late, or again) still counts."""
+"""Newest steps of a run for which a late or repeated aggregation still counts."""
 _COOLING: Final = 256
 """Firings of a rule that are looked through for those that it still cools down from."""
 
@@ -122,12 +122,12 @@ class Watch:
         return list(self._fired.get(rule, ()))
 
     def remember(self, at: At, values: Mapping[str, Values]) -> None:
-        """Take in a step as history alone; before any `take`."""
+        """Add a step as history only; before any `take`."""
         bisect.insort(self._order, at)
         self._steps[at] = self._step(at, values, fires=False)
 
     def take(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
-        """Take in a step that was aggregated (again).
+        """Evaluate the rules on a step that was aggregated (again).
 
         Args:
             at: which.
@@ -145,7 +145,7 @@ class Watch:
         self._steps[at] = self._step(at, values, fires)
         begin = max(bisect.bisect_left(self._order, at), len(self._order) - REACH)
         for later in self._order[begin:]:
-            self._judge(later, changes)
+            self._evaluate(later, changes)
         for old in self._order[: -(HISTORY + REACH)]:
             del self._steps[old]
         del self._order[: -(HISTORY + REACH)]
@@ -159,7 +159,7 @@ class Watch:
         return _Step(shared, fires)
 
     # --- one step -----------------------------------------------------------------------------
-    def _judge(self, at: At, changes: Changes) -> None:
+    def _evaluate(self, at: At, changes: Changes) -> None:
         step = self._steps[at]
         behind = list(self._behind(at))
         for rule in self._rules:
@@ -174,7 +174,7 @@ class Watch:
             if news:
                 now = Standing(named, acts=since is None)
                 self._record(rule.name, at, now)
-                if before is None or _says_more(before, now):
+                if before is None or _must_report_again(before, now):
                     hits = _hits(rule, values, held, streak)
                     changes.fired.append(
                         Firing(
@@ -250,7 +250,7 @@ class Watch:
 
     def _held_at(self, rule: Rule, at: At) -> set[Series]:
         step = self._steps[at]
-        if rule.name not in step.held:  # remembered as history, and not judged before
+        if rule.name not in step.held:  # remembered as history, and not evaluated before
             behind = list(self._behind(at))
             step.held[rule.name] = self._held(rule, step.values[rule.name], behind)
         there, held = step.values[rule.name], step.held[rule.name]
@@ -279,8 +279,8 @@ class Watch:
         return all(between.step > earlier.step for between in self._order[begin:end])
 
 
-def _says_more(before: Standing, now: Standing) -> bool:
-    """Return whether a firing is to be told again: it names other series, or its actions follow."""
+def _must_report_again(before: Standing, now: Standing) -> bool:
+    """Return whether to report a firing again: it names other series, or its actions follow."""
     return (before.series is not None and before.series != now.series) or (
         now.acts and not before.acts
     )
