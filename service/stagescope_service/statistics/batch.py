@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from stagescope.tensorfile import WireTensor as WireTensor
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import PAIRS, STREAM_TENSORS
-
-WireTensor = tuple[str, tuple[int, ...], npt.NDArray[Any], "npt.NDArray[Any] | None"]
-"""(dtype tag, shape, flat or shaped buffer, offsets int64 [rows + 1] or None)."""
-
-Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
+from stagescope_service.statistics.cell import Array, Int64, Mask
 
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 INTEGERS: Final = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -52,7 +47,7 @@ class TokenBatch:
     p_dtype: str
     q: Array
     q_dtype: str
-    mask: Array
+    mask: Mask
     mask_one: int
     row_offsets: Int64
     positions: Int64 | None = None
@@ -81,7 +76,7 @@ class TokenBatch:
         cls,
         tensors: Mapping[str, WireTensor],
         strings: Mapping[str, Sequence[str]] | None = None,
-        meta: Mapping[str, Any] | None = None,
+        meta: Mapping[str, object] | None = None,
         *,
         pair: tuple[str, str] = ("old", "rollout"),
     ) -> TokenBatch:
@@ -138,9 +133,9 @@ def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple(pair for pair in PAIRS if there.issuperset(pair))
 
 
-def mask_bits(mask: Array, dtype: str) -> tuple[Array, int]:
+def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
     """Return a mask's bit patterns as unsigned integers, and the pattern of 1."""
-    bits = mask.view(f"uint{8 * mask.dtype.itemsize}")
+    bits: Mask = mask.view(f"uint{8 * mask.dtype.itemsize}")
     return bits, _ONE_BITS_FLOAT16 if dtype == "float16" else _ONE_BITS.get(dtype, 1)
 
 
@@ -153,7 +148,7 @@ def _int64(values: Array | None) -> Int64 | None:
     return None if values is None else values.astype(np.int64, copy=False)
 
 
-def producer_of(meta: Mapping[str, Any] | None, stream: str) -> str | None:
+def producer_of(meta: Mapping[str, object] | None, stream: str) -> str | None:
     """Return who computed a stream, where a payload's metadata says it in a text.
 
     That is `streams[stream]["producer"]`, or `producers` by the stream's or its tensor's name.
@@ -161,10 +156,10 @@ def producer_of(meta: Mapping[str, Any] | None, stream: str) -> str | None:
     known = meta or {}
     streams, producers = known.get("streams"), known.get("producers")
     about = streams.get(stream) if isinstance(streams, Mapping) else None
-    said = [about.get("producer")] if isinstance(about, Mapping) else []
+    declared = [about.get("producer")] if isinstance(about, Mapping) else []
     if isinstance(producers, Mapping):
-        said += [producers.get(stream), producers.get(STREAM_TENSORS[stream])]
-    return next((name for name in said if isinstance(name, str) and name), None)
+        declared += [producers.get(stream), producers.get(STREAM_TENSORS[stream])]
+    return next((name for name in declared if isinstance(name, str) and name), None)
 
 
 def _sample_ids(strings: Mapping[str, Sequence[str]], rows: int) -> tuple[str, ...] | None:

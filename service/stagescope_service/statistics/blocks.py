@@ -8,12 +8,12 @@ at most a factor of the block's length in rounding. `out` is always a cell's vec
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope_service.statistics import cell as _cell
-from stagescope_service.statistics.cell import AT
+from stagescope_service.statistics.cell import AT, Float64, UInt8
 from stagescope_service.statistics.jit import exact, fused, reduction
 
 FLOAT64: Final = 0
@@ -39,7 +39,7 @@ def smaller(a: float, b: float) -> float:
 
 
 @exact
-def load(raw: Any, kind: int, start: int, out: Any, n: int) -> None:
+def load(raw: UInt8, kind: int, start: int, out: Float64, n: int) -> None:
     """Widen n values from token `start` on to float64."""
     if kind == FLOAT32:
         single = raw.view(np.float32)[start : start + n]
@@ -67,7 +67,7 @@ def load(raw: Any, kind: int, start: int, out: Any, n: int) -> None:
 
 
 @exact
-def all_finite(p: Any, q: Any, n: int) -> bool:
+def all_finite(p: Float64, q: Float64, n: int) -> bool:
     """Whether no value of a block is NaN or infinite."""
     bad = 0
     for i in range(n):
@@ -77,7 +77,7 @@ def all_finite(p: Any, q: Any, n: int) -> bool:
 
 
 @fused
-def exponentials_of_d(x: Any, n: int, em1: Any, k3: Any, exp: Any) -> None:
+def exponentials_of_d(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
     """e^x - 1, e^x - 1 - x and e^x for |x| <= 700, each to a few units in the last place.
 
     x = k ln 2 + r with |r| <= 0.3466; e^r - 1 = r + c(r), c the Taylor series from r^2/2 to
@@ -110,7 +110,7 @@ def exponentials_of_d(x: Any, n: int, em1: Any, k3: Any, exp: Any) -> None:
 
 
 @fused
-def exponentials_of_q(x: Any, n: int, em1: Any, exp: Any) -> None:
+def exponentials_of_q(x: Float64, n: int, em1: Float64, exp: Float64) -> None:
     """e^x - 1 and e^x for |x| <= 700, as `exponentials_of_d`."""
     for i in range(n):
         value = x[i]
@@ -136,7 +136,7 @@ def exponentials_of_q(x: Any, n: int, em1: Any, exp: Any) -> None:
 
 
 @exact
-def exponentials_of_d_wide(x: Any, n: int, em1: Any, k3: Any) -> None:
+def exponentials_of_d_wide(x: Float64, n: int, em1: Float64, k3: Float64) -> None:
     """The same for any finite x; rare, so by the C library."""
     for i in range(n):
         em1[i] = math.expm1(x[i])
@@ -144,7 +144,7 @@ def exponentials_of_d_wide(x: Any, n: int, em1: Any, k3: Any) -> None:
 
 
 @reduction
-def ranges(p: Any, q: Any, d: Any, n: int, out: Any) -> None:
+def ranges(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> None:
     """Write d = p - q and put the minima and maxima of d, p, q and the counts by sign in `out`."""
     d_low = d_high = p[0] - q[0]
     p_low = p_high = p[0]
@@ -189,7 +189,7 @@ def ranges(p: Any, q: Any, d: Any, n: int, out: Any) -> None:
 
 
 @reduction
-def log_prob_sums(p: Any, q: Any, d: Any, n: int, out: Any) -> tuple[float, float]:
+def log_prob_sums(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> tuple[float, float]:
     """Sums of d, p and q; returns the cross sums at lag +1 and -1 around (p[0], q[0])."""
     d0, p0, q0 = d[0], p[0], q[0]
     absolute = sd = sdd = sp = spp = sq = sqq = spq = 0.0
@@ -217,7 +217,9 @@ def log_prob_sums(p: Any, q: Any, d: Any, n: int, out: Any) -> tuple[float, floa
 
 
 @exact
-def lagged(p: Any, q: Any, n: int, cross: float, side: int, carry: Any, out: Any) -> None:
+def lagged(
+    p: Float64, q: Float64, n: int, cross: float, side: int, carry: Float64, out: Float64
+) -> None:
     """Moments of the pairs one token apart; side 0 is (p, next q), side 1 is (p, previous q).
 
     The sums over all but the first or last token follow from the whole block's; `carry` holds the
@@ -254,7 +256,7 @@ def lagged(p: Any, q: Any, n: int, cross: float, side: int, carry: Any, out: Any
 
 
 @reduction
-def apart(p: Any, q: Any, n: int, out: Any) -> None:
+def apart(p: Float64, q: Float64, n: int, out: Float64) -> None:
     """Sums of |p - q| of tokens one and two apart inside the block."""
     ahead = behind = 0.0
     for i in range(n - 1):
@@ -270,7 +272,7 @@ def apart(p: Any, q: Any, n: int, out: Any) -> None:
 
 
 @exact
-def apart_across(p: Any, q: Any, n: int, carry: Any, out: Any) -> None:
+def apart_across(p: Float64, q: Float64, n: int, carry: Float64, out: Float64) -> None:
     """The same of pairs with the block before. `carry` is (p, q of its last token, how many
     tokens of the run there are: 0, 1 or 2, p, q of the token before that)."""
     if carry[2] < 1.0:
@@ -288,7 +290,7 @@ def apart_across(p: Any, q: Any, n: int, carry: Any, out: Any) -> None:
 
 
 @reduction
-def rounding(p: Any, q: Any, n: int, out: Any) -> None:
+def rounding(p: Float64, q: Float64, n: int, out: Float64) -> None:
     """Count values that bfloat16 holds, and tokens that are equal once rounded to it.
 
     bfloat16 keeps 7 of float64's 52 bits of mantissa; half of the last kept one is added, and one
@@ -307,7 +309,9 @@ def rounding(p: Any, q: Any, n: int, out: Any) -> None:
 
 
 @reduction
-def probability_sums(em1: Any, k3: Any, exp_d: Any, v: Any, exp_q: Any, n: int, out: Any) -> None:
+def probability_sums(
+    em1: Float64, k3: Float64, exp_d: Float64, v: Float64, exp_q: Float64, n: int, out: Float64
+) -> None:
     """Sums over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1."""
     u0, v0 = v[0] + exp_q[0] * em1[0], v[0]
     a0 = exp_q[0] * abs(em1[0])
@@ -358,7 +362,9 @@ def _distance(x: float, y: float) -> float:
 
 
 @exact
-def probability_sums_wide(p: Any, q: Any, em1: Any, k3: Any, n: int, out: Any) -> None:
+def probability_sums_wide(
+    p: Float64, q: Float64, em1: Float64, k3: Float64, n: int, out: Float64
+) -> None:
     """`probability_sums` where e^q * e^d is not e^p in float64; rare."""
     su = sv = sa = 0.0
     low, high = np.inf, -np.inf

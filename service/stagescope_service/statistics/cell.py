@@ -23,6 +23,16 @@ VERSION: Final = 2
 """Raised whenever `Field` changes: a stored vector is read by the version that wrote it."""
 
 Float64 = npt.NDArray[np.float64]
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+UInt32 = npt.NDArray[np.uint32]
+UInt8 = npt.NDArray[np.uint8]
+Bool = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.unsignedinteger[Any]]
+"""The bit patterns of a mask of any dtype."""
+Array = npt.NDArray[np.generic]
+"""An array of one of several dtypes; the functions that take one say of which."""
 
 ABS_TAILS: Final = (0.1, 0.5, 1.0, 5.0)
 """|d| above which a token counts as a tail."""
@@ -147,7 +157,7 @@ class Field(enum.IntEnum):
 # numba 0.62, and what came before, takes no member of an enum as an index of an array.
 _Index = collections.namedtuple("_Index", Field.__members__)  # type: ignore[misc]
 AT: Final[Any] = _Index(*map(int, Field))
-"""`Field` as plain ints, for the compiled loops."""
+"""`Field` as plain ints, for the compiled loops; mypy cannot see the names of its fields."""
 
 WIDTH: Final = len(Field)
 MINIMA: Final = slice(Field.D_MIN, Field.D_MAX)
@@ -239,7 +249,7 @@ def _deviations(sums: Float64, total_sum: Float64, counts: Float64, total: Float
     return deviations
 
 
-def merge_groups(groups: npt.NDArray[np.int64], slots: int, cells: Float64) -> Float64:
+def merge_groups(groups: Int64, slots: int, cells: Float64) -> Float64:
     """Merge cells `[k, WIDTH]` by slot: cell i goes to row `groups[i]` of `[slots, WIDTH]`."""
     merged = empty(slots)
     for slot in range(slots):

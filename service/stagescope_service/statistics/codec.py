@@ -6,13 +6,14 @@ Reading trusts nothing: names, dtypes, shapes and indexes are checked before the
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW, ROW_1
 from stagescope_service.statistics.settings import Settings
@@ -21,10 +22,12 @@ from stagescope_service.statistics.summary import NO_TOKENS, Sequences, Slices, 
 VERSION: Final = 1
 _KEY: Final = "stagescope"
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, Array]
+Document = dict[str, Any]
+"""JSON that a file holds; readers check it by use, and report what does not fit."""
 
 
-def save(arrays: Arrays, document: dict[str, Any]) -> bytes:
+def save(arrays: Arrays, document: Document) -> bytes:
     """Return arrays and a JSON document as the bytes of a safetensors file."""
     from safetensors.numpy import save as save_tensors
 
@@ -36,7 +39,7 @@ def save(arrays: Arrays, document: dict[str, Any]) -> bytes:
     )
 
 
-def load(data: bytes, kind: str, version: int) -> tuple[Arrays, dict[str, Any]]:
+def load(data: bytes, kind: str, version: int) -> tuple[Arrays, Document]:
     """Read what `save` wrote with `document['kind'] == kind`.
 
     Raises:
@@ -82,7 +85,7 @@ def summary_from_bytes(data: bytes) -> Summary:
     return restore(*load(data, "summary", VERSION))
 
 
-def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
+def flatten(summary: Summary) -> tuple[Arrays, Document]:
     """Split a summary into arrays and a JSON document."""
     sequences, histogram = summary.sequences, summary.histogram
     arrays: Arrays = {
@@ -120,7 +123,7 @@ def flatten(summary: Summary) -> tuple[Arrays, dict[str, Any]]:
     return arrays, document
 
 
-def restore(arrays: Arrays, document: dict[str, Any]) -> Summary:
+def restore(arrays: Arrays, document: Document) -> Summary:
     """Put together what `flatten` split.
 
     Raises:
@@ -132,35 +135,38 @@ def restore(arrays: Arrays, document: dict[str, Any]) -> Summary:
         raise _unreadable("summary", f"{type(error).__name__}: {error}") from error
 
 
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
 class _Checked:
     """Arrays by name, each checked for dtype and shape (None is any size)."""
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays
 
-    def get(self, name: str, dtype: type[Any], *shape: int | None) -> npt.NDArray[Any]:
+    def get(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
         array = self._arrays[name]
         fits = array.ndim == len(shape) and all(
             size is None or size == there for size, there in zip(shape, array.shape, strict=True)
         )
         if array.dtype != np.dtype(dtype) or not fits:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, not {shape}")
-        return array
+        return cast("npt.NDArray[Scalar]", array)
 
-    def optional(self, name: str, dtype: type[Any], *shape: int | None) -> npt.NDArray[Any]:
+    def optional(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
         """Return an array that summaries of an earlier release lack: then it is empty."""
         if name not in self._arrays:
             return np.empty([size or 0 for size in shape], dtype)
         return self.get(name, dtype, *shape)
 
 
-def _indexes(values: npt.NDArray[Any], below: int, name: str) -> npt.NDArray[Any]:
+def _indexes(values: Int64, below: int, name: str) -> Int64:
     if values.size and (int(values.min()) < 0 or int(values.max()) >= below):
         raise ValueError(f"{name} points outside")
     return values
 
 
-def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
+def _restore(arrays: _Checked, document: Document) -> Summary:
     layout = document["cell"]
     values = _row_values(arrays.get("sequence_values", np.float64, None, None), layout)
     count = len(values)
@@ -209,7 +215,7 @@ def _restore(arrays: _Checked, document: dict[str, Any]) -> Summary:
     )
 
 
-def _row_values(values: npt.NDArray[Any], layout: int) -> npt.NDArray[Any]:
+def _row_values(values: Float64, layout: int) -> Float64:
     """Return rows' vectors as `[rows, len(ROW)]`; columns that a version lacks are NaN."""
     width = ROW_1 if layout == 1 else len(ROW)
     if values.shape[1] != width:

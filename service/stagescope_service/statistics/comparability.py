@@ -1,7 +1,7 @@
 """Whether two streams can be compared at all: asked before a number is trusted.
 
 Every question (`checks`) is asked of all tokens, of each rank, of each round and of each sample, so
-that what is wrong with a part is not lost in the whole. Checks that found something come first, the
+that what is wrong with a part is not lost in the total. Checks that found something come first, the
 likeliest cause foremost: a cause that explains others stands before them.
 """
 
@@ -143,15 +143,15 @@ def _drifts(summary: Summary) -> bool:
     return bool((summary.staleness.keys != 0).any())
 
 
-def examine_cell(cell: Cell, pair: tuple[str, str], whole: Summary | None = None) -> Comparability:
+def examine_cell(cell: Cell, pair: tuple[str, str], full: Summary | None = None) -> Comparability:
     """Ask what a single cell can answer: of a rank, a round, a turn or a staleness.
 
     Args:
         cell: of some tokens.
         pair: names of p and q.
-        whole: the summary that they are part of, which knows who computed the streams.
+        full: the summary that they are part of, which knows who computed the streams.
     """
-    producers = None if whole is None else _producers(whole)
+    producers = None if full is None else _producers(full)
     return _judged(cell, [_equal(cell, *pair, producers=producers), *_of_cell(cell, pair, cell)])
 
 

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.blocks import CLAMP_HIGH, CLAMP_LOW, larger, smaller
-from stagescope_service.statistics.cell import AT
+from stagescope_service.statistics.cell import AT, Float64, Int32, UInt32
 from stagescope_service.statistics.jit import exact, reduction
 
 HISTOGRAM_HALF: Final = 512
@@ -25,7 +25,7 @@ _B1, _B2, _B3, _B4, _B5, _B6, _B7 = (math.ceil((2 ** (j / 8) - 1) * 2**52) - 1 f
 
 
 @reduction
-def tails(d: Any, em1: Any, n: int, out: Any) -> None:
+def tails(d: Float64, em1: Float64, n: int, out: Float64) -> None:
     """Count the tails; a block whose extremes reach no bound is not looked at."""
     largest = larger(out[AT.D_MAX], -out[AT.D_MIN])
     # 0.095 is below |ln| of the innermost bounds of the ratio, 0.9 and 1.1.
@@ -59,7 +59,7 @@ def clamped(x: float) -> float:
 
 
 @reduction
-def weights(em1: Any, n: int, rule: Any, out: Any) -> None:
+def weights(em1: Float64, n: int, rule: Float64, out: Float64) -> None:
     """The applied weights minus 1. `rule` is `Settings.weight_rule()`."""
     least, most = clamped(out[AT.D_MIN]), clamped(out[AT.D_MAX])
     out[AT.W_MIN], out[AT.W_MAX] = least, most
@@ -90,7 +90,7 @@ def weights(em1: Any, n: int, rule: Any, out: Any) -> None:
 
 
 @exact
-def histogram(d: Any, n: int, zeros: int, slots: Any, counts: Any) -> None:
+def histogram(d: Float64, n: int, zeros: int, slots: Int32, counts: UInt32) -> None:
     """Count |d| by OpenTelemetry's base-2 exponential buckets: (2^(i/8), 2^((i+1)/8)]."""
     for i in range(n):
         # One less, so that a power of two falls into the bucket that ends with it.

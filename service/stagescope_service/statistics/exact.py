@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 
 NOT_KEPT: Final = "in a token that was not kept"
 """Where streams differ of which no unequal token is known."""
+
+
+class DifferenceJson(TypedDict):
+    """A `Difference` as answers show it, without its payload."""
+
+    row: int
+    round: int
+    position: int
+    token_id: int | None
+    p: float
+    q: float
+    is_first: bool
+    sample_uid: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +34,7 @@ class Difference:
         sample: sample_uid, or None where the payload has none.
         source: the payload (`Summary.sources`), and the `row` in it.
         round, position: in the sample; position counts the row's tokens from 0, or is what
-            `positions` said.
+            `positions` held.
         token_id: None where no responses were handed over.
         p, q: the two log-probs.
         is_first: whether no token before it differs; False: one that was not kept may.
@@ -42,21 +55,27 @@ class Difference:
         where = f"sample {self.sample}" if self.sample else f"row {self.row}"
         of = "" if role is None else f" of {role} rank {rank}"
         token = f"token {self.position}"
-        said = f"{where}{of}, round {self.round}, {token}: {self.p!r} against {self.q!r}"
-        return said if self.is_first else f"{said} (one before it may differ that was not kept)"
+        text = f"{where}{of}, round {self.round}, {token}: {self.p!r} against {self.q!r}"
+        return text if self.is_first else f"{text} (one before it may differ that was not kept)"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> DifferenceJson:
         """Return built-in types, without the payload."""
-        fields = dataclasses.asdict(self)
-        fields["sample_uid"] = fields.pop("sample")
-        fields.pop("source")
-        return fields
+        return {
+            "row": self.row,
+            "round": self.round,
+            "position": self.position,
+            "token_id": self.token_id,
+            "p": self.p,
+            "q": self.q,
+            "is_first": self.is_first,
+            "sample_uid": self.sample,
+        }
 
 
 def unequal_tokens(cell: Cell) -> int:
     """Return in how many tokens the streams differ; where one alone is not finite, too.
 
-    Where neither is finite, nobody can tell.
+    Tokens where neither is finite are not counted: whether they are equal is unknown.
     """
     return cell.tokens - int(cell[Field.EQUAL]) + _one_sided_tokens(cell)
 
@@ -70,20 +89,20 @@ def first_difference(summary: Summary) -> Difference | None:
     """
     odd, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
 
-    def place(tokens: Tokens, at: int) -> tuple[tuple[str, int, int], int]:
+    def sort_key(tokens: Tokens, at: int) -> tuple[tuple[str, int, int], int]:
         return keys[int(tokens.sequence[at])], int(tokens.position[at])
 
     known = [(summary.unequal, at) for at in range(min(len(summary.unequal), 1))]
     one_sided = [(odd, at) for at in range(len(odd)) if _is_one_sided(odd, at)]
     if not known and not one_sided:
         return None
-    tokens, at = min([*known, *one_sided], key=lambda each: place(*each))
+    tokens, at = min([*known, *one_sided], key=lambda each: sort_key(*each))
     cell = summary.total
     # The non-finite tokens that were not kept lie behind all that were.
-    last_kept = max((place(odd, each) for each in range(len(odd))), default=None)
+    last_kept = max((sort_key(odd, each) for each in range(len(odd))), default=None)
     is_all_odd = len(one_sided) == _one_sided_tokens(cell)
     is_all_finite = bool(known) or cell.tokens == int(cell[Field.EQUAL])
-    before_others = last_kept is not None and place(tokens, at) <= last_kept
+    before_others = last_kept is not None and sort_key(tokens, at) <= last_kept
     sequence, token_id = int(tokens.sequence[at]), int(tokens.token_id[at])
     return Difference(
         sample=sequences.samples[sequence] or None,

@@ -12,9 +12,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
+from stagescope_service.statistics.cell import Int64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +62,12 @@ class Histogram:
         if not total:
             return math.nan
         # The smallest value that at least `share` of all values do not exceed.
-        place = max(1, math.ceil(share * total))
-        if place <= zeros:
+        rank = max(1, math.ceil(share * total))
+        if rank <= zeros:
             return 0.0
         order = np.argsort(self.buckets, kind="stable")
         reached = zeros + np.cumsum(counts[order])
-        bucket = int(self.buckets[order][int(np.searchsorted(reached, place))])
+        bucket = int(self.buckets[order][int(np.searchsorted(reached, rank))])
         return min(midpoint(bucket), largest)
 
 

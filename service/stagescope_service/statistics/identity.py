@@ -19,17 +19,15 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope.wire.schema import PART_FIELDS, Part
+from stagescope_service.statistics.cell import Int64
 from stagescope_service.statistics.kernel import ROW
-from stagescope_service.statistics.part import PartRecord
+from stagescope_service.statistics.part import GroupKey, PartRecord
 from stagescope_service.statistics.summary import UNKNOWN, Summary
-
-Int64 = npt.NDArray[np.int64]
 
 _N, _Q_SUM, _NON_FINITE = (ROW.index(name) for name in ("tokens", "q_sum", "non_finite"))
 _SAME_BITS: Final = 1e-6
@@ -74,7 +72,7 @@ class Identities:
 
     places: Mapping[str, Mapping[int, Place]]
     contradictions: tuple[Contradiction, ...]
-    owners: Mapping[tuple[Any, ...], tuple[Any, ...]]
+    owners: Mapping[GroupKey, GroupKey]
 
     def places_of(self, key: str, summary: Summary) -> list[Place]:
         """Return the place of each of a part's sequences."""
@@ -135,7 +133,7 @@ def resolve(records: Iterable[PartRecord]) -> Identities:
     return _Resolution(by_sample).found()
 
 
-def owner_of(record: PartRecord) -> tuple[Any, ...]:
+def owner_of(record: PartRecord) -> GroupKey:
     """Return what ranks that hold the same samples have in common, pieces of them or all."""
     return record.group[:-1]
 
@@ -298,7 +296,7 @@ def _overlap(one: Int64, other: Int64) -> bool:
 class _Version:
     """One of the samples that an id names."""
 
-    owner: tuple[Any, ...]
+    owner: GroupKey
     rows: list[_Row]
 
 
@@ -349,18 +347,18 @@ class _Resolution:
             row.content = found
         return any(_any_contradicts(found) for found in parts.values() if len(found) > 1)
 
-    def _replicas(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    def _replicas(self) -> dict[GroupKey, GroupKey]:
         """Return, for owners of contradicted ids, who of them holds the same rows.
 
         Ranks that nobody called replicas are such where most of their rows are the same.
         """
-        keys: dict[tuple[Any, ...], list[int]] = {owner: [] for owner in self._owners}
+        keys: dict[GroupKey, list[int]] = {owner: [] for owner in self._owners}
         for rows in self._by_sample.values():
             for row in rows:
                 if row.rows.owner in keys:
                     keys[row.rows.owner].append(row.content)
-        canonical: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        holder: dict[int, tuple[Any, ...]] = {}
+        canonical: dict[GroupKey, GroupKey] = {}
+        holder: dict[int, GroupKey] = {}
         for owner, contents in keys.items():
             distinct = set(contents)
             shared = Counter(holder[content] for content in distinct if content in holder)
@@ -376,8 +374,8 @@ class _Resolution:
         if len(owners) < 2 and not self._contradicted[sample]:
             return [_Version((), list(rows))]
         versions: list[_Version] = []
-        by_content: dict[tuple[Any, int], _Version] = {}
-        by_part: dict[tuple[Any, Part | None], _Version] = {}
+        by_content: dict[tuple[GroupKey | None, int], _Version] = {}
+        by_part: dict[tuple[GroupKey, Part | None], _Version] = {}
         for row in rows:
             owner = self._canonical.get(row.rows.owner, row.rows.owner)
             near = by_part.get((owner, row.part)), by_part.get((owner, None))

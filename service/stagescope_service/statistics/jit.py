@@ -74,6 +74,24 @@ def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Functio
     return decorate
 
 
+def array_type(kind: Any, ndim: int = 1, *, readonly: bool = False) -> Any:
+    """Return numba's type of a C-contiguous array of `kind`, which numba does not annotate.
+
+    A read-only type takes writable arrays and those of Ray's object store alike.
+    """
+    return numba.types.Array(kind, ndim, "C", readonly=readonly)
+
+
+def input_type(kind: Any, ndim: int = 1) -> Any:
+    """Return numba's type of an array that a loop only reads."""
+    return array_type(kind, ndim, readonly=True)
+
+
+def tuple_type(*kinds: Any) -> Any:
+    """Return numba's type of a tuple of these."""
+    return numba.types.Tuple(kinds)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def announced(compiling: Callable[[], None]) -> Iterator[None]:
     """Call `compiling` once before a loop is compiled in this block, not where it is on disk."""

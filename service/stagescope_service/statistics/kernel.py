@@ -8,7 +8,7 @@ its staleness and its row.
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import numba
 import numpy as np
@@ -31,10 +31,10 @@ from stagescope_service.statistics.blocks import (
     rounding,
     smaller,
 )
-from stagescope_service.statistics.cell import AT, EDGE
+from stagescope_service.statistics.cell import AT, EDGE, Float64, Int64, UInt8, UInt32
 from stagescope_service.statistics.counts import HISTOGRAM_HALF as HISTOGRAM_HALF
 from stagescope_service.statistics.counts import histogram, tails, weights
-from stagescope_service.statistics.jit import entry, exact
+from stagescope_service.statistics.jit import array_type, entry, exact, input_type, tuple_type
 
 BLOCK: Final = 256
 
@@ -57,7 +57,7 @@ _N: Final = int(AT.TOKENS)
 
 
 @exact
-def _reset(cell: Any) -> None:
+def _reset(cell: Float64) -> None:
     for i in range(_WIDTH):
         cell[i] = 0.0
     for i in range(_FIRST_MIN, _FIRST_MAX):
@@ -67,7 +67,7 @@ def _reset(cell: Any) -> None:
 
 
 @exact
-def _merge_into(cell: Any, other: Any) -> None:
+def _merge_into(cell: Float64, other: Float64) -> None:
     """Chan's merge of `other` into `cell`."""
     for i in range(_MOMENTS.shape[0]):
         n, x, y = _MOMENTS[i, 0], _MOMENTS[i, 1], _MOMENTS[i, 2]
@@ -86,7 +86,9 @@ def _merge_into(cell: Any, other: Any) -> None:
 
 
 @exact
-def _offer(kept: Any, ids: Any, used: int, key: Any, token: int, segment: int) -> int:
+def _offer(
+    kept: Float64, ids: Int64, used: int, key: tuple[float, float, float], token: int, segment: int
+) -> int:
     """Keep (key, token, segment) if it is among the smallest; the largest kept is at 0.
 
     `kept` float64 [K, 3] holds keys (compared left to right), `ids` int64 [K, 2].
@@ -124,7 +126,16 @@ def _offer(kept: Any, ids: Any, used: int, key: Any, token: int, segment: int) -
 
 
 @exact
-def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, cell: Any) -> None:
+def _block(
+    p: Float64,
+    q: Float64,
+    n: int,
+    rule: Float64,
+    work: tuple[Float64, ...],
+    carry: Float64,
+    part: Float64,
+    cell: Float64,
+) -> None:
     """Fill the cell `part` from n finite tokens and merge it into the segment's `cell`."""
     d, em1, v, exp_q, k3, exp_d = work
     _reset(part)
@@ -158,7 +169,7 @@ def _block(p: Any, q: Any, n: int, rule: Any, work: Any, carry: Any, part: Any, 
 
 
 @exact
-def _non_finite(x: float, y: float, cell: Any) -> None:
+def _non_finite(x: float, y: float, cell: Float64) -> None:
     """Count a token of which p = x or q = y is not finite."""
     x_bad, y_bad = not math.isfinite(x), not math.isfinite(y)
     if x_bad:
@@ -174,7 +185,7 @@ def _non_finite(x: float, y: float, cell: Any) -> None:
 
 
 @exact
-def _row_add(row: Any, cell: Any) -> None:
+def _row_add(row: Float64, cell: Float64) -> None:
     row[0] += cell[_N]
     row[1] += cell[AT.P_SUM]
     row[2] += cell[AT.Q_SUM]
@@ -197,8 +208,8 @@ def _row_add(row: Any, cell: Any) -> None:
 
 @exact
 def _edges(
-    p_raw: Any, p_kind: int, q_raw: Any, q_kind: int, start: int, stop: int, p: Any, q: Any,
-    cell: Any,
+    p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int, start: int, stop: int,
+    p: Float64, q: Float64, cell: Float64,
 ) -> None:  # fmt: skip
     """Count the zeros with which a segment begins and ends, where both streams hold them."""
     lead, base = 0, start
@@ -225,30 +236,23 @@ def _edges(
     cell[AT.EDGE_CAPPED] = smaller(lead, EDGE) + smaller(trail, EDGE)
 
 
-def _array(kind: Any, ndim: int) -> Any:
-    return numba.types.Array(kind, ndim, "C")
-
-
-def _input(kind: Any, ndim: int = 1) -> Any:
-    return numba.types.Array(kind, ndim, "C", readonly=True)
-
-
-_Pair: Any = numba.types.UniTuple
-_F2, _I2 = _array(numba.float64, 2), _array(numba.int64, 2)
+_F2, _I2 = array_type(numba.float64, 2), array_type(numba.int64, 2)
 
 
 @entry(
-    _Pair(numba.int64, 3)(
-        _input(numba.uint8), numba.int64, _input(numba.uint8), numba.int64,
-        _input(numba.int64, 2), _input(numba.int64, 2), _input(numba.int64, 2),
-        _input(numba.float64), _F2, _F2, _F2, _F2, _array(numba.uint32, 2), _F2, _I2, _F2, _I2,
-        _F2, _I2,
+    tuple_type(numba.int64, numba.int64, numba.int64)(
+        input_type(numba.uint8), numba.int64, input_type(numba.uint8), numba.int64,
+        input_type(numba.int64, 2), input_type(numba.int64, 2), input_type(numba.int64, 2),
+        input_type(numba.float64), _F2, _F2, _F2, _F2, array_type(numba.uint32, 2),
+        _F2, _I2, _F2, _I2, _F2, _I2,
     )
 )  # fmt: skip
 def accumulate(
-    p_raw: Any, p_kind: int, q_raw: Any, q_kind: int, segments: Any, slots: Any, keys: Any,
-    rule: Any, rounds: Any, turns: Any, ages: Any, rows: Any, histograms: Any,
-    worst: Any, worst_ids: Any, odd: Any, odd_ids: Any, unequal: Any, unequal_ids: Any,
+    p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int,
+    segments: Int64, slots: Int64, keys: Int64, rule: Float64,
+    rounds: Float64, turns: Float64, ages: Float64, rows: Float64, histograms: UInt32,
+    worst: Float64, worst_ids: Int64, odd: Float64, odd_ids: Int64,
+    unequal: Float64, unequal_ids: Int64,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Take the whole table over `segments`.
 
@@ -274,8 +278,8 @@ def accumulate(
         np.empty(BLOCK),
     )  # fmt: skip
     work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
-    part: Any = np.empty(_WIDTH)
-    cell: Any = np.empty(_WIDTH)
+    part = np.empty(_WIDTH)
+    cell = np.empty(_WIDTH)
     worst_used, odd_used, unequal_used = 0, 0, 0
     for s in range(segments.shape[0]):
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]

@@ -37,15 +37,21 @@ import math
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from stagescope_service.statistics.cell import ABS_TAILS, CLAMP, RATIO_TAILS, Cell, Field
+from stagescope_service.statistics.cell import (
+    ABS_TAILS,
+    CLAMP,
+    RATIO_TAILS,
+    Bool,
+    Cell,
+    Field,
+    Float64,
+)
 from stagescope_service.statistics.checks import ROUNDED_SHARE, calibration, held_by_bfloat16
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.settings import Settings, clamped_exp
 from stagescope_service.statistics.summary import Summary
 
-Float64 = npt.NDArray[np.float64]
 Metrics = dict[str, float]
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
@@ -366,7 +372,7 @@ def non_finite(cell: Cell, p: str, q: str) -> Metrics:
     }
 
 
-def _mean(values: npt.NDArray[np.float64] | npt.NDArray[np.bool_]) -> float:
+def _mean(values: Float64 | Bool) -> float:
     return float(np.mean(values)) if values.size else math.nan
 
 

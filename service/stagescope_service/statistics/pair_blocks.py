@@ -7,13 +7,18 @@ the cell carries.
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope_service.statistics.blocks import larger, smaller
+from stagescope_service.statistics.cell import Float32, Float64, Int64
 from stagescope_service.statistics.jit import exact, reduction
 from stagescope_service.statistics.pair_cell import AT, NO_EXPONENT
+
+Word = TypeVar("Word", np.int32, np.int64)
 
 _LARGE: Final = 1e100
 _SMALL: Final = 1e-100
@@ -27,7 +32,9 @@ def _kind_of(x: float) -> int:
 
 
 @exact
-def _set_apart(x: Any, y: Any, d: Any, at: Any, n: int, base: int, cell: Any) -> int:
+def _set_apart(
+    x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, cell: Float64
+) -> int:
     """Count the pairs that are not finite on both sides, and keep the others."""
     kept = 0
     for i in range(n):
@@ -56,7 +63,7 @@ def _set_apart(x: Any, y: Any, d: Any, at: Any, n: int, base: int, cell: Any) ->
 # Each loop has few sums: one that takes them all at once does not run in vector lanes.
 
 
-def _range_of_bits(word: Any) -> Any:
+def _range_of_bits(word: type[Word]) -> Callable[[npt.NDArray[Word], int], tuple[Word, Word]]:
     """Make a function (bits of floats, n) -> bits of the lowest and of the highest.
 
     Bits of floats sort as integers once those of negative ones are turned around; NaN lies beyond
@@ -65,7 +72,7 @@ def _range_of_bits(word: Any) -> Any:
     """
     sign, magnitude = word(np.dtype(word).itemsize * 8 - 1), np.iinfo(word).max
 
-    def found(bits: Any, n: int) -> tuple[int, int]:
+    def found(bits: npt.NDArray[Word], n: int) -> tuple[Word, Word]:
         low, high = word(magnitude), word(~magnitude)
         for i in range(n):
             key = word(bits[i] ^ ((bits[i] >> sign) & word(magnitude)))
@@ -84,14 +91,14 @@ _range_of_64: Final = _range_of_bits(np.int64)
 
 
 @exact
-def _range(x: Any, n: int) -> tuple[float, float]:
+def _range(x: Float64, n: int) -> tuple[float, float]:
     """The lowest and the highest of float64; not finite where any value is not."""
     low, high = _range_of_64(x.view(np.int64), n)
     return np.int64(low).view(np.float64), np.int64(high).view(np.float64)
 
 
 @exact
-def _range_of_single(x: Any, n: int) -> tuple[float, float]:
+def _range_of_single(x: Float32, n: int) -> tuple[float, float]:
     """`_range` of float32."""
     low, high = _range_of_32(x.view(np.int32), n)
     return (
@@ -101,7 +108,7 @@ def _range_of_single(x: Any, n: int) -> tuple[float, float]:
 
 
 @exact
-def _largest(d: Any, n: int) -> float:
+def _largest(d: Float64, n: int) -> float:
     """The largest |d|, by its bits."""
     bits, high = d.view(np.int64), np.int64(0)
     for i in range(n):
@@ -111,13 +118,13 @@ def _largest(d: Any, n: int) -> float:
 
 
 @reduction
-def _subtract(x: Any, y: Any, d: Any, n: int) -> None:
+def _subtract(x: Float64, y: Float64, d: Float64, n: int) -> None:
     for i in range(n):
         d[i] = x[i] - y[i]
 
 
 @reduction
-def _differences(d: Any, n: int) -> tuple[float, float, float]:
+def _differences(d: Float64, n: int) -> tuple[float, float, float]:
     """Sums of |d|, d and d^2."""
     absolute = signed = squares = 0.0
     for i in range(n):
@@ -129,7 +136,7 @@ def _differences(d: Any, n: int) -> tuple[float, float, float]:
 
 
 @reduction
-def _count_unequal(d: Any, n: int) -> float:
+def _count_unequal(d: Float64, n: int) -> float:
     count = 0.0
     for i in range(n):
         count += 1.0 if d[i] != 0.0 else 0.0
@@ -137,7 +144,7 @@ def _count_unequal(d: Any, n: int) -> float:
 
 
 @reduction
-def _moments(x: Any, n: int) -> tuple[float, float]:
+def _moments(x: Float32 | Float64, n: int) -> tuple[float, float]:
     """Sums of x and x^2 around the first value, in float64."""
     first = np.float64(x[0])
     total = squares = 0.0
@@ -149,7 +156,7 @@ def _moments(x: Any, n: int) -> tuple[float, float]:
 
 
 @reduction
-def _moments_with(x: Any, y: Any, n: int) -> tuple[float, float, float]:
+def _moments_with(x: Float64, y: Float64, n: int) -> tuple[float, float, float]:
     """Sums of y, y^2 and x y, each around its first value."""
     x0, y0 = x[0], y[0]
     total = squares = cross = 0.0
@@ -162,7 +169,7 @@ def _moments_with(x: Any, y: Any, n: int) -> tuple[float, float, float]:
 
 
 @exact
-def _sums(x: Any, y: Any, d: Any, n: int, unequal: float, cell: Any) -> None:
+def _sums(x: Float64, y: Float64, d: Float64, n: int, unequal: float, cell: Float64) -> None:
     """Sums, and second moments around the block's own first values."""
     count = float(n)
     cell[AT.FINITE] = count
@@ -187,7 +194,7 @@ def _is_over(x: float, y: float, d: float, atol: float, rtol: float) -> bool:
 
 
 @reduction
-def _count_over(x: Any, y: Any, d: Any, n: int, atol: float, rtol: float) -> float:
+def _count_over(x: Float64, y: Float64, d: Float64, n: int, atol: float, rtol: float) -> float:
     count = 0.0
     for i in range(n):
         count += 1.0 if _is_over(x[i], y[i], d[i], atol, rtol) else 0.0
@@ -195,7 +202,9 @@ def _count_over(x: Any, y: Any, d: Any, n: int, atol: float, rtol: float) -> flo
 
 
 @exact
-def _over(x: Any, y: Any, d: Any, at: Any, n: int, base: int, rule: Any, cell: Any) -> None:
+def _over(
+    x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, rule: Float64, cell: Float64
+) -> None:
     """Count what is over the tolerance and find the first."""
     atol, rtol = math.ldexp(rule[0], -int(cell[AT.EXPONENT])), rule[1]
     if cell[AT.D_ABS_MAX] <= atol:
@@ -211,7 +220,7 @@ def _over(x: Any, y: Any, d: Any, at: Any, n: int, base: int, rule: Any, cell: A
 
 
 @exact
-def _places(d: Any, at: Any, n: int, base: int, highest: float, cell: Any) -> None:
+def _places(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Float64) -> None:
     """Find the first unequal pair, and the largest |d| where it may be the largest of all."""
     if cell[AT.D_ABS_MAX] > 0.0:
         i = 0
@@ -228,8 +237,8 @@ def _places(d: Any, at: Any, n: int, base: int, highest: float, cell: Any) -> No
 
 @exact
 def take_block(
-    x: Any, y: Any, d: Any, at: Any, n: int, base: int, same: bool, known: bool,
-    rule: Any, highest: float, cell: Any,
+    x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, same: bool, known: bool,
+    rule: Float64, highest: float, cell: Float64,
 ) -> None:  # fmt: skip
     """Take n pairs into an empty cell.
 
@@ -275,7 +284,7 @@ def take_block(
 @exact
 def _take_equal(
     low: float, high: float, total: float, second: float, n: int, base: int, highest: float,
-    cell: Any,
+    cell: Float64,
 ) -> None:  # fmt: skip
     cell[AT.PAIRS] = cell[AT.FINITE] = n
     cell[AT.EXPONENT] = 0.0 if low != 0.0 or high != 0.0 else NO_EXPONENT
@@ -289,7 +298,7 @@ def _take_equal(
 
 
 @exact
-def take_equal_single(x: Any, n: int, base: int, highest: float, cell: Any) -> bool:
+def take_equal_single(x: Float32, n: int, base: int, highest: float, cell: Float64) -> bool:
     """Take n pairs of equal float32, as they lie; False where some are not finite."""
     low, high = _range_of_single(x, n)
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -302,7 +311,7 @@ def take_equal_single(x: Any, n: int, base: int, highest: float, cell: Any) -> b
 
 
 @exact
-def take_equal_constant(x: Any, n: int, base: int, highest: float, cell: Any) -> bool:
+def take_equal_constant(x: Int64, n: int, base: int, highest: float, cell: Float64) -> bool:
     """Take n pairs of equal integers where all are the same one, as in a mask; else False."""
     low = high = x[0]
     for i in range(n):

@@ -8,6 +8,7 @@ import math
 from typing import Any, Final
 
 from stagescope_service.statistics.blocks import larger, smaller
+from stagescope_service.statistics.cell import Float64
 from stagescope_service.statistics.jit import exact
 
 
@@ -52,7 +53,7 @@ class PairField(enum.IntEnum):
 
 _Index = collections.namedtuple("_Index", PairField.__members__)  # type: ignore[misc]
 AT: Final[Any] = _Index(*map(int, PairField))
-"""`PairField` as plain ints, for the compiled loops."""
+"""`PairField` as plain ints, for the compiled loops; mypy cannot see the names of its fields."""
 WIDTH: Final = len(PairField)
 NO_EXPONENT: Final = -100_000.0
 """That of zeros alone, which fit any scale."""
@@ -62,7 +63,7 @@ _MIN: Final = int(AT.X_MIN)
 
 
 @exact
-def empty(cell: Any) -> None:
+def empty(cell: Float64) -> None:
     """Make a cell that of no values."""
     for i in range(WIDTH):
         cell[i] = 0.0
@@ -74,7 +75,7 @@ def empty(cell: Any) -> None:
 
 
 @exact
-def _rescale(cell: Any, exponent: float) -> None:
+def _rescale(cell: Float64, exponent: float) -> None:
     factor = math.ldexp(1.0, int(cell[AT.EXPONENT] - exponent))
     for i in range(_EXPONENT + 1, _SQUARES):
         cell[i] *= factor
@@ -84,7 +85,7 @@ def _rescale(cell: Any, exponent: float) -> None:
 
 
 @exact
-def merge_into(cell: Any, other: Any) -> None:
+def merge_into(cell: Float64, other: Float64) -> None:
     """Chan's merge of `other` into `cell`; of extremes the lowest coordinate stays.
 
     `other` may be rescaled.

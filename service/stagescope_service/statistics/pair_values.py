@@ -5,11 +5,12 @@ Values are widened to float64, of integers the difference is taken before that.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, load
+from stagescope_service.statistics.cell import Array, Float64, Int64, UInt8
 from stagescope_service.statistics.jit import exact
 
 KINDS: Final = (
@@ -22,7 +23,7 @@ INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
 
 
 @exact
-def _same_words(x: Any, y: Any, start: int, n: int) -> bool:
+def _same_words(x: Array, y: Array, start: int, n: int) -> bool:
     if x[start] != y[start]:  # most that differ do at once; the loop below never stops early
         return False
     one, other = x[start : start + n], y[start : start + n]
@@ -34,7 +35,7 @@ def _same_words(x: Any, y: Any, start: int, n: int) -> bool:
 
 
 @exact
-def same_bits(x_raw: Any, y_raw: Any, kind: int, start: int, n: int) -> bool:
+def same_bits(x_raw: UInt8, y_raw: UInt8, kind: int, start: int, n: int) -> bool:
     """Whether n values of one kind from `start` on are the same bits on both sides."""
     if kind in (FLOAT64, INT64):
         return _same_words(x_raw.view(np.int64), y_raw.view(np.int64), start, n)
@@ -45,7 +46,7 @@ def same_bits(x_raw: Any, y_raw: Any, kind: int, start: int, n: int) -> bool:
 
 
 @exact
-def _load_integers(raw: Any, kind: int, start: int, out: Any, n: int) -> None:
+def _load_integers(raw: UInt8, kind: int, start: int, out: Int64, n: int) -> None:
     if kind == INT64:
         wide = raw.view(np.int64)[start : start + n]
         for i in range(n):
@@ -68,18 +69,18 @@ def _load_integers(raw: Any, kind: int, start: int, out: Any, n: int) -> None:
 
 
 @exact
-def widen(raw: Any, kind: int, start: int, out: Any, whole: Any, n: int) -> None:
-    """Load n values from `start` on as float64, integers also as they are into `whole`."""
+def widen(raw: UInt8, kind: int, start: int, out: Float64, integers: Int64, n: int) -> None:
+    """Load n values from `start` on as float64, integers also as they are into `integers`."""
     if kind < FIRST_INTEGER:
         load(raw, kind, start, out, n)
     else:
-        _load_integers(raw, kind, start, whole, n)
+        _load_integers(raw, kind, start, integers, n)
         for i in range(n):
-            out[i] = whole[i]
+            out[i] = integers[i]
 
 
 @exact
-def integer_differences(x: Any, y: Any, d: Any, n: int) -> None:
+def integer_differences(x: Int64, y: Int64, d: Float64, n: int) -> None:
     """x - y of int64, rounded once: the difference itself needs 65 bits."""
     for i in range(n):
         if x[i] >= y[i]:
@@ -89,7 +90,7 @@ def integer_differences(x: Any, y: Any, d: Any, n: int) -> None:
 
 
 @exact
-def count_ones(mask: Any, start: int, n: int) -> int:
+def count_ones(mask: UInt8, start: int, n: int) -> int:
     """How many values of a block count, of 0s and 1s."""
     some, every, chosen = np.uint8(0), np.uint8(1), mask[start : start + n]
     for i in range(n):
@@ -103,7 +104,7 @@ def count_ones(mask: Any, start: int, n: int) -> int:
 
 
 @exact
-def find_ones(mask: Any, start: int, n: int, at: Any) -> None:
+def find_ones(mask: UInt8, start: int, n: int, at: Int64) -> None:
     """Write where in the block the values are that count, in order."""
     kept, chosen = 0, mask[start : start + n]
     for i in range(n):
@@ -112,7 +113,7 @@ def find_ones(mask: Any, start: int, n: int, at: Any) -> None:
 
 
 @exact
-def select(x: Any, at: Any, n: int) -> None:
+def select(x: Float64, at: Int64, n: int) -> None:
     """Keep n values of a buffer: those that `at` names, in order."""
     for i in range(n):
         x[i] = x[at[i]]

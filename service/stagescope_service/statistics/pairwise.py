@@ -10,25 +10,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.jit import announced
 from stagescope_service.statistics.pair_cell import AT as _AT
 from stagescope_service.statistics.pair_cell import WIDTH
 from stagescope_service.statistics.pair_values import KINDS
 from stagescope_service.statistics.pairwise_kernel import ROW, accumulate_pairs, merge_cells
 
-Array = npt.NDArray[Any]
-Float64 = npt.NDArray[np.float64]
 Number = float | int
 
 ROW_COLUMNS: Final = ROW
 _NONE: Final = np.empty(0, np.uint8)
-_PLACES: Final = ("largest", "unequal", "over")
+_LOCATIONS: Final = ("largest", "unequal", "over")
 
 
 class ElementLocation(NamedTuple):
@@ -218,7 +216,7 @@ def compare_values(
     *,
     dtypes: tuple[str, str],
     mask: Array | None = None,
-    offsets: npt.NDArray[np.int64] | None = None,
+    offsets: Int64 | None = None,
     tolerance: tuple[float, float] = (0.0, 0.0),
     origin: int = 0,
 ) -> tuple[Pairwise, Float64]:
@@ -231,7 +229,7 @@ def compare_values(
         mask: as many truth values: only where they hold do values count.
         offsets: int64 [rows + 1]: the rows of the second result; all is one row without them.
         tolerance: (atol, rtol): a pair is over it where |d| > atol + rtol * max(|x|, |y|).
-        origin: put in the spots that are found.
+        origin: recorded in the locations that are found.
 
     Returns:
         The summary, and float64 [rows, len(ROW_COLUMNS)].
@@ -254,15 +252,15 @@ def compare_values(
         chosen, offsets, np.array(tolerance, np.float64),
         rows, cell,
     )  # fmt: skip
-    places = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])
-    spots = {
+    coordinates = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])
+    locations = {
         name: ElementLocation(
             origin, int(at), value_of(x, dtypes[0], int(at)), value_of(y, dtypes[1], int(at))
         )
-        for name, at in zip(_PLACES, places, strict=True)
+        for name, at in zip(_LOCATIONS, coordinates, strict=True)
         if at >= 0.0
     }
-    return Pairwise(tuple(cell.tolist()), **spots), rows
+    return Pairwise(tuple(cell.tolist()), **locations), rows
 
 
 def value_of(values: Array, dtype: str, at: int) -> Number:
@@ -291,9 +289,9 @@ def _largest_first(part: Pairwise) -> tuple[float, int, int]:
     return (-part.max_abs, part.largest.origin, part.largest.at)
 
 
-def _earliest(spots: Iterable[ElementLocation | None]) -> ElementLocation | None:
-    return min((each for each in spots if each is not None), key=_order, default=None)
+def _earliest(locations: Iterable[ElementLocation | None]) -> ElementLocation | None:
+    return min((each for each in locations if each is not None), key=_order, default=None)
 
 
-def _order(spot: ElementLocation) -> tuple[int, int]:
-    return (spot.origin, spot.at)
+def _order(location: ElementLocation) -> tuple[int, int]:
+    return (location.origin, location.at)

@@ -1,18 +1,20 @@
 """One pass over two arrays of values: how far they differ, and where first.
 
-Values are taken in blocks out of one row; each block becomes a cell, which merges into the whole.
+Values are taken in blocks out of one row; each block becomes a cell, which merges into
+the cell of all values.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import numba
 import numpy as np
 
 from stagescope_service.statistics.blocks import FLOAT32, larger
-from stagescope_service.statistics.jit import entry
+from stagescope_service.statistics.cell import Float64, Int64, UInt8
+from stagescope_service.statistics.jit import array_type, entry, input_type
 from stagescope_service.statistics.pair_blocks import (
     take_block,
     take_equal_constant,
@@ -35,24 +37,20 @@ ROW: Final = ("pairs", "unequal", "over", "d_abs_max", "d_abs_sum")
 """Columns of a row's vector; `d_abs_*` are of the pairs that are finite on both sides."""
 
 
-def _array(kind: Any, ndim: int, readonly: bool = False) -> Any:
-    return numba.types.Array(kind, ndim, "C", readonly=readonly)
-
-
-_BYTES: Any = _array(numba.uint8, 1, readonly=True)
+_BYTES: Final = input_type(numba.uint8)
 
 
 @entry(
     numba.void(
         _BYTES, numba.int64, _BYTES, numba.int64, _BYTES,
-        _array(numba.int64, 1, readonly=True), _array(numba.float64, 1, readonly=True),
-        _array(numba.float64, 2), _array(numba.float64, 1),
+        input_type(numba.int64), input_type(numba.float64),
+        array_type(numba.float64, 2), array_type(numba.float64),
     ),
     nogil=True,
 )  # fmt: skip
 def accumulate_pairs(
-    x_raw: Any, x_kind: int, y_raw: Any, y_kind: int, mask: Any, offsets: Any,
-    rule: Any, rows: Any, cell: Any,
+    x_raw: UInt8, x_kind: int, y_raw: UInt8, y_kind: int, mask: UInt8, offsets: Int64,
+    rule: Float64, rows: Float64, cell: Float64,
 ) -> None:  # fmt: skip
     """Compare two flat arrays of one length.
 
@@ -66,8 +64,8 @@ def accumulate_pairs(
     """
     x, y, d = np.empty(BLOCK), np.empty(BLOCK), np.zeros(BLOCK)
     xi, yi, at = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
-    part: Any = np.empty(WIDTH)
-    whole = x_kind >= FIRST_INTEGER and y_kind >= FIRST_INTEGER
+    part = np.empty(WIDTH)
+    integers = x_kind >= FIRST_INTEGER and y_kind >= FIRST_INTEGER
     masked = mask.shape[0] > 0
     empty(cell)
     for i in range(BLOCK):
@@ -97,16 +95,16 @@ def accumulate_pairs(
                 if not equal:
                     other = y
                     widen(y_raw, y_kind, base, y, yi, n)
-                    if whole:
+                    if integers:
                         integer_differences(xi, yi, d, n)
                 if kept < n:
                     find_ones(mask, base, n, at)
                     select(x, at, kept)
                     if not equal:
                         select(y, at, kept)
-                        if whole:
+                        if integers:
                             select(d, at, kept)
-                take_block(x, other, d, at, kept, base, equal, whole, rule, highest, part)
+                take_block(x, other, d, at, kept, base, equal, integers, rule, highest, part)
                 if kept < n or part[AT.FINITE] < kept:
                     for i in range(BLOCK):
                         at[i] = i
@@ -120,8 +118,8 @@ def accumulate_pairs(
             base += n
 
 
-@entry(numba.void(_array(numba.float64, 2), _array(numba.float64, 1)))
-def merge_cells(cells: Any, cell: Any) -> None:
+@entry(numba.void(array_type(numba.float64, 2), array_type(numba.float64)))
+def merge_cells(cells: Float64, cell: Float64) -> None:
     """Write the cell of the values of all of `cells`, float64 [any number, WIDTH].
 
     They may be rescaled.

@@ -1,14 +1,18 @@
-"""What a step summary is put together from, and what it says of parts and ranks."""
+"""Inputs of a step summary (parts), and its results by rank."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.schema import ROLES, Part
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.summary import Summary
+
+GroupKey = tuple[object, ...]
+"""What identifies a set of ranks: their role, how they are grouped, the index, the cp rank."""
+Priority = tuple[bool, int, int, int, int, int, str, tuple[int, int], int, str, str]
 
 _FIRST_PART: Final = Part()
 
@@ -19,11 +23,11 @@ class PartRecord:
 
     Attributes:
         key: The caller's name for it, unique among the parts handed over.
-        data_rank: Ranks with the same rows share it; None where not said.
-        layout: `schema.LAYOUT_COLUMNS` by name, as far as known.
-        handed: The summary of all that was handed over, where `summary` was taken again without
-            tokens that count elsewhere.
-        skipped: The (row, first, last) positions without which `summary` was taken.
+        data_rank: Ranks with the same rows share it; None if the process did not report one.
+        layout: `schema.LAYOUT_COLUMNS` by name; unknown ones are absent.
+        handed: The summary of the full payload, if `summary` was recomputed without tokens that
+            count elsewhere.
+        skipped: The (row, first, last) positions that `summary` excludes.
         ranked: The same without tokens that another part of this rank counts (`restate_ranks`).
     """
 
@@ -34,7 +38,7 @@ class PartRecord:
     rank: int
     part: Part = _FIRST_PART
     data_rank: int | None = None
-    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    layout: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
     incarnation: str = ""
     handed: Summary | None = None
     skipped: tuple[tuple[int, int, int], ...] = ()
@@ -42,12 +46,12 @@ class PartRecord:
 
     @property
     def digest(self) -> str:
-        """Tells whether a replica handed over the same numbers."""
+        """A hash of the numbers; replicas of the same data have equal ones."""
         return (self.handed or self.summary).digest
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        """What decides which of several equal parts counts."""
+    def order(self) -> Priority:
+        """Sort key: of several equal parts, the lowest counts."""
         part, role = self.part, role_order(self.role)
         piece = (part.epoch, part.occurrence, part.minibatch, part.microbatch)
         # A driver's copy of the batch comes last: it would cut across what the ranks hold.
@@ -55,20 +59,20 @@ class PartRecord:
             self.role not in ROLES,
             *piece,
             *role,
-            self._place,
+            self._rank_position,
             self.rank,
             self.incarnation,
             self.key,
         )
 
     @property
-    def _place(self) -> tuple[int, int]:
+    def _rank_position(self) -> tuple[int, int]:
         """tp 0 first, then the last pp, where they are known."""
         return int(self.layout.get("tp_rank") or 0), -int(self.layout.get("pp_rank") or 0)
 
     @property
-    def group(self) -> tuple[Any, ...]:
-        """What ranks with the same tokens have in common."""
+    def group(self) -> GroupKey:
+        """Key of the group of ranks that hold the same tokens."""
         cp, dp = self.layout.get("cp_rank"), self.layout.get("dp_rank")
         if self.data_rank is not None:
             return (self.role, "data", self.data_rank, cp)
@@ -84,7 +88,7 @@ class PartRecord:
     @property
     def cp_rank(self) -> object:
         """The context-parallel rank, None where the sample is whole."""
-        return self.layout.get("cp_rank") if (self.layout.get("cp_size") or 1) > 1 else None
+        return self.layout.get("cp_rank") if int(self.layout.get("cp_size") or 1) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from stagescope_service.statistics.jit import entry, exact
+from stagescope_service.statistics.cell import Int64, Mask, UInt8
+from stagescope_service.statistics.jit import entry, exact, input_type, tuple_type
 
-Int64 = npt.NDArray[np.int64]
+Found = tuple[Int64, int, int]
+"""(segments, index of a wrong mask value or -1, index of a negative round id or -1)."""
 
 SEGMENT: Final = ("start", "stop", "row", "round", "turn", "version")
 COVER: Final = ("row", "first", "last", "token")
@@ -38,19 +39,13 @@ class Segments:
     """Index of a negative round id under the mask, else -1."""
 
 
-def _readonly(kind: Any) -> Any:
-    """A type that takes writable arrays and those of Ray's object store alike."""
-    return numba.types.Array(kind, 1, "C", readonly=True)
-
-
-_Tuple: Any = numba.types.Tuple
-_I8 = _readonly(numba.int64)
-_RESULT = _Tuple((numba.int64[:, ::1], numba.int64, numba.int64))
-_MASKS = [_readonly(kind) for kind in (numba.uint8, numba.uint32, numba.uint64)]
+_I8 = input_type(numba.int64)
+_RESULT = tuple_type(numba.int64[:, ::1], numba.int64, numba.int64)
+_MASKS = [input_type(kind) for kind in (numba.uint8, numba.uint32, numba.uint64)]
 
 
 @exact
-def _grown(rows: Any, used: int) -> Any:
+def _grown(rows: Int64, used: int) -> Int64:
     if used < rows.shape[0]:
         return rows
     larger = np.empty((2 * rows.shape[0], rows.shape[1]), np.int64)
@@ -61,7 +56,7 @@ def _grown(rows: Any, used: int) -> Any:
 
 
 @exact
-def _put(table: Any, n: int, start: int, stop: int, row: int, number: int) -> Any:
+def _put(table: Int64, n: int, start: int, stop: int, row: int, number: int) -> Int64:
     # One by one: a tuple or a slice would compile numba's broadcasting, for seconds.
     table[n, 0], table[n, 1], table[n, 2] = start, stop, row
     table[n, 3], table[n, 4], table[n, 5] = number, -1, 0
@@ -69,7 +64,7 @@ def _put(table: Any, n: int, start: int, stop: int, row: int, number: int) -> An
 
 
 @exact
-def _uniform(block: Any, value: Any) -> bool:
+def _uniform(block: Mask, value: np.unsignedinteger[Any]) -> bool:
     """Whether a block of the mask is `value` throughout; runs in vector lanes."""
     difference = value ^ value
     for i in range(block.size):
@@ -78,7 +73,7 @@ def _uniform(block: Any, value: Any) -> bool:
 
 
 @entry(*(_RESULT(mask, numba.uint64, _I8, _I8) for mask in _MASKS))
-def _find_plain(mask: Any, one: int, offsets: Any, row_round: Any) -> Any:
+def _find_plain(mask: Mask, one: np.uint64, offsets: Int64, row_round: Int64) -> Found:
     """Runs of 1s alone: whole blocks without a change are passed over in vector lanes."""
     off = mask[0] ^ mask[0] if mask.size else one ^ one
     on = (off + one) if mask.size else one
@@ -110,9 +105,9 @@ def _find_plain(mask: Any, one: int, offsets: Any, row_round: Any) -> Any:
 
 @entry(_RESULT(_MASKS[0], numba.uint64, _I8, _I8, _I8, _I8, _I8, _I8, _MASKS[0]))
 def _find_general(
-    mask: Any, one: int, offsets: Any, row_round: Any,
-    positions: Any, rounds: Any, turns: Any, versions: Any, skip: Any,
-) -> Any:  # fmt: skip
+    mask: Mask, one: np.uint64, offsets: Int64, row_round: Int64,
+    positions: Int64, rounds: Int64, turns: Int64, versions: Int64, skip: UInt8,
+) -> Found:  # fmt: skip
     """As `_find_plain`, where something other than the mask can end a run or a segment."""
     table, n = np.empty((64, 6), np.int64), 0
     for row in range(offsets.size - 1):
@@ -153,11 +148,11 @@ def _find_general(
 
 
 NONE: Final[Int64] = np.empty(0, np.int64)
-NO_SKIP: Final[npt.NDArray[np.uint8]] = np.empty(0, np.uint8)
+NO_SKIP: Final[UInt8] = np.empty(0, np.uint8)
 
 
 def find(
-    mask: npt.NDArray[Any],
+    mask: Mask,
     one: int,
     row_offsets: Int64,
     *,
@@ -167,7 +162,7 @@ def find(
     round_ids: Int64 = NONE,
     turn_ids: Int64 = NONE,
     versions: Int64 = NONE,
-    skip: npt.NDArray[np.uint8] = NO_SKIP,
+    skip: UInt8 = NO_SKIP,
 ) -> Segments:
     """Find the segments of a flat mask.
 
@@ -183,10 +178,11 @@ def find(
     zeros = np.zeros(len(row_offsets) - 1, np.int64)
     row_token = zeros if token_offset is None else token_offset
     row_round = zeros if round_offset is None else round_offset
-    common: tuple[Any, ...] = (mask, np.uint64(one), row_offsets, row_round)
-    optional: tuple[Any, ...] = (positions, round_ids, turn_ids, versions, skip)
-    if any(array.size for array in optional):
-        table, bad_mask, bad_round = _find_general(*common, *optional)
+    common = (mask, np.uint64(one), row_offsets, row_round)
+    optional = (positions, round_ids, turn_ids, versions)
+    if skip.size or any(array.size for array in optional):
+        # The compiled form takes uint8 alone: a wider mask is refused by numba.
+        table, bad_mask, bad_round = _find_general(*common, *optional, skip)
     else:
         table, bad_mask, bad_round = _find_plain(*common)
     return Segments(table, _cover(table, row_offsets, row_token, positions), bad_mask, bad_round)

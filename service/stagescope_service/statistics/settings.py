@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.statistics.cell import CLAMP
+from stagescope_service.statistics.cell import CLAMP, Float64
 
 KEPT_TOKENS: Final = 64
 """How many worst and how many non-finite tokens a summary keeps."""
@@ -68,7 +67,7 @@ class Settings:
             )
         return lower, upper, bool(low)
 
-    def weight_rule(self) -> npt.NDArray[np.float64]:
+    def weight_rule(self) -> Float64:
         """Return what the kernel does to w - 1: (count above, count below, high, its value, low,
         its value); a weight beyond `high` or `low` is replaced by the value."""
         if self.rollout_is != "token":
@@ -78,18 +77,18 @@ class Settings:
         high_value = -1.0 if drops else upper - 1.0
         return np.array([upper - 1.0, lower - 1.0, upper - 1.0, high_value, cut_low, -1.0])
 
-    def apply(self, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def apply(self, weights: Float64) -> Float64:
         """Return the weights that the run applies for raw `weights` of any shape."""
         lower, upper, drops = self.bounds
         if drops:
             return np.where((weights >= lower) & (weights <= upper), weights, 0.0)
         return np.minimum(weights, upper)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the settings as built-in types."""
         return dataclasses.asdict(self)
 
 
-def clamped_exp(log_ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def clamped_exp(log_ratio: Float64) -> Float64:
     """e^x with x clamped to verl's safety bound of ±20."""
     return np.exp(np.clip(log_ratio, -CLAMP, CLAMP))

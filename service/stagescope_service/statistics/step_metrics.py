@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Cell, Float64
 from stagescope_service.statistics.exact import unequal_tokens
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.step_summary import StepSummary
@@ -43,19 +42,19 @@ class SliceMetrics:
 
     names: tuple[str, ...]
     keys: Mapping[Dimension, tuple[SliceKey, ...]]
-    values: Mapping[Dimension, npt.NDArray[np.float64]]
+    values: Mapping[Dimension, Float64]
 
     @classmethod
-    def of(cls, whole: StepSummary) -> SliceMetrics:
+    def of(cls, step_summary: StepSummary) -> SliceMetrics:
         """Publish a step summary's ranks, rounds and stalenesses."""
-        summary = whole.summary
+        summary = step_summary.summary
         found: dict[Dimension, list[tuple[SliceKey, Cell]]] = {
-            "rank": [((row.role, row.rank), row.cell) for row in whole.ranks],
+            "rank": [((row.role, row.rank), row.cell) for row in step_summary.ranks],
             "round": [((None, key), cell) for key, cell in summary.rounds.items()],
             "staleness": [((None, key), cell) for key, cell in summary.staleness.items()],
         }
         names = tuple(publish_cell(Cell(cells.empty()), summary.pair))
-        values: dict[Dimension, npt.NDArray[np.float64]] = {
+        values: dict[Dimension, Float64] = {
             by: np.array(
                 [[*publish_cell(cell, summary.pair).values()] for _, cell in items], np.float64
             ).reshape(-1, len(names))
@@ -94,12 +93,12 @@ class SliceMetrics:
 
 
 def step_metrics(
-    whole: StepSummary, *, verdict: str, suspects: Sequence[str], whole_wall: float
-) -> dict[str, Any]:
+    step_summary: StepSummary, *, verdict: str, suspects: Sequence[str], whole_wall: float
+) -> dict[str, object]:
     """Return the columns of `step_metrics` but its key.
 
     Args:
-        whole: the step summary.
+        step_summary: the step summary.
         verdict: whether its streams can be compared, as the step's answer says it.
         suspects: the checks that found something.
         whole_wall: when it was aggregated; the row answers for that aggregation alone.
@@ -107,12 +106,12 @@ def step_metrics(
     return {
         "version": VERSION,
         "whole_wall": whole_wall,
-        "stage": whole.stage,
+        "stage": step_summary.stage,
         "verdict": verdict,
         "suspects": list(suspects),
-        "metrics": publish(whole.summary),
-        "tokens": whole.total.tokens,
-        "masked_tokens": whole.total.masked,
-        "unequal_tokens": unequal_tokens(whole.total),
-        "slices": SliceMetrics.of(whole).to_bytes(),
+        "metrics": publish(step_summary.summary),
+        "tokens": step_summary.total.tokens,
+        "masked_tokens": step_summary.total.masked,
+        "unequal_tokens": unequal_tokens(step_summary.total),
+        "slices": SliceMetrics.of(step_summary).to_bytes(),
     }

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
 from stagescope_service.statistics.ledger import Claim, Ledger
-from stagescope_service.statistics.part import PartRecord, RankRow, Recompute, role_order
+from stagescope_service.statistics.part import GroupKey, PartRecord, RankRow, Recompute, role_order
 from stagescope_service.statistics.summary import Summary
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
@@ -43,6 +43,9 @@ OTHER_ROLE: Final = "other role"
 LATER_EPOCH: Final = "later epoch"
 PARTIAL: Final = "restate"
 OTHER_STREAMS: Final = "other streams"
+_KIND: Final = "whole"
+"""The name of a step summary in stored files."""
+
 ELSEWHERE: Final = (REPLICA, REPEATED, OTHER_ROLE, LATER_EPOCH)
 """Why tokens are left out that count elsewhere."""
 
@@ -53,7 +56,7 @@ class StepSummary:
 
     Attributes:
         stage: The stage that it is taken from.
-        summary: The merged summary; `publish(whole.summary)` names its numbers.
+        summary: The merged summary; `publish(step.summary)` names its numbers.
         ranks: Each rank's own cell, by (role, rank).
         counted: Keys of the parts that counted.
         left_out: Key -> why it did not count.
@@ -61,9 +64,9 @@ class StepSummary:
         sent: Tokens under the mask of all parts; None where an earlier release wrote it.
         contradictions: Ids that name several samples, which count each for itself.
         differing: (key, key of the counted replica) of replicas whose numbers differ.
-        restate: Parts to take again; until then their tokens are missing.
+        restate: Parts to recompute; until then their tokens are missing.
         restate_ranks: The same for the numbers of single ranks; stored nowhere.
-        fragmented: Sequences in pieces that nobody placed: their sequence and round values
+        fragmented: Sequences in pieces without an offset: their sequence and round values
             describe the pieces.
     """
 
@@ -92,7 +95,7 @@ class StepSummary:
 
     @property
     def unaccounted(self) -> int | None:
-        """Tokens sent that neither count nor are left out with a reason: 0, else it is a fault."""
+        """Tokens sent that neither count nor are left out with a reason; other than 0 is a bug."""
         if self.sent is None:
             return None
         return self.sent - self.total.masked - sum(self.tokens_left_out.values())
@@ -107,7 +110,7 @@ class StepSummary:
         )
 
     def to_bytes(self) -> bytes:
-        """Return the whole as the bytes of a safetensors file with JSON metadata."""
+        """Return the step summary as the bytes of a safetensors file with JSON metadata."""
         arrays, document = codec.flatten(self.summary)
         vectors = [row.cell.vector for row in self.ranks]
         arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)
@@ -115,7 +118,7 @@ class StepSummary:
         return codec.save(
             arrays,
             {
-                "kind": "whole",
+                "kind": _KIND,
                 "version": codec.VERSION,
                 "cell": cells.VERSION,
                 "summary": document,
@@ -143,12 +146,12 @@ class StepSummary:
         Raises:
             InvalidInput: not such bytes, or of another version; nothing in them is trusted.
         """
-        arrays, document = codec.load(data, "whole", codec.VERSION)
+        arrays, document = codec.load(data, _KIND, codec.VERSION)
         try:
-            vectors = arrays.pop("rank_cells")
-            if vectors.dtype != np.float64 or len(vectors) != len(document["ranks"]):
-                raise ValueError(f"rank_cells are {vectors.dtype} {vectors.shape}")
-            vectors = cells.upgrade(vectors, document["cell"])
+            stored = arrays.pop("rank_cells")
+            if stored.dtype != np.float64 or len(stored) != len(document["ranks"]):
+                raise ValueError(f"rank_cells are {stored.dtype} {stored.shape}")
+            vectors = cells.upgrade(stored.astype(np.float64, copy=False), document["cell"])
             return cls(
                 stage=str(document["stage"]),
                 summary=codec.restore(arrays, document["summary"]),
@@ -193,7 +196,7 @@ def assemble(
         parts: Parts of a step, of any stages and pairs, in any order.
         stage: The stage to take; default the first of `schema.WHOLE_STAGES` that is there.
         pairs: Which pair to take, in order of preference; `[NOISE_PAIR]` for the noise floor.
-        unavailable: Keys of parts that cannot be taken again: where only some of their tokens are
+        unavailable: Keys of parts that cannot be recomputed: where only some of their tokens are
             new, others count first.
 
     Raises:
@@ -202,26 +205,26 @@ def assemble(
     stage, chosen, others = _choose(parts, stage, pairs)
     main_role = min((record.role for record in chosen), key=role_order)
     identities = resolve(record for record in chosen if record.has_ids)
-    books = _Books(main_role, identities)
+    accounting = _TokenAccounting(main_role, identities)
     for record in sorted(chosen, key=lambda record: (record.key in unavailable, record.order)):
-        books.enter(record)
+        accounting.count_once(record)
     if others:
-        books.tokens_left_out[OTHER_STREAMS] += sum(map(_sent, others))
-    if books.counted:
-        summary = Summary.merge([_counted(record, identities) for record in books.counted])
+        accounting.tokens_left_out[OTHER_STREAMS] += sum(map(_sent, others))
+    if accounting.counted:
+        summary = Summary.merge([_counted(record, identities) for record in accounting.counted])
         summary = dataclasses.replace(summary, empty_samples=empty_samples(chosen, identities))
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
-    ranks, restate_ranks = _rank_rows(chosen, {r.key for r in books.counted}, identities)
+    ranks, restate_ranks = _rank_rows(chosen, {r.key for r in accounting.counted}, identities)
     return StepSummary(
         stage=stage,
         summary=summary,
         ranks=ranks,
-        counted=tuple(record.key for record in books.counted),
-        left_out=books.left_out | dict.fromkeys((r.key for r in others), OTHER_STREAMS),
-        tokens_left_out=dict(+books.tokens_left_out),
-        differing=tuple(books.differing),
-        restate=tuple(books.restate),
+        counted=tuple(record.key for record in accounting.counted),
+        left_out=accounting.left_out | dict.fromkeys((r.key for r in others), OTHER_STREAMS),
+        tokens_left_out=dict(+accounting.tokens_left_out),
+        differing=tuple(accounting.differing),
+        restate=tuple(accounting.restate),
         fragmented=int(summary.sequences.fragmented().sum()),
         sent=sum(map(_sent, [*chosen, *others])),
         contradictions=identities.contradictions,
@@ -247,7 +250,7 @@ def _counted(record: PartRecord, identities: Identities) -> Summary:
     """Return what a part adds to the step, under the names that its samples count under."""
     renamed = identities.renamed(record.key, record.summary)
     nothing = np.empty((0, 3), np.int64)
-    # What tells samples apart has done its work.
+    # The data that distinguishes samples is no longer needed.
     bare = dataclasses.replace(
         renamed.sequences, cover=nothing, marks=nothing, mark_values=np.empty(0, np.float32)
     )
@@ -259,32 +262,32 @@ def _sent(record: PartRecord) -> int:
     return handed.total.masked + sum(handed.left_out.values())
 
 
-def _tokens_left_out(document: Mapping[str, Any]) -> dict[str, int]:
+def _tokens_left_out(document: codec.Document) -> dict[str, int]:
     known = document.get("tokens_left_out")
     if known is None:  # an earlier release knew one reason
         known = {REPEATED: document["duplicates"]} if document["duplicates"] else {}
     return {str(why): int(tokens) for why, tokens in known.items()}
 
 
-class _Books:
+class _TokenAccounting:
     """Decides, record by record in the fixed order, what counts."""
 
     def __init__(self, main_role: str, identities: Identities) -> None:
         self._main_role = main_role
         self._identities = identities
         self._ledger = Ledger()
-        self._holders: dict[tuple[Any, ...], PartRecord] = {}
-        self._epochs: dict[tuple[Any, ...], int] = {}
-        self._digests: dict[tuple[Any, ...], str] = {}
-        self._sampled: dict[tuple[Any, ...], tuple[bytes, str]] = {}
+        self._holders: dict[tuple[object, ...], PartRecord] = {}
+        self._epochs: dict[GroupKey, int] = {}
+        self._digests: dict[tuple[object, ...], str] = {}
+        self._sampled: dict[tuple[object, ...], tuple[bytes, str]] = {}
         self.counted: list[PartRecord] = []
         self.left_out: dict[str, str] = {}
         self.tokens_left_out = Counter[str]()
         self.differing: list[tuple[str, str]] = []
         self.restate: list[Recompute] = []
 
-    def enter(self, record: PartRecord) -> None:
-        """Count a record, leave it out, or ask for a restatement."""
+    def count_once(self, record: PartRecord) -> None:
+        """Count a record, leave it out, or request that it is recomputed."""
         handed = record.handed or record.summary
         self.tokens_left_out.update(handed.left_out)
         if not len(handed.sequences):
@@ -397,7 +400,7 @@ def _repeated(claim: Claim, handed: Summary, counted: Summary) -> int:
 def _rank_rows(
     records: Sequence[PartRecord], counted: set[str], identities: Identities
 ) -> tuple[tuple[RankRow, ...], tuple[Recompute, ...]]:
-    """Return each rank's own numbers, and the parts to take again for them."""
+    """Return each rank's own numbers, and the parts to recompute for them."""
     by_rank: dict[tuple[tuple[int, str], int], list[PartRecord]] = {}
     for record in sorted(records, key=lambda record: record.order):
         by_rank.setdefault((role_order(record.role), record.rank), []).append(record)

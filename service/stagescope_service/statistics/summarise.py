@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics import blocks, kernel, segments
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.batch import TokenBatch
+from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
 from stagescope_service.statistics.settings import Settings
@@ -25,9 +25,6 @@ from stagescope_service.statistics.summary import (
     Tokens,
     ordered,
 )
-
-Int64 = npt.NDArray[np.int64]
-Skip = npt.NDArray[np.uint8]
 
 _KINDS = {
     "float64": blocks.FLOAT64,
@@ -46,7 +43,11 @@ _MOST_STRETCHES: Final = 1024
 
 
 def summarise(
-    batch: TokenBatch, settings: Settings | None = None, *, skip: Skip | None = None, name: str = ""
+    batch: TokenBatch,
+    settings: Settings | None = None,
+    *,
+    skip: UInt8 | None = None,
+    name: str = "",
 ) -> Summary:
     """Take every statistic of a batch in one pass over its model tokens.
 
@@ -144,7 +145,7 @@ def _within_limits(batch: TokenBatch) -> tuple[TokenBatch, tuple[str, ...]]:
     return batch, ignored
 
 
-def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:
+def _segments(batch: TokenBatch, skip: UInt8 | None) -> segments.Segments:
     none, mask, one = segments.NONE, batch.mask, batch.mask_one
     by_token = batch.versions is not None and batch.versions.size == batch.tokens
     versions = batch.versions if by_token else None
@@ -184,7 +185,7 @@ def _segments(batch: TokenBatch, skip: Skip | None) -> segments.Segments:
     return found
 
 
-def _narrow_mask(mask: npt.NDArray[np.generic], one: int) -> Skip:
+def _narrow_mask(mask: Mask, one: int) -> UInt8:
     """Return the mask as uint8; a wrong value becomes 2, which is still wrong."""
     kind = mask.dtype.type
     off = mask == kind(0)
@@ -200,7 +201,7 @@ def _optional_slots(values: Int64, known: bool) -> tuple[Int64, Int64]:
     return keys, slots.reshape(-1)
 
 
-def _kept(most: int) -> tuple[npt.NDArray[np.float64], Int64]:
+def _kept(most: int) -> tuple[Float64, Int64]:
     return np.zeros((most, 3)), np.zeros((most, 2), np.int64)
 
 
@@ -222,7 +223,7 @@ def _positions(batch: TokenBatch, row: Int64, token: Int64) -> Int64:
 
 
 def _sequences(
-    batch: TokenBatch, found: segments.Segments, values: npt.NDArray[np.float64]
+    batch: TokenBatch, found: segments.Segments, values: Float64
 ) -> tuple[Sequences, Int64]:
     """Return the rows that have model tokens, and for each row its place among them."""
     rows = np.unique(found.table[:, _ROW])
@@ -247,7 +248,7 @@ def _sequences(
     ), index
 
 
-def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, npt.NDArray[np.float32]]:
+def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, Float32]:
     """Return tokens that every other copy of a sample keeps, too: what tells it from another.
 
     They are the row's first and last, and the model's tokens at multiples of a power of two,
@@ -313,7 +314,7 @@ def _tokens(ids: Int64, batch: TokenBatch, table: Int64, index: Int64) -> Tokens
     )
 
 
-def widened(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float64]:
+def widened(values: Array, dtype: str) -> Float64:
     """Return log-probs of any accepted dtype (bfloat16 as uint16) as float64."""
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

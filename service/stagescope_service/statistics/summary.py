@@ -15,20 +15,16 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.settings import Settings
-
-Float64 = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 
 UNKNOWN: Final = -1
 """A round, turn or token id that is not known."""
@@ -111,13 +107,11 @@ class Sequences:
     samples: tuple[str, ...]
     source: Int64
     row: Int64
-    placed: npt.NDArray[np.bool_]
+    placed: Bool
     values: Float64
     cover: Int64
     marks: Int64 = dataclasses.field(default_factory=lambda: np.empty((0, 3), np.int64))
-    mark_values: npt.NDArray[np.float32] = dataclasses.field(
-        default_factory=lambda: np.empty(0, np.float32)
-    )
+    mark_values: Float32 = dataclasses.field(default_factory=lambda: np.empty(0, np.float32))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -142,7 +136,7 @@ class Sequences:
         np.maximum.at(merged[:, largest], where, self.values[:, largest])
         return unique, merged
 
-    def fragmented(self) -> npt.NDArray[np.bool_]:
+    def fragmented(self) -> Bool:
         """[n]: fragments of samples of which another fragment is here, placed nowhere."""
         keys = self.keys()
         seen: dict[tuple[str, int, int], int] = {}
@@ -270,8 +264,8 @@ def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]
         total += len(summary.sequences)
         total_sources += len(summary.sources)
     parts = [s.sequences for s in summaries]
-    covers: list[Any] = []
-    marks: list[Any] = []
+    covers: list[Int64] = []
+    marks: list[Int64] = []
     for part, start in zip(parts, starts, strict=True):
         covers.append(part.cover + np.array([start, 0, 0], np.int64))
         marks.append(part.marks + np.array([start, 0, 0], np.int64))

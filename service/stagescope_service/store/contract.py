@@ -52,8 +52,8 @@ class Snapshot:
     * `steps`: those not closed, and the last closed ones of each attempt; without their blobs.
     * `stages`: the open ones, and those of these steps in attempts that have not ended or are
       the newest of their run; of work without a step the unfinished ones.
-    * `unformed`: (attempt_id, step) of the closed steps whose whole lacks what was read since.
-    * `armed`: dumps that began and whose end was not heard of.
+    * `unformed`: (attempt_id, step) of the closed steps whose summary lacks parts read later.
+    * `armed`: dumps that began and did not report an end.
     * `undigested`: `operators` of the dumps that were announced and not digested since.
     * `asked_stacks`: `stacks` that were asked for and not answered.
     * `payloads`: those in state 'announced', and those of these steps in these attempts.

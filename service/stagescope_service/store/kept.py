@@ -1,4 +1,4 @@
-"""The files that are kept of a payload: safetensors, with all that was said in their metadata.
+"""The files kept of a payload: safetensors, with everything that was recorded in the metadata.
 
 One file holds one payload of one part of a stage of a step of a rank. Its metadata, so that files
 alone tell everything, are::
@@ -52,7 +52,7 @@ _FIELDS: Final = ("sections", "scalars", "strings", "meta", "job")
 
 
 def write_kept(path: Path, kept: Kept) -> Written:
-    """Write a kept file whole or not at all, as `write_tensors` does; its directory is made.
+    """Write a kept file atomically, as `write_tensors` does; its directory is made.
 
     Raises:
         InvalidTensor: a dtype, shape or name that cannot be written, or too many texts.
@@ -89,11 +89,11 @@ def from_metadata(
         InvalidTensor: the metadata are of another kind of file.
     """
     try:
-        said = {name: dict(metadata[name]) for name in _FIELDS}
-        said["scalars"] = {str(n): _number(value) for n, value in said["scalars"].items()}
+        fields = {name: dict(metadata[name]) for name in _FIELDS}
+        fields["scalars"] = {str(n): _number(value) for n, value in fields["scalars"].items()}
         for name in ("sections", "strings"):
-            said[name] = {str(n): [*map(str, texts)] for n, texts in said[name].items()}
-        return Kept(dict(tensors), **said)
+            fields[name] = {str(n): [*map(str, texts)] for n, texts in fields[name].items()}
+        return Kept(dict(tensors), **fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidTensor(f"{path} is no file that was kept of a stage: {error!r}") from error
 

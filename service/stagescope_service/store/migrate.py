@@ -43,8 +43,8 @@ def upgrade(connection: sa.Connection) -> None:
 
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if revision is not None and revision not in known:
+    revisions = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if revision is not None and revision not in revisions:
         raise CatalogueUnavailable(
             f"the catalogue is of revision {revision!r}, which this package does not know",
             expected=f"one of {', '.join(sorted(known))}",

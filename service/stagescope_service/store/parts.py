@@ -1,7 +1,7 @@
-"""From the catalogue's rows to the parts that a step summary is put together from.
+"""Conversion of catalogue rows to the parts from which a step summary is assembled.
 
-The coordinator, which forms the whole of a closed step, and the API, which forms slices and open
-steps, both read them here: the same rows give the same numbers.
+The coordinator (step summaries of closed steps) and the API (slices and open steps) share it, so
+the same rows give the same numbers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Row = Mapping[str, Any]
 
 
 def part_key(incarnation: str, seq: int) -> str:
-    """Return the name of a payload's part in a whole."""
+    """Return the key of a payload's part in a step summary."""
     return f"{incarnation}:{seq}"
 
 
 def pair_name(pair: tuple[str, str]) -> str:
-    """Return what the column `summaries.pair` says of a pair of streams."""
+    """Return the value of the column `summaries.pair` for a pair of streams."""
     return "/".join(pair)
 
 
 def incarnation_of(key: str) -> str:
-    """Return who handed over the part of a name that `part_key` made."""
+    """Return the incarnation in a key that `part_key` made."""
     return key.rpartition(":")[0]
 
 

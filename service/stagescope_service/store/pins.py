@@ -1,6 +1,6 @@
-"""What is pinned in a ring: names of steps and payloads, each a marker file beside the payloads.
+"""Pins of a ring: names of steps and payloads, each a marker file beside the payloads.
 
-A marker outlives the process. It may stand before what it pins has come.
+A marker outlives the process, and may exist before the payload it pins arrives.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ MOST: Final = 10_000
 
 
 class Pinned(NamedTuple):
-    """What became of a pin."""
+    """The result of a pin request."""
 
     payloads: int
     """How many payloads it holds now; more may come."""
     bytes: int
-    """What they take."""
+    """Their size."""
     reason: str = ""
     """Why nothing was pinned, or not for good; empty where everything is well."""
 
@@ -35,7 +35,7 @@ class Pins:
         return len(self._names)
 
     def found(self, marker: Path) -> None:
-        """Take in a marker that lies in the directory."""
+        """Register a marker found in the directory."""
         self._names.add(marker.stem)
 
     def holds(self, *names: str) -> bool:

@@ -1,10 +1,10 @@
-"""The ring: payloads of the last steps on one node's disk, kept without any order.
+"""The ring: payloads of the last steps on one node's disk, kept without a request.
 
-It holds at most `max_bytes`; the oldest that nobody pinned make room. Pinned ones may take a share
+It holds at most `max_bytes`; the oldest unpinned ones are evicted. Pinned ones may take a share
 of it, so that there is always room for the newest. It never fills the disk that others need, and it
-never raises into ingestion: what could not be kept is counted and said.
+never raises into ingestion: what could not be kept is counted and reported.
 
-Everything it knows is in the names of its files, so a new process goes on with what it finds:
+All state is in the names of its files, so a new process continues with the files it finds:
 `{attempt_id}~{step}~{seq}~{incarnation}.safetensors`, and `{attempt_id}~{step}.pin` or
 `{name}.pin` for what is pinned.
 """
@@ -50,12 +50,12 @@ class RingKey(NamedTuple):
     @property
     def name(self) -> str:
         """The file's name without its suffix."""
-        return f"{self.place}~{self.seq}~{urllib.parse.quote(self.incarnation, safe='')}"
+        return f"{self.step_name}~{self.seq}~{urllib.parse.quote(self.incarnation, safe='')}"
 
     @property
-    def place(self) -> str:
+    def step_name(self) -> str:
         """The name of the step that the payload belongs to."""
-        return _place(self.attempt_id, self.step)
+        return _step_name(self.attempt_id, self.step)
 
     @classmethod
     def parse(cls, name: str) -> RingKey:
@@ -142,7 +142,7 @@ class Ring:
             return list(self._entries.values())
 
     def take_evicted(self) -> list[RingEntry]:
-        """Return what was evicted since the last call, so that the catalogue may hear of it."""
+        """Return what was evicted since the last call, for the catalogue."""
         with self._lock:
             evicted = list(self._evicted)
             self._evicted.clear()
@@ -213,7 +213,7 @@ class Ring:
         All that is here of it, or nothing: what does not fit into the share of pins is not pinned,
         and the reason says so. Never raises.
         """
-        return self._pin(_place(attempt_id, step))
+        return self._pin(_step_name(attempt_id, step))
 
     def unpin_step(self, attempt_id: int, step: int | None) -> None:
         """Let the payloads of a step go when room is needed.
@@ -221,9 +221,9 @@ class Ring:
         Raises:
             OSError: the marker cannot be removed: it stays pinned.
         """
-        self._unpin(_place(attempt_id, step))
+        self._unpin(_step_name(attempt_id, step))
 
-    # --- how --------------------------------------------------------------------------------
+    # --- internals --------------------------------------------------------------------------------
 
     def _scan(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -234,9 +234,9 @@ class Ring:
             elif path.suffix == ".tmp":
                 path.unlink(missing_ok=True)
             elif path.suffix == _SUFFIX:
-                with contextlib.suppress(ValueError):  # somebody else's file: left alone
+                with contextlib.suppress(ValueError):  # not a file of the ring: left alone
                     key = RingKey.parse(path.stem)
-                    if size := _whole(path):
+                    if size := _checked_size(path):
                         found.append((path.stat().st_mtime, key, path, size))
         for wall, key, path, size in sorted(found):
             self._entries[key] = RingEntry(key, path, size, wall, self._may_pin(key, size))
@@ -255,7 +255,7 @@ class Ring:
         return entry
 
     def _is_pinned(self, key: RingKey) -> bool:
-        return self._pins.holds(key.name, key.place)
+        return self._pins.holds(key.name, key.step_name)
 
     def _may_pin(self, key: RingKey, size: int) -> bool:
         return self._is_pinned(key) and self._pinned_bytes() + size <= self.max_pinned
@@ -301,7 +301,9 @@ class Ring:
 
     def _pin(self, name: str) -> Pinned:
         with self._lock:
-            own = [entry for key, entry in self._entries.items() if name in (key.name, key.place)]
+            own = [
+                entry for key, entry in self._entries.items() if name in (key.name, key.step_name)
+            ]
             size = sum(entry.bytes for entry in own)
             held = self._pinned_bytes()
             needed = sum(entry.bytes for entry in own if not entry.pinned)
@@ -321,7 +323,7 @@ class Ring:
         with self._lock:
             self._pins.remove(name)
             for key, entry in self._entries.items():
-                if name in (key.name, key.place):
+                if name in (key.name, key.step_name):
                     self._entries[key] = entry._replace(pinned=self._is_pinned(key))
 
 
@@ -329,12 +331,12 @@ class _NoRoom(StagescopeError):
     """Raised inside the ring when nothing more may be evicted."""
 
 
-def _place(attempt_id: int, step: int | None) -> str:
+def _step_name(attempt_id: int, step: int | None) -> str:
     return f"{attempt_id}~{'' if step is None else step}"
 
 
-def _whole(path: Path) -> int:
-    """Return the bytes of a whole file; a broken one is removed and 0 returned."""
+def _checked_size(path: Path) -> int:
+    """Return the size of a file; a broken one is removed and 0 returned."""
     try:
         return check_file(path)
     except InvalidTensor:

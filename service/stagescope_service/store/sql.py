@@ -1,7 +1,7 @@
 """The store on a SQL database: one thread that commits what is queued in groups.
 
-A commit costs a disk flush, whatever it holds. So nobody commits alone: while one flush is under
-way everything that arrives queues up, and goes into the next transaction together.
+A commit costs a disk flush, whatever it holds. So writes are committed in groups:
+everything that arrives during one flush goes into the next transaction.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Submission:
 
 
 class SqlStore:
-    """`Store` on SQLite or PostgreSQL; see `base.Store` for what it promises.
+    """`Store` on SQLite or PostgreSQL; see `contract.Store` for its guarantees.
 
     Args:
         url: SQLAlchemy's database URL, `sqlite:////data/catalogue.db` or `postgresql+psycopg://...`.
@@ -85,7 +85,7 @@ class SqlStore:
         Before the first `open` they wait for it.
         """
         future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # a caller that stops waiting does not unwrite
+        future.set_running_or_notify_cancel()  # a cancelled wait must not cancel the write
         try:
             for put in puts:
                 check(put)
@@ -101,7 +101,7 @@ class SqlStore:
         return future
 
     def health(self) -> Health:
-        """Say whether writes get through at the moment."""
+        """Return whether writes currently succeed."""
         health = self._health
         waiting = len(self._queue)
         if health.healthy or not waiting:
@@ -135,11 +135,11 @@ class SqlStore:
     # --- the writer's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
-        while group := self._take():
+        while group := self._next_group():
             self._write(group)
 
-    def _take(self) -> list[_Submission]:
-        """Wait for submissions; an empty list says that the store is closed and all is written."""
+    def _next_group(self) -> list[_Submission]:
+        """Wait for submissions; return [] once the store is closed and everything is written."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -157,14 +157,14 @@ class SqlStore:
             try:
                 failures = self._commit(group)
                 break
-            except Exception as error:  # every other one was sorted out by _commit
+            except Exception as error:  # _commit handles all others
                 reason = connect.explain(error, self._where)
-                self._say(Health(False, str(reason)))
+                self._set_health(Health(False, str(reason)))
                 if not self._wait(pause):
                     self._fail([*group, *self._drain()], reason)
                     return
                 pause = min(2 * pause, _LONGEST_PAUSE)
-        self._say(Health(True))
+        self._set_health(Health(True))
         for submission, failure in zip(group, failures, strict=True):
             if failure is None:
                 submission.future.set_result(None)
@@ -187,17 +187,17 @@ class SqlStore:
             if connect.is_transient(error):
                 self._forget_connections(error)
                 raise
-        # Some row of the group is poison: find out whose, and write the others.
+        # Some row of the group is invalid: find its submission, and write the others.
         try:
             with self._begin() as connection:
-                failures = [self._apart(connection, one) for one in group]
+                failures = [self._apply_separately(connection, one) for one in group]
                 self._check_file()
             return failures
         except Exception as error:
             self._forget_connections(error)
             raise
 
-    def _apart(self, connection: sa.Connection, one: _Submission) -> StoreError | None:
+    def _apply_separately(self, connection: sa.Connection, one: _Submission) -> StoreError | None:
         try:
             with connection.begin_nested():
                 Batch(one.writes).execute(connection)
@@ -222,7 +222,7 @@ class SqlStore:
                 self._changed.wait(end - now)
             return self._give_up_at is None or now < self._give_up_at
 
-    def _say(self, health: Health) -> None:
+    def _set_health(self, health: Health) -> None:
         before, self._health = self._health, health
         if before.healthy and not health.healthy:
             logger.error("Writing is held back: %s", health.reason)

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: written whole or not at all, read without trust.
+"""Tensors in safetensors files: written atomically, read without trust.
 
 The format is `stagescope.tensorfile`'s; here it meets the disk.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope.tensorfile import (
     Entry,
@@ -73,7 +74,7 @@ def write_tensors(
     *,
     durable: bool = True,
 ) -> Written:
-    """Write a safetensors file that is there whole or not at all, also after a power cut.
+    """Write a safetensors file atomically: complete or absent, also after a power cut.
 
     Args:
         path: the file; its directory is made. A file that is there is replaced.
@@ -130,7 +131,7 @@ def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
 
     Raises:
         NotFound: there is no such file.
-        InvalidTensor: not a safetensors file, truncated, or of a dtype unknown here.
+        InvalidTensor: not a safetensors file, truncated, or of an unsupported dtype.
         StoreError: the disk refused.
     """
     with _opened(path, most_bytes) as (file, size):
@@ -155,50 +156,50 @@ def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
     """
     with _opened(path, most_bytes) as (file, size):
         state = os.fstat(file.fileno())
-        known = _known(path, state.st_mtime_ns, size)
+        header_info = _read_header_info(path, state.st_mtime_ns, size)
         key = (state.st_dev, state.st_ino, state.st_mtime_ns, size)
-        whole = _mapped.get(key)
-        if whole is None:
+        content = _mapped.get(key)
+        if content is None:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            _mapped[key] = whole = np.frombuffer(mapped, np.uint8)
-    return assemble(whole[known.start :], known.entries, known.strings)
+            _mapped[key] = content = np.frombuffer(mapped, np.uint8)
+    return assemble(content[header_info.start :], header_info.entries, header_info.strings)
 
 
 def describe_file(path: Path) -> Description:
-    """Return what a file holds after a look at its header alone.
+    """Describe the content of a file; only its header is read.
 
     Raises:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
     """
     with _opened(path, MOST_BYTES) as (file, size):
-        known = _known(path, os.fstat(file.fileno()).st_mtime_ns, size)
-    empty = assemble(np.empty(0, np.uint8), [], known.strings)
-    shapes = {each.name: (each.tag, each.shape) for each in known.entries}
+        header_info = _read_header_info(path, os.fstat(file.fileno()).st_mtime_ns, size)
+    empty = assemble(np.empty(0, np.uint8), [], header_info.strings)
+    shapes = {each.name: (each.tag, each.shape) for each in header_info.entries}
     return Description(shapes, empty.metadata)
 
 
-_mapped: Final[weakref.WeakValueDictionary[tuple[int, ...], np.ndarray[Any, Any]]] = (
+_mapped: Final[weakref.WeakValueDictionary[tuple[int, ...], npt.NDArray[np.uint8]]] = (
     weakref.WeakValueDictionary()
 )
 """The files that are mapped: (device, inode, time, size) -> their bytes."""
 
 
-class _Known(NamedTuple):
+class _HeaderInfo(NamedTuple):
     entries: list[Entry]
     start: int
     strings: dict[str, Any]
 
 
 @functools.lru_cache(maxsize=64)  # a file is asked once for each of its sections
-def _known(path: Path, _written: int, size: int) -> _Known:
+def _read_header_info(path: Path, _written: int, size: int) -> _HeaderInfo:
     with _opened(path, size) as (file, _):
         header, start = read_header(file, path, size)
         entries = check_entries(header, path, size - start)
-        return _Known(entries, start, read_metadata(header, path))
+        return _HeaderInfo(entries, start, read_metadata(header, path))
 
 
 def check_file(path: Path) -> int:
-    """Return the bytes of a whole safetensors file after a look at its header alone.
+    """Return the size of a complete safetensors file; only its header is read.
 
     Raises:
         InvalidTensor: truncated or not a safetensors file.

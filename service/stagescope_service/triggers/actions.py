@@ -22,10 +22,10 @@ _CAPTURE_FIELDS: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A capture to order: of the stage concerned unless `stages` names others, from the next step.
+    """A capture to request: of the affected stage unless `stages` names others, from the next step.
 
     `order` holds the fields of `stagescope.wire.captures.CAPTURE_FIELDS` as they were given. With
-    `if_allowed` it is ordered where the run has a budget, and nothing is said where it has none.
+    `if_allowed` it is requested if the run has a budget, and skipped silently otherwise.
     """
 
     ranks: Any
@@ -33,7 +33,7 @@ class Template:
     if_allowed: bool = False
 
     @classmethod
-    def parse(cls, value: Any, field: str) -> Template:
+    def parse(cls, value: object, field: str) -> Template:
         """Read a template.
 
         Raises:
@@ -60,13 +60,13 @@ class Template:
 
     def wire(self) -> dict[str, Any]:
         """Return what `parse` reads."""
-        said = {"ranks": self.ranks, "steps": "next", **self.order}
-        return said | ({"if_allowed": True} if self.if_allowed else {})
+        document = {"ranks": self.ranks, "steps": "next", **self.order}
+        return document | ({"if_allowed": True} if self.if_allowed else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Actions:
-    """The actions of a rule; each that is None (or 0) is not taken.
+    """The actions of a rule; None (or 0) means no such action.
 
     Attributes:
         severity: of the finding, None for no finding.
@@ -83,7 +83,7 @@ class Actions:
     capture: Template | None = None
 
     @classmethod
-    def parse(cls, value: Any, field: str) -> Actions:
+    def parse(cls, value: object, field: str) -> Actions:
         """Read the actions of a rule.
 
         Raises:
@@ -97,13 +97,13 @@ class Actions:
             found = {}
         severity, advice = None, ""
         if found is not None:
-            said = fields.mapping(found, f"{field}.finding", ("severity", "advice"), "")
-            severity = said.get("severity", "warning")
+            document = fields.mapping(found, f"{field}.finding", ("severity", "advice"), "")
+            severity = document.get("severity", "warning")
             if severity not in SEVERITIES:
                 expected = f"one of {', '.join(SEVERITIES)}"
                 raise fields.wrong(f"{field}.finding.severity", severity, expected)
-            if said.get("advice"):
-                advice = fields.text(said["advice"], f"{field}.finding.advice", 2000)
+            if document.get("advice"):
+                advice = fields.text(document["advice"], f"{field}.finding.advice", 2000)
         webhook, capture = given.get("webhook"), given.get("capture")
         return cls(
             severity=severity,
@@ -125,16 +125,16 @@ class Actions:
 
     def wire(self, *, secrets: bool) -> dict[str, Any]:
         """Return what `parse` reads; without `secrets` the webhook's host alone."""
-        said: dict[str, Any] = {}
+        document: dict[str, Any] = {}
         if self.severity is not None:
-            said["finding"] = {"severity": self.severity, "advice": self.advice}
+            document["finding"] = {"severity": self.severity, "advice": self.advice}
         if self.pin:
-            said["pin"] = self.pin
+            document["pin"] = self.pin
         if self.webhook is not None:
-            said["webhook"] = self.webhook if secrets else self.webhook_host
+            document["webhook"] = self.webhook if secrets else self.webhook_host
         if self.capture is not None:
-            said["capture"] = self.capture.wire()
-        return said
+            document["capture"] = self.capture.wire()
+        return document
 
 
 def host_of(url: str) -> str:
@@ -142,8 +142,8 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
-def _url(value: Any, field: str) -> str:
-    # What is wrong is told without the value: a URL of a webhook holds its secret.
+def _url(value: object, field: str) -> str:
+    # The error omits the value: the URL of a webhook may contain a secret.
     expected = "a URL of http or https, whole (answers show its host alone)"
     try:
         parts = urlsplit(value) if isinstance(value, str) and len(value) <= 2000 else None
@@ -151,9 +151,15 @@ def _url(value: Any, field: str) -> str:
         good = good and (parts is None or parts.port is None or parts.port > 0)
     except ValueError:
         good = False
-    if not good or not value.isascii() or not value.isprintable() or " " in value:
+    if (
+        not isinstance(value, str)
+        or not good
+        or not value.isascii()
+        or not value.isprintable()
+        or " " in value
+    ):
         raise InvalidPlan(f"{field} cannot be called", expected=expected)
-    return str(value)
+    return value
 
 
 def _is_rank(value: object) -> bool:

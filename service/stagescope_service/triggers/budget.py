@@ -1,4 +1,4 @@
-"""How much may be captured unasked: a budget, what was spent of it, and why no more."""
+"""How much may be captured without a request: a budget, what was spent of it, and why no more."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Budget:
     share: float | None = None
 
     @classmethod
-    def parse(cls, value: Any, field: str) -> Budget:
+    def parse(cls, value: object, field: str) -> Budget:
         """Read a budget.
 
         Raises:
@@ -62,7 +62,7 @@ class Budget:
         )
 
     @classmethod
-    def of_settings(cls, settings: Any) -> Budget | None:
+    def of_settings(cls, settings: object) -> Budget | None:
         """Return the budget that a run's processes gave with `settings`, None where they did not.
 
         `init(settings={"capture": "auto", "capture_budget": {"captures": 2}})`; what cannot be
@@ -99,8 +99,8 @@ class Budget:
         return None if self.bytes is None else max(self.bytes - spent.bytes, 0)
 
 
-def parse_permissions(value: Any) -> dict[str, Budget]:
-    """Read which runs may be captured unasked, and within which budget.
+def parse_permissions(value: object) -> dict[str, Budget]:
+    """Read which runs may be captured without a request, and within which budget.
 
     Raises:
         InvalidPlan: with the field that is wrong; `capture: auto` without a budget, too.
@@ -109,9 +109,9 @@ def parse_permissions(value: Any) -> dict[str, Budget]:
     if not isinstance(value, Mapping):
         raise fields.wrong("runs", value, expected)
     found: dict[str, Budget] = {}
-    for run, said in value.items():
+    for run, permission in value.items():
         name = fields.text(run, "runs, a name", 200)
-        given = fields.mapping(said, f"runs.{name}", ("capture", "budget"), "")
+        given = fields.mapping(permission, f"runs.{name}", ("capture", "budget"), "")
         if given.get("capture") == "none":
             continue
         if given.get("capture") != "auto":

@@ -1,6 +1,6 @@
 """What a rule holds a metric against: bounds, the steps before, the noise floor.
 
-Pure: arrays in, arrays out, one column a series (the metric of the whole, of one round, of one
+Pure: arrays in, arrays out, one column a series (the metric of the step, of one round, of one
 rank, ...). NaN stands for "has no such value": nothing is over or under it.
 """
 
@@ -57,7 +57,7 @@ class When:
     z_steps: int = 50
 
     @classmethod
-    def parse(cls, value: Any, field: str) -> When:
+    def parse(cls, value: object, field: str) -> When:
         """Read the `when` of a rule.
 
         Raises:
@@ -89,15 +89,15 @@ class When:
 
     def wire(self) -> dict[str, Any]:
         """Return what `parse` reads."""
-        said: dict[str, Any] = dict(self.bounds)
+        document: dict[str, Any] = dict(self.bounds)
         if self.non_finite:
-            said["non_finite"] = True
+            document["non_finite"] = True
         for name in ("median_ratio", "noise_ratio"):
             if getattr(self, name) is not None:
-                said[name] = getattr(self, name)
+                document[name] = getattr(self, name)
         if self.z_over is not None:
-            said["z_score"] = {"over": self.z_over, "steps": self.z_steps}
-        return said
+            document["z_score"] = {"over": self.z_over, "steps": self.z_steps}
+        return document
 
     @property
     def needs_history(self) -> bool:

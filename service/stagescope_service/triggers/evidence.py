@@ -1,4 +1,4 @@
-"""What a firing says: which rank, stage, round and token, and with which numbers."""
+"""What a firing reports: which rank, stage, round and token, and with which numbers."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ class Evidence:
 
 
 def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) -> Evidence:
-    """Put a firing into words and numbers.
+    """Describe a firing: its message and numbers.
 
     Args:
         rule: that fired.
         firing: at this step, with at least one hit.
         facts: of the step.
-        processes: rows of the attempt's processes, which say who handed a token over.
+        processes: rows of the attempt's processes, to find the rank that handed a token over.
     """
     worst = firing.hits[0]
     series = worst.series
-    whole = facts.wholes.get(rule.stage or series.stage)
+    step_summary = facts.summaries.get(rule.stage or series.stage)
     token: Row | None = None
     scalars: list[Row] = []
-    stage = series.stage if whole is None else whole.stage
+    stage = series.stage if step_summary is None else step_summary.stage
     if rule.of_scalars:
         scalars = _scalars(rule, firing, facts)
         stage = scalars[0]["stage"] if scalars else series.stage
@@ -79,8 +79,8 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
     elif rule.of_stages:
         stage, affected = _slow_or_missing(firing, facts)
     else:
-        token = None if whole is None else _token(rule, firing, whole, processes)
-        affected = _affected(firing, whole, token)
+        token = None if step_summary is None else _token(rule, firing, step_summary, processes)
+        affected = _affected(firing, step_summary, token)
     role, rank = _one_of(affected, series)
     number = series.round
     if number is None and token is not None:
@@ -94,23 +94,23 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
         round=number,
         token=token,
         numbers=_numbers(rule, firing),
-        ranks=_worst_ranks(whole, affected),
+        ranks=_worst_ranks(step_summary, affected),
         affected=affected,
-        cause=_cause(rule, firing, whole, role, rank),
+        cause=_cause(rule, firing, step_summary, role, rank),
         scalars=tuple(_scalar(row) for row in scalars[:LISTED]),
     )
 
 
 def _cause(
-    rule: Rule, firing: Firing, whole: StepSummary | None, role: str | None, rank: int | None
+    rule: Rule, firing: Firing, step_summary: StepSummary | None, role: str | None, rank: int | None
 ) -> Row | None:
     """Return why the streams of a rank cannot be compared, where its own tokens say it."""
-    if whole is None or rule.of_scalars or rule.of_stages:
+    if step_summary is None or rule.of_scalars or rule.of_stages:
         return None
     if names.is_nonfinite(firing.hits[0].series.metric):
         return None  # a count of what is there, whatever the streams are
-    own = [row for row in whole.ranks if (row.role, row.rank) == (role, rank)]
-    found = causes_of_ranks(whole.summary, own)
+    own = [row for row in step_summary.ranks if (row.role, row.rank) == (role, rank)]
+    found = causes_of_ranks(step_summary.summary, own)
     return {"name": found[0].check.name, "text": found[0].alone} if found else None
 
 
@@ -136,7 +136,7 @@ def _hit(hit: Hit) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """Puts into words where a rule fired, and on what."""
+    """Formats the message of a firing: where the rule fired, and on what."""
 
     step: int
     stage: str | None
@@ -192,7 +192,7 @@ def ranks_text(places: Iterable[RoleRank]) -> str:
     by_role: dict[str, set[int]] = {}
     for role, rank in places:
         by_role.setdefault(role, set()).add(rank)
-    told = []
+    parts = []
     for role, ranks in by_role.items():
         spans: list[list[int]] = []
         for rank in sorted(ranks):
@@ -202,8 +202,8 @@ def ranks_text(places: Iterable[RoleRank]) -> str:
                 spans.append([rank, rank])
         shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:LISTED]]
         shown += [f"and {len(spans) - LISTED} more"] if len(spans) > LISTED else []
-        told.append(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}")
-    return ", ".join(told)
+        parts.append(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}")
+    return ", ".join(parts)
 
 
 def _distinct(places: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
@@ -230,16 +230,18 @@ def _is_count(metric: str) -> bool:
     )
 
 
-def _affected(firing: Firing, whole: StepSummary | None, token: Row | None) -> tuple[RoleRank, ...]:
-    """Return the ranks on which what fired holds, as far as their own numbers say it."""
+def _affected(
+    firing: Firing, step_summary: StepSummary | None, token: Row | None
+) -> tuple[RoleRank, ...]:
+    """Return the ranks on which what fired holds, according to their own numbers."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
     if of_ranks:
         return of_ranks
     metrics = {hit.series.metric for hit in firing.hits}
-    if whole is not None and all(names.is_nonfinite(metric) for metric in metrics):
+    if step_summary is not None and all(names.is_nonfinite(metric) for metric in metrics):
         counts: dict[RoleRank, float] = {}
-        for row in whole.ranks:
-            published = publish_cell(row.cell, whole.summary.pair)
+        for row in step_summary.ranks:
+            published = publish_cell(row.cell, step_summary.summary.pair)
             counts[row.role, row.rank] = sum(published.get(name, 0.0) for name in metrics)
         bad = [place for place, count in counts.items() if count]
         if bad:
@@ -272,12 +274,12 @@ def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[Ro
         stage = min(rows, key=lambda row: (row["role"], row["rank"]))["stage"]
         there = [row for row in rows if row["stage"] == stage]
         return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in there))
-    at_it = {
+    timings = {
         place: seconds
         for place, seconds in facts.seconds.items()
         if place[0] == series.stage and series.rank in (None, place[2])
     }
-    slowest = max(at_it, key=lambda place: (at_it[place], place), default=None)
+    slowest = max(timings, key=lambda place: (timings[place], place), default=None)
     return (series.stage, ()) if slowest is None else (slowest[0], (slowest[1:],))
 
 
@@ -287,25 +289,27 @@ def _lasting(firing: Firing) -> str:
     for hit in firing.lasting:
         metric = hit.series.metric.removeprefix(names.NONFINITE_SCALAR)
         by_metric.setdefault(metric, []).append(hit.series)
-    told = []
+    parts = []
     for metric, series in [*by_metric.items()][:LISTED]:
         places = _distinct((one.role, one.rank) for one in series)
         rounds = sorted({one.round for one in series if one.round is not None})
-        told.append(metric + (f" on {ranks_text(places)}" if places else ""))
-        told[-1] += f" in rounds {', '.join(map(str, rounds[:LISTED]))}" if rounds else ""
-        told[-1] += f" and {len(rounds) - LISTED} more" if len(rounds) > LISTED else ""
-    told += [f"{len(by_metric) - LISTED} more"] if len(by_metric) > LISTED else []
-    return f"; since before: {'; '.join(told)}" if told else ""
+        parts.append(metric + (f" on {ranks_text(places)}" if places else ""))
+        parts[-1] += f" in rounds {', '.join(map(str, rounds[:LISTED]))}" if rounds else ""
+        parts[-1] += f" and {len(rounds) - LISTED} more" if len(rounds) > LISTED else ""
+    parts += [f"{len(by_metric) - LISTED} more"] if len(by_metric) > LISTED else []
+    return f"; since before: {'; '.join(parts)}" if parts else ""
 
 
-def _token(rule: Rule, firing: Firing, whole: StepSummary, processes: Iterable[Row]) -> Row | None:
+def _token(
+    rule: Rule, firing: Firing, step_summary: StepSummary, processes: Iterable[Row]
+) -> Row | None:
     """Return the worst token of the first series that fired of which the summary kept one.
 
     Of ranks that hold the same rows it keeps those of one.
     """
     worst = firing.hits[0]
     places = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
-    summary = whole.summary
+    summary = step_summary.summary
     of_non_finite = names.is_nonfinite(worst.series.metric) or rule.when.non_finite
     tokens = summary.non_finite if of_non_finite else summary.worst
     rows = [_token_row(tokens, at, summary, places) for at in range(len(tokens))]
@@ -353,9 +357,11 @@ def _token_row(
     }
 
 
-def _worst_ranks(whole: StepSummary | None, affected: Sequence[RoleRank]) -> tuple[RoleRank, ...]:
-    """Return the ranks by their own numbers, those concerned first."""
-    rows = () if whole is None else whole.ranks
+def _worst_ranks(
+    step_summary: StepSummary | None, affected: Sequence[RoleRank]
+) -> tuple[RoleRank, ...]:
+    """Return the ranks by their own numbers, the affected ones first."""
+    rows = () if step_summary is None else step_summary.ranks
     ordered = sorted(
         rows,
         key=lambda row: (

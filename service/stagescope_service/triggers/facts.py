@@ -1,4 +1,4 @@
-"""What rules may look at of one step, read from the catalogue: the same now as in a dry run."""
+"""What rules read of one step, read from the catalogue: the same now as in a dry run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ALL: Final = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What the rules in force ask for beside the step summary; what none asks is not read."""
+    """What the active rules need besides the step summary; the rest is not read."""
 
     noise: bool = False
     stages: frozenset[str] | None = frozenset()
@@ -63,7 +63,7 @@ class Facts:
 
     Attributes:
         attempt: The attempt's number in its run.
-        wholes: Stage -> its statistics; None is the step's own whole.
+        summaries: Stage -> its statistics; None is the step summary itself.
         noise: The same of the noise floor.
         missing: Who did not end a stage: rows {"role", "rank", "stage", "status"}.
         seconds: (stage, role, rank) -> how long that rank was in that stage.
@@ -75,7 +75,7 @@ class Facts:
     attempt_id: int
     attempt: int
     step: int
-    wholes: Mapping[str | None, StepSummary]
+    summaries: Mapping[str | None, StepSummary]
     noise: Mapping[str | None, StepSummary]
     missing: Sequence[Row]
     seconds: Mapping[RankStage, float]
@@ -88,24 +88,24 @@ def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts
     row = catalogue.step(attempt_id, number)
     if row is None or row["closed_wall"] is None:
         return None
-    wholes: dict[str | None, StepSummary] = {}
+    summaries: dict[str | None, StepSummary] = {}
     noise: dict[str | None, StepSummary] = {}
     if row["whole"] is not None:
         try:
-            whole = wholes[None] = StepSummary.from_bytes(row["whole"])
-            wholes[whole.stage] = whole
-            _add_stages(catalogue, attempt_id, number, needs, wholes)
+            step_summary = summaries[None] = StepSummary.from_bytes(row["whole"])
+            summaries[step_summary.stage] = step_summary
+            _add_stages(catalogue, attempt_id, number, needs, summaries)
             if needs.noise:
-                _add_noise(catalogue, attempt_id, number, wholes, noise)
+                _add_noise(catalogue, attempt_id, number, summaries, noise)
         except InvalidInput:
             # Of another version: one step of a run's history must not end its triggers.
-            logger.warning("what is stored of step %s cannot be read", number, exc_info=True)
+            logger.warning("The stored summary of step %s cannot be read", number, exc_info=True)
     return Facts(
         run=str(attempt["run"]),
         attempt_id=attempt_id,
         attempt=int(attempt["number"]),
         step=number,
-        wholes=wholes,
+        summaries=summaries,
         noise=noise,
         missing=list(row["missing"] or ()),
         seconds=_seconds(catalogue, attempt_id, number) if needs.seconds else {},
@@ -118,29 +118,29 @@ def _add_stages(
     attempt_id: int,
     step: int,
     needs: Needs,
-    wholes: dict[str | None, StepSummary],
+    summaries: dict[str | None, StepSummary],
 ) -> None:
-    """Add the statistics of stages other than that of the whole, where a rule looks at them."""
-    if needs.stages is not None and needs.stages <= wholes.keys():
+    """Add the statistics of the other stages that a rule reads."""
+    if needs.stages is not None and needs.stages <= summaries.keys():
         return
     parts = _parts(catalogue, attempt_id, step)
     there = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
     wanted = there if needs.stages is None else there & needs.stages
-    for stage in sorted(wanted - wholes.keys()):
-        wholes[stage] = assemble(parts, stage=stage)
+    for stage in sorted(wanted - summaries.keys()):
+        summaries[stage] = assemble(parts, stage=stage)
 
 
 def _add_noise(
     catalogue: Catalogue,
     attempt_id: int,
     step: int,
-    wholes: Mapping[str | None, StepSummary],
+    summaries: Mapping[str | None, StepSummary],
     noise: dict[str | None, StepSummary],
 ) -> None:
     parts = _parts(catalogue, attempt_id, step, pair=pair_name(NOISE_PAIR))
-    for stage, whole in wholes.items():
+    for stage, step_summary in summaries.items():
         try:
-            noise[stage] = assemble(parts, stage=whole.stage, pairs=[NOISE_PAIR])
+            noise[stage] = assemble(parts, stage=step_summary.stage, pairs=[NOISE_PAIR])
         except InvalidInput:  # noqa: PERF203 - no rank handed over recomputed_log_probs there
             continue
 
@@ -165,6 +165,6 @@ def _seconds(catalogue: Catalogue, attempt_id: int, step: int) -> dict[RankStage
     found: dict[RankStage, float] = defaultdict(float)
     for row in catalogue.stages(attempt_id, step, limit=_ALL):
         if row["begin_mono"] is not None and row["end_mono"] is not None:
-            place = (row["stage"], row["role"], row["rank"])
-            found[place] += max(row["end_mono"] - row["begin_mono"], 0.0)
+            key = (row["stage"], row["role"], row["rank"])
+            found[key] += max(row["end_mono"] - row["begin_mono"], 0.0)
     return dict(found)

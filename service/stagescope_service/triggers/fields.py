@@ -1,4 +1,4 @@
-"""Reading the fields of a rule; an error names the field and what it may hold."""
+"""Validation of the fields of a rule; errors name the field and its allowed values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from stagescope.wire.errors import InvalidPlan
 
 
 def wrong(field: str, value: object, expected: str) -> InvalidPlan:
-    """Return the error of a field that holds something else than what is expected."""
-    # Of what may hold other fields only its kind is told: a webhook in it has secrets.
+    """Return the error of a field with an invalid value."""
+    # Of containers only the type is shown: a webhook inside may contain a secret.
     shown = f"a {type(value).__name__}" if isinstance(value, Mapping | list) else repr(value)
     return InvalidPlan(f"{field} is {shown:.200}", expected=expected)
 
 
-def mapping(value: Any, field: str, known: Collection[str], expected: str) -> dict[str, Any]:
+def mapping(value: object, field: str, known: Collection[str], expected: str) -> dict[str, Any]:
     """Read a mapping with fields of these names.
 
     Raises:
@@ -31,37 +31,38 @@ def mapping(value: Any, field: str, known: Collection[str], expected: str) -> di
     return dict(value)
 
 
-def number(value: Any, field: str) -> float:
+def number(value: object, field: str) -> float:
     """Read a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise wrong(field, value, "a finite number")
     return float(value)
 
 
-def ratio(value: Any, field: str) -> float | None:
+def ratio(value: object, field: str) -> float | None:
     """Read a number over 0, or None."""
     if value is None:
         return None
-    if number(value, field) <= 0.0:
+    found = number(value, field)
+    if found <= 0.0:
         raise wrong(field, value, "a number over 0")
-    return float(value)
+    return found
 
 
-def count(value: Any, field: str, least: int, most: int) -> int:
+def count(value: object, field: str, least: int, most: int) -> int:
     """Read an integer in a range."""
     if type(value) is not int or not least <= value <= most:
         raise wrong(field, value, f"an integer from {least} to {most}")
     return value
 
 
-def flag(value: Any, field: str) -> bool:
+def flag(value: object, field: str) -> bool:
     """Read true or false."""
     if not isinstance(value, bool):
         raise wrong(field, value, "true or false")
     return value
 
 
-def text(value: Any, field: str, most: int = 1000) -> str:
+def text(value: object, field: str, most: int = 1000) -> str:
     """Read a text that is not empty."""
     if not isinstance(value, str) or not value.strip() or len(value) > most:
         raise wrong(field, value, f"a text of 1 to {most} characters")

@@ -36,8 +36,8 @@ _NAMED: Final = 5
 
 
 @functools.cache
-def of_whole() -> frozenset[str]:
-    """Return the names that the whole of a step may publish; rounds as `round_0`."""
+def step_metric_names() -> frozenset[str]:
+    """Return the names that a step summary may publish; rounds as `round_0`."""
     weights = [
         Settings(),
         *(
@@ -55,7 +55,7 @@ def of_whole() -> frozenset[str]:
 
 
 @functools.cache
-def of_cell() -> frozenset[str]:
+def cell_metric_names() -> frozenset[str]:
     """Return the names that a round, a rank or a staleness may publish."""
     nothing = Cell(np.zeros(cells.WIDTH))
     return frozenset(name for pair in MISMATCH_PAIRS for name in publish_cell(nothing, pair))
@@ -69,7 +69,7 @@ def check_metric(metric: str, by: str, field: str) -> None:
     """
     if scalar_of(metric):
         return  # a scalar has whatever name the training gives it
-    known = {*(of_cell() if by in ("round", "rank") else of_whole()), *OF_STAGES}
+    known = {*(cell_metric_names() if by in ("round", "rank") else step_metric_names()), *OF_STAGES}
     if is_pattern(metric):
         found = bool(fnmatch.filter(known, metric))
     else:
@@ -79,7 +79,7 @@ def check_metric(metric: str, by: str, field: str) -> None:
     close = difflib.get_close_matches(metric, known, n=_NAMED, cutoff=0.5) or sorted(
         name for name in known if name.partition("/")[0] == metric.partition("/")[0]
     )
-    where = f" by {by}" if metric in of_whole() else ""
+    where = f" by {by}" if metric in step_metric_names() else ""
     raise InvalidPlan(
         f"{field}: there is no metric {metric!r:.100}{where}",
         expected=f"one of {', '.join(close[:_NAMED])}" if close else "a published metric's name",

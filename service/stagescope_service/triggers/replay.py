@@ -65,27 +65,27 @@ class Reader:
         return {name: publisher.values(rule) for name, rule in self._rules.items()}
 
     def explain(self, firing: Firing, facts: Facts) -> Fired:
-        """Put a firing into words and numbers."""
+        """Describe a firing: its message and numbers."""
         rule = self._rules[firing.rule]
         processes = self._catalogue.processes(facts.attempt_id)
         return Fired(rule, firing, facts, explain(rule, firing, facts, processes))
 
 
 def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[list[Fired], int]:
-    """Hold rules against the newest `most` closed steps of a run, as they were formed in order.
+    """Apply rules to the newest `most` closed steps of a run, in the order of the run.
 
-    Returns what would have fired, in order, and how many steps were looked at.
+    Returns what would have fired, in order, and how many steps were read.
     """
     reader = Reader(catalogue, run, rules)
     watch = Watch(rules.rules)
     fired: list[Fired] = []
-    looked = 0
+    read_steps = 0
     for attempt_id, step in reader.steps(most):
         facts = reader.facts(attempt_id, step)
         if facts is None:
             continue
-        looked += 1
+        read_steps += 1
         at = At(facts.attempt, step)
         changes = watch.take(at, reader.values(facts))
         fired += [reader.explain(firing, facts) for firing in changes.fired]
-    return fired, looked
+    return fired, read_steps

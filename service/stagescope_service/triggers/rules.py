@@ -58,7 +58,7 @@ class Rule:
     cooldown: int = DEFAULT_COOLDOWN
 
     @classmethod
-    def parse(cls, value: Any, field: str) -> Rule:
+    def parse(cls, value: object, field: str) -> Rule:
         """Read a rule.
 
         Raises:
@@ -116,21 +116,21 @@ class Rule:
 
     @property
     def lists_only_bad(self) -> bool:
-        """Whether it lists the ranks that are missing or have what is not finite: few of them."""
+        """Whether it lists only the ranks that are missing or have non-finite values."""
         by_rank = self.metric == names.MISSING_RANKS or names.is_nonfinite(self.metric)
         return self.of_scalars or (self.by == "rank" and by_rank)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A document of rules, and which runs may be captured without being asked."""
+    """A document of rules, and which runs may be captured without a request."""
 
     rules: tuple[Rule, ...]
     runs: Mapping[str, Budget] = dataclasses.field(default_factory=dict)
     """Name or pattern of a run -> its budget; runs that are not named here have none."""
 
     @classmethod
-    def parse(cls, value: Any) -> Rules:
+    def parse(cls, value: object) -> Rules:
         """Read a document.
 
         Raises:
@@ -161,7 +161,7 @@ class Rules:
             },
         }
 
-    def budget_of(self, run: str, settings: Any = None) -> Budget | None:
+    def budget_of(self, run: str, settings: object = None) -> Budget | None:
         """Return the budget of a run that may be captured unasked; None: it may not.
 
         What the document says of the run (by name, else by the first pattern) stands before
@@ -204,15 +204,15 @@ def load_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases: a few lines of them stand for gigabytes."""
+    """Refuses aliases: a few lines of them can expand to gigabytes."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise ComposerError(None, None, "aliases are not taken")
+            raise ComposerError(None, None, "aliases are not allowed")
         return super().compose_node(parent, index)
 
 
-# YAML 1.1 takes 1e-3 for a text, since it lacks a point.
+# YAML 1.1 reads 1e-3 as a string, since it has no decimal point.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
 )

@@ -25,7 +25,7 @@ Float64 = npt.NDArray[np.float64]
 
 
 class Series(NamedTuple):
-    """What a value is of: a metric, and where it is not the whole step's, of what."""
+    """What a value is of: a metric, and unless it is of the whole step, the slice."""
 
     metric: str
     stage: str | None = None
@@ -61,7 +61,7 @@ class Publisher:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self._wholes: dict[int, Metrics] = {}
+        self._published_steps: dict[int, Metrics] = {}
         self._cells: dict[tuple[int, int], Metrics] = {}
 
     def values(self, rule: Rule) -> Values:
@@ -73,11 +73,11 @@ class Publisher:
 
     # --- from the statistics ------------------------------------------------------------------
     def _measured(self, rule: Rule) -> Iterator[tuple[Series, tuple[float, float]]]:
-        for stage, whole in self._chosen(rule).items():
+        for stage, step_summary in self._chosen(rule).items():
             noise = self.facts.noise.get(stage)
-            for place, published in self._published(rule, whole):
+            for place, published in self._published(rule, step_summary):
                 floor = None if noise is None else dict(self._published(rule, noise)).get(place)
-                of_stage = whole.stage if rule.by == "stage" else None
+                of_stage = step_summary.stage if rule.by == "stage" else None
                 for metric in _matching(rule.metric, published):
                     key = Series(metric, of_stage, *place)
                     # A pattern's names differ by stream, and the noise floor has its own streams.
@@ -87,57 +87,64 @@ class Publisher:
                 yield Series(rule.metric), (0.0, np.nan)
 
     def _chosen(self, rule: Rule) -> Mapping[str | None, StepSummary]:
-        wholes = self.facts.wholes
+        summaries = self.facts.summaries
         if rule.stage is not None:
-            return {rule.stage: wholes[rule.stage]} if rule.stage in wholes else {}
+            return {rule.stage: summaries[rule.stage]} if rule.stage in summaries else {}
         if rule.by == "stage":
-            return {stage: whole for stage, whole in wholes.items() if stage is not None}
-        return {None: wholes[None]} if None in wholes else {}
+            return {
+                stage: step_summary
+                for stage, step_summary in summaries.items()
+                if stage is not None
+            }
+        return {None: summaries[None]} if None in summaries else {}
 
     def _published(
-        self, rule: Rule, whole: StepSummary
+        self, rule: Rule, step_summary: StepSummary
     ) -> Iterator[tuple[tuple[str | None, int | None, int | None], Metrics]]:
         """Yield ((role, rank, round), metrics) of what a rule looks at."""
-        summary = whole.summary
+        summary = step_summary.summary
         if rule.by == "round":
             for number, cell in summary.rounds.items():
                 if cell.masked:
-                    yield (None, None, number), self._of_cell(whole, number, cell)
+                    yield (None, None, number), self._cell_metrics(step_summary, number, cell)
         elif rule.by == "rank":
-            for at, row in enumerate(whole.ranks):
+            for at, row in enumerate(step_summary.ranks):
                 if row.cell.masked > (row.cell.tokens if rule.lists_only_bad else 0):
-                    yield (row.role, row.rank, None), self._of_cell(whole, -1 - at, row.cell)
+                    yield (
+                        (row.role, row.rank, None),
+                        self._cell_metrics(step_summary, -1 - at, row.cell),
+                    )
         elif rule.staleness is None or not summary.staleness.keys.size:
             if summary.total.masked:
-                yield (None, None, None), self._of_whole(whole)
+                yield (None, None, None), self._step_metrics(step_summary)
         else:
-            yield from self._of_staleness(rule.staleness, whole)
+            yield from self._of_staleness(rule.staleness, step_summary)
 
     def _of_staleness(
-        self, age: int, whole: StepSummary
+        self, age: int, step_summary: StepSummary
     ) -> Iterator[tuple[tuple[None, None, None], Metrics]]:
         """Yield the numbers of the tokens of one staleness.
 
         What no cell holds (rounds, sequences) is told only where every token has that staleness.
         """
-        slices = whole.summary.staleness
+        slices = step_summary.summary.staleness
         cell = slices.get(age)
         if cell is None or not cell.masked:
             return
         if all(key == age for key in slices.keys.tolist()):
-            yield (None, None, None), self._of_whole(whole)
+            yield (None, None, None), self._step_metrics(step_summary)
         else:
-            yield (None, None, None), publish_cell(cell, whole.summary.pair)
+            yield (None, None, None), publish_cell(cell, step_summary.summary.pair)
 
-    def _of_whole(self, whole: StepSummary) -> Metrics:
-        if id(whole) not in self._wholes:
-            self._wholes[id(whole)] = publish(whole.summary)
-        return self._wholes[id(whole)]
+    def _step_metrics(self, step_summary: StepSummary) -> Metrics:
+        if id(step_summary) not in self._published_steps:
+            self._published_steps[id(step_summary)] = publish(step_summary.summary)
+        return self._published_steps[id(step_summary)]
 
-    def _of_cell(self, whole: StepSummary, number: int, cell: Cell) -> Metrics:
-        key = (id(whole), number)
+    def _cell_metrics(self, step_summary: StepSummary, number: int, cell: Cell) -> Metrics:
+        key = (id(step_summary), number)
         if key not in self._cells:
-            self._cells[key] = publish_cell(cell, whole.summary.pair)
+            self._cells[key] = publish_cell(cell, step_summary.summary.pair)
         return self._cells[key]
 
     # --- from the stage events ----------------------------------------------------------------

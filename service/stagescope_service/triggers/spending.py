@@ -1,4 +1,4 @@
-"""What captures that triggers ordered have cost a run, from the catalogue."""
+"""How much of its budget a run spent on captures requested by triggers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALL: Final = 1_000_000
 
 
 def spent(catalogue: Catalogue, run: str) -> Spent:
-    """Return what was spent of a run's budget."""
+    """Return how much of its budget a run has spent."""
     ordered = [
         row
         for row in catalogue.captures(run=run)
@@ -28,8 +28,8 @@ def spent(catalogue: Catalogue, run: str) -> Spent:
         ids = [str(row["capture_id"]) for row in ordered]
         for dump in catalogue.dumps(capture_id=ids, limit=_ALL):
             size += dump["bytes"] or 0
-            place = by_rank[dump["attempt_id"], dump["step"]]
-            place[dump["role"], dump["rank"]] += dump["seconds"] or 0.0
+            seconds_of = by_rank[dump["attempt_id"], dump["step"]]
+            seconds_of[dump["role"], dump["rank"]] += dump["seconds"] or 0.0
         # The others of a step wait for its slowest rank.
         seconds = sum(max(ranks.values()) for ranks in by_rank.values())
     return Spent(

@@ -27,7 +27,7 @@ from stagescope_service.triggers.rules import Rule
 from stagescope_service.triggers.series import Series, Values
 
 REACH: Final = 64
-"""Newest steps of a run of which a later word (a whole formed late, or again) still counts."""
+"""Newest steps of a run for which a late or repeated aggregation still counts."""
 _COOLING: Final = 256
 """Firings of a rule that are looked through for those that it still cools down from."""
 
@@ -110,10 +110,10 @@ class Watch:
     ) -> None:
         self._rules = tuple(rules)
         self._fired: dict[str, list[At]] = {rule.name: [] for rule in self._rules}
-        self._standing: dict[tuple[str, At], Standing] = {}
-        for (name, at), standing in sorted((fired or {}).items(), key=lambda item: item[0]):
+        self._records: dict[tuple[str, At], Standing] = {}
+        for (name, at), record in sorted((fired or {}).items(), key=lambda item: item[0]):
             if name in self._fired:
-                self._stand(name, at, standing)
+                self._record(name, at, record)
         self._steps: dict[At, _Step] = {}
         self._order: list[At] = []
 
@@ -122,12 +122,12 @@ class Watch:
         return list(self._fired.get(rule, ()))
 
     def remember(self, at: At, values: Mapping[str, Values]) -> None:
-        """Take in a step as history alone; before any `take`."""
+        """Add a step as history only; before any `take`."""
         bisect.insort(self._order, at)
         self._steps[at] = self._step(at, values, fires=False)
 
     def take(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
-        """Take in a step that was aggregated (again).
+        """Evaluate the rules on a step that was aggregated (again).
 
         Args:
             at: which.
@@ -135,17 +135,17 @@ class Watch:
             fires: whether it may fire; a step that closed before the rules were given is history.
         """
         changes = Changes([], [])
-        known = self._steps.get(at)
-        if known is not None and _same(known.values, values):
+        before = self._steps.get(at)
+        if before is not None and _same(before.values, values):
             return changes
-        if known is None:
+        if before is None:
             if len(self._order) >= HISTORY + REACH and at < self._order[-REACH]:
                 return changes
             bisect.insort(self._order, at)
         self._steps[at] = self._step(at, values, fires)
         begin = max(bisect.bisect_left(self._order, at), len(self._order) - REACH)
         for later in self._order[begin:]:
-            self._judge(later, changes)
+            self._evaluate(later, changes)
         for old in self._order[: -(HISTORY + REACH)]:
             del self._steps[old]
         del self._order[: -(HISTORY + REACH)]
@@ -159,7 +159,7 @@ class Watch:
         return _Step(shared, fires)
 
     # --- one step -----------------------------------------------------------------------------
-    def _judge(self, at: At, changes: Changes) -> None:
+    def _evaluate(self, at: At, changes: Changes) -> None:
         step = self._steps[at]
         behind = list(self._behind(at))
         for rule in self._rules:
@@ -170,11 +170,11 @@ class Watch:
                 continue
             named = frozenset(values.series[place] for place in np.flatnonzero(streak).tolist())
             news, since = self._news(rule, at, named)
-            known = self._standing.get((rule.name, at))
+            before = self._records.get((rule.name, at))
             if news:
                 now = Standing(named, acts=since is None)
-                self._stand(rule.name, at, now)
-                if known is None or _says_more(known, now):
+                self._record(rule.name, at, now)
+                if before is None or _must_report_again(before, now):
                     hits = _hits(rule, values, held, streak)
                     changes.fired.append(
                         Firing(
@@ -185,24 +185,24 @@ class Watch:
                             since,
                         )
                     )
-            elif known is not None:
+            elif before is not None:
                 self._fired[rule.name].remove(at)
-                del self._standing[rule.name, at]
+                del self._records[rule.name, at]
                 changes.withdrawn.append((rule.name, at))
 
-    def _stand(self, rule: str, at: At, standing: Standing) -> None:
+    def _record(self, rule: str, at: At, record: Standing) -> None:
         """Note a firing; the series of those that are too old to be looked through are let go."""
         fired = self._fired[rule]
         place = bisect.bisect_left(fired, at)
         if fired[place : place + 1] != [at]:
             fired.insert(place, at)
-        before = self._standing[rule, fired[place - 1]] if place else None
-        if before is not None and before.series == standing.series:
-            standing = dataclasses.replace(standing, series=before.series)  # one set for both
-        self._standing[rule, at] = standing
+        before = self._records[rule, fired[place - 1]] if place else None
+        if before is not None and before.series == record.series:
+            record = dataclasses.replace(record, series=before.series)  # one set for both
+        self._records[rule, at] = record
         if len(fired) > _COOLING + REACH:
             old = fired[-_COOLING - REACH - 1]
-            self._standing[rule, old] = Standing(frozenset(), self._standing[rule, old].acts)
+            self._records[rule, old] = Standing(frozenset(), self._records[rule, old].acts)
 
     def _behind(self, at: At) -> Iterator[At]:
         """Yield the steps that the run went through before, the nearest first."""
@@ -230,9 +230,9 @@ class Watch:
             return None
         if there.series == series:
             return there.values
-        known = dict(zip(there.series, there.values.tolist(), strict=True))
+        by_series = dict(zip(there.series, there.values.tolist(), strict=True))
         absent = 0.0 if rule.lists_only_bad else np.nan
-        return np.array([known.get(one, absent) for one in series], np.float64)
+        return np.array([by_series.get(one, absent) for one in series], np.float64)
 
     def _streak(self, rule: Rule, values: Values, held: Held, behind: list[At]) -> Bool:
         """Say of each series whether it held in `rule.consecutive` measured steps in a row."""
@@ -250,7 +250,7 @@ class Watch:
 
     def _held_at(self, rule: Rule, at: At) -> set[Series]:
         step = self._steps[at]
-        if rule.name not in step.held:  # remembered as history, and not judged before
+        if rule.name not in step.held:  # remembered as history, and not evaluated before
             behind = list(self._behind(at))
             step.held[rule.name] = self._held(rule, step.values[rule.name], behind)
         there, held = step.values[rule.name], step.held[rule.name]
@@ -267,9 +267,9 @@ class Watch:
             if not named:
                 break
             if 0 < at.step - earlier.step < rule.cooldown and self._leads(earlier, at):
-                standing = self._standing[rule.name, earlier]
-                named -= named if standing.series is None else standing.series
-                if since is None and standing.acts:
+                record = self._records[rule.name, earlier]
+                named -= named if record.series is None else record.series
+                if since is None and record.acts:
                     since = earlier
         return named, since
 
@@ -279,16 +279,16 @@ class Watch:
         return all(between.step > earlier.step for between in self._order[begin:end])
 
 
-def _says_more(known: Standing, now: Standing) -> bool:
-    """Return whether a firing is to be told again: it names other series, or its actions follow."""
-    return (known.series is not None and known.series != now.series) or (
-        now.acts and not known.acts
+def _must_report_again(before: Standing, now: Standing) -> bool:
+    """Return whether to report a firing again: it names other series, or its actions follow."""
+    return (before.series is not None and before.series != now.series) or (
+        now.acts and not before.acts
     )
 
 
-def _same(known: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
-    return known.keys() == values.keys() and all(
-        known[name].same_as(of_rule) for name, of_rule in values.items()
+def _same(before: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
+    return before.keys() == values.keys() and all(
+        before[name].same_as(of_rule) for name, of_rule in values.items()
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import sqlalchemy as sa
@@ -19,7 +19,7 @@ from tests.support.stores import url_of
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
-from stagescope_service.store import connect, migrate
+from stagescope_service.store import connect, migrate, tables
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tables import TABLES, metadata
 
@@ -41,6 +41,13 @@ def test_migrations_from_an_empty_file_make_the_tables(tmp_path: Path) -> None:
     for name, table in TABLES.items():
         key = [column.name for column in made.tables[name].primary_key]
         assert key == [column.name for column in table.primary_key]
+
+
+def test_row_types_have_the_columns_of_their_tables() -> None:
+    rows = [value for name, value in vars(tables).items() if name.endswith("Row")]
+    columns = {frozenset(get_type_hints(row)) for row in rows}
+    assert columns == {frozenset(table.columns.keys()) for table in TABLES.values()}
+    assert len(rows) == len(TABLES)
 
 
 def test_migrated_tables_have_the_options_and_partial_indexes_of_the_metadata(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import sqlalchemy as sa
 
 from stagescope_service.store import connect
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import TABLES, artifacts, steps
-
-Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
 
 _THERE = (artifacts.c.kind == "kept") & artifacts.c.deleted_wall.is_(None)
 _OLDEST_FIRST = (artifacts.c.wall, artifacts.c.step, artifacts.c.artifact_id)
@@ -127,9 +124,23 @@ class FileReads(Reader):
         """Return `artifact_id`, `node_id` and `path` of every kept file that is there."""
         return self._rows(kept_places())
 
-    def kept_files(self, *, limit: int = LIMIT, **which: Any) -> list[Row]:
-        """Return kept files that may go, the oldest first; `which` as `retention.kept_files`."""
-        return self._rows(kept_files(**which).limit(limit))
+    def kept_files(
+        self,
+        *,
+        node_id: str | None = None,
+        before_wall: float | None = None,
+        attempt_id: int | None = None,
+        before_step: int | None = None,
+        limit: int = LIMIT,
+    ) -> list[Row]:
+        """Return kept files that may be deleted, the oldest first; filters as in `kept_files`."""
+        query = kept_files(
+            node_id=node_id,
+            before_wall=before_wall,
+            attempt_id=attempt_id,
+            before_step=before_step,
+        )
+        return self._rows(query.limit(limit))
 
     def newest_kept_steps(self, attempt_id: int, *, limit: int) -> list[int]:
         """Return the newest steps of an attempt of which something is kept, newest first."""

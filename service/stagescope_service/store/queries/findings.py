@@ -9,7 +9,9 @@ import sqlalchemy as sa
 
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import (
+    TABLES,
+)
 
 Noticed = Literal["findings", "losses", "firings"]
 
@@ -91,7 +93,11 @@ class FindingQueries(Reader):
     ) -> list[Row]:
         """Return findings, the last seen first."""
         return self._page(
-            "findings", conditions("findings", locals()), "-last_wall finding_id", limit, offset
+            "findings",
+            conditions("findings", locals()),
+            "-last_wall finding_id",
+            limit,
+            offset,
         )
 
     def places_of_finding(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import sqlalchemy as sa
 
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import rollouts
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.snapshot import Query
+from stagescope_service.store.tables import (
+    TABLES,
+)
 
 _STEP_STATE: Final = (
     "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
@@ -285,7 +288,11 @@ class MeasurementQueries(Reader):
     ) -> list[Row]:
         """Return samples by step and sample_uid."""
         return self._page(
-            "samples", conditions("samples", locals()), "step sample_uid clock", limit, offset
+            "samples",
+            conditions("samples", locals()),
+            "step sample_uid clock",
+            limit,
+            offset,
         )
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[Row]:
@@ -308,13 +315,15 @@ def _answers() -> sa.ColumnElement[bool]:
     return sa.or_(~sa.exists().where(own, replaced), sa.exists().where(own, answering))
 
 
-def _between(column: sa.Column[Any], first: int | None, last: int | None) -> list[Any]:
+def _between(
+    column: sa.ColumnElement[int], first: int | None, last: int | None
+) -> list[sa.ColumnElement[bool]]:
     """Return the conditions of a range of steps, both ends included."""
     bounds = [column >= first] if first is not None else []
     return bounds + ([column <= last] if last is not None else [])
 
 
-def _scalar_names(attempt_id: int) -> Any:
+def _scalar_names(attempt_id: int) -> Query:
     """Select the distinct `name`s of an attempt's scalars, and the `last` step of each.
 
     A loose index scan: each name is looked up behind the one before, however many rows bear it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 
@@ -74,7 +74,7 @@ def _live(activity: sa.Subquery) -> sa.ColumnElement[bool]:
 
 
 def newest_summary(run: str | None) -> Query:
-    """Select the step whose whole is the newest of a run, or of any."""
+    """Select the step with the newest step summary of a run, or of any run."""
     table, attempt = tables.steps, tables.attempts
     chosen: list[sa.ColumnElement[bool]] = [table.c.whole.is_not(None)]
     if run is not None:
@@ -214,7 +214,10 @@ def counts() -> dict[str, Query]:
     run = tables.attempts.c.run
 
     def by_run(
-        table: sa.Table, *labels: Any, where: Any = None, sums: tuple[Any, ...] = ()
+        table: sa.Table,
+        *labels: sa.Column[str],
+        where: sa.ColumnElement[bool] | None = None,
+        sums: tuple[sa.Label[int], ...] = (),
     ) -> Query:
         # Grouped by attempt first: of many rows, each would be joined before it is counted.
         inner = sa.select(table.c.attempt_id, *labels, count, *sums)

@@ -1,16 +1,17 @@
-"""One read transaction a question: the connection, filters and pages that all questions share."""
+"""What all queries share: a read transaction, filters and pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import sqlalchemy as sa
 
 from stagescope_service.store import connect
 from stagescope_service.store.contract import Row
-from stagescope_service.store.snapshot import rows
+from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import TABLES
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
@@ -32,38 +33,38 @@ class Reader:
         """Close every connection."""
         self._engine.dispose()
 
-    def _connect(self) -> Any:
+    def _connect(self) -> AbstractContextManager[sa.Connection]:
         if self._path and (found := connect.file_id(self._path)) != self._file:
             self._engine.dispose()  # another file lies there now
             self._file = found
         return self._engine.begin()
 
-    def _rows(self, query: Any) -> list[Row]:
+    def _rows(self, query: Query) -> list[Row]:
         with connect.explained(self._where), self._connect() as connection:
             return rows(connection, query)
 
-    def _each(self, query: Any) -> Iterator[Row]:
-        """Yield a question's rows as they are read: they need not fit into memory at once."""
+    def _each(self, query: Query) -> Iterator[Row]:
+        """Yield the rows of a query as they are read: they need not fit into memory at once."""
         with connect.explained(self._where), self._connect() as connection:
             streaming = connection.execution_options(yield_per=_AT_ONCE)
             # Closed before the connection goes back, also where not all is read: what Python 3.10
             # frees of an unclosed cursor later on resets the statement that another one runs, and
             # that one reads its first rows again.
             with streaming.execute(query) as found:
-                for row in found.mappings():
-                    yield dict(row)
+                for mapping in found.mappings():
+                    yield dict(mapping)
 
-    def _first(self, query: Any) -> Row | None:
+    def _first(self, query: Query) -> Row | None:
         found = self._rows(query.limit(1))
         return found[0] if found else None
 
-    def _one(self, name: str, **key: Any) -> Row | None:
+    def _one(self, name: str, **key: Filter) -> Row | None:
         return self._first(sa.select(TABLES[name]).where(*conditions(name, key)))
 
     def _page(
         self,
         name: str,
-        where: list[Any],
+        where: list[sa.ColumnElement[bool]],
         order: str,
         limit: int | None = None,
         offset: int = 0,
@@ -77,7 +78,7 @@ class Reader:
         return self._rows(query.limit(limit).offset(offset) if limit is not None else query)
 
 
-def conditions(name: str, filters: dict[str, Any]) -> list[Any]:
+def conditions(name: str, filters: Mapping[str, object]) -> list[sa.ColumnElement[bool]]:
     """Return conditions for those of `filters` that are columns of the table and not None."""
     columns = TABLES[name].columns
     return [

@@ -107,7 +107,7 @@ class RunReads(Reader):
         return self._one("steps", attempt_id=attempt_id, step=step)
 
     def newest_whole(self, run: str | None) -> Row | None:
-        """Return the newest step of a run's newest attempt that has a whole, with its blob.
+        """Return the newest step of a run's newest attempt that has a step summary, with its blob.
 
         Args:
             run: the run; None for the one that trained last.
@@ -172,7 +172,7 @@ class RunReads(Reader):
         return self._page("processes", conditions("processes", locals()), "role rank first_wall")
 
     def timings(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
-        """Return how ranks went through each part of steps; see `paces.paces`."""
+        """Return how ranks went through each part of steps; see `stage_timing`."""
         return self._rows(timings(attempt_id, steps))
 
 

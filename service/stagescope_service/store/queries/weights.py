@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries.reader import LIMIT, Reader, conditions
+from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import TABLES
-
-Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
 
 _records = TABLES["weights"]
 _verdicts = TABLES["weight_verdicts"]
@@ -59,7 +57,9 @@ class WeightReads(Reader):
     def weights(self, attempt_id: int, version: int) -> list[Row]:
         """Return the records of a version, in the order in which they were made."""
         return self._page(
-            "weights", conditions("weights", locals()), "wall side role rank incarnation seq"
+            "weights",
+            conditions("weights", locals()),
+            "wall side role rank incarnation seq",
         )
 
     def weight_manifests(self, manifests: Sequence[str]) -> dict[str, bytes]:

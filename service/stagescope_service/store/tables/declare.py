@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
@@ -55,3 +55,49 @@ def table(name: str, *parts: Any) -> sa.Table:
 def partial_index(name: str, *names: str, where: str) -> Index:
     """Return an index of the rows of which `where` is so; a query must say it word for word."""
     return Index(name, *names, sqlite_where=sa.text(where), postgresql_where=sa.text(where))
+
+
+class WorkRow(TypedDict):
+    """The columns of `place`: which work of which rank a row is about."""
+
+    attempt_id: int | None
+    step: int | None
+    policy_version: int | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+    occurrence: int | None
+    epoch: int | None
+    minibatch: int | None
+    microbatch: int | None
+
+
+class LayoutRow(TypedDict):
+    """The columns of `layout`: where a rank stands in its parallel layout."""
+
+    cluster: str | None
+    node: str | None
+    host: str | None
+    device_kind: str | None
+    device_index: int | None
+    device_serial: str | None
+    dp_rank: int | None
+    dp_size: int | None
+    tp_rank: int | None
+    tp_size: int | None
+    pp_rank: int | None
+    pp_size: int | None
+    vpp_rank: int | None
+    vpp_size: int | None
+    cp_rank: int | None
+    cp_size: int | None
+    sp_rank: int | None
+    sp_size: int | None
+    ep_rank: int | None
+    ep_size: int | None
+    etp_rank: int | None
+    etp_size: int | None
+    engine: str | None
+    engine_version: str | None
+    framework: str | None
+    framework_version: str | None

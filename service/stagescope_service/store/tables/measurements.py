@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from sqlalchemy import Column, Index
 
-from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
-from stagescope_service.store.tables.declare import columns, key, partial_index, place, table
+from stagescope_service.store.columns import Blob, Flag, Int, Json, Real, StrictJson, Text
+from stagescope_service.store.tables.declare import (
+    WorkRow,
+    columns,
+    key,
+    partial_index,
+    place,
+    table,
+)
 
 scalars = table(
     "scalars",
@@ -21,6 +30,18 @@ scalars = table(
     # answers: which scalars an attempt logged, and a scalar's values over its steps
     Index(None, "attempt_id", "name", "step"),
 )
+
+
+class ScalarRow(WorkRow):
+    """A row of `scalars`."""
+
+    incarnation: str
+    work_key: str
+    name: str
+    value: float | None
+    nonfinite: str | None
+    wall: float | None
+
 
 payloads = table(
     "payloads",
@@ -40,6 +61,25 @@ payloads = table(
     partial_index("ix_payloads_stepless", "attempt_id", "policy_version", where="step IS NULL"),
 )
 
+
+class PayloadRow(WorkRow):
+    """A row of `payloads`."""
+
+    incarnation: str
+    seq: int
+    work_key: str | None
+    state: str | None
+    reason: str | None
+    tensors: Json
+    meta: Json
+    bytes: int | None
+    node_id: str | None
+    announced_wall: float | None
+    settled_wall: float | None
+    digest: str | None
+    consumed_step: int | None
+
+
 summaries = table(
     "summaries",
     key("incarnation", Text),
@@ -49,6 +89,17 @@ summaries = table(
     Column("summary", Blob),
     Index(None, "attempt_id", "step"),
 )
+
+
+class SummaryRow(WorkRow):
+    """A row of `summaries`."""
+
+    incarnation: str
+    seq: int
+    pair: str
+    data_rank: int | None
+    summary: bytes | None
+
 
 step_metrics = table(
     "step_metrics",
@@ -63,6 +114,24 @@ step_metrics = table(
     # Null where an earlier release wrote the row: then the step summary says it.
     *columns(Int, "tokens masked_tokens unequal_tokens"),
 )
+
+
+class StepMetricsRow(TypedDict):
+    """A row of `step_metrics`."""
+
+    attempt_id: int
+    step: int
+    version: int | None
+    whole_wall: float | None
+    stage: str | None
+    verdict: str | None
+    suspects: Json
+    metrics: Json
+    slices: bytes | None
+    tokens: int | None
+    masked_tokens: int | None
+    unequal_tokens: int | None
+
 
 streams = table(
     "streams",
@@ -80,6 +149,29 @@ streams = table(
     Column("extra", StrictJson()),
 )
 
+
+class StreamRow(TypedDict):
+    """A row of `streams`."""
+
+    attempt_id: int
+    stream: str
+    role: str
+    stage: str
+    producer: str | None
+    engine: str | None
+    engine_version: str | None
+    dtype: str | None
+    dtypes: Json
+    quantisation: str | None
+    processed: bool | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    alignment: str | None
+    routing: str | None
+    extra: Json
+
+
 samples = table(
     "samples",
     key("attempt_id", Int),
@@ -95,6 +187,27 @@ samples = table(
     *columns(Int, "tokens rounds"),
     Index(None, "attempt_id", "step"),
 )
+
+
+class SampleRow(TypedDict):
+    """A row of `samples`."""
+
+    attempt_id: int
+    clock: str
+    sample_uid: str
+    step: int | None
+    policy_version: int | None
+    group_id: str | None
+    sample_index: int | None
+    split: str | None
+    data_source: str | None
+    prompt_hash: str | None
+    tokens_hash: str | None
+    policy_versions: Json
+    consumed_step: int | None
+    reward: float | None
+    tokens: int | None
+    rounds: int | None
 
 
 weights = table(
@@ -114,7 +227,36 @@ weights = table(
     Index(None, "attempt_id", "step"),
 )
 
+
+class WeightsRow(TypedDict):
+    """A row of `weights`."""
+
+    incarnation: str
+    seq: int
+    attempt_id: int | None
+    step: int | None
+    version: int | None
+    side: str | None
+    kind: str | None
+    role: str | None
+    rank: int | None
+    wall: float | None
+    checksums: bytes | None
+    manifest: str | None
+    device_kind: str | None
+    device_index: int | None
+    device_serial: str | None
+
+
 weight_manifests = table("weight_manifests", key("manifest", Text), Column("tensors", Blob))
+
+
+class WeightManifestRow(TypedDict):
+    """A row of `weight_manifests`."""
+
+    manifest: str
+    tensors: bytes | None
+
 
 weight_verdicts = table(
     "weight_verdicts",
@@ -125,6 +267,25 @@ weight_verdicts = table(
     *columns(StrictJson(), "ranks names"),
     Column("wall", Real),
 )
+
+
+class WeightVerdictRow(TypedDict):
+    """A row of `weight_verdicts`."""
+
+    attempt_id: int
+    version: int
+    step: int | None
+    records: int | None
+    agree: int | None
+    differ: int | None
+    missing: int | None
+    not_comparable: int | None
+    replicas_differ: int | None
+    complete: bool | None
+    ranks: Json
+    names: Json
+    wall: float | None
+
 
 odd_replicas = table(
     "odd_replicas",
@@ -144,3 +305,26 @@ odd_replicas = table(
     Column("wall", Real),
     Index(None, "device"),
 )
+
+
+class OddReplicaRow(TypedDict):
+    """A row of `odd_replicas`."""
+
+    attempt_id: int
+    version: int
+    side: str
+    role: str
+    rank: int
+    run: str | None
+    step: int | None
+    device: str | None
+    host: str | None
+    node_id: str | None
+    device_kind: str | None
+    device_index: int | None
+    device_serial: str | None
+    is_outvoted: bool | None
+    replicas: int | None
+    tensors: int | None
+    names: Json
+    wall: float | None

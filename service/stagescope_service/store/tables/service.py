@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from sqlalchemy import Column, Index
 
 from stagescope.wire.schema import PART_FIELDS
-from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
-from stagescope_service.store.tables.declare import columns, key, partial_index, place, table
+from stagescope_service.store.columns import Flag, Int, Json, Real, StrictJson, Text
+from stagescope_service.store.tables.declare import (
+    WorkRow,
+    columns,
+    key,
+    partial_index,
+    place,
+    table,
+)
 
 captures = table(
     "captures",
@@ -18,6 +27,21 @@ captures = table(
     Column("removed_by", Text),
     Column("revision", Int),
 )
+
+
+class CaptureRow(TypedDict):
+    """A row of `captures`."""
+
+    capture_id: str
+    run: str | None
+    spec: Json
+    state: str | None
+    by: str | None
+    created_wall: float | None
+    removed_wall: float | None
+    removed_by: str | None
+    revision: int | None
+
 
 dumps = table(
     "dumps",
@@ -34,6 +58,27 @@ dumps = table(
     Index(None, "attempt_id", "step"),
     partial_index("ix_dumps_armed", "incarnation", where="state = 'armed'"),
 )
+
+
+class DumpRow(WorkRow):
+    """A row of `dumps`."""
+
+    incarnation: str
+    work_key: str
+    capture_id: str
+    path: str | None
+    node_id: str | None
+    state: str | None
+    bytes: int | None
+    files: int | None
+    seconds: float | None
+    task: str | None
+    level: str | None
+    error: str | None
+    overrides: Json
+    estimate: Json
+    wall: float | None
+
 
 operators = table(
     "operators",
@@ -58,6 +103,36 @@ operators = table(
 )
 
 
+class OperatorTableRow(WorkRow):
+    """A row of `operators`."""
+
+    incarnation: str
+    work_key: str
+    capture_id: str
+    node_id: str | None
+    dump_path: str | None
+    announced_wall: float | None
+    mark: int | None
+    digested_mark: int | None
+    truncated: bool | None
+    state: str | None
+    reason: str | None
+    path: str | None
+    checksum: str | None
+    task: str | None
+    level: str | None
+    bytes: int | None
+    calls: int | None
+    rows: int | None
+    non_finite_rows: int | None
+    truncated_at: int | None
+    done: bool | None
+    certain: bool | None
+    first_non_finite: Json
+    summary: Json
+    wall: float | None
+
+
 artifacts = table(
     "artifacts",
     key("artifact_id", Text),
@@ -76,6 +151,36 @@ artifacts = table(
     Index(None, "attempt_id", "step"),
 )
 
+
+class ArtifactRow(TypedDict):
+    """A row of `artifacts`."""
+
+    artifact_id: str
+    incarnation: str | None
+    seq: int | None
+    attempt_id: int | None
+    step: int | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+    kind: str | None
+    node_id: str | None
+    path: str | None
+    bytes: int | None
+    checksum: str | None
+    shared: bool | None
+    pinned: bool | None
+    wall: float | None
+    deleted_wall: float | None
+    policy_version: int | None
+    occurrence: int | None
+    epoch: int | None
+    minibatch: int | None
+    microbatch: int | None
+    sections: Json
+    tensors: Json
+
+
 engines = table(
     "engines",
     key("name", Text),
@@ -83,6 +188,22 @@ engines = table(
     Column("wall", Real),
     Column("settings", StrictJson()),
 )
+
+
+class EngineRow(TypedDict):
+    """A row of `engines`."""
+
+    name: str
+    url: str | None
+    kind: str | None
+    model: str | None
+    version: str | None
+    run: str | None
+    by: str | None
+    note: str | None
+    wall: float | None
+    settings: Json
+
 
 audit = table(
     "audit",
@@ -92,4 +213,22 @@ audit = table(
     Column("detail", StrictJson()),
 )
 
+
+class AuditRow(TypedDict):
+    """A row of `audit`."""
+
+    audit_id: int
+    wall: float | None
+    by: str | None
+    action: str | None
+    detail: Json
+
+
 meta = table("meta", key("key", Text), Column("value", StrictJson()))
+
+
+class MetaRow(TypedDict):
+    """A row of `meta`."""
+
+    key: str
+    value: Json

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
-from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
+from stagescope_service.store.columns import Blob, Flag, Int, Json, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
+    LayoutRow,
+    WorkRow,
     columns,
     key,
     layout,
@@ -18,6 +22,15 @@ from stagescope_service.store.tables.declare import (
 runs = table(
     "runs", key("run", Text), Column("created_wall", Real), Column("settings", StrictJson())
 )
+
+
+class RunRow(TypedDict):
+    """A row of `runs`."""
+
+    run: str
+    created_wall: float | None
+    settings: Json
+
 
 attempts = table(
     "attempts",
@@ -33,6 +46,24 @@ attempts = table(
     sa.UniqueConstraint("run", "key"),
     sa.UniqueConstraint("run", "number"),
 )
+
+
+class AttemptRow(TypedDict):
+    """A row of `attempts`."""
+
+    attempt_id: int
+    run: str
+    number: int
+    key: str
+    opened_wall: float | None
+    ended_wall: float | None
+    end_reason: str | None
+    resumed_from_step: int | None
+    first_step: int | None
+    last_closed_step: int | None
+    fingerprint: Json
+    unkeyed: bool | None
+
 
 processes = table(
     "processes",
@@ -56,6 +87,36 @@ processes = table(
     ),
 )
 
+
+class ProcessRow(LayoutRow):
+    """A row of `processes`."""
+
+    incarnation: str
+    attempt_id: int | None
+    role: str | None
+    rank: int | None
+    world_size: int | None
+    data_rank: int | None
+    node_id: str | None
+    pid: int | None
+    settings: Json
+    hello: Json
+    first_wall: float | None
+    last_wall: float | None
+    clock_offset: float | None
+    clock_error: float | None
+    finished_wall: float | None
+    lapsed_wall: float | None
+    dropped_events: int | None
+    dropped_payloads: int | None
+    dropped_bytes: int | None
+    dropped_seqs: Json
+    raw: bool | None
+    unkeyed: bool | None
+    max_step: int | None
+    plan_revision: int | None
+
+
 steps = table(
     "steps",
     key("attempt_id", Int),
@@ -64,6 +125,8 @@ steps = table(
     *columns(Text, "close_reason completeness"),
     *columns(StrictJson(), "expected missing"),
     Column("superseded_by", Int),
+    # The step summary: Python calls it `step_summary`, the columns `whole`, `whole_wall` and
+    # `whole_mark` keep the names of the first release.
     Column("whole", Blob),
     Column("whole_wall", Real),
     Column("pinned", Flag()),
@@ -75,6 +138,26 @@ steps = table(
         "ix_steps_unformed", "attempt_id", where="coalesce(whole_mark, -1) <> parts_mark"
     ),
 )
+
+
+class StepRow(TypedDict):
+    """A row of `steps`."""
+
+    attempt_id: int
+    step: int
+    opened_wall: float | None
+    closed_wall: float | None
+    close_reason: str | None
+    completeness: str | None
+    expected: Json
+    missing: Json
+    superseded_by: int | None
+    whole: bytes | None
+    whole_wall: float | None
+    pinned: bool | None
+    parts_mark: int | None
+    whole_mark: int | None
+
 
 stages = table(
     "stages",
@@ -97,3 +180,26 @@ stages = table(
     # answers: whose training stage began last
     partial_index("ix_stages_begun", "begun_wall", where="stage <> 'rollout_generate'"),
 )
+
+
+class StageRow(WorkRow):
+    """A row of `stages`."""
+
+    incarnation: str
+    work_key: str
+    revision: int
+    begin_seq: int | None
+    begin_wall: float | None
+    begin_mono: float | None
+    end_seq: int | None
+    end_wall: float | None
+    end_mono: float | None
+    device_time: bool | None
+    device_seconds: float | None
+    clock_offset: float | None
+    clock_error: float | None
+    status: str | None
+    error_type: str | None
+    error_message: str | None
+    superseded: bool | None
+    begun_wall: float | None
