@@ -12,7 +12,7 @@ import pytest
 from tests.support.api import Service, service
 
 from stagescope.wire import schema
-from stagescope_service.api.bodies import BodyPools
+from stagescope_service.api.requests import BodyReaders
 
 EVENTS = {
     "sender": schema.Sender("i", "r", "a", "actor", 0).wire(),
@@ -43,9 +43,9 @@ def connections(running: Service, count: int, sent: bytes) -> Iterator[list[sock
 
 def held(running: Service, enough: Callable[[int], bool]) -> None:
     """Wait until so many bytes of bodies are in memory."""
-    pools: BodyPools = running.app.state.bodies
-    pool = pools._pools["operate"]
-    while not enough(pool.held):
+    readers: BodyReaders = running.app.state.bodies
+    reader = readers._readers["operate"]
+    while not enough(reader.held):
         running.read.get("/healthz")
 
 
@@ -117,8 +117,8 @@ def test_the_read_token_holds_no_memory_of_ranks(tmp_path: Path) -> None:
         service(tmp_path, body_seconds=300, **bounds) as running,
         connections(running, 1, head(running, "/comparisons", 1024, "read") + b" " * 1023),
     ):
-        pools: BodyPools = running.app.state.bodies
-        while not pools._pools["read"].held:
+        readers: BodyReaders = running.app.state.bodies
+        while not readers._readers["read"].held:
             running.read.get("/healthz")
         assert running.operate.post("/events", json=EVENTS).status_code == 200
 

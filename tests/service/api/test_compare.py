@@ -177,7 +177,7 @@ def test_steps_that_only_logged_numbers_are_said_to_be_left_out(
     left_out = "4 of 7 steps are compared: those that every side still keeps"
     rest = "; what was logged in the others is not (stagescope series shows it)"
     assert said() == ("same", [("gap", left_out + rest, side) for side in (0, 1)])
-    monkeypatch.setattr("stagescope_service.api.sides.MOST_STEPS", 3)
+    monkeypatch.setattr("stagescope_service.api.comparison_sides.MAX_STEPS", 3)
     left_out = (
         "3 of 7 steps are compared: those that every side still keeps, the newest 3 of these 4"
     )

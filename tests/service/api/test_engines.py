@@ -100,7 +100,7 @@ def test_a_redirect_is_not_followed(live: Service) -> None:
 def test_engines_that_hang_cost_one_deadline_and_hold_nobody_up(
     live: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_health, "SECONDS", 0.5)
+    monkeypatch.setattr(engine_health, "DEADLINE_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         for number in range(40):  # more than are asked at one time
             silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -16,7 +16,7 @@ from tests.support.small_decoder import SmallDecoder, small_decoder
 
 import stagescope
 from stagescope.wire.errors import InvalidInput, NotReady
-from stagescope_service.api.dependencies import AT_ONCE, Comparisons
+from stagescope_service.api.dependencies import MAX_RUNNING, Computations
 from stagescope_service.api.operator_files import OperatorFiles
 
 STAGE = "actor_update"
@@ -270,27 +270,27 @@ def test_a_table_on_another_node_is_fetched_once_and_a_lost_node_says_so(
 
 
 def test_a_third_comparison_is_told_to_ask_again() -> None:
-    going, begun = threading.Event(), threading.Barrier(AT_ONCE + 1)
+    going, begun = threading.Event(), threading.Barrier(MAX_RUNNING + 1)
 
     def question() -> None:
         begun.wait(30)
         assert going.wait(30)
 
-    comparisons = Comparisons()
-    futures = [comparisons.start(question) for _ in range(AT_ONCE)]
+    computations = Computations()
+    futures = [computations.start(question) for _ in range(MAX_RUNNING)]
     begun.wait(30)
     with pytest.raises(NotReady, match="ask again"):
-        comparisons.start(question)
+        computations.start(question)
     going.set()
     for future in futures:
         future.result(30)
-    assert comparisons.start(int).result(30) == 0
+    assert computations.start(int).result(30) == 0
 
 
 def test_other_answers_come_while_comparisons_are_computed(
     asked: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    going, begun = threading.Event(), threading.Barrier(AT_ONCE + 1)
+    going, begun = threading.Event(), threading.Barrier(MAX_RUNNING + 1)
     find: Callable[..., Path] = OperatorFiles.path
 
     def slow(files: OperatorFiles, row: Any) -> Path:
@@ -303,7 +303,7 @@ def test_other_answers_come_while_comparisons_are_computed(
     answers: list[int] = []
     threads = [
         threading.Thread(target=lambda: answers.append(ask(asked, BOTH)["a"]["step"]))
-        for _ in range(AT_ONCE)
+        for _ in range(MAX_RUNNING)
     ]
     for thread in threads:
         thread.start()
@@ -366,14 +366,14 @@ def test_a_long_question_is_begun_once_and_again_where_it_failed() -> None:
             raise InvalidInput("broken")
         return len(begun)
 
-    comparisons = Comparisons(1)
-    _, first = comparisons.once(("a", "b"), question)
-    assert comparisons.once(("a", "b"), question)[1] is first
+    computations = Computations(1)
+    _, first = computations.start_once(("a", "b"), question)
+    assert computations.start_once(("a", "b"), question)[1] is first
     with pytest.raises(NotReady, match="ask again"):
-        comparisons.once(("a", "c"), question)
+        computations.start_once(("a", "c"), question)
     going.set()
     with pytest.raises(InvalidInput):
         first.result(30)
-    _, second = comparisons.once(("a", "b"), question)
+    _, second = computations.start_once(("a", "b"), question)
     assert second.result(30) == 2
-    assert comparisons.once(("a", "b"), question)[1] is second
+    assert computations.start_once(("a", "b"), question)[1] is second

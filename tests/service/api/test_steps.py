@@ -8,7 +8,7 @@ import pytest
 from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
-from stagescope_service.api.answers import COLUMNS
+from stagescope_service.api.numbers import COLUMNS
 from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.summarise import summarise

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stagescope.wire.captures import CAPTURE_FIELDS
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
@@ -23,7 +24,7 @@ from stagescope_service.api.models.common import (
 )
 
 
-def _said(name: str) -> Any:
+def _capture_field(name: str) -> Any:  # as pydantic.Field
     return Field(description=CAPTURE_FIELDS[name])
 
 
@@ -40,24 +41,24 @@ State = Annotated[
 class Order(Model):
     """What was ordered, every field written out."""
 
-    run: str | None = _said("run")
-    stages: list[str] | Literal["all"] = _said("stages")
-    roles: list[str] | None = _said("roles")
-    ranks: list[int] | Literal["all"] | dict[str, int] = _said("ranks")
-    steps: list[int] | Literal["all"] | dict[str, int | None] = _said("steps")
-    config: dict[str, Any] | None = _said("config")
-    config_path: str | None = _said("config_path")
-    bench: dict[str, Any] | None = _said("bench")
-    data_dir: str | None = _said("data_dir")
-    keep: list[str] = _said("keep")
-    parameters: list[str] = _said("parameters")
-    gradients: list[str] = _said("gradients")
-    limits: dict[str, Any] | None = _said("limits")
-    force: bool = _said("force")
-    strict: bool = _said("strict")
-    timeout: float = _said("timeout")
-    late: Literal["wait", "go_on", "give_up"] = _said("late")
-    again: int = _said("again")
+    run: str | None = _capture_field("run")
+    stages: list[str] | Literal["all"] = _capture_field("stages")
+    roles: list[str] | None = _capture_field("roles")
+    ranks: list[int] | Literal["all"] | dict[str, int] = _capture_field("ranks")
+    steps: list[int] | Literal["all"] | dict[str, int | None] = _capture_field("steps")
+    config: JsonObject | None = _capture_field("config")
+    config_path: str | None = _capture_field("config_path")
+    bench: JsonObject | None = _capture_field("bench")
+    data_dir: str | None = _capture_field("data_dir")
+    keep: list[str] = _capture_field("keep")
+    parameters: list[str] = _capture_field("parameters")
+    gradients: list[str] = _capture_field("gradients")
+    limits: JsonObject | None = _capture_field("limits")
+    force: bool = _capture_field("force")
+    strict: bool = _capture_field("strict")
+    timeout: float = _capture_field("timeout")
+    late: Literal["wait", "go_on", "give_up"] = _capture_field("late")
+    again: int = _capture_field("again")
     capture_id: str
     source: Annotated[str, Field(examples=["http"])]
     by: str

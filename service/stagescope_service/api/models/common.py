@@ -1,4 +1,4 @@
-"""What many answers share: numbers, headings, pages, places."""
+"""Types that many answers share: numbers, headings, pages, ranks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypeAliasType
 
+from stagescope_service.api.encoding import JsonObject
 
-def _readable(schema: dict[str, Any]) -> None:
-    """Take out what repeats a field's name, and defaults: they say that a field may be absent."""
-    for about in schema.get("properties", {}).values():
-        about.pop("title", None)
-        about.pop("default", None)
+
+def _tidy(schema: dict[str, Any]) -> None:
+    """Leave out titles, which repeat names, and defaults, which mean that a field may be absent."""
+    for field in schema.get("properties", {}).values():
+        field.pop("title", None)
+        field.pop("default", None)
 
 
 class Model(BaseModel):
-    """An object of an answer; it has no other fields than it names."""
+    """An object of an answer, with no other fields than these."""
 
     model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, json_schema_extra=_readable
+        extra="forbid", use_attribute_docstrings=True, json_schema_extra=_tidy
     )
 
 
 ABSENT: Final[Any] = None
-"""Default of a field that is not there where it says nothing; else a field is always there."""
+"""Default of a field that may be absent; every other field is always present."""
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ Number = TypeAliasType(
         Field(description="A number; one that is not finite is its name, since JSON has none."),
     ],
 )
-Json = Annotated[Any, Field(description="Any JSON.")]
+Json = Annotated[object, Field(description="Any JSON.")]
 Wall = Annotated[float, Field(description="Unix seconds.", examples=[1_792_000_000.25])]
 """A time; a model says whose clock, where it is not the service's."""
 
@@ -124,9 +126,9 @@ class StepHeading(AttemptHeading):
 class Page(BaseModel, Generic[T]):
     """A page of a list; an answer is a `Model` as well."""
 
-    # No docstrings of attributes here: for each type of row pydantic would look for them in the
-    # source of every module that is imported, 3 s of CPU at the API's start.
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_readable)
+    # Without use_attribute_docstrings: for each type of row pydantic would parse the source of
+    # every imported module, 3 s of CPU at the API's start.
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_tidy)
 
     rows: list[T]
     next: Annotated[
@@ -228,9 +230,9 @@ class DumpRow(Model):
     """What it took of the rank's stage."""
     error: str | None
     """Why it was missed, or failed."""
-    overrides: list[Any] | dict[str, Any] | None
+    overrides: list[object] | JsonObject | None
     """What of msprobe's configuration the service decided otherwise."""
-    estimate: dict[str, Any] | None
+    estimate: JsonObject | None
     """`bytes`, `seconds` and `basis` of what it was expected to take."""
     wall: float | None
     """Unix seconds: when the rank said so."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     BegunAgainIn,
@@ -119,7 +120,7 @@ class Stream(Model):
     top_k: int = ABSENT
     alignment: str = ABSENT
     routing: str = ABSENT
-    extra: dict[str, Any] = ABSENT
+    extra: JsonObject = ABSENT
 
 
 class RolloutIs(Model):

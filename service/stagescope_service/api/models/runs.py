@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
@@ -42,7 +43,7 @@ class RunRow(Model):
     """Unix seconds."""
     last_wall: float | None
     """Unix seconds: when one of its processes was heard of last."""
-    settings: dict[str, Any] | None
+    settings: JsonObject | None
     """What its processes said of the run."""
 
 
@@ -80,7 +81,7 @@ class AttemptRow(Model):
     """How many have reported."""
     last_wall: float | None
     """Unix seconds: when one of them was heard of last."""
-    fingerprint: dict[str, Any] | None
+    fingerprint: JsonObject | None
     """git, config, packages, drivers, environment without secrets; null: nobody gave it."""
     superseded: list[Superseded]
     """Steps that later attempts did again."""
@@ -236,7 +237,7 @@ class FindingRow(Model):
     kind: Annotated[str, Field(examples=["stage_stuck"])]
     severity: Severity
     message: str | None
-    evidence: dict[str, Any] | None
+    evidence: JsonObject | None
     """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
     advice: str | None
     """What to try."""
@@ -368,7 +369,7 @@ class FiringGroup(Extent):
     rank: Rank | None
     round: int | None
     message: str
-    actions: dict[str, Any] | None
+    actions: JsonObject | None
     """What became of its actions, as `/triggers/firings` has it; null: not taken yet."""
     outcomes: list[str]
     """What became of the actions of all of them, in words."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     AttemptHeading,
@@ -134,7 +135,7 @@ class RankPlan(Model):
     """The plan as a rank hears of it."""
 
     revision: int
-    captures: list[dict[str, Any]]
+    captures: list[JsonObject]
     """The captures that concern the run, with `phase`, `agreement` (its number) and `steps`."""
     keep: Json = ABSENT
     """What the settings' file has the run keep."""
@@ -185,7 +186,7 @@ class RegisteredEngine(Model):
     run: Run | None
     """The run that uses it."""
     note: str | None
-    settings: dict[str, Any] | None
+    settings: JsonObject | None
     """What it said of itself."""
     by: str
     """Who registered it."""

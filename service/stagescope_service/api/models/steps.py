@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -228,7 +228,7 @@ class KeptFile(Model):
     state: Literal["kept", "deleted", "missing", "unreachable", "pinned"]
     bytes: int | None
     checksum: str | None
-    tensors: dict[str, list[Any]] | None
+    tensors: dict[str, list[object]] | None
     """Name -> [dtype, shape, rows of a packed one]."""
     policy_version: int | None
     node_id: NodeId | None

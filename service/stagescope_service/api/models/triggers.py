@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
@@ -59,7 +60,7 @@ class RuleActions(Model):
     """Of how many last steps the payloads are pinned."""
     webhook: str = ABSENT
     """The host alone: the URL may hold secrets."""
-    capture: dict[str, Any] = ABSENT
+    capture: JsonObject = ABSENT
     """The capture that is ordered where the run has a budget; see `POST /captures`."""
 
 
@@ -167,7 +168,7 @@ class Firing(Model):
     """Null: not taken yet."""
     withdrawn_wall: float | None
     """Unix seconds: since when it no longer stands."""
-    evidence: dict[str, Any]
+    evidence: JsonObject
     """The numbers, what they were held against, the token, the ranks concerned."""
 
 
@@ -258,7 +259,7 @@ class WouldFire(Model):
     rank: Rank | None
     round: int | None
     message: str
-    evidence: dict[str, Any]
+    evidence: JsonObject
     """As of a firing."""
     fired_live: bool
     """Whether it did."""
