@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple
+
+from cachetools import LRUCache
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.names import misspelt
@@ -30,37 +32,6 @@ from stagescope_service.statistics.step_summary import (
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import pair_name, part_records
-
-Value = TypeVar("Value")
-
-
-class Lru(Generic[Value]):
-    """A cache of the `size` values that were used last; thread-safe."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._values: OrderedDict[Hashable, Value] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`, made if it is not cached.
-
-        Two threads may both make it: waiting for each other would cost more.
-        """
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key]
-        value = make()
-        with self._lock:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            while len(self._values) > self._size:
-                self._values.popitem(last=False)
-        return value
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class Slice(NamedTuple):
@@ -118,7 +89,8 @@ class StepSummaries:
 
     def __init__(self, catalogue: Catalogue, size: int) -> None:
         self._catalogue = catalogue
-        self._cache: Lru[MeasuredStep] = Lru(size)
+        self._cache: LRUCache[tuple[StepVersion, Slice], MeasuredStep] = LRUCache(size)
+        self._lock = threading.Lock()
 
     def measure(
         self,
@@ -139,7 +111,17 @@ class StepSummaries:
         version = StepVersion(attempt_id, int(step["step"]), step["whole_wall"])
         if not step["has_whole"]:
             return self._assemble(version, part)
-        return self._cache.get((version, part), lambda: self._read(version, part))
+        key = (version, part)
+        with self._lock:
+            cached: MeasuredStep | None = self._cache.get(key)
+        if cached is not None:
+            return cached
+        # Two threads may read the same step: waiting for each other would cost more.
+        measured = self._read(version, part)
+        if self._cache.maxsize:
+            with self._lock:
+                self._cache[key] = measured
+        return measured
 
     def published(self, attempt_id: int, number: int) -> dict[str, float]:
         """Return the published metrics of a step, {} where nothing was measured."""
