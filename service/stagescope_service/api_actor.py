@@ -288,7 +288,7 @@ class ApiServer:
         server = self._server
         if server is None or not server.running:
             raise NotReady(
-                f"the API does not serve: {self._problem or 'it is being started anew'}",
+                f"the API does not serve: {self._problem or 'it is restarting'}",
                 advice="the same call may be made again",
             )
         deps: Dependencies = server.app.state.deps

@@ -95,8 +95,10 @@ class Settings(BaseSettings):
         description="Batches of events carried out at one time; others wait. As many of the "
         "largest size are held in memory.",
     )
-    page_size: int = Field(default=50, ge=1, description="Rows of a list where none is asked.")
-    max_page_size: int = Field(default=1000, ge=1, description="Most rows that may be asked.")
+    page_size: int = Field(
+        default=50, ge=1, description="Rows of a list where the request names no limit."
+    )
+    max_page_size: int = Field(default=1000, ge=1, description="Most rows of a page.")
     cache_steps: int = Field(
         default=64, ge=0, description="Closed steps whose decoded summary is kept in memory."
     )

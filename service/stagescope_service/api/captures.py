@@ -74,7 +74,7 @@ def captures(
     deps: Deps,
     page: PageOf,
     run: Annotated[
-        str | None, Query(max_length=100, description="Only those ordered for this run.")
+        str | None, Query(max_length=100, description="Only those requested for this run.")
     ] = None,
 ) -> Answer:
     """List all captures that were ever requested, newest first, withdrawn ones too."""

@@ -317,7 +317,7 @@ def importance_weights(summary: Summary) -> JsonObject:
     """Return whose importance weights `rollout_corr/rollout_is_*` describe."""
     settings = summary.settings
     if settings.rollout_is is None:
-        text = "the run said no rollout_is: the weights are e^(old - rollout), untruncated"
+        text = "the run has no setting rollout_is: the weights are e^(old - rollout), untruncated"
     else:
         text = f"the run's own weights, by {settings.rollout_is}"
     return {

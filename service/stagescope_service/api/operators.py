@@ -332,7 +332,7 @@ def tables_of(deps: Dependencies, target: Target, **filters: Unpack[TableFilters
         raise NotFound(
             f"step {step} of run {target.run} has no operators",
             expected=f"one of {', '.join(map(str, sorted(others)))}" if others else "",
-            advice="order a capture with `stagescope capture`; `stagescope dumps` says what came",
+            advice="request a capture with `stagescope capture`; `stagescope dumps` lists dumps",
         )
     return matching(_sorted_tables(newest.values()), f"step {step}", **filters)
 

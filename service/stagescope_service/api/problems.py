@@ -35,7 +35,7 @@ class Problem(Model):
     detail: str
     """What was wrong, expected, and advised, as one sentence."""
     instance: str
-    """The path that was asked."""
+    """The path of the request."""
     code: Annotated[str, Field(examples=["not_found"])]
     """Stable name of the kind of error."""
     wrong: str
@@ -104,7 +104,7 @@ def check_ready(reply: Reply) -> Reply:
     if reply.get("not_ready"):
         raise NotReady(
             f"the coordinator is not ready: {reply['not_ready']}",
-            advice="nothing was taken; send the same again in a moment",
+            advice="nothing was recorded; send the same again in a moment",
         )
     return reply
 

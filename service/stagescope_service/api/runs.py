@@ -60,10 +60,10 @@ EXACT: Final = "exact"
 DIFFERS: Final = "differs"
 NOT_MEASURED: Final = "not measured"
 
-_COPY: Final = "equal, and one stream is a copy, or nobody said who computed them"
+_COPY: Final = "equal, and one stream is a copy, or its producer is unknown"
 _EMPTY: Final = "no token counts"
 _REST_EQUAL: Final = "the others are equal"
-_SUSPECT: Final = "equal, and suspect: what the metrics of a step say of comparability tells why"
+_SUSPECT: Final = "equal, and suspect: the comparability in the step's metrics has the reason"
 
 
 class _StepVerdict(NamedTuple):

@@ -53,7 +53,7 @@ _STEPS_SEARCHED: Final = 20
 OPEN: Final = "the step is not closed"
 UNMEASURED: Final = "no rank handed over both streams"
 BEHIND: Final = "its numbers are being aggregated"
-OLD: Final = "its numbers are of an earlier version: ask for the step"
+OLD: Final = "its numbers are of an earlier version: request the step"
 ABSENT: Final = "not among the numbers of this step"
 NOT_LOGGED: Final = "no rank logged it"
 

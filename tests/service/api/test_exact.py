@@ -218,11 +218,11 @@ def test_every_reason_why_a_step_is_not_measured_is_said(live: Service) -> None:
         rank.stage(LOG_PROB, step, taken)
     rank.begin(LOG_PROB, 6)
     rows = live.get("/exact")["rows"]
-    one = "equal, and one stream is a copy, or nobody said who computed them; 1 token is"
+    one = "equal, and one stream is a copy, or its producer is unknown; 1 token is"
     assert [(row["from_step"], row["to_step"], row["reason"]) for row in rows] == [
         (1, 2, f"{one} finite in neither stream"),
         (3, 3, "1 token is finite in neither stream; the others are equal"),
-        (4, 4, "equal, and suspect: what the metrics of a step say of comparability tells why"),
+        (4, 4, "equal, and suspect: the comparability in the step's metrics has the reason"),
         (5, 5, "no token counts; 44 tokens are finite in neither stream"),
     ]
     assert {row["verdict"] for row in rows} == {"not measured"}

@@ -39,7 +39,7 @@ Number = TypeAliasType(
 )
 Json = Annotated[object, Field(description="Any JSON.")]
 Wall = Annotated[float, Field(description="Unix seconds.", examples=[1_792_000_000.25])]
-"""A time; a model says whose clock, where it is not the service's."""
+"""A time of the service's clock, unless a model says otherwise."""
 
 Run = Annotated[str, Field(description="The run's name.", examples=["qwen3-8b-countdown"])]
 Attempt = Annotated[int, Field(description="The attempt's number in its run, from 1.", ge=1)]
@@ -55,8 +55,8 @@ NodeId = Annotated[str, Field(description="Ray's id of the node.")]
 Complete = Annotated[
     Literal["complete", "partial", "unknown", "open"],
     Field(
-        description="Whether all that were expected came: of a closed step `complete`, `partial` "
-        "or `unknown` (nobody said how many ranks there are); of another `open`."
+        description="Whether all expected ranks arrived: for a closed step `complete`, `partial` "
+        "or `unknown` (the number of ranks is unknown); for another `open`."
     ),
 ]
 GapText = Annotated[
@@ -69,7 +69,7 @@ GapText = Annotated[
 
 
 class BegunAgain(Model):
-    """Ranks that began a step again within its attempt: both goes count, as passes of one step."""
+    """Ranks that began a step again within its attempt: both passes count in one step."""
 
     role: Role
     ranks: Annotated[list[int], Field(examples=[[0, 1]])]
@@ -82,7 +82,7 @@ BegunAgainIn = Annotated[
     list[BegunAgain],
     Field(
         description="Who began the step again within the attempt (training that went back inside "
-        "its process): both goes count in its numbers, as passes of one step. Mostly empty."
+        "its process): both passes count in its numbers. Mostly empty."
     ),
 ]
 
@@ -112,7 +112,7 @@ class ScopeHeading(RunHeading):
     """Which attempts an answer is about."""
 
     attempt: Attempt | None
-    """The attempt that was asked for; null: every attempt of the run."""
+    """The requested attempt; null: every attempt of the run."""
 
 
 class StepHeading(AttemptHeading):
@@ -120,7 +120,7 @@ class StepHeading(AttemptHeading):
 
     step: Step
     superseded_by: int | None
-    """The newest attempt that did (or will do) this step again."""
+    """The newest attempt that repeats this step."""
 
 
 class Page(BaseModel, Generic[T]):
@@ -168,7 +168,7 @@ class ListedMissing(RoleRank):
 
 
 class Layout(Model):
-    """Where a rank runs and stands; what is not known is absent."""
+    """Where a rank runs, and its parallel coordinates; unknown fields are absent."""
 
     data_rank: int = ABSENT
     """Ranks with the same one hold the same rows."""
@@ -206,7 +206,7 @@ class Layout(Model):
 
 
 class DumpRow(Model):
-    """What became of one capture on one rank in one part of a stage."""
+    """The dump of one capture on one rank in one part of a stage."""
 
     part: Part
     stage: Stage
@@ -215,7 +215,7 @@ class DumpRow(Model):
     state: Annotated[str | None, Field(examples=["complete", "missed", "failed", "truncated"])]
     """`armed` while it collects; null: unknown."""
     bytes: int | None
-    """What its files take."""
+    """Size of its files."""
     files: int | None
     """How many there are."""
     path: str | None
@@ -227,12 +227,12 @@ class DumpRow(Model):
     level: Annotated[str | None, Field(examples=["L1"])]
     """msprobe's level."""
     seconds: float | None
-    """What it took of the rank's stage."""
+    """Its share of the rank's stage."""
     error: str | None
     """Why it was missed, or failed."""
     overrides: list[object] | JsonObject | None
-    """What of msprobe's configuration the service decided otherwise."""
+    """Fields of msprobe's configuration that the service changed."""
     estimate: JsonObject | None
     """`bytes`, `seconds` and `basis` of what it was expected to take."""
     wall: float | None
-    """Unix seconds: when the rank said so."""
+    """Unix seconds: when the rank reported it."""
