@@ -215,7 +215,7 @@ class TestCaller:
         answer = live.read.get("/runs", headers={"x-stagescope-user": user})
         assert answer.status_code == 422
 
-    def test_nobody_is_unknown(self) -> None:
+    def test_a_missing_user_is_unknown(self) -> None:
         assert str(Caller("unknown", "operate", "::1")) == "unknown (operate token, ::1)"
 
 
