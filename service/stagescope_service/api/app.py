@@ -121,17 +121,32 @@ def make_app(
     )
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
-    for module in _ROUTES:
-        app.include_router(module.router, dependencies=[Depends(_BEARER)])
+    for router in _ROUTERS:
+        app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _make_document(app)  # type: ignore[method-assign]
     app.add_route("/openapi.json", _document_route)
     return app
 
 
-_ROUTES: Final = (
-    health, runs, groups, steps, numbers, series, batches, operators, operator_comparisons,
-    captures, triggers, weights, engines, hangs, comparisons, kept, events,
-)  # fmt: skip
+_ROUTERS: Final = (
+    health.router,
+    runs.router,
+    groups.router,
+    steps.router,
+    numbers.router,
+    series.router,
+    batches.router,
+    operators.router,
+    operator_comparisons.router,
+    captures.router,
+    triggers.router,
+    weights.router,
+    engines.router,
+    hangs.router,
+    comparisons.router,
+    kept.router,
+    events.router,
+)
 _PROBLEM: Final = {"schema": {"$ref": "#/components/schemas/Problem"}}
 
 # Only for the document: the guard checks the token before a route is found.

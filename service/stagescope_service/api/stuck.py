@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
+from stagescope_service.core import hang_detection
 from stagescope_service.core.hang_detection import (
     GONE,
     LIVE,
@@ -18,7 +19,6 @@ from stagescope_service.core.hang_detection import (
     Limit,
     Place,
     RankPosition,
-    Role,
     StageTiming,
     Stuck,
     StuckRules,
@@ -222,7 +222,9 @@ def _newest_processes(processes: Iterable[Row]) -> dict[str, dict[int, Row]]:
     return {role: ranks for role, ranks in newest.items() if ranks}
 
 
-def _role(rows: _RoleRows, closed: list[Row], newest: int, silent: Collection[RoleRank]) -> Role:
+def _role(
+    rows: _RoleRows, closed: list[Row], newest: int, silent: Collection[RoleRank]
+) -> hang_detection.Role:
     """Return a role as `hang_detection.judge` takes it.
 
     Args:
@@ -255,7 +257,7 @@ def _role(rows: _RoleRows, closed: list[Row], newest: int, silent: Collection[Ro
     for rank, process in rows.processes.items():
         is_silent = (rows.role, rank) in silent
         positions[rank] = _position(process, by_rank.get(rank, []), at_open, is_silent)
-    return Role(
+    return hang_detection.Role(
         positions,
         at_open,
         begun=lambda location: begun.get(location, set()),
